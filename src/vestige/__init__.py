@@ -1,0 +1,1 @@
+"""Private optimizers that remember: differentially private training for PyTorch."""

@@ -1,0 +1,137 @@
+"""How much may one example move a sum? The bounds, and the reference engine that enforces them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from vestige.layout import Layout
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Parameters = dict[str, Tensor]
+Field = Callable[..., Parameters]
+"""The gradient of one example as a function of the parameters: field(parameters, *example)."""
+
+LARGEST_NORM = 1e30
+"""Beyond this float32 cannot rescale a gradient accurately; such an example counts as non-finite and is zeroed."""
+
+
+@dataclass(frozen=True)
+class BoundedSum:
+    """SENSITIVE: a sum over examples before noise. Only clipping, noise and the curator ever see one.
+
+    `sensitivity` is a float for one ball, or one value per coordinate for a product of balls: noise of standard
+    deviation `z * sensitivity` makes the release a Gaussian mechanism with noise multiplier `z`.
+    """
+
+    total: Tensor
+    sensitivity: float | Tensor
+    nonprivate: dict[str, float]
+
+
+class Clip(Protocol):
+    """A bound on one example's contribution."""
+
+    def factors(self, norms: Tensor) -> Tensor:
+        """Per-example factors in [0, bound / norm], from norms by group: [examples, groups] -> the same shape."""
+        ...
+
+    def sensitivity(self, layout: Layout) -> float | Tensor:
+        """Noise per unit of noise multiplier; see `BoundedSum`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Each example's whole gradient is scaled to norm at most `bound`.
+
+    Formal guarantees: adding or removing one example moves the sum by at most `bound` in the 2-norm.
+    """
+
+    bound: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+
+    def factors(self, norms: Tensor) -> Tensor:
+        whole = torch.linalg.vector_norm(norms, dim=1, keepdim=True)
+        return (self.bound / whole).clamp(max=1.0).expand_as(norms)
+
+    def sensitivity(self, layout: Layout) -> float:
+        return self.bound
+
+
+class Engine(Protocol):
+    """Adds the clipped gradients of a batch to a flat vector. Built once from public facts, called with data."""
+
+    def __call__(
+        self, batch: Sequence[Tensor], parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
+    ) -> Tensor:
+        """Add sum_i clip(gradient_i) to `into`; return the norms before clipping, [examples, groups], float64.
+
+        `parameters` are those of the layout, by name: the point at which the gradients are asked. A row of infinite
+        norms marks an example whose gradient was not finite; it contributed exactly zero.
+        """
+        ...
+
+
+Transform = Callable[[Field], Field]
+"""Asks the gradient elsewhere than at `parameters`, example by example (see `probes`)."""
+
+
+class Reference:
+    """The oracle: one gradient per example by vmap, materialised, clipped and summed."""
+
+    def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
+        self.model, self.loss, self.layout = model, loss, layout
+
+    def __call__(
+        self, batch: Sequence[Tensor], parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
+    ) -> Tensor:
+        if len(batch[0]) == 0:
+            return into.new_zeros(0, self.layout.groups, dtype=torch.float64)
+        field = grad(self.example_loss)
+        if transform is not None:
+            field = transform(field)
+        gradients = vmap(field, in_dims=(None, *(0 for _ in batch)), randomness="different")(parameters, *batch)
+        return add_clipped(gradients, clip, self.layout, into)
+
+    def example_loss(self, parameters: Parameters, *example: Tensor) -> Tensor:
+        *inputs, target = (part.unsqueeze(0) for part in example)
+        return self.loss(functional_call(self.model, parameters, tuple(inputs)), target).sum()
+
+
+def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor) -> Tensor:
+    """Clip materialised per-example gradients (name -> [examples, ...]) and add their sum to `into`."""
+    rows = {s.name: gradients[s.name].detach().flatten(1) for s in layout.segments}
+    squares = into.new_zeros(len(next(iter(rows.values()))), layout.groups, dtype=torch.float64)
+    for s in layout.segments:
+        squares[:, s.group] += torch.linalg.vector_norm(rows[s.name], dim=1, dtype=torch.float64).square()
+    norms = usable_norms(squares)
+    factors = weights(clip, norms).to(into.dtype)
+    broken = ~norms.isfinite().all(dim=1)
+    for s in layout.segments:
+        row = rows[s.name]
+        if broken.any():
+            row = torch.where(broken[:, None], 0.0, row)
+        into[s.start : s.stop].addmv_(row.t(), factors[:, s.group])
+    return norms
+
+
+def usable_norms(squares: Tensor) -> Tensor:
+    """Norms from squared norms by group, with every group of a non-finite or absurdly large example set to infinity."""
+    norms = squares.sqrt()
+    usable = (norms < LARGEST_NORM).all(dim=1, keepdim=True)  # False for NaN
+    return torch.where(usable, norms, torch.inf)
+
+
+def weights(clip: Clip, norms: Tensor) -> Tensor:
+    """The clip's factors, with unusable examples at exactly zero."""
+    usable = norms.isfinite()
+    return torch.where(usable, clip.factors(torch.where(usable, norms, 1.0)), 0.0)

@@ -1,0 +1,100 @@
+"""Which coordinates of the flat vector belong to which parameter, and to which group?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+Grouping = Callable[[nn.Module], Sequence[Sequence[str]]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's place in the flat vector."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    group: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The table of contents of a release: every trainable parameter once (tied weights too), in order."""
+
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, grouping: Grouping | None = None) -> Layout:
+        """Lay out a model's trainable parameters; `grouping` names the parameters of each group (default: one group)."""
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ValueError("the model has no trainable parameter: set requires_grad on what should be trained")
+        wrong = {name: p.dtype for name, p in trainable.items() if p.dtype != torch.float32}
+        if wrong:
+            name, dtype = next(iter(wrong.items()))
+            raise ValueError(f"parameter {name!r} is {dtype}; releases are float32: call model.float() first")
+        group_of = _group_of(trainable, grouping(model)) if grouping else dict.fromkeys(trainable, 0)
+        segments, start = [], 0
+        for name, parameter in trainable.items():
+            segments.append(Segment(name, start, tuple(parameter.shape), group_of[name]))
+            start = segments[-1].stop
+        return cls(tuple(segments))
+
+    @property
+    def size(self) -> int:
+        return self.segments[-1].stop
+
+    @property
+    def groups(self) -> int:
+        return 1 + max(segment.group for segment in self.segments)
+
+    @cached_property
+    def group_sizes(self) -> tuple[int, ...]:
+        sizes = [0] * self.groups
+        for segment in self.segments:
+            sizes[segment.group] += segment.stop - segment.start
+        return tuple(sizes)
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """The vector's segments, in the parameters' shapes, sharing its memory."""
+        return {s.name: vector[..., s.start : s.stop].view(*vector.shape[:-1], *s.shape) for s in self.segments}
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """One new flat vector holding a copy of the named tensors."""
+        return torch.cat([tensors[s.name].detach().reshape(-1) for s in self.segments])
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        named = dict(model.named_parameters())
+        return {s.name: named[s.name] for s in self.segments}
+
+    def expand(self, per_group: Tensor) -> Tensor:
+        """A value per group, repeated over that group's coordinates: [..., groups] -> [..., size]."""
+        lengths = torch.tensor([s.stop - s.start for s in self.segments], device=per_group.device)
+        owners = torch.tensor([s.group for s in self.segments], device=per_group.device)
+        return per_group[..., owners].repeat_interleave(lengths, dim=-1)
+
+
+def _group_of(trainable: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    group_of: dict[str, int] = {}
+    for index, names in enumerate(groups):
+        for name in names:
+            if name in group_of:
+                raise ValueError(f"parameter {name!r} is in groups {group_of[name]} and {index}; it must be in one")
+            group_of[name] = index
+    left_out = [name for name in trainable if name not in group_of]
+    if left_out:
+        raise ValueError(f"parameter {left_out[0]!r} is in no group: it would move without noise; add it to one")
+    unknown = [name for name in group_of if name not in trainable]
+    if unknown:
+        raise ValueError(f"group {group_of[unknown[0]]} names {unknown[0]!r}, which is not a trainable parameter")
+    return group_of
