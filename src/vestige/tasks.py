@@ -1,0 +1,440 @@
+"""What is trained on what? A dataset, a model and a loss by name; the only room that knows about files of data."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import inspect
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vestige import models
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Arrays = dict[str, NDArray[Any]]
+Examples = tuple[Tensor, Tensor]
+
+ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+PIXELS = "Images are scaled by public constants only: (pixel / 255 - 0.5) / 0.5; float images are taken as they are."
+
+
+@dataclass(frozen=True)
+class Task:
+    """What `vestige train --task NAME` needs: `loss(model(inputs), targets)` over `train`, judged on `test`."""
+
+    name: str
+    model: nn.Module
+    loss: Loss
+    train: Examples
+    test: Examples
+    classes: int
+    notes: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A named collection: `read(path)` gives its training and test examples; the path is None where none is needed."""
+
+    name: str
+    title: str
+    classes: int
+    read: Callable[[Path | None], tuple[Examples, Examples]]
+    needs_data: bool
+    notes: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A task before its data: what an example becomes, and the model for examples of that shape."""
+
+    dataset: Dataset
+    model: str
+    build: Callable[[tuple[int, ...], int], nn.Module]
+    prepare: Callable[[Tensor], Tensor]
+    notes: str = ""
+
+
+def load(name: str, data: str | Path | None = None, seed: int = 0) -> Task:
+    """The task called `name`, its initial weights drawn from `seed` alone.
+
+    `data` is a file or folder for the tasks that need one. `name` may also be `path/to/file.py:function`: that function
+    is called, with `data` and `seed` where it takes them, and returns a `Task` or `(model, loss, train, test)`.
+    """
+    path = None if data is None else Path(data)
+    if ".py:" in name:
+        return _load_from_file(name, path, seed)
+    recipe = _find(name)
+    if path is None and recipe.dataset.needs_data:
+        raise ValueError(
+            f"--data is missing: task {name!r} reads {recipe.dataset.title}; give --data FILE.npz or a folder"
+        )
+    (x_train, y_train), (x_test, y_test) = recipe.dataset.read(path)
+    x_train, x_test = recipe.prepare(x_train), recipe.prepare(x_test)
+    with _public_randomness(seed):
+        model = recipe.build(tuple(x_train.shape[1:]), recipe.dataset.classes)
+    notes = " ".join(part for part in (recipe.dataset.notes, recipe.notes) if part)
+    train, test = (x_train, y_train), (x_test, y_test)
+    return Task(name, model, functional.cross_entropy, train, test, recipe.dataset.classes, notes)
+
+
+def names() -> list[str]:
+    """Every task that `load` knows by name."""
+    return list(RECIPES)
+
+
+def describe() -> list[dict[str, str | bool]]:
+    """One row per task: `name`, `dataset`, `model`, `needs_data`."""
+    return [
+        {"name": name, "dataset": r.dataset.title, "model": r.model, "needs_data": r.dataset.needs_data}
+        for name, r in RECIPES.items()
+    ]
+
+
+def _find(name: str) -> Recipe:
+    if name in RECIPES:
+        return RECIPES[name]
+    close = get_close_matches(name, RECIPES, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(RECIPES)}, or give file.py:function"
+    raise ValueError(f"--task={name}: no such task; {hint}")
+
+
+@contextmanager
+def _public_randomness(seed: int) -> Iterator[None]:
+    """Draw from `seed` inside, and leave the caller's random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: that one reaches the accelerators too
+        yield
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+def _read_images(
+    path: Path | None,
+    *,
+    shape: tuple[int, ...],
+    classes: int,
+    files: tuple[str, ...],
+    originals: Callable[[Path], Arrays | None],
+    bundled: Callable[[], Arrays] | None = None,
+    scale: Callable[[Tensor], Tensor],
+) -> tuple[Examples, Examples]:
+    """Both splits as float images [N, channels, height, width] and integer labels."""
+    arrays = bundled() if path is None and bundled else _find_arrays(_existing(path), files, originals)
+    where = _where(path)
+    _check_arrays(arrays, shape, classes, where)
+    if (arrays["x_train"].dtype == np.uint8) != (arrays["x_test"].dtype == np.uint8):
+        raise ValueError(
+            f"{where}: x_train is {arrays['x_train'].dtype} and x_test {arrays['x_test'].dtype}; use one dtype"
+        )
+    train, test = (
+        (_as_images(arrays[f"x_{split}"], scale), torch.from_numpy(arrays[f"y_{split}"].astype(np.int64)))
+        for split in ("train", "test")
+    )
+    return train, test
+
+
+def _as_images(array: NDArray[Any], scale: Callable[[Tensor], Tensor]) -> Tensor:
+    with np.errstate(over="ignore"):  # beyond float32 is infinity: the engine zeroes such an example
+        images = torch.from_numpy(array.astype(np.float32))
+    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+    return scale(images) if array.dtype == np.uint8 else images
+
+
+def _check_arrays(arrays: Arrays, shape: tuple[int, ...], classes: int, where: str) -> None:
+    for split in ("train", "test"):
+        images, labels = arrays[f"x_{split}"], arrays[f"y_{split}"]
+        if images.dtype != np.uint8 and images.dtype.kind != "f":
+            raise ValueError(
+                f"{where}: x_{split} is {images.dtype}; images are uint8 (0 to 255) or float (already scaled)"
+            )
+        if images.shape[1:] != shape:
+            wanted = ", ".join(map(str, ("N", *shape)))
+            raise ValueError(f"{where}: x_{split} has shape {images.shape}; this task reads images of shape ({wanted})")
+        if labels.ndim != 1 or labels.dtype.kind not in "iu":
+            raise ValueError(
+                f"{where}: y_{split} is {labels.dtype} of shape {labels.shape}; labels are integers of shape (N,)"
+            )
+        if len(images) != len(labels):
+            raise ValueError(
+                f"{where}: x_{split} has {len(images)} images but y_{split} {len(labels)} labels; give one each"
+            )
+        if len(images) == 0:
+            raise ValueError(f"{where}: x_{split} is empty; give at least one example")
+        if labels.min() < 0 or labels.max() >= classes:
+            wrong = labels[(labels < 0) | (labels >= classes)][0]
+            raise ValueError(f"{where}: y_{split} holds label {wrong}; this task's labels are 0 to {classes - 1}")
+
+
+def _where(path: Path | None) -> str:
+    return f"--data={path}"
+
+
+def _existing(path: Path | None) -> Path:
+    if path is None or not path.exists():
+        raise ValueError(
+            f"{_where(path)}: no such file or folder; give a FILE.npz holding {', '.join(ARRAYS)}, or a folder"
+        )
+    return path
+
+
+def _find_arrays(path: Path, files: tuple[str, ...], originals: Callable[[Path], Arrays | None]) -> Arrays:
+    if path.is_file():
+        return _from_npz(path)
+    named = [path / f"{name}.npz" for name in files if (path / f"{name}.npz").is_file()]
+    archives = named or sorted(path.glob("*.npz"))
+    if named or len(archives) == 1:
+        return _from_npz(archives[0])
+    if all((path / f"{name}.npy").is_file() for name in ARRAYS):
+        return {name: _from_npy(path / f"{name}.npy") for name in ARRAYS}
+    found = originals(path)
+    if found is not None:
+        return found
+    raise ValueError(
+        f"{_where(path)}: the folder holds neither {files[0]}.npz, nor one single .npz, nor the four arrays as .npy, "
+        f"nor the dataset's original files; give one of these"
+    )
+
+
+def _from_npz(path: Path) -> Arrays:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            missing = [name for name in ARRAYS if name not in archive]
+            if not missing:
+                return {name: archive[name] for name in ARRAYS}
+    except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{_where(path)}: not a readable .npz archive of plain arrays; save it with numpy.savez"
+        ) from error
+    raise ValueError(f"{_where(path)}: the archive has no {missing[0]!r}; it must hold {', '.join(ARRAYS)}")
+
+
+def _from_npy(path: Path) -> NDArray[Any]:
+    try:
+        return np.asarray(np.load(path, allow_pickle=False))
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{_where(path)}: not a readable .npy of a plain array; save it with numpy.save") from error
+
+
+# --- the datasets' original files ------------------------------------------------------------------------------------
+
+
+def _mnist_files(folder: Path) -> Arrays | None:
+    """The four idx files, gzipped or not, as published."""
+    stems = {
+        "x_train": "train-images-idx3-ubyte",
+        "y_train": "train-labels-idx1-ubyte",
+        "x_test": "t10k-images-idx3-ubyte",
+        "y_test": "t10k-labels-idx1-ubyte",
+    }
+    paths = {key: _first(folder / stem, folder / f"{stem}.gz") for key, stem in stems.items()}
+    found = {key: path for key, path in paths.items() if path is not None}
+    return {key: _from_idx(path) for key, path in found.items()} if len(found) == len(stems) else None
+
+
+def _first(*paths: Path) -> Path | None:
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _from_idx(path: Path) -> NDArray[Any]:
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{_where(path)}: not a readable gzip file; download it again") from error
+    dimensions = content[3] if len(content) > 3 else 0
+    shape = tuple(int.from_bytes(content[4 * k : 4 * k + 4]) for k in range(1, 1 + dimensions))
+    # idx: two zero bytes, the element type (8 is unsigned byte), the number of dimensions, each dimension, the bytes
+    if content[:3] != b"\0\0\x08" or len(content) != 4 + 4 * dimensions + prod(shape):
+        raise ValueError(f"{_where(path)}: not a whole idx file of unsigned bytes; download it again")
+    return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+
+
+def _cifar_files(folder: Path, *, train: str, test: str, label_bytes: int) -> Arrays | None:
+    """The binary version: records of `label_bytes` labels, the finest last, and 3 x 32 x 32 pixels."""
+    batches, tests = sorted(folder.glob(train)), sorted(folder.glob(test))
+    if not batches or not tests:
+        return None
+    x_train, y_train = _from_records(batches, label_bytes)
+    x_test, y_test = _from_records(tests, label_bytes)
+    return {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test}
+
+
+def _from_records(paths: list[Path], label_bytes: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    size = label_bytes + 3 * 32 * 32
+    for path in paths:
+        if path.stat().st_size % size:
+            raise ValueError(f"{_where(path)}: not whole records of {size} bytes; download the binary version again")
+    records = np.concatenate([np.fromfile(path, dtype=np.uint8).reshape(-1, size) for path in paths])
+    images = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return images, records[:, label_bytes - 1]
+
+
+def _no_files(folder: Path) -> None:
+    """A dataset whose original files we do not read."""
+    return None
+
+
+def _bundled_digits() -> Arrays:
+    """scikit-learn's digits; every fifth example is the test set, whatever the seed."""
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+    digits = load_digits()
+    test = np.arange(len(digits.target)) % 5 == 0
+    images = digits.images.astype(np.uint8)
+    return {
+        "x_train": images[~test],
+        "y_train": digits.target[~test],
+        "x_test": images[test],
+        "y_test": digits.target[test],
+    }
+
+
+# --- a user's own task -----------------------------------------------------------------------------------------------
+
+
+def _load_from_file(name: str, data: Path | None, seed: int) -> Task:
+    file, _, function_name = name.rpartition(":")
+    with _public_randomness(seed):
+        function = _function(Path(file), function_name)
+    accepted = inspect.signature(function).parameters
+    if data is not None and "data" not in accepted:
+        raise ValueError(f"--data={data}: {function_name}() takes no argument 'data'; add one or leave --data out")
+    arguments: dict[str, Any] = {"data": data, "seed": seed}
+    with _public_randomness(seed):
+        made = function(**{key: value for key, value in arguments.items() if key in accepted})
+    if isinstance(made, Task):
+        return made
+    return _task_of(name, made)
+
+
+def _function(file: Path, function_name: str) -> Callable[..., Any]:
+    if not file.is_file():
+        raise ValueError(f"--task={file}:{function_name}: no such file; give path/to/file.py:function")
+    spec = importlib.util.spec_from_file_location(f"vestige_user_task_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--task={file}:{function_name}: not a Python file; give path/to/file.py:function")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(
+            f"--task={file}:{function_name}: the file defines no function {function_name!r}; name one it has"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _task_of(name: str, made: Any) -> Task:
+    if not (isinstance(made, tuple) and len(made) == 4 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise ValueError(f"--task={name}: the function must return a Task or (model, loss, train, test)")
+    model, loss, train, test = made
+    for split, pair in (("train", train), ("test", test)):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
+            raise ValueError(f"--task={name}: {split} must be a pair of tensors (inputs, targets)")
+        if len(pair[0]) != len(pair[1]) or len(pair[0]) == 0:
+            raise ValueError(
+                f"--task={name}: {split} has {len(pair[0])} inputs and {len(pair[1])} targets; give one each"
+            )
+    with torch.no_grad():
+        classes = model(test[0][:1]).shape[-1]  # the width of the answer: a public fact of the model
+    return Task(name, model, loss, tuple(train), tuple(test), classes, f"The user's own task, from {name}.")
+
+
+# --- the registry ----------------------------------------------------------------------------------------------------
+
+
+def _from_bytes(images: Tensor) -> Tensor:
+    return images.div_(255).sub_(0.5).div_(0.5)
+
+
+def _from_sixteenths(images: Tensor) -> Tensor:
+    return images.div_(16)
+
+
+def _flat(images: Tensor) -> Tensor:
+    return images.flatten(1)
+
+
+def _mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return models.mlp(prod(shape), classes)
+
+
+def _image_set(
+    name: str,
+    title: str,
+    shape: tuple[int, ...],
+    classes: int,
+    *,
+    files: tuple[str, ...],
+    originals: Callable[[Path], Arrays | None] = _no_files,
+    notes: str = "",
+) -> Dataset:
+    read = partial(_read_images, shape=shape, classes=classes, files=files, originals=originals, scale=_from_bytes)
+    return Dataset(name, title, classes, read, needs_data=True, notes=f"{PIXELS} {notes}".strip())
+
+
+DIGITS = Dataset(
+    "digits",
+    "scikit-learn's digits (8x8)",
+    10,
+    partial(
+        _read_images,
+        shape=(8, 8),
+        classes=10,
+        files=("digits",),
+        originals=_no_files,
+        bundled=_bundled_digits,
+        scale=_from_sixteenths,
+    ),
+    needs_data=False,
+    notes="Pixels are divided by 16; every fifth example is the test set.",
+)
+
+IMAGE_SETS = (
+    _image_set("mnist", "MNIST (28x28)", (28, 28), 10, files=("mnist",), originals=_mnist_files),
+    _image_set(
+        "fmnist", "Fashion-MNIST (28x28)", (28, 28), 10, files=("fmnist", "fashion_mnist"), originals=_mnist_files
+    ),
+    _image_set(
+        "cifar10",
+        "CIFAR-10 (32x32x3)",
+        (32, 32, 3),
+        10,
+        files=("cifar10", "cifar10_7k"),
+        originals=partial(_cifar_files, train="data_batch_*.bin", test="test_batch.bin", label_bytes=1),
+    ),
+    _image_set(
+        "cifar100",
+        "CIFAR-100 (32x32x3)",
+        (32, 32, 3),
+        100,
+        files=("cifar100", "cifar100_7k"),
+        originals=partial(_cifar_files, train="train.bin", test="test.bin", label_bytes=2),
+    ),
+    _image_set(
+        "svhn",
+        "SVHN cropped digits (32x32x3)",
+        (32, 32, 3),
+        10,
+        files=("svhn", "svhn_7k"),
+        notes="Several digits come from one photograph: the guarantee is for a digit, not for a photograph.",
+    ),
+)
+
+RECIPES: dict[str, Recipe] = {
+    f"{dataset.name}-mlp": Recipe(dataset, "tanh MLP, hidden layers 64 and 32", _mlp, _flat)
+    for dataset in (DIGITS, *IMAGE_SETS)
+}

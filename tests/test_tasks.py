@@ -1,0 +1,290 @@
+"""Does a task's name give the right data, model and loss, and does a bad file give one clear line?"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vestige import tasks
+
+SHARED = Path(os.environ.get("VESTIGE_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+def shared(name: str) -> Path:
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"{path} is absent: set VESTIGE_DATA to the folder of shared data")
+    return path
+
+
+def arrays(
+    shape: tuple[int, ...] = (28, 28), classes: int = 10, train: int = 6, test: int = 4
+) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {
+        "x_train": random.integers(0, 256, (train, *shape), dtype=np.uint8),
+        "y_train": random.integers(0, classes, train, dtype=np.uint8),
+        "x_test": random.integers(0, 256, (test, *shape), dtype=np.uint8),
+        "y_test": random.integers(0, classes, test, dtype=np.uint8),
+    }
+
+
+def saved(folder: Path, **changes: np.ndarray) -> Path:
+    path = folder / "images.npz"
+    np.savez(path, **{**arrays(), **changes})
+    return path
+
+
+def test_digits_come_without_a_file():
+    task = tasks.load("digits-mlp")
+    assert (len(task.train[0]), len(task.test[0])) == (1437, 360)
+    assert task.train[0].shape[1:] == (64,)
+    assert task.train[0].dtype == torch.float32
+    assert task.train[1].dtype == torch.int64
+    assert task.train[0].min() == 0
+    assert task.train[0].max() == 1
+    assert task.classes == 10
+    assert task.loss(task.model(task.test[0]), task.test[1]).isfinite()
+
+
+def test_the_split_is_fixed_and_only_the_weights_follow_the_seed():
+    zero, again, one = (tasks.load("digits-mlp", seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(zero.train[0], one.train[0])
+    assert torch.equal(zero.test[1], one.test[1])
+    assert torch.equal(zero.model[0].weight, again.model[0].weight)
+    assert not torch.equal(zero.model[0].weight, one.model[0].weight)
+
+
+def test_loading_leaves_the_global_random_state_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    tasks.load("digits-mlp", seed=3)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_images_are_scaled_by_public_constants(tmp_path):
+    images = np.zeros((6, 28, 28), dtype=np.uint8)
+    images[0] = 255
+    task = tasks.load("mnist-mlp", saved(tmp_path, x_train=images))
+    assert torch.equal(task.train[0][0], torch.ones(784))
+    assert torch.equal(task.train[0][1], -torch.ones(784))
+    assert "public constants" in task.notes
+
+
+def test_float_images_are_taken_as_they_are_and_may_hold_anything(tmp_path):
+    images = np.full((6, 28, 28), 0.25, dtype=np.float64)
+    images[0, 0, 0], images[1, 0, 0], images[2, 0, 0] = np.nan, np.inf, 1e300
+    task = tasks.load("mnist-mlp", saved(tmp_path, x_train=images, x_test=np.zeros((4, 28, 28))))
+    assert task.train[0][0, 0].isnan()
+    assert task.train[0][1:3, 0].isinf().all()
+    assert torch.equal(task.train[0][3], torch.full((784,), 0.25))
+
+
+@pytest.mark.parametrize(("name", "classes"), [("cifar10-mlp", 10), ("cifar100-mlp", 100), ("svhn-mlp", 10)])
+def test_colour_images(tmp_path, name, classes):
+    np.savez(tmp_path / "images.npz", **arrays((32, 32, 3), classes))
+    task = tasks.load(name, tmp_path / "images.npz")
+    assert task.train[0].shape == (6, 3072)
+    assert task.model(task.test[0]).shape == (4, classes)
+
+
+def test_a_folder_may_hold_the_named_archive_the_only_archive_or_four_arrays(tmp_path):
+    expected = tasks.load("fmnist-mlp", saved(tmp_path)).train[0]
+    assert torch.equal(tasks.load("fmnist-mlp", tmp_path).train[0], expected)
+    other = arrays()
+    other["x_train"] = np.zeros_like(other["x_train"])
+    np.savez(tmp_path / "fashion_mnist.npz", **other)
+    assert torch.equal(tasks.load("fmnist-mlp", tmp_path).train[0], -torch.ones(6, 784))
+    (tmp_path / "four").mkdir()
+    for name, array in arrays().items():
+        np.save(tmp_path / "four" / f"{name}.npy", array)
+    assert torch.equal(tasks.load("fmnist-mlp", tmp_path / "four").train[0], expected)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_original_idx_files(tmp_path, zipped):
+    stems = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+    for stem, array in zip(stems, arrays().values(), strict=True):
+        content = struct.pack(f">HBB{array.ndim}i", 0, 8, array.ndim, *array.shape) + array.tobytes()
+        if zipped:
+            (tmp_path / f"{stem}.gz").write_bytes(gzip.compress(content))
+        else:
+            (tmp_path / stem).write_bytes(content)
+    (tmp_path / "npz").mkdir()
+    expected = tasks.load("mnist-mlp", saved(tmp_path / "npz"))
+    found = tasks.load("mnist-mlp", tmp_path)
+    assert torch.equal(found.train[0], expected.train[0])
+    assert torch.equal(found.test[1], expected.test[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "files", "label_bytes"),
+    [
+        ("cifar10-mlp", 10, ("data_batch_1.bin", "test_batch.bin"), 1),
+        ("cifar100-mlp", 100, ("train.bin", "test.bin"), 2),
+    ],
+)
+def test_original_cifar_files(tmp_path, name, classes, files, label_bytes):
+    given = arrays((32, 32, 3), classes)
+    np.savez(tmp_path / "expected.npz", **given)
+    folder = tmp_path / "binary"
+    folder.mkdir()
+    for file, split in zip(files, ("train", "test"), strict=True):
+        images, labels = given[f"x_{split}"].transpose(0, 3, 1, 2), given[f"y_{split}"]
+        coarse = [np.full(len(labels), 7, dtype=np.uint8)] * (label_bytes - 1)
+        records = np.concatenate([np.stack([*coarse, labels], axis=1), images.reshape(len(labels), -1)], axis=1)
+        (folder / file).write_bytes(records.tobytes())
+    expected, found = tasks.load(name, tmp_path / "expected.npz"), tasks.load(name, folder)
+    assert torch.equal(found.train[0], expected.train[0])
+    assert torch.equal(found.train[1], expected.train[1])
+    (folder / files[1]).write_bytes(b"torn")
+    refused(name, folder, "whole records")
+
+
+def refused(name: str, data: Path | None, *words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        tasks.load(name, data)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in ("--data", *([str(data)] if data else []), *words):
+        assert word in message, message
+
+
+def test_missing_files_and_data(tmp_path):
+    refused("mnist-mlp", None, "MNIST", "FILE.npz")
+    refused("mnist-mlp", tmp_path / "absent.npz", "no such file")
+    refused("mnist-mlp", tmp_path, "mnist.npz", "original files")
+
+
+def test_files_that_are_not_archives(tmp_path):
+    for name, content in (
+        ("text.npz", b"hello"),
+        ("empty.npz", b""),
+        ("torn.npz", saved(tmp_path).read_bytes()[:3000]),
+    ):
+        (tmp_path / name).write_bytes(content)
+        refused("mnist-mlp", tmp_path / name, "not a readable .npz")
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    refused("mnist-mlp", tmp_path / "array.npy", "not a readable .npz")
+
+
+def test_pickles_are_never_opened(tmp_path):
+    images = np.empty(6, dtype=object)
+    np.savez(tmp_path / "pickled.npz", **{**arrays(), "x_train": images})
+    refused("mnist-mlp", tmp_path / "pickled.npz", "plain arrays")
+
+
+def test_a_missing_array(tmp_path):
+    given = arrays()
+    del given["y_test"]
+    np.savez(tmp_path / "partial.npz", **given)
+    refused("mnist-mlp", tmp_path / "partial.npz", "y_test")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x_train": np.zeros((6, 27, 28), np.uint8)}, ("x_train", "(6, 27, 28)", "(N, 28, 28)")),
+        ({"x_test": np.zeros((4, 28, 28, 3), np.uint8)}, ("x_test", "(N, 28, 28)")),
+        ({"x_train": np.zeros((6, 28, 28), np.int32)}, ("x_train", "int32", "uint8")),
+        ({"x_train": np.zeros((6, 28, 28), np.float32)}, ("x_train", "x_test", "one dtype")),
+        ({"y_train": np.zeros((6, 1), np.uint8)}, ("y_train", "(6, 1)")),
+        ({"y_train": np.zeros(6, np.float32)}, ("y_train", "float32", "integers")),
+        ({"y_train": np.zeros(5, np.uint8)}, ("6 images", "5 labels")),
+        ({"y_test": np.full(4, 10, np.uint8)}, ("y_test", "label 10", "0 to 9")),
+        ({"y_train": np.full(6, -1, np.int64)}, ("y_train", "label -1")),
+        ({"x_train": np.zeros((0, 28, 28), np.uint8), "y_train": np.zeros(0, np.uint8)}, ("x_train", "empty")),
+        ({"x_train": np.array(3, np.uint8)}, ("x_train", "shape ()")),
+    ],
+)
+def test_malformed_arrays(tmp_path, changes, words):
+    refused("mnist-mlp", saved(tmp_path, **changes), *words)
+
+
+def test_torn_idx_files(tmp_path):
+    for stem in (
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    ):
+        (tmp_path / stem).write_bytes(b"\0\0\x08\x03\0\0")
+    with pytest.raises(ValueError, match="whole idx file"):
+        tasks.load("mnist-mlp", tmp_path)
+
+
+def test_unknown_tasks_suggest_the_closest():
+    with pytest.raises(ValueError, match=r"--task=minst-mlp.*'mnist-mlp'"):
+        tasks.load("minst-mlp")
+    with pytest.raises(ValueError, match=r"--task=zzz.*digits-mlp"):
+        tasks.load("zzz")
+
+
+def test_names_and_descriptions():
+    rows = tasks.describe()
+    assert [row["name"] for row in rows] == tasks.names()
+    assert [row["name"] for row in rows if not row["needs_data"]] == ["digits-mlp"]
+
+
+USER_TASK = """
+import torch
+from vestige.tasks import Task
+
+def four(seed=0):
+    x, y = torch.randn(8, 5), torch.arange(8) % 3
+    return torch.nn.Linear(5, 3), torch.nn.functional.cross_entropy, (x, y), (x[:2], y[:2])
+
+def whole(data=None):
+    model, loss, train, test = four()
+    return Task("mine", model, loss, train, test, 3, str(data))
+
+def wrong():
+    return 3
+
+def unpaired():
+    model, loss, (x, y), test = four()
+    return model, loss, (x[1:], y), test
+"""
+
+
+def test_a_users_own_task(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(USER_TASK)
+    task, again = tasks.load(f"{file}:four"), tasks.load(f"{file}:four")
+    assert task.classes == 3
+    assert torch.equal(task.train[0], again.train[0])
+    assert torch.equal(task.model.weight, again.model.weight)
+    assert tasks.load(f"{file}:whole", tmp_path).notes == str(tmp_path)
+    refused(f"{file}:four", tmp_path, "takes no argument 'data'")
+    for function, words in (
+        ("wrong", "must return"),
+        ("unpaired", "7 inputs and 8 targets"),
+        ("absent", "no function"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tasks.load(f"{file}:{function}")
+    with pytest.raises(ValueError, match="no such file"):
+        tasks.load(f"{tmp_path}/other.py:four")
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "train", "parameters"),
+    [
+        ("mnist-mlp", "mnist.npz", 60000, 52650),
+        ("cifar10-mlp", "cifar10_7k.npz", 5000, 199082),
+        ("cifar100-mlp", "cifar100_7k.npz", 5000, 202052),
+        ("svhn-mlp", "svhn_7k.npz", 5000, 199082),
+    ],
+)
+def test_shared_files(name, file, train, parameters):
+    task = tasks.load(name, shared(file))
+    assert len(task.train[0]) == len(task.train[1]) == train
+    assert sum(p.numel() for p in task.model.parameters()) == parameters
+    assert torch.equal(tasks.load(name, SHARED).train[1], task.train[1])
