@@ -31,7 +31,6 @@ class BoundedSum:
 
     total: Tensor
     sensitivity: float | Tensor
-    nonprivate: dict[str, float]
 
 
 class Clip(Protocol):

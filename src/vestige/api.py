@@ -1,0 +1,277 @@
+"""What does one call do? `train`: plan, ask, remember, move, and keep the books."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vestige import accounting
+from vestige.clipping import Engine, Loss, Reference
+from vestige.curator import Curator, Data
+from vestige.independence import require_independent
+from vestige.layout import Layout
+from vestige.ledger import Ledger, LedgerError, read
+from vestige.method import Method, build
+from vestige.noise import Randomness
+from vestige.planning import Plan, plan
+from vestige.run_folder import RunFolder, paced
+from vestige.sampling import SAMPLINGS
+from vestige.training import Record, State, run
+
+ENGINES: dict[str, type[Reference]] = {"reference": Reference}
+
+
+def train(
+    model: nn.Module,
+    loss: Loss,
+    data: Data,
+    *,
+    method: Method | str = "fo-dp-sgd",
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    lr: float | Literal["auto"] = "auto",
+    sampling: str = "poisson",
+    physical_batch: int | None = None,
+    engine: str = "reference",
+    reproducible: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    request: dict[str, Any] | None = None,
+    nonprivate_transcript: str | Path | None = None,
+) -> Training:
+    """Train `model` in place with differential privacy; iterate over the result to make the steps happen.
+
+    `loss(outputs, targets)` is any loss of a batch, such as `nn.functional.cross_entropy`; it is applied to one example
+    at a time. `data` is a tuple of tensors (inputs..., targets) or a map-style dataset of such tuples. Give `epsilon`
+    (the noise follows), or `noise_multiplier` (epsilon follows), or both (training stops before epsilon is exceeded).
+    `reproducible=seed` makes noise and sampling predictable, for tests: such a run protects nobody and has no epsilon.
+    With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
+
+    Formal guarantees: (epsilon, delta)-differential privacy of everything the iteration yields and of the final model,
+    for adding or removing one example, under the assumptions listed in `training.guarantee().assumptions`.
+    """
+    chosen = build(method) if isinstance(method, str) else method
+    require_independent(model)
+    if sampling not in SAMPLINGS:
+        raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
+    if engine not in ENGINES:
+        raise ValueError(f"engine={engine!r} is unknown; choose from {', '.join(ENGINES)}")
+    if physical_batch is not None and physical_batch < 1:
+        raise ValueError(f"physical_batch={physical_batch} must be a whole number from 1 up")
+    return Training(
+        model,
+        data,
+        chosen,
+        loss,
+        engine=ENGINES[engine],
+        limits={
+            "sample_rate": sample_rate,
+            "steps": steps,
+            "delta": delta,
+            "epsilon": epsilon,
+            "noise_multiplier": noise_multiplier,
+            "lr": lr,
+        },
+        sampling=sampling,
+        physical_batch=physical_batch,
+        seed=reproducible,
+        folder=RunFolder(out) if out is not None else None,
+        resume=resume,
+        request=request,
+        transcript=nonprivate_transcript,
+    )
+
+
+class Training:
+    """A private run: iterate over it for its records; ask it what may be said about it at any time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Data,
+        method: Method,
+        loss: Loss,
+        *,
+        engine: type[Reference],
+        limits: dict[str, Any],
+        sampling: str,
+        physical_batch: int | None,
+        seed: int | None,
+        folder: RunFolder | None,
+        resume: bool,
+        request: dict[str, Any] | None,
+        transcript: str | Path | None,
+    ) -> None:
+        layout = Layout.of(model)
+        device = next(model.parameters()).device
+        self.model, self.method, self.folder = model, method, folder
+        self.transcript = Transcript(Path(transcript)) if transcript is not None else None
+        self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=seed is not None)
+        answers: Engine = engine(model, loss, layout)
+        self._curator = Curator(
+            data,
+            answers,
+            layout,
+            SAMPLINGS[sampling](limits["sample_rate"]),
+            Randomness.secret() if seed is None else Randomness.reproducible(seed),
+            self.ledger.ask,
+            device=device,
+            physical_batch=physical_batch,
+            nonprivate_witness=self.transcript,
+        )
+        self.plan: Plan = plan(model, layout, method, self._curator.population, **limits)
+        self.state = State(model, method, layout, self.plan.lr)
+        self.facts = accounting.Facts(
+            sampling=sampling,
+            noise="secret" if seed is None else "seeded",
+            nonprivate_outputs=transcript is not None,
+        )
+        self.log: dict[str, Any] = {}
+        """Released quantities put here while a record is being consumed are written beside it."""
+        self._open(resume, request or {})
+        if self.plan.epsilon is not None:
+            self.ledger.budget = accounting.Budget(self.plan.epsilon, self.plan.delta, self.plan.questions)
+        self._odometer = accounting.Odometer(self.ledger.spent)
+
+    @property
+    def expected_batch(self) -> float:
+        return self._curator.expected_batch
+
+    @property
+    def nonprivate_broken_examples(self) -> int:
+        """How many sampled examples had a non-finite gradient. Computed from data without noise: keep it to yourself."""
+        return int(self._curator.nonprivate_broken_examples)
+
+    def __iter__(self) -> Iterator[Record]:
+        records = self._records()
+        if self.folder is None:
+            return records
+        return self.folder.log(paced(records, self._save), self.state.step, self.log)
+
+    def guarantee(self) -> accounting.Guarantee:
+        """What may be said about everything released so far."""
+        return accounting.guarantee(self.ledger.spent, self.plan.delta, self.facts)
+
+    def spent(self) -> float | None:
+        """An upper bound on epsilon so far, read in microseconds; None where no epsilon holds."""
+        if self.facts != accounting.Facts():
+            return None
+        by_renyi = self._odometer.epsilon(self.plan.delta)
+        # The loss distribution of the whole plan bounds every part of it, and is tighter than Renyi at the end.
+        if self.plan.epsilon is not None:
+            return min(by_renyi, self.plan.epsilon)
+        return by_renyi
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write the result and the final weights beside the ledger."""
+        if self.transcript is not None:
+            self.transcript.save()
+        if self.folder is not None:
+            sealed = {**result, "ledger": {"rows": self.ledger.rows, "head": self.ledger.head}}
+            self.folder.finish(sealed, self.model.state_dict())
+        self.ledger.close()
+
+    def _records(self) -> Generator[Record, None, None]:
+        for record in run(self.state, self.method, self._curator, self.plan.noise_multiplier, self.plan.steps):
+            self._odometer.add(self.plan.question)
+            if self.transcript is not None:
+                self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch)
+            yield replace(record, epsilon=self.spent())
+
+    def _open(self, resume: bool, request: dict[str, Any]) -> None:
+        public = {
+            **self.plan.to_json(),
+            "method": repr(self.method),
+            "sampling": self.facts.sampling,
+            "noise": self.facts.noise,
+            "nonprivate_outputs": self.facts.nonprivate_outputs,
+            "population": self._curator.population,
+            "adjacency": "add/remove one example",
+        }
+        if self.folder is None:
+            self.ledger.open(public)
+            return
+        if not resume:
+            self.folder.create({**request, "public": public})
+        else:
+            self._check_same(self.folder.request()["public"], public)
+        if resume and self.folder.checkpoint.exists():
+            self._restore()
+        else:
+            if self.folder.ledger.exists():
+                raise LedgerError(f"{self.folder.ledger} exists but there is no checkpoint beside it to resume from")
+            self.ledger.open(public)
+            self._save()
+
+    def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        for key, value in now.items():
+            if before.get(key) != value:
+                raise ValueError(f"resume: {key} is {value!r} now but was {before.get(key)!r}; resume with the same settings")
+
+    def _save(self) -> None:
+        assert self.folder is not None
+        self.folder.save_checkpoint(
+            {
+                "state": self.state.state_dict(),
+                "asked": self._curator.asked,
+                "ledger_rows": self.ledger.rows,
+                "ledger_head": self.ledger.head,
+            }
+        )
+
+    def _restore(self) -> None:
+        assert self.folder is not None
+        saved = self.folder.load_checkpoint()
+        history = read(self.folder.ledger, repair=True)
+        if history.heads[saved["ledger_rows"] - 1 : saved["ledger_rows"]] != [saved["ledger_head"]]:
+            raise LedgerError(f"{self.folder.ledger} does not contain what the checkpoint was trained on: it was cut or replaced")
+        self.state.load_state_dict(saved["state"])
+        # A secret run draws from a new key; a reproducible one must meet the same streams again.
+        self._curator.asked = saved["asked"]
+        self.ledger.resume(self.state.step)
+
+
+class Transcript:
+    """NOT PRIVATE: every clipped sum, noise vector and release, in the scale of the method's paper."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._rows: dict[str, list[np.ndarray[Any, Any]]] = {"clipped_sum": [], "noise": [], "release": [], "direction": []}
+
+    def __call__(self, clipped_sum: Tensor, noise: Tensor) -> None:
+        self._seen.append((clipped_sum, noise.clone()))
+
+    def settle(self, fresh_share: float, state: State, expected_batch: float) -> None:
+        """Pair what the witness saw in this step with what was released and what was stepped on."""
+        clipped_sum, noise = self._seen.pop()
+        direction = state.gradient * expected_batch
+        row = {
+            "clipped_sum": clipped_sum,
+            "noise": noise * fresh_share,
+            "release": direction if fresh_share < 1 else clipped_sum + noise,
+            "direction": direction,
+        }
+        for key, value in row.items():
+            self._rows[key].append(value.cpu().numpy())
+
+    def save(self) -> None:
+        from vestige.files import write_atomically
+
+        arrays = {key: np.stack(rows) for key, rows in self._rows.items() if rows}
+
+        def write(beside: Path) -> None:
+            with open(beside, "wb") as file:
+                np.savez(file, **arrays)  # type: ignore[arg-type]
+
+        write_atomically(self.path, write)

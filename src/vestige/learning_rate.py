@@ -1,0 +1,61 @@
+"""Which learning rate needs no tuning? A rule that sees no data, so it costs no privacy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import nn
+
+from vestige.layout import Layout
+
+WALK = 3.0
+"""How far the noise alone may walk, in norms of the initial weights; the best value was 1.8 to 4.8 in 38 settings."""
+
+
+@dataclass(frozen=True)
+class AutoRate:
+    """The rate chosen, with the public numbers it came from."""
+
+    lr: float
+    weight_norm: float
+    noise_norm: float
+    steps: int
+    gain: float
+    scale_free: bool
+
+    def __str__(self) -> str:
+        walk = f"sqrt({self.steps} steps)"
+        if self.scale_free:
+            return (
+                f"lr auto: {WALK:g} * |W0| / (sqrt(d) * {walk}), |W0| = {self.weight_norm:.4g}, "
+                f"sqrt(d) = {self.noise_norm:.4g} -> {self.lr:.4g}"
+            )
+        return (
+            f"lr auto: {WALK:g} * |W0| / (noise * {walk} * gain), |W0| = {self.weight_norm:.4g}, "
+            f"noise of a mean gradient = {self.noise_norm:.4g}, gain = {self.gain:.3g} -> {self.lr:.4g}"
+        )
+
+
+def auto_rate(*, weight_norm: float, noise_norm: float, size: int, steps: int, gain: float, scale_free: bool) -> AutoRate:
+    """The rate at which the noise alone walks `WALK` norms of the initial weights in `steps` steps.
+
+    `noise_norm` is the norm of the noise in one mean gradient, nu * sqrt(d); `gain` is how much the memory and the rule
+    amplify a constant gradient. A scale-free rule (Adam) moves every coordinate by about lr whatever the noise.
+    """
+    per_step = sqrt(size) if scale_free else noise_norm * gain
+    if per_step <= 0:
+        raise ValueError("lr='auto' needs noise to balance against: the noise multiplier is 0; give lr a number")
+    lr = WALK * weight_norm / (per_step * sqrt(steps))
+    return AutoRate(lr, weight_norm, sqrt(size) if scale_free else noise_norm, steps, gain, scale_free)
+
+
+def initial_weight_norm(model: nn.Module, layout: Layout) -> float:
+    """The norm of the trainable weights of two or more dimensions; biases and the gains of norm layers don't count."""
+    parameters = layout.parameters(model)
+    squares = [torch.linalg.vector_norm(p.detach()).double().square() for p in parameters.values() if p.dim() >= 2]
+    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    if norm == 0:
+        raise ValueError("lr='auto' measures steps against the initial weights, and these are all zero; give lr a number")
+    return norm

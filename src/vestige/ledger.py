@@ -1,0 +1,192 @@
+"""What was asked, and in which order? An append-only, hash-chained record, written before each answer exists."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from vestige.curator import BudgetSpent
+from vestige.questions import Question
+
+GENESIS = "0" * 64
+VERSION = 1
+
+
+class LedgerError(ValueError):
+    """The ledger cannot be trusted, and why."""
+
+
+class Budget(Protocol):
+    def allows(self, spent: Mapping[Question, int], question: Question) -> bool: ...
+
+
+def _seal(row: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(row, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class Ledger:
+    """The charging side: asks are checked against the budget, made durable, and only then allowed to be answered.
+
+    Rows: one `open` (the public facts of the run), then per question one `ask` (its step, and its place among that
+    step's questions); each continuation after an interruption adds a `resume`. Every row holds the hash of the row before it. With `path=None` the ledger lives in memory.
+    """
+
+    def __init__(self, path: Path | None, budget: Budget | None = None, *, replays_are_free: bool = False) -> None:
+        self.path, self.budget = path, budget
+        self.replays_are_free = replays_are_free
+        self.head, self.rows, self.attempt = GENESIS, 0, 0
+        self.spent: Counter[Question] = Counter()
+        self._paid: set[tuple[int, int]] = set()
+        self._file: int | None = None
+
+    def open(self, facts: Mapping[str, Any]) -> None:
+        """Start a new ledger with the public facts of the run."""
+        if self.path is not None:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+        self._append({"row": "open", "version": VERSION, **facts})
+
+    def resume(self, from_step: int) -> None:
+        """Continue an interrupted ledger: everything already asked stays charged; a torn last line is cut off.
+
+        The line is torn only if the process died inside the write, before the answer to that question could exist.
+        """
+        assert self.path is not None
+        history = read(self.path, repair=True)
+        self.head, self.rows, self.attempt = history.head, history.rows, history.attempts
+        self.spent, self._paid = history.spent(self.replays_are_free), set(history.paid)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        self._append({"row": "resume", "from_step": from_step, "attempt": self.attempt})
+
+    def ask(self, question: Question, *, step: int, part: int, sensitivity: float) -> None:
+        """Charge one question, durably; or raise `BudgetSpent` and charge nothing."""
+        free = self.replays_are_free and (step, part) in self._paid
+        if self.budget is not None and not free and not self.budget.allows(self.spent, question):
+            raise BudgetSpent
+        place = {"row": "ask", "step": step, "part": part, "attempt": self.attempt}
+        self._append({**place, "sensitivity": sensitivity, **question.to_json()})
+        if not free:
+            self.spent[question] += 1
+        if self.replays_are_free:
+            self._paid.add((step, part))
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _append(self, row: dict[str, Any]) -> None:
+        row = {"seq": self.rows, "previous": self.head, **row}
+        seal = _seal(row)
+        if self._file is not None:
+            line = json.dumps({**row, "hash": seal}).encode() + b"\n"
+            size = os.fstat(self._file).st_size
+            try:
+                if os.write(self._file, line) != len(line):
+                    raise OSError("short write")
+                os.fdatasync(self._file) if hasattr(os, "fdatasync") else os.fsync(self._file)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, size)
+                raise OSError(f"cannot write the ledger {self.path}: {error}; nothing was asked, free space and resume") from error
+        self.head, self.rows = seal, self.rows + 1
+
+
+@dataclass
+class LedgerHistory:
+    """A ledger as read back and checked."""
+
+    facts: dict[str, Any]
+    heads: list[str] = field(default_factory=list)
+    attempts: int = 1
+    asks: Counter[Question] = field(default_factory=Counter)
+    paid: dict[tuple[int, int], Question] = field(default_factory=dict)
+    last_step: int = -1
+
+    @property
+    def head(self) -> str:
+        return self.heads[-1] if self.heads else GENESIS
+
+    @property
+    def rows(self) -> int:
+        return len(self.heads)
+
+    def spent(self, replays_are_free: bool) -> Counter[Question]:
+        """What was charged: every ask; or, where replays give the identical release, each step once."""
+        if not replays_are_free:
+            return Counter(self.asks)
+        return Counter(self.paid.values())
+
+
+def read(path: Path, *, repair: bool = False) -> LedgerHistory:
+    """Read and check a ledger; any edit, gap or reuse of a step raises `LedgerError` naming the line."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise LedgerError(f"cannot read the ledger {path}: {error.strerror}") from error
+    if text and not text.endswith(b"\n"):
+        if not repair:
+            raise LedgerError(f"{path}: the last line is torn (a crash in mid-write); resuming the run cuts it off")
+        whole = text.rfind(b"\n") + 1
+        os.truncate(path, whole)
+        text = text[:whole]
+    history: LedgerHistory | None = None
+    due = {(0, 0)}
+    for number, row in enumerate(_rows(path, text), start=1):
+        _check_chain(path, number, row, history)
+        if history is None:
+            if row.get("row") != "open":
+                raise LedgerError(f"{path}, line 1: a ledger begins with an 'open' row, not {row.get('row')!r}")
+            if row.get("version") != VERSION:
+                raise LedgerError(f"{path}: ledger version {row.get('version')} is not {VERSION}; use the vestige that wrote it")
+            history = LedgerHistory({k: v for k, v in row.items() if k not in ("seq", "previous", "hash", "row")})
+        elif row.get("row") == "resume":
+            if row.get("attempt") != history.attempts or not 0 <= row["from_step"] <= history.last_step + 1:
+                raise LedgerError(f"{path}, line {number}: a resume from step {row['from_step']} that cannot follow")
+            history.attempts += 1
+            due = {(row["from_step"], 0)}
+        elif row.get("row") == "ask":
+            place = (row["step"], row["part"])
+            if row["attempt"] != history.attempts - 1 or place not in due:
+                wanted = " or ".join(f"step {step}, part {part}" for step, part in sorted(due))
+                raise LedgerError(
+                    f"{path}, line {number}: step {place[0]}, part {place[1]} where {wanted} was due: a gap or a reuse"
+                )
+            question = Question.from_json(row)
+            history.asks[question] += 1
+            history.paid[place] = question
+            history.last_step = max(history.last_step, place[0])
+            due = {(place[0], place[1] + 1), (place[0] + 1, 0)}
+        else:
+            raise LedgerError(f"{path}, line {number}: unknown row {row.get('row')!r}")
+        history.heads.append(row["hash"])
+    if history is None:
+        raise LedgerError(f"{path}: the ledger is empty")
+    return history
+
+
+def _rows(path: Path, text: bytes) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise LedgerError(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise LedgerError(f"{path}, line {number}: not a ledger row")
+        yield row
+
+
+def _check_chain(path: Path, number: int, row: dict[str, Any], history: LedgerHistory | None) -> None:
+    head = history.head if history else GENESIS
+    if row.get("seq") != number - 1:
+        raise LedgerError(f"{path}, line {number}: sequence number {row.get('seq')} where {number - 1} was due: a gap")
+    if row.get("previous") != head:
+        raise LedgerError(f"{path}, line {number}: does not follow the line before it: edited, removed or reordered")
+    if row.get("hash") != _seal({k: v for k, v in row.items() if k != "hash"}):
+        raise LedgerError(f"{path}, line {number}: its hash does not match its content: edited")

@@ -1,0 +1,232 @@
+"""What do past releases add to the fresh one? Causal filters over releases; none of them may see data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vestige.layout import Layout
+from vestige.noise import Release
+
+State = dict[str, Any]
+"""Tensors and integers only, so that it checkpoints and rewinds."""
+
+
+class Filtered(NamedTuple):
+    """What to step on (in the scale of a sum), the memory after it, and what may be looked at (all from releases)."""
+
+    direction: Tensor
+    state: State
+    diagnostics: dict[str, Tensor]
+
+
+class Memory(Protocol):
+    def init(self, layout: Layout, device: torch.device) -> State: ...
+
+    def step(self, release: Release, state: State) -> Filtered:
+        """Filter one release. The state given is consumed: it may be updated in place."""
+        ...
+
+    @property
+    def fresh_share(self) -> float:
+        """The factor of the fresh sum in a paper's own release: its noise multiplier is this times the accounted one."""
+        ...
+
+    @property
+    def steady_gain(self) -> float:
+        """What the filter makes of a constant input."""
+        ...
+
+    @property
+    def copies(self) -> float:
+        """Extra state, in copies of the parameters."""
+        ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """No memory: plain DP-SGD."""
+
+    fresh_share = 1.0
+    steady_gain = 1.0
+    copies = 0.0
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        return {}
+
+    def step(self, release: Release, state: State) -> Filtered:
+        return Filtered(release.total, state, {})
+
+
+class Kernel(Protocol):
+    """How much each past release weighs. Weights are positive and sum to one."""
+
+    smoothing: float | None
+    """The weight of the newest vector in the running trend; None if the kernel needs no trend."""
+
+    def weigh(self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float) -> tuple[Tensor, Tensor]:
+        """Weights over the lags (last axis), and the confidence in the trend.
+
+        `distances` are the norms of (past - trend), `noise_norm` that of the noise in one remembered release.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Equal weights (the ablation of FO-DP-SGD's equation 24)."""
+
+    smoothing = None
+
+    def weigh(self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float) -> tuple[Tensor, Tensor]:
+        return torch.full_like(lags, 1.0) / lags.shape[-1], torch.zeros_like(trend_norm)
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """Geometric weights decay**(lag - 1) (the ablation of FO-DP-SGD's equation 26)."""
+
+    decay: float = 0.8
+    smoothing = None
+
+    def __post_init__(self) -> None:
+        _check("decay", self.decay, 0 < self.decay < 1, "lie in (0, 1)")
+
+    def weigh(self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float) -> tuple[Tensor, Tensor]:
+        raw = self.decay ** (lags - 1)
+        return raw / raw.sum(-1, keepdim=True), torch.zeros_like(trend_norm)
+
+
+@dataclass(frozen=True)
+class Fractional:
+    """The tempered power law of FO-DP-SGD (equations 4 to 8): (lag+1)^(order-1) * exp(-(tempering) * lag).
+
+    The tempering is `baseline + confidence * inconsistency * distance`, where distance compares a past release with
+    the running trend and confidence compares the trend with `floor`. `floor="auto"` is the norm that pure noise would
+    give the trend, so that confidence says whether the trend stands out of its own noise.
+    """
+
+    order: float = 0.8
+    baseline: float = 0.01
+    inconsistency: float = 0.1
+    smallest_scale: float = 1e-6
+    floor: float | Literal["auto"] = "auto"
+    smoothing: float = 0.2
+
+    def __post_init__(self) -> None:
+        _check("alpha", self.order, 0 < self.order <= 1, "lie in (0, 1]")
+        _check("lam", self.baseline, self.baseline >= 0, "be at least 0")
+        _check("tau", self.inconsistency, self.inconsistency >= 0, "be at least 0")
+        _check("kappa", self.smallest_scale, self.smallest_scale > 0, "be positive")
+        _check("gamma", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
+        if self.floor != "auto":
+            _check("zeta", self.floor, isinstance(self.floor, int | float) and self.floor > 0, "be positive or 'auto'")
+
+    def weigh(self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float) -> tuple[Tensor, Tensor]:
+        floor = noise_norm * (self.smoothing / (2 - self.smoothing)) ** 0.5 if self.floor == "auto" else self.floor
+        confidence = trend_norm / (trend_norm + floor).clamp(min=1e-300)
+        scale = trend_norm.clamp(min=self.smallest_scale) + 1e-12
+        tempering = self.baseline + confidence[..., None] * self.inconsistency * (distances / scale[..., None])
+        return torch.softmax((self.order - 1) * torch.log1p(lags) - tempering * lags, dim=-1), confidence
+
+
+@dataclass(frozen=True)
+class Blend:
+    """share * fresh + (1 - share) * (weighted mean of the last `window - 1` remembered vectors).
+
+    What is remembered decides the filter: the blends themselves (a recursive filter: FO-DP-SGD), or the fresh releases
+    (a finite one: Post-FM). At share 1 the output is the fresh release, bit for bit.
+    """
+
+    kernel: Kernel = field(default_factory=Fractional)
+    share: float = 0.9
+    window: int = 8
+    remembers: Literal["blend", "fresh"] = "blend"
+
+    def __post_init__(self) -> None:
+        _check("beta", self.share, 0 < self.share <= 1, "lie in (0, 1]")
+        _check("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
+
+    @property
+    def fresh_share(self) -> float:
+        return self.share if self.remembers == "blend" else 1.0
+
+    @property
+    def steady_gain(self) -> float:
+        return 1.0 if self.window > 1 else self.share
+
+    @property
+    def copies(self) -> float:
+        depth = self.window - 1
+        return depth + (1 if self._follows_trend else 0)
+
+    @property
+    def _follows_trend(self) -> bool:
+        return self.kernel.smoothing is not None and self.window > 1
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        depth = self.window - 1
+        state: State = {"count": 0, "past": torch.zeros(depth, layout.size, device=device)}
+        if self._follows_trend:
+            state["squares"] = torch.zeros(depth, dtype=torch.float64, device=device)
+            state["trend"] = torch.zeros(layout.size, device=device)
+        return state
+
+    def step(self, release: Release, state: State) -> Filtered:
+        fresh, past, count = release.total, state["past"], state["count"]
+        depth = past.shape[-2]
+        filled = min(count, depth)
+        seen: dict[str, Tensor] = {}
+        if filled:
+            # The window is a ring: slot i holds the vector of lag ((count - 1 - i) mod depth) + 1.
+            slots = torch.arange(filled, device=fresh.device)
+            lags = (count - 1 - slots) % depth + 1
+            trend_norm, distances = self._compare(state, filled)
+            noise_norm = release.noise_norm * self.fresh_share
+            weights, confidence = self.kernel.weigh(lags.double(), distances, trend_norm, noise_norm)
+            recalled = weights.to(fresh.dtype) @ past[:filled]
+            blend = fresh * self.share + recalled * (1 - self.share)
+            by_lag = weights[torch.argsort(lags)]
+            seen = {
+                "weights": by_lag,
+                "effective_depth": (weights * lags).sum(-1),
+                "memory_share": (1 - self.share) * _norm(recalled) / _norm(blend).clamp(min=1e-300),
+            }
+            if self._follows_trend:
+                seen |= {"confidence": confidence, "trend_norm": trend_norm}
+        else:
+            blend = fresh * self.share
+        if depth:
+            self._remember(blend if self.remembers == "blend" else fresh, state)
+        return Filtered(blend, state, seen)
+
+    def _compare(self, state: State, filled: int) -> tuple[Tensor, Tensor]:
+        """The norm of the trend, and each remembered vector's distance from it by |a|^2 - 2ab + |b|^2: one pass."""
+        if not self._follows_trend:
+            nothing = torch.zeros((), dtype=torch.float64, device=state["past"].device)
+            return nothing, nothing.expand(filled)
+        trend = state["trend"]
+        square = _norm(trend).square()
+        products = (state["past"][:filled] @ trend).double()
+        distances = (state["squares"][:filled] - 2 * products + square).clamp(min=0).sqrt()
+        return square.sqrt(), distances
+
+    def _remember(self, kept: Tensor, state: State) -> None:
+        slot = state["count"] % state["past"].shape[-2]
+        state["past"][slot].copy_(kept)
+        if self.kernel.smoothing is not None:
+            state["squares"][slot] = _norm(kept).square()
+            state["trend"].lerp_(kept, self.kernel.smoothing if state["count"] else 1.0)
+        state["count"] += 1
+
+
+def _norm(vector: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(vector, dim=-1).double()
+
+
+def _check(name: str, value: object, holds: bool, must: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value} must {must}")

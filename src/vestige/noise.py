@@ -1,0 +1,77 @@
+"""How does an answer leave? Gaussian noise, the one door out, and where randomness comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vestige.clipping import BoundedSum
+
+
+@dataclass(frozen=True)
+class Release:
+    """A noised sum: safe to log, keep and step on. `expected_batch` is the public divisor that makes it a mean."""
+
+    total: Tensor
+    noise_std: float | Tensor
+    expected_batch: float
+
+    @property
+    def noise_norm(self) -> float:
+        """The root mean square norm of the noise in `total`."""
+        if isinstance(self.noise_std, Tensor):
+            return float(torch.linalg.vector_norm(self.noise_std))
+        return float(self.noise_std * self.total.shape[-1] ** 0.5)
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """Streams of random numbers, one for each purpose and index, all grown from one key.
+
+    `secret()` draws the key from the operating system; it lives in this process alone, so a resumed run never meets
+    its old noise again. `reproducible(seed)` makes every stream predictable, and the run protects nobody.
+    """
+
+    entropy: int
+    predictable: bool
+
+    @classmethod
+    def secret(cls) -> Randomness:
+        return cls(secrets.randbits(256), predictable=False)
+
+    @classmethod
+    def reproducible(cls, seed: int) -> Randomness:
+        return cls(seed, predictable=True)
+
+    def __repr__(self) -> str:
+        return f"Randomness({'predictable' if self.predictable else 'secret'})"
+
+    def stream(self, purpose: str, index: int) -> np.random.Generator:
+        label = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4])
+        key = np.random.SeedSequence(self.entropy, spawn_key=(label, index))
+        return np.random.Generator(np.random.PCG64DXSM(key))
+
+
+def normal(size: int, stream: np.random.Generator, device: torch.device) -> Tensor:
+    """Standard normal float32 coordinates, drawn on the device where they are needed."""
+    if device.type == "cpu":
+        # The ziggurat of NumPy keeps its tails; torch's CPU Box-Muller stops at 5.8 standard deviations.
+        return torch.from_numpy(stream.standard_normal(size, dtype=np.float32))
+    generator = torch.Generator(device).manual_seed(int(stream.integers(2**63)))
+    return torch.randn(size, generator=generator, device=device)
+
+
+def draw_noise(sensitive: BoundedSum, multiplier: float, stream: np.random.Generator) -> tuple[Tensor, float | Tensor]:
+    """Noise for a bounded sum, and its standard deviation per coordinate. The caller adds it, in place, once.
+
+    Formal guarantees: `sensitive.total + noise` is a Gaussian mechanism with noise multiplier `multiplier`, for ideal
+    real-valued Gaussian noise whose key stays secret.
+    """
+    std = sensitive.sensitivity * multiplier
+    noise = normal(sensitive.total.shape[-1], stream, sensitive.total.device)
+    return noise.mul_(std), std

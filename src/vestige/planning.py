@@ -1,0 +1,119 @@
+"""What will a run cost, before it starts? From a request to a noise multiplier, a learning rate and a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from vestige import accounting
+from vestige.learning_rate import auto_rate, initial_weight_norm
+from vestige.layout import Layout
+from vestige.method import Method
+from vestige.questions import Question, SampledGaussian
+from vestige.sampling import check_rate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The public facts of a run, all fixed before any data is touched."""
+
+    sample_rate: float
+    steps: int
+    delta: float
+    noise_multiplier: float
+    epsilon: float | None
+    """The budget; None if only the noise multiplier was given."""
+    lr: float
+    lr_reason: str
+
+    @property
+    def question(self) -> Question:
+        return SampledGaussian(self.sample_rate, self.noise_multiplier)
+
+    @property
+    def questions(self) -> Sequence[tuple[Question, int]]:
+        """What will be asked, in order: each question with how often."""
+        return [(self.question, self.steps)]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan(
+    model: nn.Module,
+    layout: Layout,
+    method: Method,
+    population: int,
+    *,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    lr: float | Literal["auto"] = "auto",
+) -> Plan:
+    """Calibrate the noise to the budget (or take it as given), then choose the learning rate."""
+    check_rate(sample_rate)
+    check_steps(steps)
+    check_delta(delta, population)
+    if epsilon is None and noise_multiplier is None:
+        raise ValueError("epsilon and noise_multiplier are both missing: give the budget, or the noise")
+    if noise_multiplier is None:
+        assert epsilon is not None
+        noise_multiplier = accounting.calibrate(lambda z: {SampledGaussian(sample_rate, z): steps}, epsilon, delta)
+    check_multiplier(noise_multiplier)
+    rate, reason = choose_rate(model, layout, method, sample_rate * population, noise_multiplier, steps, lr)
+    return Plan(sample_rate, steps, delta, noise_multiplier, epsilon, rate, reason)
+
+
+def choose_rate(
+    model: nn.Module,
+    layout: Layout,
+    method: Method,
+    expected_batch: float,
+    noise_multiplier: float,
+    steps: int,
+    lr: float | Literal["auto"],
+) -> tuple[float, str]:
+    """The learning rate and where it came from."""
+    if lr != "auto":
+        if not lr > 0:
+            raise ValueError(f"lr={lr} must be positive, or 'auto'")
+        return float(lr), "lr: as given"
+    gain = method.rule.gain
+    if gain is None:
+        raise ValueError(f"lr='auto' has no rule for the optimizer {method.rule.name}; give lr a number")
+    sensitivity = method.clip.sensitivity(layout)
+    per_unit = sensitivity * layout.size**0.5 if isinstance(sensitivity, int | float) else float(sensitivity.norm())
+    chosen = auto_rate(
+        weight_norm=initial_weight_norm(model, layout),
+        noise_norm=noise_multiplier * per_unit / expected_batch,
+        size=layout.size,
+        steps=steps,
+        gain=gain * method.memory.steady_gain,
+        scale_free=method.rule.scale_free,
+    )
+    return chosen.lr, str(chosen)
+
+
+def check_steps(steps: int) -> None:
+    if not (isinstance(steps, int) and steps >= 1):
+        raise ValueError(f"steps={steps} must be a whole number from 1 up")
+
+
+def check_delta(delta: float, population: int | None = None) -> None:
+    if not 0 < delta < 1:
+        raise ValueError(f"delta={delta} must lie in (0, 1)")
+    if population is not None and delta >= 1 / population:
+        raise ValueError(
+            f"delta={delta} is not below 1/N = {1 / population:.3g} for {population} examples: it would allow publishing "
+            f"a whole example; choose a smaller delta, such as {0.1 / population:.0e}"
+        )
+
+
+def check_multiplier(noise_multiplier: float) -> None:
+    if not noise_multiplier > 0:
+        raise ValueError(f"noise_multiplier={noise_multiplier} must be positive: without noise there is no privacy")

@@ -1,0 +1,60 @@
+"""Who is asked? Each step's sample of examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from vestige.noise import Randomness
+
+
+class Sampling(Protocol):
+    kind: ClassVar[str]
+    rate: float
+
+    def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
+        """The indices asked by question number `index`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Every example joins independently with probability `rate`: the sampling that amplification theorems assume."""
+
+    kind: ClassVar[str] = "poisson"
+    rate: float
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+
+    def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
+        joined = randomness.stream("sample", index).random(population) < self.rate
+        return torch.from_numpy(joined.nonzero()[0])
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Fixed-size batches of a fresh permutation each epoch, as ordinary loaders give. No epsilon is known to hold."""
+
+    kind: ClassVar[str] = "shuffled"
+    rate: float
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+
+    def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
+        size = max(1, round(self.rate * population))
+        epoch, place = divmod(index, max(1, population // size))
+        order = randomness.stream("shuffle", epoch).permutation(population)
+        return torch.from_numpy(order[place * size : (place + 1) * size])
+
+
+SAMPLINGS: dict[str, type[Poisson] | type[Shuffled]] = {"poisson": Poisson, "shuffled": Shuffled}
+
+
+def check_rate(rate: float) -> None:
+    if not 0 < rate <= 1:
+        raise ValueError(f"sample_rate={rate} must lie in (0, 1]: it is the probability that an example joins a step")

@@ -1,0 +1,94 @@
+"""How does a model train on releases? One step, and the loop as a generator of records."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vestige.curator import BudgetSpent, Curator
+from vestige.layout import Layout
+from vestige.method import Method
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one step may show: all of it computed from releases and public facts."""
+
+    step: int
+    diagnostics: dict[str, Tensor] = field(default_factory=dict)
+    epsilon: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, "epsilon": self.epsilon, **{k: v.tolist() for k, v in self.diagnostics.items()}}
+
+
+class State:
+    """Everything that a step changes: parameters, optimizer, memory, and the count of steps and questions."""
+
+    def __init__(self, model: nn.Module, method: Method, layout: Layout, lr: float) -> None:
+        self.model, self.layout = model, layout
+        self.parameters = layout.parameters(model)
+        device = next(iter(self.parameters.values())).device
+        self.optimizer = method.rule.build(list(self.parameters.values()), lr)
+        self.memory = method.memory.init(layout, device)
+        self.step = 0
+        self.gradient = torch.zeros(layout.size, device=device)
+        for name, view in layout.views(self.gradient).items():
+            self.parameters[name].grad = view
+
+    def state_dict(self) -> dict[str, Any]:
+        """Releases and what was made of them: nothing else, and no key of any random stream."""
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "memory": self.memory,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        device = self.gradient.device
+        self.memory = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved["memory"].items()}
+        self.step = saved["step"]
+
+
+def step(state: State, method: Method, curator: Curator, multiplier: float) -> Record:
+    """Ask once, remember, move."""
+    parameters = {name: p.detach() for name, p in state.parameters.items()}
+    release = curator.gradient(parameters, method.clip, multiplier, step=state.step)
+    direction, state.memory, diagnostics = method.memory.step(release, state.memory)
+    torch.mul(direction, 1 / release.expected_batch, out=state.gradient)
+    state.optimizer.step()
+    record = Record(state.step, diagnostics)
+    state.step += 1
+    return record
+
+
+def run(state: State, method: Method, curator: Curator, multiplier: float, steps: int) -> Iterator[Record]:
+    """Steps until `steps` are done or the budget refuses the next one."""
+    while state.step < steps:
+        try:
+            yield step(state, method, curator, multiplier)
+        except BudgetSpent:
+            return
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: tuple[Tensor, Tensor], batch: int = 2048) -> float:
+    """The share of right answers on PUBLIC data: it is not noised."""
+    inputs, targets = data
+    device = next(model.parameters()).device
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    right = 0
+    for x, y in zip(inputs.split(batch), targets.split(batch), strict=True):
+        right += int((model(x.to(device)).argmax(-1) == y.to(device)).sum())
+    for module, mode in modes.items():
+        module.training = mode
+    return right / len(targets)
