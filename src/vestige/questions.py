@@ -16,6 +16,13 @@ class Question:
     def __init_subclass__(cls) -> None:
         Question.kinds[cls.kind] = cls
 
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name.endswith("rate") and not 0 <= value <= 1:
+                raise ValueError(f"{name}={value} must be a probability: the chance that one example is included")
+            if name.endswith("multiplier") and not value >= 0:
+                raise ValueError(f"{name}={value} must not be negative: it is noise over sensitivity")
+
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}
 
@@ -34,3 +41,29 @@ class SampledGaussian(Question):
     kind: ClassVar[str] = "sampled-gaussian"
     rate: float
     multiplier: float
+
+
+@dataclass(frozen=True)
+class Gaussian(Question):
+    """A bounded sum over every example, noised. A whole tree of noised sums is one such question: its `multiplier` is
+    node noise over the length of the vector of nodes that one example touches."""
+
+    kind: ClassVar[str] = "gaussian"
+    multiplier: float
+
+
+@dataclass(frozen=True)
+class CyclicGaussian(Question):
+    """One step of noise correlated over `bands` steps. The data are split once into `bands` parts, and step t takes a
+    Poisson sample of part t mod bands with inclusion probability `rate`; `multiplier` is noise over the largest column
+    norm of the strategy."""
+
+    kind: ClassVar[str] = "cyclic-gaussian"
+    rate: float
+    multiplier: float
+    bands: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bands < 1:
+            raise ValueError(f"bands={self.bands} must be at least 1; 1 is plain Poisson sampling")

@@ -1,0 +1,514 @@
+"""What did the questions cost together? A table of theorems; epsilon, calibration, budgets and guarantees from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from math import exp, floor, inf, log, log2, sqrt
+from typing import Any
+
+import numpy as np
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution, from_gaussian_mechanism
+
+from vestige import renyi
+from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
+from vestige.renyi import Array
+
+History = Mapping[Question, int]
+"""How often each question was asked."""
+
+Plan = History | Sequence[tuple[Question, int]]
+"""What will be asked: a history, or runs (question, count) in the order in which they will be asked."""
+
+FINE, COARSE = 1e-5, 16e-5
+"""Steps of the loss grid relative to epsilon: reported numbers use the fine one, searches start with the coarse."""
+LARGEST_MULTIPLIER = 1e6
+DISTINCT = 64
+"""More distinct multipliers than this at one rate are rounded down to so many before a loss distribution is built."""
+
+
+# --- the table of theorems -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Theorem:
+    """How a kind of question is priced, and who proved it."""
+
+    citation: str
+    distribution: Callable[[Any, float], PrivacyLossDistribution]
+    """The loss distribution of one occasion, from above, on a grid of the given step."""
+    curves: Callable[[Sequence[Any]], Array]
+    """The Renyi divergences of one occasion at `renyi.ORDERS`: [questions, orders]."""
+    occasions: Callable[[Any, int], int] = lambda question, count: count
+    """On how many occasions at most one example takes part, when the question is asked `count` times."""
+
+
+def _sampled_distribution(rate: float, multiplier: float, interval: float) -> PrivacyLossDistribution:
+    return from_gaussian_mechanism(multiplier, value_discretization_interval=interval, sampling_prob=rate)
+
+
+THEOREMS: dict[type[Question], Theorem] = {
+    SampledGaussian: Theorem(
+        "Zhu, Dong & Wang 2022 (dominating pair, both directions); Mironov, Talwar & Zhang 2019 (Renyi)",
+        lambda question, interval: _sampled_distribution(question.rate, question.multiplier, interval),
+        lambda questions: renyi.curves([q.rate for q in questions], [q.multiplier for q in questions]),
+    ),
+    Gaussian: Theorem(
+        "Balle & Wang 2018; adaptive queries along a fixed strategy matrix: Denisov et al. 2022, Theorem 2.1",
+        lambda question, interval: _sampled_distribution(1.0, question.multiplier, interval),
+        lambda questions: renyi.curves([1.0] * len(questions), [q.multiplier for q in questions]),
+    ),
+    # Steps t and t + bands are independent given the strategy's bands, and one example belongs to one part.
+    CyclicGaussian: Theorem(
+        "Choquette-Choo et al. 2023, (Amplified) Banded Matrix Factorization, Theorem 4",
+        lambda question, interval: _sampled_distribution(question.rate, question.multiplier, interval),
+        lambda questions: renyi.curves([q.rate for q in questions], [q.multiplier for q in questions]),
+        lambda question, count: -(-count // question.bands),
+    ),
+}
+
+
+def theorem_for(question: Question) -> Theorem:
+    """The theorem that prices a question; a kind without one is refused by name."""
+    theorem = THEOREMS.get(type(question))
+    if theorem is None:
+        known = ", ".join(sorted(kind.__name__ for kind in THEOREMS))
+        raise ValueError(f"no theorem prices {question!r}; known kinds: {known}. Register one in accounting.THEOREMS")
+    return theorem
+
+
+def occasions(history: History) -> dict[Question, int]:
+    """How often each question touches one example, without the questions that were never asked."""
+    result = {}
+    for question, count in history.items():
+        if count < 0 or count != int(count):
+            raise ValueError(f"count={count} of {question!r} must be a whole number, zero or more")
+        if count:
+            result[question] = theorem_for(question).occasions(question, int(count))
+    return result
+
+
+def curves(questions: Sequence[Question]) -> dict[Question, Array]:
+    """The Renyi curve of one occasion of each question, computed kind by kind in one call."""
+    result: dict[Question, Array] = {}
+    for kind in dict.fromkeys(type(question) for question in questions):
+        alike = [question for question in questions if type(question) is kind]
+        result |= dict(zip(alike, theorem_for(alike[0]).curves(alike), strict=True))
+    return result
+
+
+# --- epsilon ---------------------------------------------------------------------------------------------------------
+
+
+def epsilon(history: History, delta: float, accountant: str = "pld") -> float:
+    """The epsilon of a history at `delta`: by loss distributions ("pld", what is reported) or Renyi ("rdp", faster).
+
+    Formal guarantees: asking these questions, in any order fixed in advance, is (epsilon, delta)-differentially private
+    for adding or removing one example; both accountants round upwards (Doroshenko et al. 2022; Canonne et al. 2020).
+    """
+    check_delta(delta)
+    if accountant not in ("pld", "rdp"):
+        raise ValueError(f'accountant={accountant!r} must be "pld" or "rdp"')
+    by_renyi = renyi.tight_epsilon(total_curve(history), delta)
+    if accountant == "rdp" or by_renyi in (0.0, inf):
+        return by_renyi
+    return _epsilon_by_distribution(history, delta, interval_for(by_renyi, FINE))
+
+
+def check_delta(delta: float) -> None:
+    if not 0 < delta < 1:
+        raise ValueError(f"delta={delta} must lie between 0 and 1; take one well below 1 / examples, such as 1e-5")
+
+
+def total_curve(history: History) -> Array:
+    """The Renyi curve of a history: the sum of its occasions' (Mironov 2017, Proposition 1)."""
+    asked = occasions(history)
+    each = curves(list(asked))
+    return sum((count * each[question] for question, count in asked.items()), np.zeros(len(renyi.ORDERS)))
+
+
+def interval_for(scale: float, fineness: float) -> float:
+    """A grid step for losses of this size: a power of two, so that grids nest and coarser is never below finer."""
+    return float(2.0 ** floor(log2(scale * fineness)))
+
+
+def _epsilon_by_distribution(history: History, delta: float, interval: float) -> float:
+    return float(loss_distribution(history, interval).get_epsilon_for_delta(delta))
+
+
+def loss_distribution(history: History, interval: float) -> PrivacyLossDistribution:
+    """The loss distribution of a whole history, from above. The history must cost something."""
+    parts = [
+        _single(question, interval).self_compose(count)
+        for question, count in _fewer(occasions(history)).items()
+        if renyi_of(question)[-1] > 0
+    ]
+    return reduce(lambda left, right: left.compose(right), parts)
+
+
+@lru_cache(maxsize=128)
+def _single(question: Question, interval: float) -> PrivacyLossDistribution:
+    return theorem_for(question).distribution(question, interval)
+
+
+@lru_cache(maxsize=4096)
+def renyi_of(question: Question) -> Array:
+    return np.asarray(theorem_for(question).curves([question])[0])
+
+
+def _fewer(asked: Mapping[Question, int]) -> Mapping[Question, int]:
+    """At most `DISTINCT` multipliers per rate, by rounding multipliers down: less noise never costs less."""
+    by_rate: dict[float, list[SampledGaussian]] = {}
+    for question in asked:
+        if isinstance(question, SampledGaussian):
+            by_rate.setdefault(question.rate, []).append(question)
+    stands_for: dict[Question, Question] = {}
+    for rate, alike in by_rate.items():
+        if len(alike) > DISTINCT:
+            known = sorted(question.multiplier for question in alike)
+            levels = np.array(known)[np.arange(DISTINCT) * len(known) // DISTINCT]
+            for question in alike:
+                level = levels[np.searchsorted(levels, question.multiplier, side="right") - 1]
+                stands_for[question] = SampledGaussian(rate, float(level))
+    fewer: Counter[Question] = Counter()
+    for question, count in asked.items():
+        fewer[stands_for.get(question, question)] += count
+    return fewer
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+
+def calibrate(history_of: Callable[[float], History], epsilon: float, delta: float, accountant: str = "pld") -> float:
+    """The smallest noise multiplier for which `history_of(multiplier)` costs at most `epsilon`, to 0.1% of epsilon.
+
+    Formal guarantees: the history at the returned multiplier was priced, and costs at most `epsilon`.
+    """
+    check_delta(delta)
+    if not 0 < epsilon < inf:
+        raise ValueError(f"epsilon={epsilon} must be positive and finite")
+    search = _Calibration(history_of, epsilon, delta)
+    if accountant == "rdp":
+        return search.solve(search.by_renyi, *search.bracket())
+    if accountant != "pld":
+        raise ValueError(f'accountant={accountant!r} must be "pld" or "rdp"')
+    low, high = search.bracket()
+    near = search.solve(search.by_distribution(COARSE), low, high)
+    # The coarse grid is never below the fine one and at most about 0.02% above it, so this is usually one evaluation.
+    return search.solve(search.by_distribution(FINE), low, high, start=near)
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """One search: cost falls with the multiplier, nearly as a power law, so secants in log-log coordinates converge."""
+
+    history_of: Callable[[float], History]
+    target: float
+    delta: float
+
+    def by_renyi(self, multiplier: float) -> float:
+        return epsilon(self.history_of(multiplier), self.delta, "rdp")
+
+    def by_distribution(self, fineness: float) -> Callable[[float], float]:
+        def cost(multiplier: float) -> float:
+            history = self.history_of(multiplier)
+            by_renyi = renyi.tight_epsilon(total_curve(history), self.delta)
+            if by_renyi in (0.0, inf):
+                return by_renyi
+            return _epsilon_by_distribution(history, self.delta, interval_for(by_renyi, fineness))
+
+        return cost
+
+    def bracket(self) -> tuple[float, float]:
+        """Multipliers between which the target lies, found by the Renyi accountant."""
+        high = 1.0
+        while self.by_renyi(high) > self.target and high < LARGEST_MULTIPLIER:
+            high *= 2
+        if high >= LARGEST_MULTIPLIER and (floor_cost := self.by_distribution(COARSE)(high)) > self.target:
+            raise ValueError(
+                f"epsilon={self.target} cannot be reached: with a noise multiplier of {high:.0f} the plan still costs "
+                f"{floor_cost:.4g}; ask fewer questions whose noise is fixed, or allow a larger epsilon"
+            )
+        low = high / 2
+        while self.by_renyi(low) <= self.target or self.by_distribution(COARSE)(low) <= self.target:
+            low /= 2
+            if low < 1 / LARGEST_MULTIPLIER:
+                raise ValueError(
+                    f"epsilon={self.target} is met without noise: the plan asks nothing that noise protects"
+                )
+        return low, high
+
+    def solve(self, cost: Callable[[float], float], low: float, high: float, start: float | None = None) -> float:
+        """A multiplier in (low, high] with cost within [0.999, 1] of the target; `cost` must fall below it at high."""
+        least, most = 0.999 * self.target, self.target
+        known: list[tuple[float, float]] = []
+        trial = start or sqrt(low * high)
+        for _ in range(100):
+            price = cost(trial)
+            if least <= price <= most:
+                return trial
+            low, high = (trial, high) if price > most else (low, trial)
+            known = [*known, (trial, price)][-2:]
+            trial = self._next(known, low, high)
+            if high / low < 1 + 1e-9:  # a fixed cost makes the curve flat just below the target
+                return high
+        raise AssertionError(f"no multiplier found between {low} and {high}")
+
+    def _next(self, known: list[tuple[float, float]], low: float, high: float) -> float:
+        aim, middle = log(0.9996 * self.target), sqrt(low * high)
+        slope = -1.0
+        if len(known) == 2 and all(0 < price < inf for _, price in known):
+            (x0, y0), (x1, y1) = ((log(x), log(y)) for x, y in known)
+            slope = (y1 - y0) / (x1 - x0) if x1 != x0 else -1.0
+        multiplier, price = known[-1]
+        if not 0 < price < inf or slope >= 0:
+            return middle
+        guess = exp(log(multiplier) + (aim - log(price)) / slope)
+        return guess if low < guess < high else middle
+
+
+def whitened_multiplier(multipliers: Sequence[float]) -> float:
+    """The one multiplier of several Gaussian answers on the same sample: (sum multiplier^-2)^(-1/2).
+
+    Formal guarantees: exact, because one example can saturate every answer at once and the whitened shift is then one
+    vector (spec/privacy.md 2.1). Answers on independently drawn samples are separate questions: their costs add.
+    """
+    if not multipliers or not all(multiplier >= 0 for multiplier in multipliers):
+        raise ValueError(f"multipliers={list(multipliers)} must be one or more numbers, none negative")
+    if 0 in multipliers:
+        return 0.0
+    precision = sum(multiplier**-2 for multiplier in multipliers)
+    return float(precision**-0.5) if precision > 0 else inf
+
+
+# --- while training --------------------------------------------------------------------------------------------------
+
+
+class Odometer:
+    """What has been spent so far, by Renyi accounting: cheap enough to read at every step."""
+
+    def __init__(self, history: History | None = None) -> None:
+        self.history: Counter[Question] = Counter()
+        self._curves: dict[Question, Array] = {}
+        self._total = np.zeros(len(renyi.ORDERS))
+        self._pending: Counter[Question] = Counter()
+        self.add_many(history or {})
+
+    def add(self, question: Question, count: int = 1) -> None:
+        """Count a question. Its curve, if new, is computed at the next reading, with all others still missing."""
+        self._pending[question] += count
+
+    def add_many(self, history: History) -> None:
+        for question, count in history.items():
+            self.add(question, count)
+
+    def prefetch(self, questions: Iterable[Question]) -> None:
+        """Compute the curves of a known schedule in one vectorised call."""
+        self._curves |= curves([q for q in dict.fromkeys(questions) if q not in self._curves])
+
+    def epsilon(self, delta: float) -> float:
+        """The epsilon of everything added so far, as `epsilon(history, delta, "rdp")`."""
+        check_delta(delta)
+        self._settle()
+        return renyi.tight_epsilon(self._total, delta)
+
+    def _settle(self) -> None:
+        if not self._pending:
+            return
+        self.prefetch(self._pending)
+        for question, count in self._pending.items():
+            before = occasions({question: self.history[question]}).get(question, 0)
+            self.history[question] += count
+            after = occasions({question: self.history[question]}).get(question, 0)
+            if after > before:
+                self._total = self._total + (after - before) * self._curves[question]
+        self._pending.clear()
+
+
+class Budget:
+    """May one more question be asked? The plan is certified once; what lies inside it is then allowed without work.
+
+    Formal guarantees: every history whose questions were all allowed costs at most `epsilon` at `delta`, provided that
+    the questions' parameters did not depend on the answers (see `RenyiFilter` otherwise). A part of a certified
+    history costs no more than the whole, because the rest may be forgotten (post-processing).
+    """
+
+    def __init__(self, epsilon: float, delta: float, planned: Plan) -> None:
+        check_delta(delta)
+        if not epsilon >= 0:
+            raise ValueError(f"epsilon={epsilon} must not be negative: it is the most that may be spent")
+        self.epsilon, self.delta = epsilon, delta
+        runs = list(planned.items() if isinstance(planned, Mapping) else planned)
+        self.planned = history_of_runs(runs)
+        self.certified = self._longest_prefix({}, runs)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the whole plan is within the budget."""
+        return within(self.planned, self.certified)
+
+    def allows(self, spent: History, question: Question) -> bool:
+        """Whether asking `question` after `spent` keeps the total within the budget."""
+        if spent.get(question, 0) < self.certified.get(question, 0) and within(spent, self.certified):
+            return True
+        wanted = history_of_runs([*spent.items(), (question, 1)])
+        # Outside the plan: certify as many more of this question as fit, so that the next ones are free again.
+        ahead = self._longest_prefix(spent, [(question, 1 + max(64, sum(spent.values())))])
+        if within(wanted, ahead):
+            self.certified = ahead
+            return True
+        return False
+
+    def _longest_prefix(self, base: History, runs: Sequence[tuple[Question, int]]) -> History:
+        """The base and the longest prefix of the runs that fit together; nothing when not even the base does."""
+
+        def prefix(steps: int) -> History:
+            return history_of_runs([*base.items(), *first(runs, steps)])
+
+        total = sum(count for _, count in runs)
+        if self._fits(prefix(total), "rdp") or self._fits(prefix(total), "pld"):
+            return prefix(total)
+        steps = _largest(0, total, lambda steps: self._fits(prefix(steps), "rdp"))
+        steps = _largest(steps, total, lambda steps: self._fits(prefix(steps), "pld"))
+        return prefix(steps) if self._fits(prefix(steps), "pld") else {}
+
+    def _fits(self, history: History, accountant: str) -> bool:
+        return epsilon(history, self.delta, accountant) <= self.epsilon
+
+
+def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The largest number in [low, high) for which a property holds that holds up to some point; `low` if none above."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def first(runs: Sequence[tuple[Question, int]], steps: int) -> list[tuple[Question, int]]:
+    """The first `steps` questions of the runs."""
+    taken: list[tuple[Question, int]] = []
+    for question, count in runs:
+        taken.append((question, min(count, steps)))
+        steps -= taken[-1][1]
+    return taken
+
+
+def history_of_runs(runs: Iterable[tuple[Question, int]]) -> History:
+    """Runs of questions, added up."""
+    history: Counter[Question] = Counter()
+    for question, count in runs:
+        if count:
+            history[question] += count
+    return history
+
+
+def within(part: History, whole: History) -> bool:
+    """Whether no question was asked more often in `part` than in `whole`."""
+    return all(count <= whole.get(question, 0) for question, count in part.items())
+
+
+# --- what may be said ------------------------------------------------------------------------------------------------
+
+ASSUMPTIONS = (
+    "the noise is ideal: floating-point Gaussians stand in for real ones",
+    "the random numbers are secret and not used twice",
+    "the expected batch size and the size of the dataset are public",
+    "hyper-parameters are public, or the search for them was priced separately (tuned_epsilon)",
+    "the number of steps did not depend on the answers beyond the plan that is priced",
+    "one example is one row; a person with several rows is protected less",
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides whether the questions' price is a guarantee about this run."""
+
+    sampling: str = "poisson"
+    """ "poisson", "cyclic-poisson", "every-example", or what has no theorem here, such as "shuffled"."""
+    noise: str = "secret"
+    """ "secret" or "seeded"."""
+    examples_independent: bool = True
+    """False where one example's gradient depends on another's, as with batch normalisation."""
+    schedule: str = "fixed"
+    """ "fixed" in advance, "filtered" by a RenyiFilter with `filter_epsilon`, or "data-dependent"."""
+    nonprivate_outputs: bool = False
+    """Whether anything computed from data without noise was written where the guarantee's reader may see it."""
+    filter_epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What may be printed about a run: an epsilon with its assumptions, or the reasons why there is none."""
+
+    epsilon: float | None
+    delta: float
+    accountant: str
+    epsilon_rdp: float | None
+    reasons: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ASSUMPTIONS
+    adjacency: str = "add/remove one example"
+    epsilon_if_noise_were_secret: float | None = None
+
+
+SAMPLING: dict[str, tuple[type[Question], ...]] = {
+    "poisson": (SampledGaussian, Gaussian),
+    "cyclic-poisson": (CyclicGaussian, Gaussian),
+    "every-example": (Gaussian,),
+}
+"""Which questions a way of sampling answers as their theorems suppose."""
+
+
+def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
+    """What may be said about a run that asked `history` under `facts`. Without a theorem there is no epsilon.
+
+    Formal guarantees: where `epsilon` is a number, the run is (epsilon, delta)-differentially private under the listed
+    assumptions; for a filtered run it is the filter's, whatever was spent.
+    """
+    check_delta(delta)
+    reasons = (*_reasons_but_noise(history, facts), *_reasons_of_noise(facts))
+    if _reasons_but_noise(history, facts):
+        return Guarantee(None, delta, "none", None, reasons)
+    by_renyi = epsilon(history, delta, "rdp")
+    filtered = facts.schedule == "filtered"
+    spent = facts.filter_epsilon if filtered else epsilon(history, delta)
+    if by_renyi == inf:
+        reasons = (*reasons, "a question was answered without noise, so no epsilon is finite")
+    result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", by_renyi, reasons)
+    if not reasons:
+        return result
+    return replace(result, epsilon=None, epsilon_if_noise_were_secret=spent if by_renyi < inf else None)
+
+
+def _reasons_of_noise(facts: Facts) -> tuple[str, ...]:
+    if facts.noise == "secret":
+        return ()
+    if facts.noise == "seeded":
+        return ("the noise was drawn from a known seed, so anyone who has the seed can subtract it",)
+    return (f"noise={facts.noise!r} is neither secret nor seeded, and nothing is proved about it",)
+
+
+def _reasons_but_noise(history: History, facts: Facts) -> tuple[str, ...]:
+    reasons = []
+    if facts.sampling not in SAMPLING:
+        reasons.append(
+            f"batches were drawn by {facts.sampling} sampling, for which the Poisson price is not an upper bound"
+        )
+    else:
+        for kind in dict.fromkeys(type(question) for question, count in history.items() if count):
+            if not issubclass(kind, SAMPLING[facts.sampling]):
+                reasons.append(f"no theorem prices {kind.__name__} questions under {facts.sampling} sampling")
+    if not facts.examples_independent:
+        reasons.append(
+            "one example's gradient depended on others in the batch, so clipping does not bound its influence"
+        )
+    if facts.schedule == "data-dependent":
+        reasons.append("the questions' parameters depended on the data without a Renyi filter")
+    elif facts.schedule == "filtered" and facts.filter_epsilon is None:
+        reasons.append("the schedule was filtered but the filter's epsilon is missing")
+    elif facts.schedule not in ("fixed", "filtered"):
+        reasons.append(f"schedule={facts.schedule!r} is neither fixed nor filtered, and nothing is proved about it")
+    if facts.nonprivate_outputs:
+        reasons.append("values computed from data without noise were written out")
+    return tuple(reasons)
