@@ -1,0 +1,158 @@
+"""How heavy is the tail of a layer's spectrum? The power-law exponent of its weights, as WeightWatcher fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Convention = Literal["flatten", "per-position"]
+
+FEWEST = 10
+"""With fewer eigenvalues than this a power law cannot be told from anything else: the exponent is undefined."""
+
+FLOOR = 1e-5
+"""WeightWatcher fits only eigenvalues above this, an absolute cut: the exponent is scale invariant above it alone."""
+
+NARROWEST = 1e-4
+"""A spectrum narrower than this, relatively, is one point blurred by float32's rounding, not a tail."""
+
+PROBES = 24
+CHUNK = 1 << 21
+
+
+def exponent(weight: Tensor, convention: Convention = "flatten", floor: float = FLOOR) -> float:
+    """The exponent of one weight; NaN where it is undefined."""
+    return exponents([weight], convention, floor).item()
+
+
+def exponents(weights: Sequence[Tensor], convention: Convention = "flatten", floor: float = FLOOR) -> Tensor:
+    """The exponent of each weight, [len(weights)], NaN where undefined, on the weights' device (for MPS: on the CPU).
+
+    All layers are fitted at once. Every eigenvalue is tried as the tail's beginning; the exponent is the maximum
+    likelihood one of the tail that lies closest to its power law in the Kolmogorov-Smirnov distance.
+
+    Formal guarantees: none needed. It is a function of the weights alone, so of past releases: computing it, as often
+    as one likes, costs no privacy.
+    """
+    spectra = _spectra(weights, convention)
+    if not spectra:
+        return torch.empty(0, dtype=torch.float64)
+    longest = max(map(len, spectra))
+    return _fit(torch.stack([torch.nn.functional.pad(s, (longest - len(s), 0)) for s in spectra]), floor)
+
+
+def eigenvalues(weight: Tensor, convention: Convention = "flatten") -> Tensor:
+    """The squared singular values of a weight, ascending, in float64; NaN if the weight is not finite.
+
+    A convolution [out, in, *kernel] is one matrix [out, in * kernel] ("flatten"), or one matrix [out, in] per kernel
+    position whose eigenvalues are pooled ("per-position", WeightWatcher's own reading).
+    """
+    return _spectra([weight], convention)[0]
+
+
+def _spectra(weights: Sequence[Tensor], convention: Convention) -> list[Tensor]:
+    """Eigenvalues of each weight; Gram matrices of one size are decomposed together."""
+    grams = [_gram(_matrices(weight, convention)) for weight in weights]
+    by_size: dict[int, list[int]] = {}
+    for index, gram in enumerate(grams):
+        by_size.setdefault(gram.shape[-1], []).append(index)
+    spectra: dict[int, Tensor] = {}
+    for members in by_size.values():
+        lengths = [len(grams[index]) for index in members]
+        stacked = torch.cat([grams[index] for index in members])
+        usable = stacked.isfinite().all(dim=-1).all(dim=-1)[:, None]
+        values = torch.linalg.eigvalsh(torch.where(usable[..., None], stacked, 0.0))  # LAPACK stops at a NaN
+        values = torch.where(usable, values, torch.nan).split(lengths)
+        spectra |= {index: part.flatten().sort().values for index, part in zip(members, values, strict=True)}
+    return [spectra[index] for index in range(len(weights))]
+
+
+def _matrices(weight: Tensor, convention: Convention) -> Tensor:
+    """[how many, rows, columns] in float64."""
+    if weight.ndim < 2:
+        raise ValueError(f"weight of shape {tuple(weight.shape)} has no spectrum; give one of two or more dimensions")
+    if convention not in ("flatten", "per-position"):
+        raise ValueError(f"convention={convention!r} is unknown; choose 'flatten' or 'per-position'")
+    weight = weight.detach()
+    if weight.device.type == "mps":  # it has no float64
+        weight = weight.cpu()
+    if weight.ndim == 2 or convention == "flatten":
+        return weight.double().flatten(1).unsqueeze(0)
+    return weight.double().flatten(2).permute(2, 0, 1)
+
+
+def _gram(matrices: Tensor) -> Tensor:
+    """The smaller of the two Gram matrices: its eigenvalues are all the squared singular values."""
+    wide = matrices.shape[-2] <= matrices.shape[-1]
+    return matrices @ matrices.mT if wide else matrices.mT @ matrices
+
+
+def _fit(spectra: Tensor, floor: float) -> Tensor:
+    """Exponents of spectra sorted ascending and padded with zeros at the front: [layers, n] -> [layers].
+
+    Right-aligned like this, a tail that begins at column i has n - i members in every layer.
+    """
+    valid = spectra > floor  # False for NaN
+    logs = torch.where(valid, spectra, 1.0).log()
+    n = logs.shape[-1]
+    members = torch.arange(n, 0, -1, device=logs.device)
+    excess = logs.flip(-1).cumsum(-1).flip(-1) - members * logs
+    slopes = members / excess  # maximum likelihood: exponent - 1
+    candidate = valid & (slopes > 0) & slopes.isfinite() & (members > 1)
+    distances = _distances(logs, slopes, candidate)
+    best = distances.argmin(dim=-1, keepdim=True)
+    chosen = 1 + slopes.gather(-1, best).squeeze(-1)
+    lowest = torch.where(valid, logs, torch.inf).amin(dim=-1)
+    defined = (valid.sum(-1) >= FEWEST) & (logs[:, -1] - lowest > NARROWEST) & candidate.any(-1)
+    defined &= ~spectra.isnan().any(-1)
+    return torch.where(defined, chosen, torch.nan)
+
+
+def _distances(logs: Tensor, slopes: Tensor, candidate: Tensor) -> Tensor:
+    """Kolmogorov-Smirnov distance of each tail to its own power law; infinity where a better tail is certain.
+
+    A few probes along each tail bound its distance from below. Whatever the bound already puts behind the best tail
+    found is never looked at in full, so the least distance is exact and a long spectrum costs far less than n squared.
+    """
+    layers, n = logs.shape
+    bounds = torch.where(candidate, _probed(logs, slopes), torch.inf)
+    distances = torch.full_like(bounds, torch.inf)
+    first = bounds.topk(min(8, n), dim=-1, largest=False).indices
+    rows = torch.arange(layers, device=logs.device)[:, None].expand_as(first)
+    _measure(distances, logs, slopes, rows.flatten(), first.flatten())
+    distances.masked_fill_(~candidate, torch.inf)
+    slack = 1e-12  # the two passes may round differently
+    rest = candidate & distances.isinf() & (bounds <= distances.amin(dim=-1, keepdim=True) + slack)
+    _measure(distances, logs, slopes, *rest.nonzero(as_tuple=True))
+    return distances
+
+
+def _probed(logs: Tensor, slopes: Tensor) -> Tensor:
+    """The distance at PROBES ranks spread over each tail: a lower bound."""
+    layers, n = logs.shape
+    starts = torch.arange(n, device=logs.device)
+    shares = torch.linspace(0, 1, PROBES, dtype=logs.dtype, device=logs.device)
+    ranks = (shares * (n - 1 - starts)[:, None]).long()
+    places = (starts[:, None] + ranks).flatten()
+    gaps = logs[:, places].view(layers, n, PROBES) - logs[..., None]
+    return _deviation(gaps, slopes[..., None], ranks / (n - starts)[:, None]).amax(dim=-1)
+
+
+def _measure(distances: Tensor, logs: Tensor, slopes: Tensor, rows: Tensor, starts: Tensor) -> None:
+    """Fill in the exact distance of the tails that begin at (rows, starts)."""
+    n = logs.shape[-1]
+    ranks = torch.arange(n, device=logs.device)
+    for row, start in zip(rows.split(max(1, CHUNK // n)), starts.split(max(1, CHUNK // n)), strict=True):
+        here = start[:, None]
+        gaps = logs[row] - logs[row, start][:, None]
+        empirical = (ranks - here) / (n - here)
+        deviation = _deviation(gaps, slopes[row, start][:, None], empirical)
+        distances[row, start] = torch.where(ranks >= here, deviation, 0.0).amax(dim=-1)
+
+
+def _deviation(gaps: Tensor, slopes: Tensor, empirical: Tensor) -> Tensor:
+    """|power law's distribution function - the share of the tail strictly below|, `gaps` being ln(x / beginning)."""
+    return (-torch.expm1(-slopes * gaps) - empirical).abs()
