@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
-from math import exp, floor, inf, log, log2, sqrt
+from math import ceil, exp, expm1, floor, inf, log, log2, sqrt
 from typing import Any
 
 import numpy as np
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution, from_gaussian_mechanism
+from dp_accounting.pld.pld_pmf import DensePLDPmf
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from vestige import renyi
+from vestige.profiles import Profile, sampled_gaussian
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 from vestige.renyi import Array
 
@@ -25,6 +27,8 @@ Plan = History | Sequence[tuple[Question, int]]
 FINE, COARSE = 1e-5, 16e-5
 """Steps of the loss grid relative to epsilon: reported numbers use the fine one, searches start with the coarse."""
 LARGEST_MULTIPLIER = 1e6
+MANY = 8
+"""Histories of more distinct questions than this are priced on the coarse grid."""
 DISTINCT = 64
 """More distinct multipliers than this at one rate are rounded down to so many before a loss distribution is built."""
 
@@ -37,33 +41,29 @@ class Theorem:
     """How a kind of question is priced, and who proved it."""
 
     citation: str
-    distribution: Callable[[Any, float], PrivacyLossDistribution]
-    """The loss distribution of one occasion, from above, on a grid of the given step."""
+    profile: Callable[[Any], Profile]
+    """The hockey-stick profile of one occasion."""
     curves: Callable[[Sequence[Any]], Array]
     """The Renyi divergences of one occasion at `renyi.ORDERS`: [questions, orders]."""
     occasions: Callable[[Any, int], int] = lambda question, count: count
     """On how many occasions at most one example takes part, when the question is asked `count` times."""
 
 
-def _sampled_distribution(rate: float, multiplier: float, interval: float) -> PrivacyLossDistribution:
-    return from_gaussian_mechanism(multiplier, value_discretization_interval=interval, sampling_prob=rate)
-
-
 THEOREMS: dict[type[Question], Theorem] = {
     SampledGaussian: Theorem(
         "Zhu, Dong & Wang 2022 (dominating pair, both directions); Mironov, Talwar & Zhang 2019 (Renyi)",
-        lambda question, interval: _sampled_distribution(question.rate, question.multiplier, interval),
+        lambda question: sampled_gaussian(question.rate, question.multiplier),
         lambda questions: renyi.curves([q.rate for q in questions], [q.multiplier for q in questions]),
     ),
     Gaussian: Theorem(
         "Balle & Wang 2018; adaptive queries along a fixed strategy matrix: Denisov et al. 2022, Theorem 2.1",
-        lambda question, interval: _sampled_distribution(1.0, question.multiplier, interval),
+        lambda question: sampled_gaussian(1.0, question.multiplier),
         lambda questions: renyi.curves([1.0] * len(questions), [q.multiplier for q in questions]),
     ),
     # Steps t and t + bands are independent given the strategy's bands, and one example belongs to one part.
     CyclicGaussian: Theorem(
         "Choquette-Choo et al. 2023, (Amplified) Banded Matrix Factorization, Theorem 4",
-        lambda question, interval: _sampled_distribution(question.rate, question.multiplier, interval),
+        lambda question: sampled_gaussian(question.rate, question.multiplier),
         lambda questions: renyi.curves([q.rate for q in questions], [q.multiplier for q in questions]),
         lambda question, count: -(-count // question.bands),
     ),
@@ -114,7 +114,7 @@ def epsilon(history: History, delta: float, accountant: str = "pld") -> float:
     by_renyi = renyi.tight_epsilon(total_curve(history), delta)
     if accountant == "rdp" or by_renyi in (0.0, inf):
         return by_renyi
-    return _epsilon_by_distribution(history, delta, interval_for(by_renyi, FINE))
+    return _epsilon_by_distribution(history, delta, FINE)
 
 
 def check_delta(delta: float) -> None:
@@ -129,13 +129,20 @@ def total_curve(history: History) -> Array:
     return sum((count * each[question] for question, count in asked.items()), np.zeros(len(renyi.ORDERS)))
 
 
-def interval_for(scale: float, fineness: float) -> float:
-    """A grid step for losses of this size: a power of two, so that grids nest and coarser is never below finer."""
-    return float(2.0 ** floor(log2(scale * fineness)))
-
-
-def _epsilon_by_distribution(history: History, delta: float, interval: float) -> float:
+def _epsilon_by_distribution(history: History, delta: float, fineness: float) -> float:
+    by_renyi = renyi.tight_epsilon(total_curve(history), delta)
+    if by_renyi in (0.0, inf):
+        return by_renyi
+    asked = occasions(history)
+    # A grid finer than the losses of a single question helps nobody; its largest loss is about this.
+    largest = max(renyi.classic_epsilon(renyi_of(question), 1e-20) for question in asked)
+    interval = grid_step(max(by_renyi, largest), COARSE if len(asked) > MANY else fineness)
     return float(loss_distribution(history, interval).get_epsilon_for_delta(delta))
+
+
+def grid_step(scale: float, fineness: float) -> float:
+    """A step for losses of this size: a power of two, so that grids nest and coarser is never below finer."""
+    return float(2.0 ** floor(log2(scale * fineness)))
 
 
 def loss_distribution(history: History, interval: float) -> PrivacyLossDistribution:
@@ -150,7 +157,29 @@ def loss_distribution(history: History, interval: float) -> PrivacyLossDistribut
 
 @lru_cache(maxsize=128)
 def _single(question: Question, interval: float) -> PrivacyLossDistribution:
-    return theorem_for(question).distribution(question, interval)
+    profile = theorem_for(question).profile(question)
+    return PrivacyLossDistribution(
+        _connect_dots(profile.remove, profile.add, profile.remove_reach, profile.add_reach, interval),
+        _connect_dots(profile.add, profile.remove, profile.add_reach, profile.remove_reach, interval),
+    )
+
+
+def _connect_dots(
+    profile: Callable[[Array], Array], reverse: Callable[[Array], Array], reach: float, depth: float, interval: float
+) -> DensePLDPmf:
+    """The loss distribution on a grid whose profile connects the dots of the given one (Doroshenko et al. 2022).
+
+    Its masses are second differences of the profile. They vanish on 1 - e^loss, so below zero only the difference from
+    that line is kept, e^loss * reverse(-loss): small, and known to full relative precision.
+    """
+    below, above = ceil(depth / interval) + 1, ceil(reach / interval) + 1
+    falling = np.arange(float(below), 0, -1) * interval
+    heights = np.concatenate([np.exp(-falling) * reverse(falling), profile(np.arange(above + 1.0) * interval)])
+    slopes = np.diff(heights) / expm1(interval)
+    masses = np.concatenate([[slopes[0] - heights[0]], slopes[1:] - exp(interval) * slopes[:-1], [0.0]])
+    masses[-1] = -exp(interval) * slopes[-1]
+    masses[below] += 1.0
+    return DensePLDPmf(interval, -below, np.maximum(masses, 0.0), float(heights[-1]), True)
 
 
 @lru_cache(maxsize=4096)
@@ -213,11 +242,7 @@ class _Calibration:
 
     def by_distribution(self, fineness: float) -> Callable[[float], float]:
         def cost(multiplier: float) -> float:
-            history = self.history_of(multiplier)
-            by_renyi = renyi.tight_epsilon(total_curve(history), self.delta)
-            if by_renyi in (0.0, inf):
-                return by_renyi
-            return _epsilon_by_distribution(history, self.delta, interval_for(by_renyi, fineness))
+            return _epsilon_by_distribution(self.history_of(multiplier), self.delta, fineness)
 
         return cost
 
@@ -343,6 +368,7 @@ class Budget:
         runs = list(planned.items() if isinstance(planned, Mapping) else planned)
         self.planned = history_of_runs(runs)
         self.certified = self._longest_prefix({}, runs)
+        self._ahead: History = {}
 
     @property
     def fits(self) -> bool:
@@ -351,31 +377,36 @@ class Budget:
 
     def allows(self, spent: History, question: Question) -> bool:
         """Whether asking `question` after `spent` keeps the total within the budget."""
-        if spent.get(question, 0) < self.certified.get(question, 0) and within(spent, self.certified):
-            return True
+        for known in (self.certified, self._ahead):
+            if spent.get(question, 0) < known.get(question, 0) and within(spent, known):
+                return True
         wanted = history_of_runs([*spent.items(), (question, 1)])
+        if not self._affords(wanted, FINE):
+            return False
         # Outside the plan: certify as many more of this question as fit, so that the next ones are free again.
-        ahead = self._longest_prefix(spent, [(question, 1 + max(64, sum(spent.values())))])
-        if within(wanted, ahead):
-            self.certified = ahead
-            return True
-        return False
+        self._ahead = self._longest_prefix(wanted, [(question, max(64, sum(spent.values())))])
+        return True
 
     def _longest_prefix(self, base: History, runs: Sequence[tuple[Question, int]]) -> History:
-        """The base and the longest prefix of the runs that fit together; nothing when not even the base does."""
+        """The base, which must fit, and the longest prefix of the runs that fits with it."""
 
         def prefix(steps: int) -> History:
             return history_of_runs([*base.items(), *first(runs, steps)])
 
         total = sum(count for _, count in runs)
-        if self._fits(prefix(total), "rdp") or self._fits(prefix(total), "pld"):
+        if self._affords(prefix(total), FINE):
             return prefix(total)
-        steps = _largest(0, total, lambda steps: self._fits(prefix(steps), "rdp"))
-        steps = _largest(steps, total, lambda steps: self._fits(prefix(steps), "pld"))
-        return prefix(steps) if self._fits(prefix(steps), "pld") else {}
+        fits = _largest(0, total, lambda steps: epsilon(prefix(steps), self.delta, "rdp") <= self.epsilon)
+        fits = _largest(fits, total, lambda steps: self._affords(prefix(steps), COARSE))
+        # The coarse grid is at most about 0.02% above the fine one, so few steps are left to gain.
+        return prefix(
+            _largest(fits, min(total, fits + fits // 1000 + 2), lambda steps: self._affords(prefix(steps), FINE))
+        )
 
-    def _fits(self, history: History, accountant: str) -> bool:
-        return epsilon(history, self.delta, accountant) <= self.epsilon
+    def _affords(self, history: History, fineness: float) -> bool:
+        if epsilon(history, self.delta, "rdp") <= self.epsilon:
+            return True
+        return _epsilon_by_distribution(history, self.delta, fineness) <= self.epsilon
 
 
 def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
