@@ -1,7 +1,8 @@
 """Private optimizers that remember: differentially private training for PyTorch."""
 
 from vestige.api import Training, train
-from vestige.method import Method, build, dp_sgd, exponential_memory, fo_dp_sgd, post_fm, uniform_memory
+from vestige.method import Method, build
+from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, uniform_memory
 from vestige.training import Record, accuracy
 
 __version__ = "0.1.0"

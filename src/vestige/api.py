@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from vestige import accounting
 from vestige.clipping import Engine, Loss, Reference
 from vestige.curator import Curator, Data
+from vestige.files import write_atomically
 from vestige.independence import require_independent
 from vestige.layout import Layout
 from vestige.ledger import Ledger, LedgerError, read
 from vestige.method import Method, build
 from vestige.noise import Randomness
-from vestige.planning import Plan, plan
+from vestige.planning import Plan, plan, questions
+from vestige.questions import Question
 from vestige.run_folder import RunFolder, paced
 from vestige.sampling import SAMPLINGS
 from vestige.training import Record, State, run
@@ -138,10 +139,12 @@ class Training:
         )
         self.log: dict[str, Any] = {}
         """Released quantities put here while a record is being consumed are written beside it."""
+        self._odometer = accounting.Odometer()
+        self._counted: Counter[Question] = Counter()
         self._open(resume, request or {})
         if self.plan.epsilon is not None:
-            self.ledger.budget = accounting.Budget(self.plan.epsilon, self.plan.delta, self.plan.questions)
-        self._odometer = accounting.Odometer(self.ledger.spent)
+            planned = questions(method, self.plan.sample_rate, self.plan.noise_multiplier, self.plan.steps)
+            self.ledger.budget = accounting.Budget(self.plan.epsilon, self.plan.delta, planned)
 
     @property
     def expected_batch(self) -> float:
@@ -149,7 +152,7 @@ class Training:
 
     @property
     def nonprivate_broken_examples(self) -> int:
-        """How many sampled examples had a non-finite gradient. Computed from data without noise: keep it to yourself."""
+        """How many sampled examples had a non-finite gradient. Computed without noise: keep it to yourself."""
         return int(self._curator.nonprivate_broken_examples)
 
     def __iter__(self) -> Iterator[Record]:
@@ -166,6 +169,8 @@ class Training:
         """An upper bound on epsilon so far, read in microseconds; None where no epsilon holds."""
         if self.facts != accounting.Facts():
             return None
+        self._odometer.add_many(self.ledger.spent - self._counted)
+        self._counted = Counter(self.ledger.spent)
         by_renyi = self._odometer.epsilon(self.plan.delta)
         # The loss distribution of the whole plan bounds every part of it, and is tighter than Renyi at the end.
         if self.plan.epsilon is not None:
@@ -183,7 +188,6 @@ class Training:
 
     def _records(self) -> Generator[Record, None, None]:
         for record in run(self.state, self.method, self._curator, self.plan.noise_multiplier, self.plan.steps):
-            self._odometer.add(self.plan.question)
             if self.transcript is not None:
                 self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch)
             yield replace(record, epsilon=self.spent())
@@ -216,7 +220,9 @@ class Training:
     def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         for key, value in now.items():
             if before.get(key) != value:
-                raise ValueError(f"resume: {key} is {value!r} now but was {before.get(key)!r}; resume with the same settings")
+                raise ValueError(
+                    f"resume: {key} is {value!r} now but was {before.get(key)!r}; resume with the same settings"
+                )
 
     def _save(self) -> None:
         assert self.folder is not None
@@ -234,7 +240,9 @@ class Training:
         saved = self.folder.load_checkpoint()
         history = read(self.folder.ledger, repair=True)
         if history.heads[saved["ledger_rows"] - 1 : saved["ledger_rows"]] != [saved["ledger_head"]]:
-            raise LedgerError(f"{self.folder.ledger} does not contain what the checkpoint was trained on: it was cut or replaced")
+            raise LedgerError(
+                f"{self.folder.ledger} does not contain what the checkpoint was trained on: it was cut or replaced"
+            )
         self.state.load_state_dict(saved["state"])
         # A secret run draws from a new key; a reproducible one must meet the same streams again.
         self._curator.asked = saved["asked"]
@@ -247,7 +255,12 @@ class Transcript:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen: list[tuple[Tensor, Tensor]] = []
-        self._rows: dict[str, list[np.ndarray[Any, Any]]] = {"clipped_sum": [], "noise": [], "release": [], "direction": []}
+        self._rows: dict[str, list[np.ndarray[Any, Any]]] = {
+            "clipped_sum": [],
+            "noise": [],
+            "release": [],
+            "direction": [],
+        }
 
     def __call__(self, clipped_sum: Tensor, noise: Tensor) -> None:
         self._seen.append((clipped_sum, noise.clone()))
@@ -266,8 +279,6 @@ class Transcript:
             self._rows[key].append(value.cpu().numpy())
 
     def save(self) -> None:
-        from vestige.files import write_atomically
-
         arrays = {key: np.stack(rows) for key, rows in self._rows.items() if rows}
 
         def write(beside: Path) -> None:

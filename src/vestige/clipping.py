@@ -70,7 +70,12 @@ class Engine(Protocol):
     """Adds the clipped gradients of a batch to a flat vector. Built once from public facts, called with data."""
 
     def __call__(
-        self, batch: Sequence[Tensor], parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
+        self,
+        batch: Sequence[Tensor],
+        parameters: Parameters,
+        clip: Clip,
+        into: Tensor,
+        transform: Transform | None = None,
     ) -> Tensor:
         """Add sum_i clip(gradient_i) to `into`; return the norms before clipping, [examples, groups], float64.
 
@@ -91,7 +96,12 @@ class Reference:
         self.model, self.loss, self.layout = model, loss, layout
 
     def __call__(
-        self, batch: Sequence[Tensor], parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
+        self,
+        batch: Sequence[Tensor],
+        parameters: Parameters,
+        clip: Clip,
+        into: Tensor,
+        transform: Transform | None = None,
     ) -> Tensor:
         if len(batch[0]) == 0:
             return into.new_zeros(0, self.layout.groups, dtype=torch.float64)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from vestige.clipping import BoundedSum, Clip, Engine, Parameters
+from vestige.clipping import BoundedSum, Clip, Engine, Parameters, Transform
 from vestige.layout import Layout
 from vestige.noise import Randomness, Release, draw_noise
 from vestige.questions import Question, SampledGaussian
@@ -58,7 +58,16 @@ class Curator:
         self.asked = 0
         self.nonprivate_broken_examples = torch.zeros((), dtype=torch.long, device=device)
 
-    def gradient(self, parameters: Parameters, clip: Clip, multiplier: float, *, step: int, part: int = 0) -> Release:
+    def gradient(
+        self,
+        parameters: Parameters,
+        clip: Clip,
+        multiplier: float,
+        *,
+        step: int,
+        part: int = 0,
+        transform: Transform | None = None,
+    ) -> Release:
         """A noised sum of clipped gradients over a fresh sample; `part` numbers the questions of one step.
 
         An empty sample is noised and charged like any other. The divisor is the public `expected_batch`.
@@ -75,7 +84,7 @@ class Curator:
         broken = torch.zeros((), dtype=torch.long, device=self._device)
         with self._model_randomness(index):
             for rows in self._parts(self._sampling.draw(self.population, index, self._randomness)):
-                norms = self._engine(self._fetch(rows), parameters, clip, total)
+                norms = self._engine(self._fetch(rows), parameters, clip, total, transform)
                 broken += norms.isinf().any(dim=1).sum()
         self.nonprivate_broken_examples += broken
         bounded = BoundedSum(total, sensitivity)

@@ -46,7 +46,9 @@ def read_tensors(path: Path) -> Any:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # torch raises many kinds on a torn file
-        raise ValueError(f"{path} is torn or not a checkpoint ({type(error).__name__}); remove it or restore a copy") from error
+        raise ValueError(
+            f"{path} is torn or not a checkpoint ({type(error).__name__}); remove it or restore a copy"
+        ) from error
 
 
 def read_json(path: Path) -> Any:

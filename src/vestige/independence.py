@@ -17,7 +17,9 @@ def mixing_layers(model: nn.Module) -> list[str]:
                 f"layer {name!r} ({kind}) mixes the examples of a batch, so no example's influence can be bounded: "
                 f"replace it by nn.GroupNorm, or freeze it with .eval() and requires_grad_(False)"
             )
-        elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats and module.training:
+        elif (
+            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats and module.training
+        ):
             found.append(
                 f"layer {name!r} ({kind}) keeps running statistics of un-noised data: "
                 f"build it with track_running_stats=False"

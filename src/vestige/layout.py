@@ -35,7 +35,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, grouping: Grouping | None = None) -> Layout:
-        """Lay out a model's trainable parameters; `grouping` names the parameters of each group (default: one group)."""
+        """Lay out a model's trainable parameters; `grouping` names those of each group (default: one group)."""
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("the model has no trainable parameter: set requires_grad on what should be trained")

@@ -38,7 +38,9 @@ class AutoRate:
         )
 
 
-def auto_rate(*, weight_norm: float, noise_norm: float, size: int, steps: int, gain: float, scale_free: bool) -> AutoRate:
+def auto_rate(
+    *, weight_norm: float, noise_norm: float, size: int, steps: int, gain: float, scale_free: bool
+) -> AutoRate:
     """The rate at which the noise alone walks `WALK` norms of the initial weights in `steps` steps.
 
     `noise_norm` is the norm of the noise in one mean gradient, nu * sqrt(d); `gain` is how much the memory and the rule
@@ -57,5 +59,7 @@ def initial_weight_norm(model: nn.Module, layout: Layout) -> float:
     squares = [torch.linalg.vector_norm(p.detach()).double().square() for p in parameters.values() if p.dim() >= 2]
     norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
     if norm == 0:
-        raise ValueError("lr='auto' measures steps against the initial weights, and these are all zero; give lr a number")
+        raise ValueError(
+            "lr='auto' measures steps against the initial weights, and these are all zero; give lr a number"
+        )
     return norm

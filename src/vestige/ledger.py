@@ -35,7 +35,8 @@ class Ledger:
     """The charging side: asks are checked against the budget, made durable, and only then allowed to be answered.
 
     Rows: one `open` (the public facts of the run), then per question one `ask` (its step, and its place among that
-    step's questions); each continuation after an interruption adds a `resume`. Every row holds the hash of the row before it. With `path=None` the ledger lives in memory.
+    step's questions); each continuation after an interruption adds a `resume`. Every row holds the hash of
+    the row before it. With `path=None` the ledger lives in memory.
     """
 
     def __init__(self, path: Path | None, budget: Budget | None = None, *, replays_are_free: bool = False) -> None:
@@ -94,7 +95,9 @@ class Ledger:
             except OSError as error:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._file, size)
-                raise OSError(f"cannot write the ledger {self.path}: {error}; nothing was asked, free space and resume") from error
+                raise OSError(
+                    f"cannot write the ledger {self.path}: {error}; nothing was asked, free space and resume"
+                ) from error
         self.head, self.rows = seal, self.rows + 1
 
 
@@ -144,7 +147,9 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
             if row.get("row") != "open":
                 raise LedgerError(f"{path}, line 1: a ledger begins with an 'open' row, not {row.get('row')!r}")
             if row.get("version") != VERSION:
-                raise LedgerError(f"{path}: ledger version {row.get('version')} is not {VERSION}; use the vestige that wrote it")
+                raise LedgerError(
+                    f"{path}: ledger version {row.get('version')} is not {VERSION}; use the vestige that wrote it"
+                )
             history = LedgerHistory({k: v for k, v in row.items() if k not in ("seq", "previous", "hash", "row")})
         elif row.get("row") == "resume":
             if row.get("attempt") != history.attempts or not 0 <= row["from_step"] <= history.last_step + 1:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from vestige.clipping import Parameters
 from vestige.layout import Layout
 from vestige.noise import Release
 
@@ -26,13 +27,13 @@ class Filtered(NamedTuple):
 class Memory(Protocol):
     def init(self, layout: Layout, device: torch.device) -> State: ...
 
-    def step(self, release: Release, state: State) -> Filtered:
-        """Filter one release. The state given is consumed: it may be updated in place."""
+    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+        """Filter one release, at the parameters where it was asked. The state given may be updated in place."""
         ...
 
     @property
     def fresh_share(self) -> float:
-        """The factor of the fresh sum in a paper's own release: its noise multiplier is this times the accounted one."""
+        """The factor of the fresh sum in the paper's own release: its sigma is this times the accounted one."""
         ...
 
     @property
@@ -57,15 +58,17 @@ class Identity:
     def init(self, layout: Layout, device: torch.device) -> State:
         return {}
 
-    def step(self, release: Release, state: State) -> Filtered:
+    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
         return Filtered(release.total, state, {})
 
 
 class Kernel(Protocol):
     """How much each past release weighs. Weights are positive and sum to one."""
 
-    smoothing: float | None
-    """The weight of the newest vector in the running trend; None if the kernel needs no trend."""
+    @property
+    def smoothing(self) -> float | None:
+        """The weight of the newest vector in the running trend; None if the kernel needs no trend."""
+        ...
 
     def weigh(self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float) -> tuple[Tensor, Tensor]:
         """Weights over the lags (last axis), and the confidence in the trend.
@@ -175,7 +178,7 @@ class Blend:
             state["trend"] = torch.zeros(layout.size, device=device)
         return state
 
-    def step(self, release: Release, state: State) -> Filtered:
+    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
         fresh, past, count = release.total, state["past"], state["count"]
         depth = past.shape[-2]
         filled = min(count, depth)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch import nn
 
 from vestige import accounting
-from vestige.learning_rate import auto_rate, initial_weight_norm
 from vestige.layout import Layout
+from vestige.learning_rate import auto_rate, initial_weight_norm
 from vestige.method import Method
-from vestige.questions import Question, SampledGaussian
+from vestige.questions import Question
 from vestige.sampling import check_rate
 
 
@@ -29,17 +29,16 @@ class Plan:
     lr: float
     lr_reason: str
 
-    @property
-    def question(self) -> Question:
-        return SampledGaussian(self.sample_rate, self.noise_multiplier)
-
-    @property
-    def questions(self) -> Sequence[tuple[Question, int]]:
-        """What will be asked, in order: each question with how often."""
-        return [(self.question, self.steps)]
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def questions(method: Method, sample_rate: float, noise_multiplier: float, steps: int) -> dict[Question, int]:
+    """What a whole run will ask: each question with how often."""
+    history: Counter[Question] = Counter()
+    for question in method.probe.questions(sample_rate, noise_multiplier):
+        history[question] += steps
+    return history
 
 
 def plan(
@@ -63,7 +62,7 @@ def plan(
         raise ValueError("epsilon and noise_multiplier are both missing: give the budget, or the noise")
     if noise_multiplier is None:
         assert epsilon is not None
-        noise_multiplier = accounting.calibrate(lambda z: {SampledGaussian(sample_rate, z): steps}, epsilon, delta)
+        noise_multiplier = accounting.calibrate(lambda z: questions(method, sample_rate, z, steps), epsilon, delta)
     check_multiplier(noise_multiplier)
     rate, reason = choose_rate(model, layout, method, sample_rate * population, noise_multiplier, steps, lr)
     return Plan(sample_rate, steps, delta, noise_multiplier, epsilon, rate, reason)
@@ -109,8 +108,8 @@ def check_delta(delta: float, population: int | None = None) -> None:
         raise ValueError(f"delta={delta} must lie in (0, 1)")
     if population is not None and delta >= 1 / population:
         raise ValueError(
-            f"delta={delta} is not below 1/N = {1 / population:.3g} for {population} examples: it would allow publishing "
-            f"a whole example; choose a smaller delta, such as {0.1 / population:.0e}"
+            f"delta={delta} is not below 1/N = {1 / population:.3g} for {population} examples: it would allow "
+            f"publishing a whole example; choose a smaller delta, such as {0.1 / population:.0e}"
         )
 
 

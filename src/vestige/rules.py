@@ -54,7 +54,10 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Rule:
 OPTIMIZERS = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer and name not in ("LBFGS", "SparseAdam")
+    if isinstance(kind, type)
+    and issubclass(kind, Optimizer)
+    and kind is not Optimizer
+    and name not in ("LBFGS", "SparseAdam")
 }
 
 

@@ -12,8 +12,11 @@ from vestige.noise import Randomness
 
 
 class Sampling(Protocol):
-    kind: ClassVar[str]
-    rate: float
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def rate(self) -> float: ...
 
     def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
         """The indices asked by question number `index`."""

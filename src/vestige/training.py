@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vestige.clipping import Parameters, Transform
 from vestige.curator import BudgetSpent, Curator
 from vestige.layout import Layout
 from vestige.method import Method
+from vestige.noise import Release
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class State:
         device = next(iter(self.parameters.values())).device
         self.optimizer = method.rule.build(list(self.parameters.values()), lr)
         self.memory = method.memory.init(layout, device)
+        self.probe = method.probe.init(layout, device)
         self.step = 0
         self.gradient = torch.zeros(layout.size, device=device)
         for name, view in layout.views(self.gradient).items():
@@ -48,21 +51,28 @@ class State:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "memory": self.memory,
+            "probe": self.probe,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
-        device = self.gradient.device
-        self.memory = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in saved["memory"].items()}
+        self.memory, self.probe = self._here(saved["memory"]), self._here(saved["probe"])
         self.step = saved["step"]
+
+    def _here(self, part: dict[str, Any]) -> dict[str, Any]:
+        return {k: v.to(self.gradient.device) if isinstance(v, Tensor) else v for k, v in part.items()}
 
 
 def step(state: State, method: Method, curator: Curator, multiplier: float) -> Record:
-    """Ask once, remember, move."""
-    parameters = {name: p.detach() for name, p in state.parameters.items()}
-    release = curator.gradient(parameters, method.clip, multiplier, step=state.step)
-    direction, state.memory, diagnostics = method.memory.step(release, state.memory)
+    """Ask, remember, move."""
+    point = {name: p.detach() for name, p in state.parameters.items()}
+
+    def gradient(point: Parameters, *, part: int = 0, transform: Transform | None = None) -> Release:
+        return curator.gradient(point, method.clip, multiplier, step=state.step, part=part, transform=transform)
+
+    release, state.probe = method.probe.ask(gradient, point, state.probe)
+    direction, state.memory, diagnostics = method.memory.step(release, state.memory, point)
     torch.mul(direction, 1 / release.expected_batch, out=state.gradient)
     state.optimizer.step()
     record = Record(state.step, diagnostics)

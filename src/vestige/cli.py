@@ -1,0 +1,525 @@
+"""What can be done from a terminal? train, account, verify, doctor: thin layers over the library."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Train PyTorch models with differential privacy, with optimizers that remember past private releases.",
+)
+notes = Console(stderr=True, highlight=False, soft_wrap=True)
+answers = Console(highlight=False, soft_wrap=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
+
+
+def main() -> None:
+    """The `vestige` command: a user's mistake ends with one line on standard error and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        _fail(str(error), 2)
+    except OSError as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    line = re.sub(r"^([a-z_]+)=", lambda match: "--" + match[1].replace("_", "-") + "=", " ".join(message.split()))
+    print(f"vestige: {line}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps(content, allow_nan=False))
+
+
+# --- train -----------------------------------------------------------------------------------------------------------
+
+
+def train(
+    task: Annotated[
+        str, typer.Option(help="What to train: a task of `vestige tasks`, or FILE.py:FUNCTION.")
+    ] = "digits-mlp",
+    method: Annotated[str, typer.Option(help="How: a method of `vestige methods`.")] = "fo-dp-sgd",
+    data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Privacy budget: the noise follows from it.")] = None,
+    delta: Annotated[float, typer.Option(help="Allowed failure probability, below 1/N.")] = 1e-5,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Accounted noise multiplier: epsilon follows from it.")
+    ] = None,
+    paper_sigma: Annotated[
+        float | None, typer.Option(help="The sigma of the method's paper (for FO-DP-SGD, beta times ours).")
+    ] = None,
+    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
+    steps: Annotated[int, typer.Option(help="Number of steps.")] = 200,
+    lr: Annotated[str, typer.Option(help="Learning rate, or auto: chosen without looking at data.")] = "auto",
+    optimizer: Annotated[
+        str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
+    ] = None,
+    physical_batch: Annotated[
+        int | None, typer.Option(help="Split each sampled batch into parts of this size to save memory.")
+    ] = None,
+    sampling: Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")] = "poisson",
+    engine: Annotated[str, typer.Option(help="How per-example gradients are clipped.")] = "reference",
+    seed: Annotated[
+        int, typer.Option(help="Fixes public randomness only: initial weights. Never noise or sampling.")
+    ] = 0,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="Fix noise and sampling too. Protects nobody: for tests.")
+    ] = False,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="Steps between evaluations on the public test set.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue the interrupted run in this folder; takes no other option.")
+    ] = None,
+    nonprivate_transcript: Annotated[
+        Path | None, typer.Option(help="VOIDS THE GUARANTEE: write raw clipped sums and noise to this FILE.npz.")
+    ] = None,
+    as_json: Json = False,
+    **method_options: Any,
+) -> None:
+    """Train a model privately.
+
+    Examples:
+
+        vestige train --task digits-mlp --method fo-dp-sgd --epsilon 8 --steps 200
+
+        vestige train --task cifar10-mlp --data cifar10.npz --noise-multiplier 1.22 --sample-rate 0.04 --steps 6250
+
+        vestige train --resume runs/digits-mlp-fo-dp-sgd-20260101-120000
+    """
+    from vestige.jobs import Job, complete, default_device, load, start
+    from vestige.run_folder import RunFolder
+
+    if resume is not None:
+        _refuse_other_options()
+        folder = RunFolder(resume)
+        job = load(folder)
+        if folder.result() is not None:
+            raise ValueError(f"resume={str(resume)!r} is already finished; verify it with: vestige verify {resume}")
+    else:
+        job = Job(
+            task=task,
+            method=method,
+            options={key: value for key, value in method_options.items() if value is not None},
+            data=data,
+            sample_rate=sample_rate,
+            steps=steps,
+            delta=delta,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            paper_sigma=paper_sigma,
+            lr=_lr(lr),
+            optimizer=optimizer,
+            sampling=sampling,
+            engine=engine,
+            physical_batch=physical_batch,
+            seed=seed,
+            reproducible=reproducible,
+            device=device or default_device(),
+            evaluate_every=evaluate_every,
+            nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
+        )
+    path = resume or out or Path("runs") / f"{Path(task).stem}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    loaded, training = start(job, path, resume=resume is not None)
+    _announce(job, training)
+    with _progress(not as_json) as bar, _graceful() as asked_to_stop:
+        show = bar(job.method, job.steps)
+
+        def watch(training: Any, record: Any, accuracy: float | None) -> bool:
+            show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
+            return not asked_to_stop()
+
+        result = complete(job, loaded, training, watch)
+    if as_json:
+        _print_json(result)
+    else:
+        _summarise(result)
+    if result["stopped"] == "interrupted":
+        notes.print(
+            f"interrupted after step {result['steps']}; continue with: vestige train --resume {path}", markup=False
+        )
+        sys.exit(130)
+
+
+def _lr(text: str) -> Any:
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"lr={text!r} must be a number or 'auto'") from None
+
+
+def _refuse_other_options() -> None:
+    extra = [
+        word for word in sys.argv[2:] if word.startswith("--") and word.split("=")[0] not in ("--resume", "--json")
+    ]
+    if extra:
+        raise ValueError(
+            f"resume: {extra[0]} cannot be given too; a run continues with the options it was started with"
+        )
+
+
+def _announce(job: Any, training: Any) -> None:
+    """Say, on standard error, what was chosen and what is not private."""
+    plan = training.plan
+    notes.print(
+        f"{job.method} on {job.task}: noise multiplier {plan.noise_multiplier:.4g}, rate {plan.sample_rate:g}, "
+        f"{plan.steps} steps, delta {plan.delta:g}",
+        markup=False,
+    )
+    notes.print(plan.lr_reason, markup=False)
+    if job.reproducible:
+        notes.print(
+            "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
+            markup=False,
+        )
+    if job.nonprivate_transcript:
+        notes.print("NOT PRIVATE: --nonprivate-transcript writes raw sums; the guarantee is void", markup=False)
+    if job.sampling != "poisson":
+        notes.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
+
+
+def _summarise(result: dict[str, Any]) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("test accuracy", f"{result['accuracy']:.1%}")
+    if result["epsilon"] is not None:
+        table.add_row(
+            "privacy",
+            f"epsilon {result['epsilon']:.4g} at delta {result['delta']:g} (PLD; by Renyi {result['epsilon_rdp']:.4g})",
+        )
+    else:
+        table.add_row("privacy", "none: " + "; ".join(result["reasons"]))
+    if "epsilon_if_noise_were_secret" in result:
+        table.add_row("", f"epsilon would be {result['epsilon_if_noise_were_secret']:.4g} if the noise were secret")
+    table.add_row("steps", f"{result['steps']} ({result['stopped']})")
+    table.add_row("learning rate", f"{result['lr']:.4g}")
+    table.add_row("written to", str(result["run"]))
+    answers.print(table)
+
+
+# The options of every registered method become options of `train`, so that a new method needs no word here.
+def _with_method_options(function: Callable[..., None]) -> Callable[..., None]:
+    from vestige.method import METHODS
+
+    users: dict[str, list[str]] = {}
+    found: dict[str, inspect.Parameter] = {}
+    for entry in METHODS.values():
+        for name, parameter in entry.options.items():
+            users.setdefault(name, []).append(entry.name)
+            found.setdefault(name, parameter)
+    signature = inspect.signature(function, eval_str=True)
+    kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    for name, parameter in found.items():
+        annotation, words = _option_of(parameter)
+        note = words if len(users[name]) == len(METHODS) else f"{words} ({', '.join(users[name])})"
+        option = typer.Option(
+            f"--{name.replace('_', '-')}", help=f"{note} [default: {parameter.default}]", rich_help_panel="Method"
+        )
+        kept.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
+            )
+        )
+
+    def command(**arguments: Any) -> None:
+        function(**arguments)
+
+    command.__doc__, command.__name__ = function.__doc__, function.__name__
+    command.__signature__ = signature.replace(parameters=[p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in kept}
+    return command
+
+
+def _option_of(parameter: inspect.Parameter) -> tuple[Any, str]:
+    """The command line's type for a method's option (text where Python takes several types), and its help."""
+    kind, words = parameter.annotation, ""
+    if get_origin(kind) is Annotated:
+        kind, words = get_args(kind)[:2]
+    return (kind if kind in (int, float, bool, str) else str) | None, words
+
+
+app.command("train")(_with_method_options(train))
+
+
+# --- account ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def account(
+    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")],
+    steps: Annotated[int, typer.Option(help="Number of steps.")],
+    delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Accounted noise multiplier: gives epsilon.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Budget: gives the noise multiplier.")] = None,
+    paper_sigma: Annotated[
+        float | None, typer.Option(help="The sigma of a memory method's paper; with --beta, gives epsilon.")
+    ] = None,
+    beta: Annotated[float, typer.Option(help="Share of the fresh gradient, with --paper-sigma.")] = 1.0,
+    accountant: Annotated[str, typer.Option(help="pld (tight, what is reported) or rdp (fast).")] = "pld",
+    sampling: Annotated[str, typer.Option(help="How batches are drawn; only poisson has a price.")] = "poisson",
+    as_json: Json = False,
+) -> None:
+    """Price a plan without training: epsilon from noise, or noise from epsilon.
+
+    Examples:
+
+        vestige account --sample-rate 0.04 --noise-multiplier 1.2222 --steps 6250 --delta 1e-5
+
+        vestige account --sample-rate 0.04 --epsilon 3 --steps 6250
+
+        vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250
+    """
+    from vestige import accounting, planning
+    from vestige.questions import SampledGaussian
+    from vestige.sampling import check_rate
+
+    check_rate(sample_rate)
+    planning.check_steps(steps)
+    planning.check_delta(delta)
+    if accountant not in ("pld", "rdp"):
+        raise ValueError(f"accountant={accountant!r} must be pld or rdp")
+    if sampling != "poisson":
+        reasons = accounting.guarantee({}, delta, accounting.Facts(sampling=sampling)).reasons
+        raise ValueError(f"sampling={sampling!r} has no price: {'; '.join(reasons)}")
+    given = [
+        name
+        for name, value in (("noise-multiplier", noise_multiplier), ("epsilon", epsilon), ("paper-sigma", paper_sigma))
+        if value is not None
+    ]
+    if len(given) != 1:
+        raise ValueError(
+            "give exactly one of --noise-multiplier, --epsilon and --paper-sigma, not "
+            + (" and ".join(f"--{name}" for name in given) or "none")
+        )
+    if not 0 < beta <= 1:
+        raise ValueError(f"beta={beta} must lie in (0, 1]")
+    if beta != 1 and paper_sigma is None:
+        raise ValueError(f"beta={beta} rescales --paper-sigma only: the accounted multiplier already contains it")
+    if epsilon is not None:
+        noise_multiplier = accounting.calibrate(
+            lambda z: {SampledGaussian(sample_rate, z): steps}, epsilon, delta, accountant
+        )
+    elif paper_sigma is not None:
+        noise_multiplier = paper_sigma / beta
+    assert noise_multiplier is not None
+    planning.check_multiplier(noise_multiplier)
+    history: accounting.History = {SampledGaussian(sample_rate, noise_multiplier): steps}
+    spent = accounting.epsilon(history, delta, accountant)
+    result = {
+        "epsilon": spent,
+        "delta": delta,
+        "noise_multiplier": noise_multiplier,
+        "sample_rate": sample_rate,
+        "steps": steps,
+        "accountant": accountant,
+        "epsilon_rdp": accounting.epsilon(history, delta, "rdp"),
+        "adjacency": "add/remove one example",
+        "sampling": "poisson",
+    }
+    if as_json:
+        _print_json(result)
+        return
+    answers.print(f"epsilon {spent:.4f} at delta {delta:g} ({accountant}; by Renyi {result['epsilon_rdp']:.4f})")
+    answers.print(
+        f"noise multiplier {noise_multiplier:.6g}, {steps} steps, Poisson rate {sample_rate:g}, add/remove one example"
+    )
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def verify(run: Annotated[Path, typer.Argument(help="The run's folder.")], as_json: Json = False) -> None:
+    """Recompute a run's epsilon from its ledger alone; fail on any edit, gap or reuse of a step (exit code 1).
+
+    Example:
+
+        vestige verify runs/digits-mlp-fo-dp-sgd-20260101-120000
+    """
+    from vestige.ledger import LedgerError
+    from vestige.verification import verify as check
+
+    try:
+        verdict = check(run)
+    except LedgerError as error:
+        if as_json:
+            _print_json({"verified": False, "reason": str(error)})
+        _fail(f"NOT VERIFIED: {error}", 1)
+        return
+    if as_json:
+        _print_json(verdict.to_json())
+        return
+    promise = verdict.guarantee
+    answers.print(
+        f"verified: {verdict.asked} charged questions in {verdict.attempts} attempt(s), {verdict.rows} chained rows",
+        markup=False,
+    )
+    if promise.epsilon is not None:
+        answers.print(
+            f"epsilon {promise.epsilon:.4f} at delta {promise.delta:g} (PLD; by Renyi {promise.epsilon_rdp:.4f}), "
+            f"{promise.adjacency}"
+        )
+    else:
+        answers.print("no epsilon: " + "; ".join(promise.reasons), markup=False)
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor(
+    task: Annotated[
+        str, typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data, test).")
+    ],
+    data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Examine a model and its data before training; name what is at fault (exit code 1 if anything is).
+
+    What it prints is computed from your data without noise: it is for you, not for publication.
+
+    Examples:
+
+        vestige doctor digits-mlp
+
+        vestige doctor my_project.py:make
+    """
+    from vestige import tasks
+    from vestige.doctor import examine
+
+    subject = tasks.load(task, data, seed)
+    findings = examine(subject.model, subject.loss, subject.train)
+    wrong = [finding for finding in findings if finding.level == "error"]
+    if as_json:
+        _print_json({"healthy": not wrong, "findings": [vars(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            answers.print(f"{finding.level}: {finding.where}: {finding.what}", markup=False)
+        if not findings:
+            answers.print(f"{task}: nothing found; every example has a gradient of its own", markup=False)
+    if wrong:
+        sys.exit(1)
+
+
+# --- lists -----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def methods(as_json: Json = False) -> None:
+    """List the private optimizers."""
+    from vestige.method import METHODS
+
+    if as_json:
+        rows = [
+            {"name": e.name, "summary": e.summary, "privacy": e.privacy_class, "reference": e.reference}
+            for e in METHODS.values()
+        ]
+        _print_json({"methods": rows})
+        return
+    table = Table("method", "what it does", "privacy", "reference")
+    for entry in METHODS.values():
+        table.add_row(entry.name, entry.summary, entry.privacy_class, entry.reference)
+    answers.print(table)
+
+
+@app.command("tasks")
+def list_tasks(as_json: Json = False) -> None:
+    """List the tasks: datasets with their models."""
+    from vestige import tasks
+
+    if as_json:
+        _print_json({"tasks": tasks.describe()})
+        return
+    rows = tasks.describe()
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    answers.print(table)
+
+
+# --- what a terminal shows -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _progress(
+    visible: bool,
+) -> Iterator[Callable[[str, int], Callable[[int, float | None, float | None, float | None], None]]]:
+    """A live bar on standard error: steps, accuracy on public data, spent epsilon and the budget."""
+    columns = (
+        TextColumn("{task.description:<20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+        TextColumn("{task.fields[spent]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=notes, disable=not (visible and notes.is_terminal)) as progress:
+
+        def bar(title: str, total: int) -> Callable[[int, float | None, float | None, float | None], None]:
+            line = progress.add_task(title, total=total, accuracy="", spent="")
+
+            def show(done: int, accuracy: float | None, spent: float | None, budget: float | None) -> None:
+                fields = {"spent": _spent(spent, budget)}
+                if accuracy is not None:
+                    fields["accuracy"] = f"accuracy {accuracy:.1%}"
+                progress.update(line, completed=done, **fields)  # type: ignore[arg-type]
+
+            return show
+
+        yield bar
+
+
+def _spent(spent: float | None, budget: float | None) -> str:
+    if spent is None:
+        return "no epsilon"
+    return f"epsilon {spent:.2f}" + (f" of {budget:g}" if budget is not None else "")
+
+
+@contextmanager
+def _graceful() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C (or SIGTERM) once: finish the step, save, stop. Twice: stop at once."""
+    stop = False
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal stop
+        if stop:
+            os._exit(130)
+        stop = True
+        notes.print("stopping after this step (again: at once)", markup=False)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""The named methods, one file per family. Importing this package registers them all."""
+
+from vestige.methods.fractional import exponential_memory, fo_dp_sgd, post_fm, uniform_memory
+from vestige.methods.plain import dp_sgd
+
+__all__ = ["dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "uniform_memory"]

@@ -1,0 +1,89 @@
+"""Which methods blend past releases into the fresh one? FO-DP-SGD and the ablations of its paper."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from vestige.clipping import Flat
+from vestige.memory import Blend, Exponential, Fractional, Uniform
+from vestige.method import Method, register
+from vestige.methods.options import Bound, Momentum
+from vestige.rules import sgd
+
+Beta = Annotated[float, "share of the fresh gradient in the blend"]
+Window = Annotated[int, "window K: the blend sees the K-1 newest past releases"]
+Alpha = Annotated[float, "fractional order: (lag+1)^(alpha-1)"]
+Lam = Annotated[float, "baseline tempering of old releases (lambda)"]
+Tau = Annotated[float, "tempering of releases far from the trend"]
+Gamma = Annotated[float, "weight of the newest release in the trend"]
+Kappa = Annotated[float, "smallest scale by which distances are divided"]
+Zeta = Annotated[str | float, "trend norm at which confidence is one half; auto: the noise's own"]
+
+FO_REFERENCE = "Partohaghighi and Marcia, Deep Learning under Fractional-Order Differential Privacy, arXiv:2605.09890"
+
+
+@register("fo-dp-sgd", FO_REFERENCE)
+def fo_dp_sgd(
+    *,
+    clip: Bound = 1.0,
+    momentum: Momentum = 0.0,
+    beta: Beta = 0.9,
+    window: Window = 8,
+    alpha: Alpha = 0.8,
+    lam: Lam = 0.01,
+    tau: Tau = 0.1,
+    gamma: Gamma = 0.2,
+    kappa: Kappa = 1e-6,
+    zeta: Zeta = "auto",
+) -> Method:
+    """Fractional-order memory: each release blends in past ones by a tempered power law."""
+    memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window)
+    return Method(name="fo-dp-sgd", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+
+
+@register("post-fm", FO_REFERENCE)
+def post_fm(
+    *,
+    clip: Bound = 1.0,
+    momentum: Momentum = 0.0,
+    beta: Beta = 0.9,
+    window: Window = 8,
+    alpha: Alpha = 0.8,
+    lam: Lam = 0.01,
+    tau: Tau = 0.1,
+    gamma: Gamma = 0.2,
+    kappa: Kappa = 1e-6,
+    zeta: Zeta = "auto",
+) -> Method:
+    """The same fractional weights over plain DP-SGD releases (Post-FM): a finite filter, not a recursive one."""
+    memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, remembers="fresh")
+    return Method(name="post-fm", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+
+
+@register("uniform-memory", FO_REFERENCE)
+def uniform_memory(*, clip: Bound = 1.0, momentum: Momentum = 0.0, beta: Beta = 0.9, window: Window = 8) -> Method:
+    """Each release blends in the plain mean of the window: the ablation with equal weights."""
+    return Method(name="uniform-memory", clip=Flat(clip), memory=Blend(Uniform(), beta, window), rule=sgd(momentum))
+
+
+@register("exponential-memory", FO_REFERENCE)
+def exponential_memory(
+    *,
+    clip: Bound = 1.0,
+    momentum: Momentum = 0.0,
+    beta: Beta = 0.9,
+    window: Window = 8,
+    decay: Annotated[float, "geometric decay of the weights per lag"] = 0.8,
+) -> Method:
+    """Each release blends in the window with geometric weights: the ablation with short memory."""
+    memory = Blend(Exponential(decay), beta, window)
+    return Method(name="exponential-memory", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+
+
+def _fractional(alpha: float, lam: float, tau: float, gamma: float, kappa: float, zeta: str | float) -> Fractional:
+    """The paper's letters, in our words."""
+    try:
+        floor: Any = zeta if zeta == "auto" else float(zeta)
+    except ValueError:
+        raise ValueError(f"zeta={zeta!r} must be a positive number or 'auto'") from None
+    return Fractional(alpha, lam, tau, kappa, floor, gamma)
