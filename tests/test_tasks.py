@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -288,3 +290,110 @@ def test_shared_files(name, file, train, parameters):
     assert len(task.train[0]) == len(task.train[1]) == train
     assert sum(p.numel() for p in task.model.parameters()) == parameters
     assert torch.equal(tasks.load(name, SHARED).train[1], task.train[1])
+
+
+def saved_for(name: str, folder: Path) -> Path | None:
+    """A tiny file of data for any task."""
+    dataset = tasks.RECIPES[name].dataset.name
+    if dataset == "imdb":
+        return reviews(folder)
+    if dataset != "digits":
+        shape = (28, 28) if dataset in ("mnist", "fmnist") else (32, 32, 3)
+        np.savez(folder / "images.npz", **arrays(shape, 100 if dataset == "cifar100" else 10))
+        return folder / "images.npz"
+    return None
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_every_task_trains_on_its_own_examples(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("VESTIGE_CACHE", str(tmp_path / "cache"))
+    if "-hf" in name:
+        pytest.importorskip("kymatio", reason="kymatio is the optional extra vestige[scattering]")
+    task = tasks.load(name, saved_for(name, tmp_path))
+    inputs, targets = task.train[0][:2], task.train[1][:2]
+    answers = task.model(inputs)
+    assert answers.shape == (2, task.classes)
+    loss = task.loss(answers, targets)
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in task.model.parameters())
+    assert task.notes
+
+
+def test_scattering_features_are_computed_once(tmp_path, monkeypatch):
+    pytest.importorskip("kymatio", reason="kymatio is the optional extra vestige[scattering]")
+    monkeypatch.setenv("VESTIGE_CACHE", str(tmp_path / "cache"))
+    first = tasks.load("mnist-hf", saved(tmp_path))
+    assert first.train[0].shape == (6, 81, 7, 7)
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".npy"}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "cache").iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(tasks, "_scattering", None)
+        again = tasks.load("mnist-hf-linear", saved(tmp_path))
+    assert torch.equal(first.train[0], again.train[0])
+    other = saved(tmp_path, x_train=np.zeros((6, 28, 28), np.uint8))
+    monkeypatch.setattr(tasks, "_scattering", None)
+    with pytest.raises(TypeError):  # other pixels are other features
+        tasks.load("mnist-hf", other)
+
+
+def test_scattering_says_what_to_install_and_where_to_write(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("VESTIGE_CACHE", str(tmp_path / "file"))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "kymatio.scattering2d.frontend.torch_frontend", None)
+        with pytest.raises(ValueError, match=r"vestige\[scattering\]"):
+            tasks.load("mnist-hf", saved(tmp_path))
+    pytest.importorskip("kymatio", reason="kymatio is the optional extra vestige[scattering]")
+    with pytest.raises(ValueError, match="VESTIGE_CACHE"):
+        tasks.load("mnist-hf", saved(tmp_path))
+
+
+def reviews(folder: Path, *lines: str) -> Path:
+    path = folder / "imdb.jsonl.gz"
+    given = [{"split": split, "text": f"A {word} film.<br />Truly", "label": label} for split, word, label in REVIEWS]
+    path.write_bytes(gzip.compress("\n".join([*map(json.dumps, given), *lines]).encode()))
+    return path
+
+
+REVIEWS = [("train", "fine", 1), ("train", "dull", 0), ("test", "fine", 1), ("test", "dull", 0)]
+
+
+def test_reviews_are_hashed_by_a_fixed_public_function(tmp_path):
+    task = tasks.load("imdb-lstm", reviews(tmp_path))
+    assert task.train[0].shape == (2, 80)
+    assert task.train[0][0, 0] == 1 + 0xE8B7BE43 % 19_999  # the CRC-32 of "a"
+    assert task.train[0][0, :5].tolist() == [11135, 8221, 12485, 13557, 0]  # no later version may number words anew
+    assert torch.equal(task.train[0], task.test[0])
+    assert task.train[1].tolist() == [1, 0]
+    assert task.train[0].max() < 20_000
+    assert torch.equal(tasks.load("imdb-lstm", tmp_path).train[0], task.train[0])
+
+
+def test_reviews_in_their_original_folders(tmp_path):
+    for split, word, label in REVIEWS:
+        folder = tmp_path / "acl" / split / ("pos" if label else "neg")
+        folder.mkdir(parents=True)
+        (folder / "0_7.txt").write_text(f"A {word} film.<br />Truly")
+    found, expected = tasks.load("imdb-lstm", tmp_path / "acl"), tasks.load("imdb-lstm", reviews(tmp_path))
+    assert torch.equal(found.train[0].flip(0), expected.train[0])
+    assert found.train[1].tolist() == [0, 1]
+
+
+def test_malformed_reviews(tmp_path):
+    refused("imdb-lstm", None, "IMDb")
+    refused("imdb-lstm", tmp_path, "imdb.jsonl.gz")
+    refused("imdb-lstm", reviews(tmp_path, "{"), "line 5", "JSON")
+    refused("imdb-lstm", reviews(tmp_path, '{"split": "train", "text": "x"}'), "line 5", "label")
+    refused("imdb-lstm", reviews(tmp_path, '{"split": "dev", "text": "x", "label": 1}'), "line 5", "'dev'")
+    refused("imdb-lstm", reviews(tmp_path, '{"split": "train", "text": "x", "label": 2}'), "line 5", "label 2")
+    (tmp_path / "plain.gz").write_bytes(b"not gzip")
+    refused("imdb-lstm", tmp_path / "plain.gz", "readable")
+    (tmp_path / "one.jsonl").write_text('{"split": "train", "text": "x", "label": 1}')
+    refused("imdb-lstm", tmp_path / "one.jsonl", "'test'")
+
+
+def test_shared_reviews():
+    task = tasks.load("imdb-lstm", shared("imdb.jsonl.gz"))
+    assert task.train[0].shape == task.test[0].shape == (25_000, 80)
+    assert task.train[1].float().mean() == 0.5

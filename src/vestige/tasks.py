@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import importlib.util
 import inspect
+import json
+import logging
+import os
+import re
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache, partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -303,6 +310,153 @@ def _bundled_digits() -> Arrays:
     }
 
 
+# --- reviews ---------------------------------------------------------------------------------------------------------
+
+BUCKETS, LENGTH = 20_000, 80
+LABELS = {"neg": 0, "pos": 1}
+
+
+def _read_reviews(path: Path | None) -> tuple[Examples, Examples]:
+    """Both splits as token numbers [N, LENGTH] and labels (1 is positive)."""
+    reviews: dict[str, list[tuple[str, int]]] = {"train": [], "test": []}
+    for split, text, label in _reviews(_existing(path)):
+        reviews[split].append((text, label))
+    for split, found in reviews.items():
+        if not found:
+            raise ValueError(f"{_where(path)}: no review has split {split!r}; give at least one")
+    train, test = (
+        (torch.tensor([_tokens(text) for text, _ in found]), torch.tensor([label for _, label in found]))
+        for found in reviews.values()
+    )
+    return train, test
+
+
+def _reviews(path: Path) -> Iterator[tuple[str, str, int]]:
+    if path.is_file():
+        return _from_lines(path)
+    file = _first(path / "imdb.jsonl.gz", path / "imdb.jsonl")
+    if file is not None:
+        return _from_lines(file)
+    if (path / "train" / "pos").is_dir():
+        return _from_texts(path)
+    raise ValueError(
+        f"{_where(path)}: the folder holds neither imdb.jsonl.gz nor the original train/pos; give one of these"
+    )
+
+
+def _from_lines(path: Path) -> Iterator[tuple[str, str, int]]:
+    """One JSON object per line, with `split`, `text` and `label`."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                yield _from_line(line, f"{_where(path)}: line {number}")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{_where(path)}: not a readable .jsonl or .jsonl.gz file; give one review per line"
+        ) from error
+
+
+def _from_line(line: str, where: str) -> tuple[str, str, int]:
+    try:
+        review = json.loads(line)
+        split, text, label = review["split"], review["text"], review["label"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{where} is not a JSON object with 'split', 'text' and 'label'; give one per line") from error
+    if split not in ("train", "test") or not isinstance(text, str):
+        raise ValueError(f"{where} has split {split!r}; give 'train' or 'test', and a text")
+    if label not in LABELS.values():
+        raise ValueError(f"{where} has label {label!r}; this task's labels are 0 to 1")
+    return split, text, int(label)
+
+
+def _from_texts(folder: Path) -> Iterator[tuple[str, str, int]]:
+    """The original folders: train/pos/*.txt and so on."""
+    for split in ("train", "test"):
+        for name, label in LABELS.items():
+            for file in sorted((folder / split / name).glob("*.txt")):
+                yield split, file.read_text(encoding="utf-8"), label
+
+
+def _tokens(text: str) -> list[int]:
+    """The review's first words as numbers, padded with zeros.
+
+    A vocabulary learned from the reviews would itself be a release; a fixed hash of each word asks the data nothing.
+    """
+    words = re.finditer(r"[a-z0-9']+", text.replace("<br />", " ").lower())
+    numbers = [_bucket(word.group()) for word in islice(words, LENGTH)]
+    return numbers + [0] * (LENGTH - len(numbers))
+
+
+@lru_cache(maxsize=1 << 18)
+def _bucket(word: str) -> int:
+    return 1 + zlib.crc32(word.encode()) % (BUCKETS - 1)
+
+
+# --- scattering features ---------------------------------------------------------------------------------------------
+
+
+def _scattered(images: Tensor, rescale: Callable[[Tensor], Tensor]) -> Tensor:
+    """Scattering features [N, 81 * channels, height / 4, width / 4], computed once and kept in the user's cache.
+
+    The cache holds private data in another form, so nobody else may read it.
+    """
+    folder = Path(os.environ.get("VESTIGE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vestige")
+    folder = folder.expanduser()
+    kept = folder / f"scattering-{_fingerprint(images, rescale.__name__)}.npy"
+    if not kept.exists():
+        scattering = _scattering(images.shape[-2:])
+        logging.getLogger("vestige").warning("computing scattering features of %d images into %s", len(images), kept)
+        _keep(kept, len(images), (scattering(rescale(part)).flatten(1, 2) for part in images.split(500)))
+    return torch.from_numpy(np.load(kept, mmap_mode="c", allow_pickle=False))
+
+
+def _fingerprint(images: Tensor, how: str) -> str:
+    digest = hashlib.sha256(f"kymatio J=2 L=8 {how} {tuple(images.shape)}".encode())
+    digest.update(images.contiguous().numpy().data)
+    return digest.hexdigest()[:32]
+
+
+def _scattering(size: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    try:
+        # not kymatio.torch: that one also imports the 3-D transform, which scipy 1.17 no longer supports
+        from kymatio.scattering2d.frontend.torch_frontend import ScatteringTorch2D
+    except ImportError as error:
+        raise ValueError("scattering features need kymatio: pip install 'vestige[scattering]'") from error
+    return ScatteringTorch2D(J=2, shape=tuple(size))  # type: ignore[no-any-return]
+
+
+def _keep(path: Path, rows: int, parts: Iterator[Tensor]) -> None:
+    """Write an .npy part by part, whole or not at all, for its owner's eyes."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as unfinished:
+            try:
+                for index, part in enumerate(parts):
+                    if index == 0:
+                        header = {"descr": "<f4", "fortran_order": False, "shape": (rows, *part.shape[1:])}
+                        np.lib.format.write_array_header_1_0(unfinished, header)
+                    unfinished.write(part.numpy().astype("<f4").tobytes())
+                unfinished.flush()
+                os.fsync(unfinished.fileno())
+                os.replace(unfinished.name, path)
+            except BaseException:
+                os.unlink(unfinished.name)
+                raise
+    except OSError as error:
+        raise ValueError(f"cannot write {path} ({error.strerror}): set VESTIGE_CACHE to a folder with room") from error
+
+
+def _unit(images: Tensor) -> Tensor:
+    """Back to pixels in [0, 1], as Tramer and Boneh take grey images."""
+    return images / 2 + 0.5
+
+
+def _imagenet(images: Tensor) -> Tensor:
+    """ImageNet's public mean and deviation, as they take colour images."""
+    mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    return (_unit(images) - mean[:, None, None]) / deviation[:, None, None]
+
+
 # --- a user's own task -----------------------------------------------------------------------------------------------
 
 
@@ -364,14 +518,6 @@ def _from_sixteenths(images: Tensor) -> Tensor:
     return images.div_(16)
 
 
-def _flat(images: Tensor) -> Tensor:
-    return images.flatten(1)
-
-
-def _mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
-    return models.mlp(prod(shape), classes)
-
-
 def _image_set(
     name: str,
     title: str,
@@ -403,38 +549,93 @@ DIGITS = Dataset(
     notes="Pixels are divided by 16; every fifth example is the test set.",
 )
 
-IMAGE_SETS = (
-    _image_set("mnist", "MNIST (28x28)", (28, 28), 10, files=("mnist",), originals=_mnist_files),
-    _image_set(
-        "fmnist", "Fashion-MNIST (28x28)", (28, 28), 10, files=("fmnist", "fashion_mnist"), originals=_mnist_files
-    ),
-    _image_set(
-        "cifar10",
-        "CIFAR-10 (32x32x3)",
-        (32, 32, 3),
-        10,
-        files=("cifar10", "cifar10_7k"),
-        originals=partial(_cifar_files, train="data_batch_*.bin", test="test_batch.bin", label_bytes=1),
-    ),
-    _image_set(
-        "cifar100",
-        "CIFAR-100 (32x32x3)",
-        (32, 32, 3),
-        100,
-        files=("cifar100", "cifar100_7k"),
-        originals=partial(_cifar_files, train="train.bin", test="test.bin", label_bytes=2),
-    ),
-    _image_set(
-        "svhn",
-        "SVHN cropped digits (32x32x3)",
-        (32, 32, 3),
-        10,
-        files=("svhn", "svhn_7k"),
-        notes="Several digits come from one photograph: the guarantee is for a digit, not for a photograph.",
-    ),
+MNIST = _image_set("mnist", "MNIST (28x28)", (28, 28), 10, files=("mnist",), originals=_mnist_files)
+FMNIST = _image_set(
+    "fmnist", "Fashion-MNIST (28x28)", (28, 28), 10, files=("fmnist", "fashion_mnist"), originals=_mnist_files
+)
+CIFAR10 = _image_set(
+    "cifar10",
+    "CIFAR-10 (32x32x3)",
+    (32, 32, 3),
+    10,
+    files=("cifar10", "cifar10_7k"),
+    originals=partial(_cifar_files, train="data_batch_*.bin", test="test_batch.bin", label_bytes=1),
+)
+CIFAR100 = _image_set(
+    "cifar100",
+    "CIFAR-100 (32x32x3)",
+    (32, 32, 3),
+    100,
+    files=("cifar100", "cifar100_7k"),
+    originals=partial(_cifar_files, train="train.bin", test="test.bin", label_bytes=2),
+)
+SVHN = _image_set(
+    "svhn",
+    "SVHN cropped digits (32x32x3)",
+    (32, 32, 3),
+    10,
+    files=("svhn", "svhn_7k"),
+    notes="Several digits come from one photograph: the guarantee is for a digit, not for a photograph.",
+)
+IMDB = Dataset(
+    "imdb",
+    "IMDb reviews",
+    2,
+    _read_reviews,
+    needs_data=True,
+    notes=f"The first {LENGTH} words, each hashed into {BUCKETS} buckets: no vocabulary is learned from the texts.",
 )
 
-RECIPES: dict[str, Recipe] = {
-    f"{dataset.name}-mlp": Recipe(dataset, "tanh MLP, hidden layers 64 and 32", _mlp, _flat)
-    for dataset in (DIGITS, *IMAGE_SETS)
-}
+GREY, COLOUR = (MNIST, FMNIST), (CIFAR10, CIFAR100, SVHN)
+SCATTERING = "Features are normalised by GroupNorm(27), example by example: the data are asked nothing for it."
+
+
+def _flat(images: Tensor) -> Tensor:
+    return images.flatten(1)
+
+
+def _as_is(examples: Tensor) -> Tensor:
+    return examples
+
+
+def _mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return models.mlp(prod(shape), classes)
+
+
+def _cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return models.cnn(shape[0], shape[1], classes)
+
+
+def _scattering_cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return (models.scattering_cnn_7 if shape[1] == 7 else models.scattering_cnn_8)(shape[0], classes)
+
+
+def _scattering_linear(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return models.scattering_linear(shape[0], shape[1], classes)
+
+
+def _recipes() -> Iterator[tuple[str, Recipe]]:
+    for dataset in (DIGITS, *GREY, *COLOUR):
+        yield f"{dataset.name}-mlp", Recipe(dataset, "tanh MLP, hidden layers 64 and 32", _mlp, _flat)
+    for dataset in (*GREY, *COLOUR):
+        yield f"{dataset.name}-cnn", Recipe(dataset, "small CNN: GroupNorm and tanh", _cnn, _as_is)
+    for dataset in COLOUR:
+        yield f"{dataset.name}-resnet18", Recipe(dataset, "ResNet-18, GroupNorm", _for_classes(models.resnet18), _as_is)
+        wide = Recipe(dataset, "WRN-16-4, GroupNorm, standardised weights", _for_classes(models.wide_resnet), _as_is)
+        yield f"{dataset.name}-wrn16-4", wide
+    for dataset in (*GREY, CIFAR10):
+        network = models.tanh_cnn_28 if dataset in GREY else models.tanh_cnn_32
+        yield f"{dataset.name}-ts", Recipe(dataset, "DPSGD-TS's tanh CNN", _for_classes(network), _as_is)
+    for dataset in (*GREY, CIFAR10):
+        features = partial(_scattered, rescale=_unit if dataset in GREY else _imagenet)
+        cnn = Recipe(dataset, "scattering features, CNN (DPSGD-HF)", _scattering_cnn, features, SCATTERING)
+        linear = Recipe(dataset, "scattering features, linear (DPSGD-HF)", _scattering_linear, features, SCATTERING)
+        yield from ((f"{dataset.name}-hf", cnn), (f"{dataset.name}-hf-linear", linear))
+    yield "imdb-lstm", Recipe(IMDB, "embedding and bidirectional LSTM", _for_classes(models.TextClassifier), _as_is)
+
+
+def _for_classes(network: Callable[[int], nn.Module]) -> Callable[[tuple[int, ...], int], nn.Module]:
+    return lambda shape, classes: network(classes)
+
+
+RECIPES: dict[str, Recipe] = dict(_recipes())
