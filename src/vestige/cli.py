@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -76,6 +77,16 @@ def train(
     optimizer: Annotated[
         str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
     ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option(help="Clip by group: layers, or patterns of parameter names 'conv*;*'; flat: all as one."),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="How groups split the clip: even, or relative bounds 1,1,2.")
+    ] = None,
+    share: Annotated[
+        str | None, typer.Option(help="How groups share the noise: equal, isotropic or least-noise.")
+    ] = None,
     physical_batch: Annotated[
         int | None, typer.Option(help="Split each sampled batch into parts of this size to save memory.")
     ] = None,
@@ -134,6 +145,9 @@ def train(
             paper_sigma=paper_sigma,
             lr=_lr(lr),
             optimizer=optimizer,
+            groups=groups,
+            split=split,
+            share=share,
             sampling=sampling,
             engine=engine,
             physical_batch=physical_batch,
@@ -260,7 +274,11 @@ def _option_of(parameter: inspect.Parameter) -> tuple[Any, str]:
     kind, words = parameter.annotation, ""
     if get_origin(kind) is Annotated:
         kind, words = get_args(kind)[:2]
-    return (kind if kind in (int, float, bool, str) else str) | None, words
+    present = [part for part in get_args(kind) if part is not type(None)]
+    if get_origin(kind) in (Union, UnionType) and len(present) == 1:
+        kind = present[0]
+    known = kind in (int, float, bool, str) or get_origin(kind) is tuple
+    return (kind if known else str) | None, words
 
 
 app.command("train")(_with_method_options(train))
@@ -280,6 +298,9 @@ def account(
         float | None, typer.Option(help="The sigma of a memory method's paper; with --beta, gives epsilon.")
     ] = None,
     beta: Annotated[float, typer.Option(help="Share of the fresh gradient, with --paper-sigma.")] = 1.0,
+    groups: Annotated[
+        int | None, typer.Option(help="Clipped in this many groups: --paper-sigma is then each group's own.")
+    ] = None,
     accountant: Annotated[str, typer.Option(help="pld (tight, what is reported) or rdp (fast).")] = "pld",
     sampling: Annotated[str, typer.Option(help="How batches are drawn; only poisson has a price.")] = "poisson",
     as_json: Json = False,
@@ -293,6 +314,8 @@ def account(
         vestige account --sample-rate 0.04 --epsilon 3 --steps 6250
 
         vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250
+
+        vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250 --groups 21
     """
     from vestige import accounting, planning
     from vestige.questions import SampledGaussian
@@ -316,6 +339,8 @@ def account(
             "give exactly one of --noise-multiplier, --epsilon and --paper-sigma, not "
             + (" and ".join(f"--{name}" for name in given) or "none")
         )
+    if groups is not None and groups < 1:
+        raise ValueError(f"groups={groups} must be a whole number from 1 up")
     if not 0 < beta <= 1:
         raise ValueError(f"beta={beta} must lie in (0, 1]")
     if beta != 1 and paper_sigma is None:
@@ -325,7 +350,7 @@ def account(
             lambda z: {SampledGaussian(sample_rate, z): steps}, epsilon, delta, accountant
         )
     elif paper_sigma is not None:
-        noise_multiplier = paper_sigma / beta
+        noise_multiplier = planning.accounted_multiplier(paper_sigma, beta, groups or 1)
     assert noise_multiplier is not None
     planning.check_multiplier(noise_multiplier)
     history: accounting.History = {SampledGaussian(sample_rate, noise_multiplier): steps}
@@ -341,6 +366,14 @@ def account(
         "adjacency": "add/remove one example",
         "sampling": "poisson",
     }
+    if groups is not None:
+        # What one group's ratio of noise to bound would cost if it were the whole release: drawn in papers, but one
+        # example is in every group at once, so it bounds nothing.
+        marginal: accounting.History = {SampledGaussian(sample_rate, noise_multiplier * groups**0.5): steps}
+        result |= {
+            "groups": groups,
+            "nonguarantee_marginal_epsilon": accounting.epsilon(marginal, delta, accountant),
+        }
     if as_json:
         _print_json(result)
         return
@@ -348,6 +381,11 @@ def account(
     answers.print(
         f"noise multiplier {noise_multiplier:.6g}, {steps} steps, Poisson rate {sample_rate:g}, add/remove one example"
     )
+    if groups is not None:
+        answers.print(
+            f"{groups} groups on one sample, priced jointly "
+            f"(nonguarantee_marginal_epsilon {result['nonguarantee_marginal_epsilon']:.4f}: no guarantee)"
+        )
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------
