@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import OrderedDict
 
 import numpy as np
@@ -14,10 +12,12 @@ from conftest import example_gradients, make_toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from typer.testing import CliRunner
 
 import vestige
 from vestige import models
 from vestige.accounting import epsilon
+from vestige.cli import app
 from vestige.clipping import Flat, Reference
 from vestige.groups import Layers, Patterns, PerGroup, named_grouping, named_split
 from vestige.jobs import Job, start
@@ -246,9 +246,7 @@ def test_each_group_gets_the_noise_it_is_promised(share, tmp_path):
 
 
 def command(*arguments: str) -> dict:
-    line = [sys.executable, "-m", "vestige.cli", *arguments, "--json"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
     return json.loads(done.stdout)
 
 
@@ -286,7 +284,9 @@ def test_a_budget_means_the_same_for_any_grouping(share):
     wanted = 3.0
     method = vestige.by_group(vestige.dp_sgd(), Layers(), (1.0, 2.0), share)
     model, data = make_toy()
-    training = vestige.train(model, cross_entropy, data, method=method, sample_rate=0.2, steps=20, delta=1e-3, epsilon=wanted)
+    training = vestige.train(
+        model, cross_entropy, data, method=method, sample_rate=0.2, steps=20, delta=1e-3, epsilon=wanted
+    )
     for _ in training:
         pass
     said = training.guarantee().epsilon
