@@ -8,13 +8,13 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from conftest import example_gradients, make_toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 
 import vestige
+from conftest import example_gradients, make_toy
 from vestige import models
 from vestige.accounting import epsilon
 from vestige.cli import app
@@ -184,7 +184,7 @@ def test_shares_leave_the_joint_multiplier_alone_and_the_least_noise_is_the_leas
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("split", [None, (1.0, 4.0)])
 def test_the_whitened_shift_is_bounded_and_the_bound_is_attained(share, split):
-    """Neighbouring batches, whitened by the noise: at most 1 / multiplier, with equality when all groups are clipped."""
+    """Neighbouring batches, whitened by the noise: at most 1 / multiplier, and equal when all groups are clipped."""
     model, (x, y) = make_toy(examples=8)
     clip = PerGroup(0.01, split, share)
     total, norms, layout = ask(model, (x, y), clip, Layers())

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import make_toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq
@@ -17,6 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import vestige
+from conftest import make_toy
 from vestige import spectrum
 from vestige.cli import app
 from vestige.groups import Layers, Patterns
@@ -357,7 +357,7 @@ def test_published_depths_give_the_unpublished_constant():
 def test_releases_can_be_recomputed_from_the_commands_file(tmp_path, gate):
     file = tmp_path / "t.npz"
     words = (
-        f"train --task digits-mlp --method sma-dp-sgd --beta 0.7 --alpha 0.6 --window 5 --interval 2 2.5 --c-lambda 0.5 "
+        f"train --task digits-mlp --method sma-dp-sgd --beta 0.7 --alpha 0.6 --window 5 --interval 2 2.5 --c-lambda .5 "
         f"--gamma-ema 0.2 --warm-up 6 --norm-cap 0.9 --refresh-spectrum 2 --gate {gate} --paper-sigma 1.5 --clip 0.7 "
         f"--sample-rate 0.1 --steps 15 --reproducible --nonprivate-transcript {file} --out {tmp_path / 'run'} --json"
     )
