@@ -184,7 +184,7 @@ def test_statistic_too_equals_the_formula_from_above(loss):
 # --- no adversary does better ---
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=3, max_size=3), st.floats(0, 1.5), st.floats(0, 1)
 )
@@ -195,7 +195,7 @@ def test_no_adversary_exceeds_the_candidate_profile(acceptances, loss, shrink):
     cuts, shift = np.array([-inf, -0.3, 1.1, inf]), shrink / trial.multiplier  # a smaller gradient is an adversary too
     rejected_with = rejected_without = 1.0
     gain_remove = gain_add = 0.0
-    points = np.linspace(-9, 12, 20_001)
+    points = np.linspace(-9, 12, 4001)
     weights = norm.pdf(points) * (points[1] - points[0])
     T = 1 + trial.rate * np.expm1(shift * points - shift**2 / 2)
     for (x, y), left, right in zip(acceptances, cuts[:-1], cuts[1:], strict=True):
@@ -207,8 +207,8 @@ def test_no_adversary_exceeds_the_candidate_profile(acceptances, loss, shrink):
         rejected_with -= float(accept_with @ (weights * inside))
         rejected_without -= without * float(weights @ inside)
     remove, add = both(trials.profile(trial), np.array([loss, loss + 1]))
-    assert gain_remove + max(rejected_with - g * rejected_without, 0) <= remove[0] + 1e-9
-    assert gain_add + max(rejected_without - g * rejected_with, 0) <= add[0] + 1e-9
+    assert gain_remove + max(rejected_with - g * rejected_without, 0) <= remove[0] + 1e-6
+    assert gain_add + max(rejected_without - g * rejected_with, 0) <= add[0] + 1e-6
 
 
 def test_the_published_total_fails_its_counterexample_and_ours_covers_it():
