@@ -58,6 +58,7 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def train(
+    context: typer.Context,
     task: Annotated[
         str, typer.Option(help="What to train: a task of `vestige tasks`, or FILE.py:FUNCTION.")
     ] = "digits-mlp",
@@ -126,7 +127,7 @@ def train(
     from vestige.run_folder import RunFolder
 
     if resume is not None:
-        _refuse_other_options()
+        _refuse_other_options(context)
         folder = RunFolder(resume)
         job = load(folder)
         if folder.result() is not None:
@@ -188,14 +189,12 @@ def _lr(text: str) -> Any:
         raise ValueError(f"lr={text!r} must be a number or 'auto'") from None
 
 
-def _refuse_other_options() -> None:
-    extra = [
-        word for word in sys.argv[2:] if word.startswith("--") and word.split("=")[0] not in ("--resume", "--json")
-    ]
+def _refuse_other_options(context: typer.Context) -> None:
+    given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    extra = [name for name in given if name not in ("resume", "as_json")]
     if extra:
-        raise ValueError(
-            f"resume: {extra[0]} cannot be given too; a run continues with the options it was started with"
-        )
+        flag = "--" + extra[0].replace("_", "-")
+        raise ValueError(f"resume: {flag} cannot be given too; a run continues with the options it was started with")
 
 
 def _announce(job: Any, training: Any) -> None:
@@ -432,7 +431,7 @@ def verify(run: Annotated[Path, typer.Argument(help="The run's folder.")], as_js
 @app.command()
 def doctor(
     task: Annotated[
-        str, typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data, test).")
+        str, typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data or loader).")
     ],
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
@@ -451,8 +450,7 @@ def doctor(
     from vestige import tasks
     from vestige.doctor import examine
 
-    subject = tasks.load(task, data, seed)
-    findings = examine(subject.model, subject.loss, subject.train)
+    findings = examine(*tasks.subject(task, data, seed))
     wrong = [finding for finding in findings if finding.level == "error"]
     if as_json:
         _print_json({"healthy": not wrong, "findings": [vars(finding) for finding in findings]})
@@ -463,6 +461,53 @@ def doctor(
             answers.print(f"{task}: nothing found; every example has a gradient of its own", markup=False)
     if wrong:
         sys.exit(1)
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    epsilon: Annotated[float, typer.Option(help="Privacy budget of each run.")] = 3.0,
+    steps: Annotated[int, typer.Option(help="Number of steps.")] = 600,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs (default: runs/demo-TIME).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train FO-DP-SGD and plain DP-SGD to the same epsilon on handwritten digits, and compare.
+
+    Example:
+
+        vestige demo --epsilon 3
+    """
+    from vestige.jobs import Job, complete, start
+
+    folder = out or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    results = []
+    with _progress(not as_json) as bar:
+        for method in ("fo-dp-sgd", "dp-sgd"):
+            job = Job(task="digits-mlp", method=method, epsilon=epsilon, sample_rate=0.1, steps=steps)
+            task, training = start(job, folder / method)
+            show = bar(method, steps)
+
+            def watch(training: Any, record: Any, accuracy: float | None, show: Any = show) -> bool:
+                show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
+                return True
+
+            results.append(complete(job, task, training, watch))
+    if as_json:
+        _print_json({"runs": results})
+        return
+    table = Table("method", "test accuracy", "epsilon", "delta", "noise multiplier", "learning rate (auto)", "seconds")
+    for row in results:
+        cells = (f"{row['accuracy']:.1%}", f"{row['epsilon']:.3f}", f"{row['delta']:g}", f"{row['noise_multiplier']:.3f}")
+        table.add_row(row["method"], *cells, f"{row['lr']:.3f}", f"{row['seconds']:.1f}")
+    answers.print(table)
+    answers.print(
+        f"Both models saw 1,437 digits under the same guarantee: whatever one digit is, anyone's odds of telling whether it "
+        f"was there change by at most a factor e^{epsilon:g}, but for a chance of {results[0]['delta']:g}. One run of each: "
+        f"a difference of a few points may be luck."
+    )
+    answers.print(f"written to {folder} (check either with: vestige verify {folder / 'fo-dp-sgd'})", markup=False)
 
 
 # --- lists -----------------------------------------------------------------------------------------------------------
