@@ -91,7 +91,7 @@ class Curator:
         noise, std = draw_noise(bounded, multiplier, self._randomness.stream("noise", index))
         if self._nonprivate_witness is not None:
             self._nonprivate_witness(total.clone(), noise)
-        return Release(total.add_(noise), std, self.expected_batch, self._sampling.rate)
+        return Release(total.add_(noise), std, self.expected_batch, sample_rate=self._sampling.rate)
 
     def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
         """The clip's sensitivity, on the device, and its largest value; kept while the clip stays the same."""
