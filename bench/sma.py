@@ -21,7 +21,7 @@ from torch import nn
 
 import vestige
 from vestige import models
-from vestige.api import ENGINES
+from vestige.engines import ENGINES
 from vestige.groups import Layers
 from vestige.layout import Layout
 from vestige.spectral import Spectral, group_exponents
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--engine", default=list(ENGINES)[-1], choices=list(ENGINES))
+    parser.add_argument("--engine", default="bookkeeping", choices=list(ENGINES))
     parser.add_argument("--batch", type=int, default=200, help="expected batch")
     parser.add_argument("--physical-batch", type=int)
     parser.add_argument("--rounds", type=int, default=20)

@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--epsilon", type=float, default=8.0)
-    parser.add_argument("--engine", default="reference")
+    parser.add_argument("--engine", default="bookkeeping")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = [measure(interval, seed, arguments) for interval in PAPER for seed in range(arguments.seeds)]

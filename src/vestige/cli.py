@@ -92,7 +92,9 @@ def train(
         int | None, typer.Option(help="Split each sampled batch into parts of this size to save memory.")
     ] = None,
     sampling: Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")] = "poisson",
-    engine: Annotated[str, typer.Option(help="How per-example gradients are clipped.")] = "reference",
+    engine: Annotated[
+        str, typer.Option(help="bookkeeping (fast) or reference (one by one): same results.")
+    ] = "bookkeeping",
     seed: Annotated[
         int, typer.Option(help="Fixes public randomness only: initial weights. Never noise or sampling.")
     ] = 0,
@@ -431,7 +433,8 @@ def verify(run: Annotated[Path, typer.Argument(help="The run's folder.")], as_js
 @app.command()
 def doctor(
     task: Annotated[
-        str, typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data or loader).")
+        str,
+        typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data or loader)."),
     ],
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
@@ -499,7 +502,12 @@ def demo(
         return
     table = Table("method", "test accuracy", "epsilon", "delta", "noise multiplier", "learning rate (auto)", "seconds")
     for row in results:
-        cells = (f"{row['accuracy']:.1%}", f"{row['epsilon']:.3f}", f"{row['delta']:g}", f"{row['noise_multiplier']:.3f}")
+        cells = (
+            f"{row['accuracy']:.1%}",
+            f"{row['epsilon']:.3f}",
+            f"{row['delta']:g}",
+            f"{row['noise_multiplier']:.3f}",
+        )
         table.add_row(row["method"], *cells, f"{row['lr']:.3f}", f"{row['seconds']:.1f}")
     answers.print(table)
     answers.print(

@@ -44,7 +44,7 @@ class Job:
     split: str | None = None
     share: str | None = None
     sampling: str = "poisson"
-    engine: str = "reference"
+    engine: str = "bookkeeping"
     physical_batch: int | None = None
     seed: int = 0
     reproducible: bool = False
