@@ -37,15 +37,21 @@ def _tile(positions: int) -> int:
 
 
 @triton.jit
-def _gram(matrix, base, rows, columns, positions, width, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):
+def _gram(
+    matrix, base, rows, columns, positions, width, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
+):
     """Inner products of two tiles of positions, over the whole width."""
     product = tl.zeros((TILE, TILE), dtype=tl.float32)
     for start in range(0, width, DEPTH):
         depth = start + tl.arange(0, DEPTH)
         inside = depth[None, :] < width
-        one = tl.load(matrix + base + rows[:, None] * width + depth[None, :], mask=(rows[:, None] < positions) & inside, other=0.0)
+        one = tl.load(
+            matrix + base + rows[:, None] * width + depth[None, :], mask=(rows[:, None] < positions) & inside, other=0.0
+        )
         other = tl.load(
-            matrix + base + columns[:, None] * width + depth[None, :], mask=(columns[:, None] < positions) & inside, other=0.0
+            matrix + base + columns[:, None] * width + depth[None, :],
+            mask=(columns[:, None] < positions) & inside,
+            other=0.0,
         )
         product = tl.dot(one, tl.trans(other), product, input_precision=PRECISION)
     return product
@@ -81,10 +87,9 @@ def fractional_pass(
     release = torch.empty_like(fresh)
     blocks = triton.cdiv(size, BLOCK)
     partial = torch.empty(blocks, rows + 1, device=fresh.device)
-    _fractional_pass[(blocks,)](
-        history, weights, fresh, release, partial, beta, -1 if out_row is None else out_row % rows, size, history.stride(0),
-        ROWS=rows, BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+    row = -1 if out_row is None else out_row % rows
+    tensors = (history, weights, fresh, release, partial)
+    _fractional_pass[(blocks,)](*tensors, beta, row, size, history.stride(0), ROWS=rows, BLOCK=BLOCK, num_warps=4)
     return release, partial.sum(dim=0, dtype=torch.float64)
 
 

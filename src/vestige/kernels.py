@@ -1,4 +1,4 @@
-"""Where does PyTorch lack a kernel? Ghost norms and one pass over a memory's history: fused on a GPU, plain elsewhere."""
+"""Where does PyTorch lack a kernel? Ghost norms, and one pass over a memory's history: fused on a GPU, else plain."""
 
 from __future__ import annotations
 

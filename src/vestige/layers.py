@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vestige import kernels
 
+
 class Gradient(Protocol):
     """The gradients of one parameter for every example of a batch; the example axis comes first in every field."""
 
@@ -357,9 +358,9 @@ def group_norm(module: Any, wanted: Collection[str], saved: Saved, signal: Tenso
         input, mean, scale = saved
         folded, ones = len(signal) * channels, input.new_ones(len(signal) * channels)
         shape = (1, folded, size)
-        arguments = (signal.view(shape), input.view(shape), mean.view(1, -1), scale.view(1, -1), ones)
-        arguments += (1, folded, size, mean.numel(), [False, True, False])
-        weight = torch.ops.aten.native_group_norm_backward(*arguments)[1]
+        tensors = (signal.view(shape), input.view(shape), mean.view(1, -1), scale.view(1, -1), ones)
+        sizes = (1, folded, size, mean.numel())
+        weight = torch.ops.aten.native_group_norm_backward(*tensors, *sizes, [False, True, False])[1]
         uses["weight"] = Dense(weight.view(examples, -1, channels).sum(dim=1))
     if "bias" in wanted:
         uses["bias"] = Dense(signal.flatten(2).sum(dim=2).view(examples, -1, channels).sum(dim=1))
@@ -378,7 +379,7 @@ def run_group_norm(module: Any, input: Tensor) -> tuple[Tensor, Saved]:
 
 @dataclass(frozen=True)
 class Layer:
-    """How one type of layer is taken apart: its gradients, which variants that covers, and how to run it if not as is."""
+    """How one type of layer is taken apart: its gradients, the variants that covers, and how to run it if not as is."""
 
     gradients: Callable[[Any, Collection[str], Saved, Tensor, int], Uses]
     accepts: Callable[[Any], bool] = lambda module: True
