@@ -71,7 +71,15 @@ def train(
         float | None, typer.Option(help="The sigma of the method's paper (for FO-DP-SGD, beta times ours).")
     ] = None,
     sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
-    steps: Annotated[int, typer.Option(help="Number of steps.")] = 200,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            "--trials",
+            help="Number of steps; for a selective method, of trials, kept or not. "
+            "[default: as many as --epsilon affords where the noise is given too, otherwise 200]",
+        ),
+    ] = None,
     lr: Annotated[str, typer.Option(help="Learning rate, or auto: chosen without looking at data.")] = "auto",
     optimizer: Annotated[
         str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
@@ -147,7 +155,7 @@ def train(
     loaded, training = start(job, path, resume=resume is not None)
     _announce(job, training)
     with _progress(not as_json) as bar, _graceful() as asked_to_stop:
-        show = bar(job.method, job.steps)
+        show = bar(job.method, training.plan.steps)
 
         def watch(training: Any, record: Any, accuracy: float | None) -> bool:
             show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
@@ -217,6 +225,13 @@ def _summarise(result: dict[str, Any]) -> None:
     if "epsilon_if_noise_were_secret" in result:
         table.add_row("", f"epsilon would be {result['epsilon_if_noise_were_secret']:.4g} if the noise were secret")
     table.add_row("steps", f"{result['steps']} ({result['stopped']})")
+    if "trials" in result:
+        table.add_row(
+            "trials",
+            f"{result['trials']}: {result['accepted']} accepted, {result['rejected']} rejected, {result['updates']} "
+            f"updates, {result['degraded']} of them degraded",
+        )
+        table.add_row("published claim", f"{result['published_claim_epsilon']:.4g}: refuted, see docs/selective.md")
     table.add_row("learning rate", f"{result['lr']:.4g}")
     table.add_row("written to", str(result["run"]))
     answers.print(table)
@@ -260,6 +275,8 @@ def _option_of(parameter: inspect.Parameter) -> tuple[Any, str]:
     kind, words = parameter.annotation, ""
     if get_origin(kind) is Annotated:
         kind, words = get_args(kind)[:2]
+    if len(given := [part for part in get_args(kind) if part is not type(None)]) == 1:
+        kind = given[0]
     return (kind if kind in (int, float, bool, str) else str) | None, words
 
 

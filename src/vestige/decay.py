@@ -16,8 +16,8 @@ from vestige.curator import BudgetSpent, Curator
 
 State = dict[str, Any]
 
-GRID = 0.01
-"""Factors move in steps of one percent, rounded up: few distinct trials, so few prices to compute."""
+GRID = 0.02
+"""Factors move in steps of two percent, rounded up: few distinct trials, so few prices to compute."""
 
 
 class Factors(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vestige.clipping import Parameters
 from vestige.curator import Curator
-from vestige.decay import Decay, NoDecay, Update
+from vestige.decay import Decay, NoDecay, PhasedDecay, PublicAccuracy, Update
 from vestige.losses import LossDifference
 from vestige.questions import Question, SampledGaussian, Trial
 
@@ -327,3 +327,17 @@ class BufferedRejection:
             threshold=test.threshold * test.bound,
         )
         self.decay.after(attempt.state.gate, update, attempt.spent)
+
+
+def loss_test(gate: Gate) -> NoisyLossTest | None:
+    """The test that a gate puts to its candidates; None if it keeps them all."""
+    if isinstance(gate, BufferedRejection):
+        return gate.test
+    return gate if isinstance(gate, NoisyLossTest) else None
+
+
+def public_file(gate: Gate) -> str | None:
+    """The file of public examples that a gate's decay wants to see."""
+    if isinstance(gate, BufferedRejection) and isinstance(gate.decay, PhasedDecay):
+        return gate.decay.progress.file if isinstance(gate.decay.progress, PublicAccuracy) else None
+    return None

@@ -101,6 +101,27 @@ def check_schedule(method: Method, epsilon: float | None) -> str:
     return "rdp"
 
 
+class Filter:
+    """A Renyi filter as the ledger uses it: told by the ledger what was spent, asked whether one more question may be.
+
+    `expected` are the questions of a step at the start; they choose, before the first answer, the order it is best at.
+    """
+
+    def __init__(self, epsilon: float, delta: float, expected: accounting.History) -> None:
+        self._filter = accounting.RenyiFilter(epsilon, delta, expected)
+
+    def allows(self, spent: accounting.History, question: Question) -> bool:
+        self.admit(spent)
+        return self._filter.allows(question)
+
+    def admit(self, spent: accounting.History) -> None:
+        """Take in what was spent; ValueError if it would not all have been allowed. The total decides, not the order:
+        an order whose budget holds the total holds every part of it."""
+        for question, count in (Counter(spent) - self._filter.history).items():
+            for _ in range(count):
+                self._filter.spend(question)
+
+
 def affordable(step: accounting.History, epsilon: float, delta: float, accountant: str = "pld") -> int:
     """The largest number of steps that cost at most epsilon; at least one must."""
 

@@ -72,11 +72,13 @@ class State:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._load_moved(saved)
+        self.gate, self.step = copy.deepcopy(saved["gate"]), saved["step"]
+
+    def _load_moved(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         self.memory, self.probe = self._here(saved["memory"]), self._here(saved["probe"])
-        self.gate = copy.deepcopy(saved["gate"])
-        self.step = saved["step"]
 
     def snapshot(self) -> Snapshot:
         """A copy of all that a move changes. Counts, and what the gate learned from releases, are not part of it."""
@@ -86,7 +88,7 @@ class State:
     def restore(self, snapshot: Snapshot) -> None:
         """Undo, bit for bit, every move since the snapshot, which is used up. Noise and questions are never undone."""
         self.gradient.copy_(snapshot["gradient"])
-        self.load_state_dict({**snapshot, "step": self.step, "gate": self.gate})
+        self._load_moved(snapshot)
 
     def scale_lr(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
