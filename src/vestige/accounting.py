@@ -30,8 +30,8 @@ FINE, COARSE = 1e-5, 16e-5
 LARGEST_MULTIPLIER = 1e6
 MANY = 8
 """Histories of more distinct questions than this are priced on the coarse grid."""
-HOPELESS = 1e5
-"""An epsilon beyond this protects nobody; the Renyi bound is reported, since the grids would overflow."""
+HOPELESS, HOPELESS_ONCE = 1e5, 400.0
+"""Epsilons, of a history and of one question, that protect nobody: the Renyi bound is given, grids would overflow."""
 REMEMBERED = 10_000
 """Renyi curves kept for the next reading."""
 DISTINCT = 64
@@ -147,13 +147,15 @@ def total_curve(history: History) -> Array:
 
 def _epsilon_by_distribution(history: History, delta: float, fineness: float) -> float:
     by_renyi = renyi.tight_epsilon(total_curve(history), delta)
-    if by_renyi == 0.0 or by_renyi > HOPELESS:
-        return by_renyi
     asked = occasions(history)
-    # A grid finer than the losses of a single question helps nobody; its largest loss is about this.
-    largest = max(renyi.classic_epsilon(curve, 1e-20) for curve in curves(asked).values())
+    # The largest loss of a single question is about this; a grid much finer than that helps nobody.
+    largest = max((renyi.classic_epsilon(curve, 1e-20) for curve in curves(asked).values()), default=0.0)
+    if by_renyi == 0.0 or by_renyi > HOPELESS or largest > HOPELESS_ONCE:
+        return by_renyi
     interval = grid_step(max(by_renyi, largest), COARSE if len(asked) > MANY else fineness)
-    return float(loss_distribution(history, interval).get_epsilon_for_delta(delta))
+    result = float(loss_distribution(history, interval).get_epsilon_for_delta(delta))
+    assert result >= 0, f"a loss distribution gave epsilon {result}"
+    return result
 
 
 def grid_step(scale: float, fineness: float) -> float:
