@@ -146,7 +146,8 @@ class Training:
             sampling=sampling,
             noise="secret" if seed is None else "seeded",
             nonprivate_outputs=transcript is not None,
-            **({"schedule": "filtered", "filter_epsilon": self.plan.epsilon} if method.gate.adaptive else {}),
+            schedule="filtered" if method.gate.adaptive else "fixed",
+            filter_epsilon=self.plan.epsilon if method.gate.adaptive else None,
         )
         self._public = Public(self._charged, partial(accuracy, model, public) if public is not None else None)
         self.log: dict[str, Any] = {}

@@ -288,7 +288,7 @@ app.command("train")(_with_method_options(train))
 @app.command()
 def account(
     sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")],
-    steps: Annotated[int, typer.Option(help="Number of steps.")],
+    steps: Annotated[int, typer.Option("--steps", "--trials", help="Number of steps, or of trials.")],
     delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5,
     noise_multiplier: Annotated[float | None, typer.Option(help="Accounted noise multiplier: gives epsilon.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Budget: gives the noise multiplier.")] = None,
@@ -298,6 +298,34 @@ def account(
     beta: Annotated[float, typer.Option(help="Share of the fresh gradient, with --paper-sigma.")] = 1.0,
     accountant: Annotated[str, typer.Option(help="pld (tight, what is reported) or rdp (fast).")] = "pld",
     sampling: Annotated[str, typer.Option(help="How batches are drawn; only poisson has a price.")] = "poisson",
+    method: Annotated[
+        str | None, typer.Option(help="dpsur or dpsgd-br: price trials.", rich_help_panel="Selective methods")
+    ] = None,
+    accounting_by: Annotated[
+        str,
+        typer.Option(
+            "--accounting",
+            help="trial-level: each trial is one question whose reject bit and accepted candidate are public "
+            "(dominating pair; dpsgd-br also shows its noisy loss). every-trial: one gradient and one loss question per "
+            "trial, charged in full; the fallback. published: accepted updates only, which is refuted and no epsilon.",
+            rich_help_panel="Selective methods",
+        ),
+    ] = "trial-level",
+    accepted: Annotated[
+        int | None, typer.Option(help="Updates applied, for the published claim.", rich_help_panel="Selective methods")
+    ] = None,
+    sigma_t: Annotated[
+        float | None, typer.Option(help="Noise multiplier of the gradient.", rich_help_panel="Selective methods")
+    ] = None,
+    validation_rate: Annotated[
+        float | None, typer.Option(help="Chance to join a loss test.", rich_help_panel="Selective methods")
+    ] = None,
+    sigma_v: Annotated[
+        float | None, typer.Option(help="Noise multiplier of the loss test.", rich_help_panel="Selective methods")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Accept below this many clip bounds.", rich_help_panel="Selective methods")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Price a plan without training: epsilon from noise, or noise from epsilon.
@@ -309,7 +337,20 @@ def account(
         vestige account --sample-rate 0.04 --epsilon 3 --steps 6250
 
         vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250
+
+        vestige account --method dpsur --trials 2914 --accepted 1246 --sample-rate 0.01707 --sigma-t 3 \\
+            --validation-rate 0.00427 --sigma-v 1.37 --threshold -1.5 --accounting trial-level
     """
+    if method is not None:
+        facts = {
+            "sample_rate": sample_rate,
+            "sigma_t": sigma_t if sigma_t is not None else noise_multiplier,
+            "validation_rate": validation_rate,
+            "sigma_v": sigma_v,
+            "threshold": threshold,
+        }
+        _account_trials({"method": method, "trials": steps, "delta": delta, **facts}, accepted, accounting_by, as_json)
+        return
     from vestige import accounting, planning
     from vestige.questions import SampledGaussian
     from vestige.sampling import check_rate
@@ -366,6 +407,26 @@ def account(
     )
 
 
+def _account_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str, as_json: bool) -> None:
+    from vestige.trial_prices import Trials, price
+
+    missing = [name for name, value in facts.items() if value is None]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing: {facts['method']} is priced from {', '.join(facts)}")
+    result = price(Trials(**facts, accepted=accepted), accounting_by)
+    if as_json:
+        _print_json(result)
+        return
+    if "epsilon" in result:
+        answers.print(
+            f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({accounting_by}, {result['trials']} "
+            f"trials; by Renyi {result['epsilon_rdp']:.4f})"
+        )
+    if "published_claim_epsilon" in result:
+        claim = result["published_claim_epsilon"]
+        answers.print(f"published claim {claim:.4f} for {accepted} accepted updates: refuted, not a guarantee")
+
+
 # --- verify ----------------------------------------------------------------------------------------------------------
 
 
@@ -410,7 +471,8 @@ def verify(run: Annotated[Path, typer.Argument(help="The run's folder.")], as_js
 @app.command()
 def doctor(
     task: Annotated[
-        str, typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data or loader).")
+        str,
+        typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data or loader)."),
     ],
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,

@@ -14,8 +14,10 @@ from vestige.clipping import BoundedSum, Clip, Engine, Parameters, Transform
 from vestige.layout import Layout
 from vestige.losses import LossDifference, Scores
 from vestige.noise import Randomness, Release, draw_noise
-from vestige.questions import Question, SampledGaussian, Trial
+from vestige.questions import BudgetSpent, Question, SampledGaussian, Trial
 from vestige.sampling import Sampling
+
+__all__ = ["Ask", "BudgetSpent", "Curator", "Data", "Witness"]
 
 Data = Sequence[Tensor] | Dataset[Sequence[Tensor]]
 Witness = Callable[[Tensor, Tensor], None]
@@ -25,10 +27,6 @@ class Ask(Protocol):
     def __call__(self, question: Question, *, step: int, part: int, sensitivity: float) -> None:
         """Record a question, durably, before its answer exists; or raise `BudgetSpent` and record nothing."""
         ...
-
-
-class BudgetSpent(Exception):
-    """The next question would exceed the budget, so it was not asked."""
 
 
 class Curator:

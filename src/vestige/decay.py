@@ -7,12 +7,14 @@ epsilon). What is here is already released, public, or asked and charged.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import ceil, erfc, exp, inf, log, pi, sqrt
 from typing import Any, NamedTuple, Protocol
 
 from vestige.clipping import Parameters
-from vestige.curator import BudgetSpent, Curator
+from vestige.losses import LossDifference
+from vestige.questions import BudgetSpent, Trial
 
 State = dict[str, Any]
 
@@ -29,11 +31,27 @@ class Factors(NamedTuple):
     threshold: float = 1.0
 
 
+class Comparer(Protocol):
+    """What may be asked about two models: the curator's side of a gate, all of it noised and charged."""
+
+    def trial(self, question: Trial | None) -> AbstractContextManager[None]: ...
+
+    def loss_difference(
+        self, before: Parameters, after: Parameters, change: LossDifference, *, step: int, part: int
+    ) -> float: ...
+
+    def count_difference(
+        self, before: Parameters, after: Parameters, *, rate: float, multiplier: float, step: int, part: int
+    ) -> float: ...
+
+    def coin(self, sides: int) -> int: ...
+
+
 @dataclass(frozen=True)
 class Update:
     """An update that was applied, as a signal may look at it."""
 
-    curator: Curator
+    curator: Comparer
     old: Parameters
     new: Parameters
     step: int

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from vestige.clipping import Parameters
-from vestige.curator import Curator
-from vestige.decay import Decay, NoDecay, PhasedDecay, PublicAccuracy, Update
+from vestige.decay import Comparer, Decay, NoDecay, PhasedDecay, PublicAccuracy, Update
 from vestige.losses import LossDifference
 from vestige.questions import Question, SampledGaussian, Trial
 
@@ -47,7 +46,7 @@ class Attempt:
     """What a gate is given: the state before a move, how to make the move, and whom to ask about it."""
 
     state: Rewindable
-    curator: Curator
+    curator: Comparer
     move: Callable[[float, float], Diagnostics]
     """Make the candidate, with the noise and the learning rate scaled by these factors."""
     asks: Callable[[float], tuple[Question, ...]]
@@ -173,12 +172,13 @@ class NoisyLossTest:
         """The whole trial as one question; None if its questions are charged one by one."""
         if self.accounting == "every-trial":
             return None
-        if len(gradient) != 1 or not isinstance(gradient[0], SampledGaussian):
+        candidate = gradient[0]
+        if len(gradient) != 1 or not isinstance(candidate, SampledGaussian):
             raise ValueError(
                 f"accounting='trial-level' prices one gradient question per trial, and this method asks "
-                f"{len(gradient)} of {type(gradient[0]).__name__}; use accounting='every-trial'"
+                f"{len(gradient)} of {type(candidate).__name__}; use accounting='every-trial'"
             )
-        change, (candidate,) = self.change, gradient
+        change = self.change
         half = self.bound / change.sensitivity
         if releases == "yz" and half != 0.5:
             raise ValueError(
@@ -302,7 +302,7 @@ class BufferedRejection:
         if memory["rejects"] >= self.max_rejects:  # asked after every rejection; asked once per update it never holds
             memory["wanted"] = 1
 
-    def _select(self, memory: State, curator: Curator, bound: float) -> dict[str, Any]:
+    def _select(self, memory: State, curator: Comparer, bound: float) -> dict[str, Any]:
         """One of the candidates within `tie * bound` of the best, by a fair coin; the buffer is then empty."""
         sign = -1 if self.worst_first else 1
         best = min(sign * change for change, _ in memory["buffer"])

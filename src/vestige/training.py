@@ -41,6 +41,7 @@ class Public:
     accuracy: Callable[[], float] | None = None
 
 
+NOTHING_PUBLIC = Public()
 Snapshot = dict[str, Any]
 
 
@@ -98,7 +99,7 @@ class State:
         return {k: v.to(self.gradient.device) if isinstance(v, Tensor) else v for k, v in part.items()}
 
 
-def step(state: State, method: Method, curator: Curator, multiplier: float, public: Public = Public()) -> Record:
+def step(state: State, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC) -> Record:
     """One candidate move, kept or undone by the gate. A record shows nothing of a candidate that was undone."""
 
     def move(noise: float, lr: float) -> dict[str, Tensor]:
@@ -135,7 +136,7 @@ def run(
     curator: Curator,
     multiplier: float,
     steps: int,
-    public: Public = Public(),
+    public: Public = NOTHING_PUBLIC,
 ) -> Iterator[Record]:
     """Steps until `steps` are done or the budget refuses the next one."""
     while state.step < steps:

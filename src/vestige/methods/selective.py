@@ -43,7 +43,9 @@ def dpsur(
     return Method(name="dpsur", clip=Flat(clip), rule=sgd(momentum), gate=test, noise_multiplier=sigma_t)
 
 
-@register("dpsgd-br", "Deng et al., Buffered rejection, Scientific Reports, 2026; 10.1038/s41598-026-44009-2", "selection")
+@register(
+    "dpsgd-br", "Deng et al., Buffered rejection, Scientific Reports, 2026; 10.1038/s41598-026-44009-2", "selection"
+)
 def dpsgd_br(
     *,
     clip: Bound = 0.1,
