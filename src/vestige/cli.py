@@ -306,7 +306,7 @@ def account(
         typer.Option(
             "--accounting",
             help="trial-level: each trial is one question whose reject bit and accepted candidate are public "
-            "(dominating pair; dpsgd-br also shows its noisy loss). every-trial: one gradient and one loss question per "
+            "(dominating pair; dpsgd-br also shows its noisy loss). every-trial: one gradient and one loss question a "
             "trial, charged in full; the fallback. published: accepted updates only, which is refuted and no epsilon.",
             rich_help_panel="Selective methods",
         ),
