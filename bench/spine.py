@@ -18,7 +18,7 @@ from torch import nn
 
 import vestige
 from vestige import accounting, models
-from vestige.api import ENGINES
+from vestige.engines import ENGINES
 from vestige.noise import Release
 from vestige.questions import SampledGaussian
 
@@ -125,7 +125,7 @@ def accounting_times() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", default="reference", choices=list(ENGINES))
+    parser.add_argument("--engine", default="bookkeeping", choices=list(ENGINES))
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from vestige import accounting
-from vestige.clipping import Engine, Loss, Reference
+from vestige.clipping import Engine, Loss
 from vestige.curator import Curator, Data
+from vestige.engines import engine_by_name
 from vestige.files import write_atomically
 from vestige.independence import require_independent
 from vestige.layout import Layout
@@ -27,8 +28,6 @@ from vestige.questions import Question
 from vestige.run_folder import RunFolder, paced
 from vestige.sampling import SAMPLINGS
 from vestige.training import Public, Record, State, accuracy, run
-
-ENGINES: dict[str, type[Reference]] = {"reference": Reference}
 
 
 def train(
@@ -45,7 +44,7 @@ def train(
     lr: float | Literal["auto"] = "auto",
     sampling: str = "poisson",
     physical_batch: int | None = None,
-    engine: str = "reference",
+    engine: str = "bookkeeping",
     reproducible: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -70,8 +69,6 @@ def train(
     require_independent(model)
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
-    if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} is unknown; choose from {', '.join(ENGINES)}")
     if physical_batch is not None and physical_batch < 1:
         raise ValueError(f"physical_batch={physical_batch} must be a whole number from 1 up")
     return Training(
@@ -79,7 +76,7 @@ def train(
         data,
         chosen,
         loss,
-        engine=ENGINES[engine],
+        engine=engine_by_name(engine),
         limits={
             "sample_rate": sample_rate,
             "steps": steps,
@@ -109,7 +106,7 @@ class Training:
         method: Method,
         loss: Loss,
         *,
-        engine: type[Reference],
+        engine: Callable[[nn.Module, Loss, Layout], Engine],
         limits: dict[str, Any],
         sampling: str,
         physical_batch: int | None,
@@ -125,10 +122,9 @@ class Training:
         self.model, self.method, self.folder = model, method, folder
         self.transcript = Transcript(Path(transcript)) if transcript is not None else None
         self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=seed is not None)
-        answers: Engine = engine(model, loss, layout)
         self._curator = Curator(
             data,
-            answers,
+            engine(model, loss, layout),
             layout,
             SAMPLINGS[sampling](limits["sample_rate"]),
             Randomness.secret() if seed is None else Randomness.reproducible(seed),

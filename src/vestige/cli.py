@@ -89,7 +89,9 @@ def train(
         int | None, typer.Option(help="Split each sampled batch into parts of this size to save memory.")
     ] = None,
     sampling: Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")] = "poisson",
-    engine: Annotated[str, typer.Option(help="How per-example gradients are clipped.")] = "reference",
+    engine: Annotated[
+        str, typer.Option(help="bookkeeping (fast) or reference (one by one): same results.")
+    ] = "bookkeeping",
     seed: Annotated[
         int, typer.Option(help="Fixes public randomness only: initial weights. Never noise or sampling.")
     ] = 0,
@@ -540,7 +542,12 @@ def demo(
         return
     table = Table("method", "test accuracy", "epsilon", "delta", "noise multiplier", "learning rate (auto)", "seconds")
     for row in results:
-        cells = (f"{row['accuracy']:.1%}", f"{row['epsilon']:.3f}", f"{row['delta']:g}", f"{row['noise_multiplier']:.3f}")
+        cells = (
+            f"{row['accuracy']:.1%}",
+            f"{row['epsilon']:.3f}",
+            f"{row['delta']:g}",
+            f"{row['noise_multiplier']:.3f}",
+        )
         table.add_row(row["method"], *cells, f"{row['lr']:.3f}", f"{row['seconds']:.1f}")
     answers.print(table)
     answers.print(

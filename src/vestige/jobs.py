@@ -41,7 +41,7 @@ class Job:
     lr: float | Literal["auto"] = "auto"
     optimizer: str | None = None
     sampling: str = "poisson"
-    engine: str = "reference"
+    engine: str = "bookkeeping"
     physical_batch: int | None = None
     seed: int = 0
     reproducible: bool = False
