@@ -229,11 +229,12 @@ def calibrate(history_of: Callable[[float], History], epsilon: float, delta: flo
         raise ValueError(f"epsilon={epsilon} must be positive and finite")
     search = _Calibration(history_of, epsilon, delta)
     if accountant == "rdp":
-        return search.solve(search.by_renyi, *search.bracket())
+        return search.solve(search.by_renyi, *search.bracket(search.by_renyi))
     if accountant != "pld":
         raise ValueError(f'accountant={accountant!r} must be "pld" or "rdp"')
-    low, high = search.bracket()
-    near = search.solve(search.by_distribution(COARSE), low, high)
+    coarse = search.by_distribution(COARSE)
+    low, high = search.bracket(coarse)
+    near = search.solve(coarse, low, high)
     # The coarse grid is never below the fine one and at most about 0.02% above it, so this is usually one evaluation.
     return search.solve(search.by_distribution(FINE), low, high, start=near)
 
@@ -255,18 +256,18 @@ class _Calibration:
 
         return cost
 
-    def bracket(self) -> tuple[float, float]:
-        """Multipliers between which the target lies, found by the Renyi accountant."""
+    def bracket(self, cost: Callable[[float], float]) -> tuple[float, float]:
+        """Multipliers between which the target lies, found by the Renyi accountant and held against `cost`."""
         high = 1.0
         while self.by_renyi(high) > self.target and high < LARGEST_MULTIPLIER:
             high *= 2
-        if high >= LARGEST_MULTIPLIER and (floor_cost := self.by_distribution(COARSE)(high)) > self.target:
+        if high >= LARGEST_MULTIPLIER and (floor_cost := cost(high)) > self.target:
             raise ValueError(
                 f"epsilon={self.target} cannot be reached: with a noise multiplier of {high:.0f} the plan still costs "
                 f"{floor_cost:.4g}; ask fewer questions whose noise is fixed, or allow a larger epsilon"
             )
         low = high / 2
-        while self.by_renyi(low) <= self.target or self.by_distribution(COARSE)(low) <= self.target:
+        while self.by_renyi(low) <= self.target or cost(low) <= self.target:
             low /= 2
             if low < 1 / LARGEST_MULTIPLIER:
                 raise ValueError(
@@ -300,7 +301,7 @@ class _Calibration:
         multiplier, price = known[-1]
         if not 0 < price < inf or slope >= 0:
             return middle
-        guess = exp(log(multiplier) + (aim - log(price)) / slope)
+        guess = exp(min(log(multiplier) + (aim - log(price)) / slope, log(high)))
         return guess if low < guess < high else middle
 
 
