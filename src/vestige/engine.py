@@ -1,4 +1,4 @@
-"""How does a user's own training loop become private? `PrivacyEngine.make_private`, with the names Opacus users know."""
+"""How does a user's own training loop become private? `PrivacyEngine`, with the names that Opacus users know."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class PrivacyEngine:
         )
 
     def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-        """Continue after `make_private` with the same arguments. What was spent by then is added to what is spent now."""
+        """Continue after `make_private` with the same arguments; what was spent by then is added to what is spent now."""
         saved = read_tensors(Path(path))
         module.load_state_dict(saved["module"])
         optimizer.load_state_dict(saved["optimizer"])
