@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import exp, log
 from typing import Any, Literal
 
 from torch import nn
@@ -17,6 +18,7 @@ from vestige.questions import Question
 from vestige.sampling import check_rate
 
 DEFAULT_STEPS = 200
+MOST_STEPS = 10**8
 
 
 @dataclass(frozen=True)
@@ -125,23 +127,31 @@ class Filter:
 def affordable(step: accounting.History, epsilon: float, delta: float, accountant: str = "pld") -> int:
     """The largest number of steps that cost at most epsilon; at least one must."""
 
-    def fits(steps: int, accountant: str) -> bool:
-        return accounting.epsilon({q: n * steps for q, n in step.items()}, delta, accountant) <= epsilon
+    def cost(steps: int) -> float:
+        return accounting.epsilon({q: n * steps for q, n in step.items()}, delta, accountant)
 
-    if not fits(1, accountant):
+    known = {1: cost(1)}
+    if known[1] > epsilon:
         raise ValueError(f"epsilon={epsilon} does not pay for a single step; allow more, or ask with more noise")
-    low = 1
-    for by in dict.fromkeys(("rdp", accountant)):  # Renyi is fast and never far below
-        if not fits(low, by):
-            continue
-        reach = max(1, low // 8)
-        while fits(low + reach, by):
-            low, reach = low + reach, 2 * reach
-        high = low + reach
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle, by) else (low, middle)
+    low, high = 1, MOST_STEPS
+    while high - low > 1:
+        # Prices grow about as the square root of the steps. Every third look halves what is left, come what may.
+        guess = round(_power_law(known, epsilon)) if len(known) % 3 else round((low * high) ** 0.5)
+        guess = low + 1 if guess == low else high - 1 if guess == high else guess  # the neighbour settles it
+        middle = guess if low < guess < high else (low + high) // 2 if high < MOST_STEPS else 2 * low
+        known[middle] = cost(middle)
+        low, high = (middle, high) if known[middle] <= epsilon else (low, middle)
     return low
+
+
+def _power_law(known: dict[int, float], epsilon: float) -> float:
+    """Where a power law through the two known prices nearest to epsilon meets it."""
+    near = sorted((item for item in known.items() if item[1] > 0), key=lambda item: abs(item[1] - epsilon))[:2]
+    if not near:
+        return 2.0 * max(known)
+    (x0, y0), (x1, y1) = near if len(near) == 2 else (near[0], near[0])
+    slope = log(y1 / y0) / log(x1 / x0) if y0 != y1 else 0.5
+    return x0 * exp(min(log(epsilon / y0) / max(slope, 0.1), 20.0))
 
 
 def choose_rate(
