@@ -62,8 +62,8 @@ def one_at_a_time(model: nn.Module, loss: Callable[..., Tensor], layout: Layout,
 
 
 def clipped(rows: Tensor, clip, layout: Layout) -> tuple[Tensor, Tensor]:
-    groups = [torch.cat([rows[:, s.start : s.stop] for s in layout.segments if s.group == g], 1) for g in range(layout.groups)]
-    norms = torch.stack([group.norm(dim=1) for group in groups], dim=1)
+    members = [[rows[:, s.start : s.stop] for s in layout.segments if s.group == g] for g in range(layout.groups)]
+    norms = torch.stack([torch.cat(group, dim=1).norm(dim=1) for group in members], dim=1)
     factors = clip.factors(norms)
     total = torch.cat([factors[:, s.group] @ rows[:, s.start : s.stop] for s in layout.segments])
     return total, norms
@@ -80,7 +80,9 @@ def close(got: Tensor, want: Tensor, tolerance: float = 2e-4) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance * scale + 1e-7)
 
 
-def check(model, batch, loss=square, clip=None, grouping=None, tolerance=2e-4, shift=False, reference=True, quiet=False):
+def check(
+    model, batch, loss=square, clip=None, grouping=None, tolerance=2e-4, shift=False, reference=True, quiet=False
+):
     """The engine, the reference and one-at-a-time float64 gradients agree on sum and norms."""
     layout = Layout.of(model, grouping)
     parameters = {name: p.detach() for name, p in layout.parameters(model).items()}
@@ -99,8 +101,9 @@ def check(model, batch, loss=square, clip=None, grouping=None, tolerance=2e-4, s
         close(got, total, tolerance)
         close(got_norms, norms, tolerance)
     if reference:
-        for found, expected in zip(ask(Reference(model, loss, layout), batch, parameters, clip, layout), (got, got_norms), strict=True):
-            close(found, expected, tolerance)
+        same, same_norms = ask(Reference(model, loss, layout), batch, parameters, clip, layout)
+        close(same, got, tolerance)
+        close(same_norms, got_norms, tolerance)
     assert got_norms.dtype == torch.float64
     assert got_norms.shape == (len(batch[0]), layout.groups)
     assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
@@ -171,7 +174,8 @@ def test_convolutions(data):
     if padding == "same":
         stride = (1,) * rank
     mode = data.draw(st.sampled_from(["zeros", "circular", "replicate"])) if padding != "valid" else "zeros"
-    space = tuple(d * (k - 1) + 1 + data.draw(st.integers(2, 5 if rank < 3 else 3)) for k, d in zip(kernel, dilation, strict=True))
+    extra = per_axis(2, 5 if rank < 3 else 3)
+    space = tuple(d * (k - 1) + 1 + more for k, d, more in zip(kernel, dilation, extra, strict=True))
     layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1](
         channels, outputs, kernel, stride, padding, dilation, groups, data.draw(st.booleans()), mode
     )
@@ -183,7 +187,12 @@ def test_convolutions(data):
 def test_convolution_norms_by_either_way(size):
     """Few positions and many channels: by inner products of pixels; many positions: by gradients."""
     torch.manual_seed(3)
-    model = Out(nn.Conv2d(8, 24, 3, padding=1, stride=2), nn.Tanh(), nn.Conv2d(24, 8, 3, padding=1), width=8 * ((size + 1) // 2) ** 2)
+    model = Out(
+        nn.Conv2d(8, 24, 3, padding=1, stride=2),
+        nn.Tanh(),
+        nn.Conv2d(24, 8, 3, padding=1),
+        width=8 * ((size + 1) // 2) ** 2,
+    )
     silent(model, (torch.randn(4, 8, size, size), targets(4)))
 
 
@@ -259,7 +268,9 @@ def test_recurrent_layers(data):
     examples, steps = data.draw(sizes), data.draw(st.integers(1, 4))
     layer = Last(kind(2, 3, **options), data.draw(st.booleans()))
     width = layer(torch.zeros(1, steps, 2)).numel()
-    run(Out(layer, width=width), (torch.randn(examples, steps, 2), targets(examples)), data.draw(clips), reference=False)
+    run(
+        Out(layer, width=width), (torch.randn(examples, steps, 2), targets(examples)), data.draw(clips), reference=False
+    )
 
 
 class Cell(nn.Module):
@@ -583,3 +594,432 @@ def test_running_statistics_are_refused_by_name():
         engine((torch.randn(4, 3), targets(4)), layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
     with pytest.warns(UserWarning, match="'1'"):
         check(model.eval(), (torch.randn(4, 3), targets(4)))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace=True), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+MODELS = {
+    "mlp": (mlp, lambda n: torch.randn(n, 5), F.cross_entropy, lambda n: torch.randint(0, 3, (n,))),
+    "cnn": (cnn, lambda n: torch.randn(n, 2, 4, 4), F.cross_entropy, lambda n: torch.randint(0, 3, (n,))),
+    "tokens": (Tokens, lambda n: torch.randn(n, 1, 4, 4), square, targets),
+    "language": (lambda: Positions(tied=True), lambda n: sentences(n), token_loss, lambda n: sentences(n)),
+}
+
+
+def sentences(examples: int) -> Tensor:
+    return torch.randint(0, 6, (examples, 5))
+
+
+def sample(name: str, examples: int, seed: int = 0):
+    torch.manual_seed(seed)
+    model, inputs, loss, labels = MODELS[name]
+    return model(), (inputs(examples), labels(examples)), loss
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("examples", [0, 1, 7])
+def test_models_at_shifted_parameters(name, examples):
+    """The gradient is asked where `parameters` says, not where the model happens to be."""
+    model, batch, loss = sample(name, examples)
+    silent(model, batch, loss=loss, shift=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_example_moves_the_sum_by_at_most_the_bound(name):
+    model, batch, loss = sample(name, 6)
+    layout = Layout.of(model)
+    engine, clip = BookKeeping(model, loss, layout), Flat(0.02)
+    parameters = layout.parameters(model)
+    everyone, norms = ask(engine, batch, parameters, clip, layout)
+    assert (norms > clip.bound).all(), "the bound must bind for this test to mean anything"
+    for left_out in range(6):
+        rest = [torch.cat([part[:left_out], part[left_out + 1 :]]) for part in batch]
+        without, _ = ask(engine, rest, parameters, clip, layout)
+        moved = (everyone - without).norm().item()
+        assert 0.99 * clip.bound <= moved <= clip.bound * (1 + 1e-4)
+
+
+def test_cancelling_positions_do_not_hide_a_gradient():
+    """Inner products of 1e8 cancel to a gradient of norm 8; by rounding it could look small, and pass unclipped."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(40, 40, bias=False)
+
+        def forward(self, input: Tensor, weight: Tensor) -> Tensor:
+            return (self.layer(input) * weight).flatten(1).sum(dim=1)
+
+    torch.manual_seed(22)
+    layout = Layout.of(model := Weighted())
+    worst = 0.0
+    for _ in range(20):
+        base, direction = torch.randn(1, 1, 40), torch.randn(1, 1, 40)
+        inputs = 300 * base + torch.zeros(1, 8, 40)
+        weight = 50 * direction * torch.tensor([1.0, -1.0] * 4)[None, :, None]
+        inputs[0, 0] += 0.02 * torch.randn(40)
+        engine = BookKeeping(model, lambda output, target: output.sum() + 0 * target.sum(), layout)
+        into = torch.zeros(layout.size)
+        engine((inputs, weight, torch.zeros(1)), layout.parameters(model), Flat(1.0), into)
+        worst = max(worst, into.norm().item())
+    assert worst <= 1.0 + 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+def test_any_physical_batch_gives_the_same_sum(name, chunk):
+    model, batch, loss = sample(name, 7)
+    layout = Layout.of(model)
+    engine, parameters = BookKeeping(model, loss, layout), layout.parameters(model)
+    want, want_norms = ask(engine, batch, parameters, Flat(0.1), layout)
+    into, norms = torch.full((layout.size,), 0.25), []
+    for parts in zip(*(part.split(chunk) for part in batch), strict=True):
+        norms.append(engine(parts, parameters, Flat(0.1), into))
+    close(into - 0.25, want)
+    close(torch.cat(norms), want_norms)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "tokens"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_broken_example_counts_for_nothing_and_disturbs_nobody(name, value, at):
+    model, batch, loss = sample(name, 5)
+    model = nn.Sequential(nn.Linear(batch[0].shape[-1], batch[0].shape[-1]), model)
+    batch[0][at].view(-1)[0] = value
+    layout = Layout.of(model)
+    parameters, engine = layout.parameters(model), BookKeeping(model, loss, layout)
+    healthy = [torch.cat([part[:at], part[at + 1 :]]) for part in batch]
+    want, want_norms = ask(engine, healthy, parameters, Flat(0.1), layout)
+    got, norms = ask(engine, batch, parameters, Flat(0.1), layout)
+    close(got, want)
+    assert norms[at].isinf().all()
+    close(torch.cat([norms[:at], norms[at + 1 :]]), want_norms)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "tokens"])
+@pytest.mark.parametrize("size", [1e12, 1e25, 1e38])
+def test_an_absurd_example_is_judged_as_the_reference_judges_it(name, size):
+    model, batch, loss = sample(name, 5)
+    batch[0][1] *= size
+    layout = Layout.of(model)
+    parameters = layout.parameters(model)
+    engine = BookKeeping(model, loss, layout)
+    got, norms = ask(engine, batch, parameters, Flat(0.1), layout)
+    want, want_norms = ask(Reference(model, loss, layout), batch, parameters, Flat(0.1), layout)
+    close(got, want)
+    assert torch.equal(norms.isinf(), want_norms.isinf())
+    close(norms[norms.isfinite()].log1p(), want_norms[norms.isfinite()].log1p())
+    assert engine.plan([part[2:] for part in batch], parameters) is not None, "the next batch must not suffer for it"
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (40, 5)])
+@pytest.mark.parametrize("size", [1e-25, 1e22])
+def test_norms_beyond_the_squares_of_float32(shape, size):
+    """Clipped like any other, as the reference does: only their squares overflow."""
+    torch.manual_seed(23)
+    model = nn.Linear(5, 3)
+    inputs = torch.randn(4, *shape)
+    inputs[2] *= size
+    layout = Layout.of(model)
+    batch = (inputs, torch.zeros(4, *shape[:-1], 3))
+
+    def flat(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).sum()
+
+    got = ask(BookKeeping(model, flat, layout), batch, layout.parameters(model), Flat(0.1), layout)
+    want = ask(Reference(model, flat, layout), batch, layout.parameters(model), Flat(0.1), layout)
+    close(got[0], want[0])
+    close(got[1].log(), want[1].log())
+
+
+def test_a_batch_without_a_finite_example():
+    model, batch, loss = sample("mlp", 3)
+    layout = Layout.of(model)
+    engine, parameters = BookKeeping(model, loss, layout), layout.parameters(model)
+    total, norms = ask(engine, (torch.full_like(batch[0], torch.nan), batch[1]), parameters, Flat(0.1), layout)
+    assert norms.isinf().all()
+    assert not total.any()
+    close(*(ask(e, batch, parameters, Flat(0.1), layout)[0] for e in (engine, Reference(model, loss, layout))))
+
+
+class Products(TorchDispatchMode):
+    """Writes down the shape of every matrix product and convolution gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.masks: list[list[bool]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function._schema.name in ("aten::mm", "aten::bmm", "aten::addmm_", "aten::addmm"):
+            self.shapes.append(tuple(result.shape))
+        if function._schema.name == "aten::convolution_backward":
+            self.masks.append(list(args[-1]))
+        return result
+
+
+def test_frozen_parameters_cost_nothing():
+    torch.manual_seed(24)
+    model = nn.Sequential(
+        nn.Linear(11, 13), nn.Tanh(), nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 19), nn.Linear(19, 2)
+    )
+    for frozen in (model[0], model[4]):
+        frozen.requires_grad_(False)
+    batch = (torch.randn(3, 11), targets(3))
+    engine = silent(model, batch)
+    layout = Layout.of(model)
+    with Products() as products:
+        ask(engine, batch, layout.parameters(model), Flat(0.1), layout)
+    assert (19, 17) not in products.shapes, "the weight gradient of a frozen layer"
+    assert (13, 11) not in products.shapes
+    assert (17, 13) in products.shapes
+    assert products.shapes.count((3, 13)) == 1, "forward only: nothing trainable lies below"
+    assert products.shapes.count((3, 17)) == 2, "forward, and the way down to the trainable layer"
+
+
+def test_no_weight_gradient_is_formed_by_the_backward_pass():
+    model, batch, loss = sample("cnn", 4)
+    layout = Layout.of(model)
+    engine = BookKeeping(model, loss, layout)
+    parameters = layout.parameters(model)
+    plan = engine.plan(batch, parameters)
+    with Products() as products:
+        plan.gradients(batch, parameters)
+    assert all(mask[1:] == [False, False] for mask in products.masks)
+    assert products.masks
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Adapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 5).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.base(input) + 2 * self.up(self.down(input))
+
+
+@pytest.mark.parametrize("shape", [(6,), (9, 6)])
+def test_adapters_beside_frozen_layers(shape):
+    torch.manual_seed(25)
+    model = nn.Sequential(Adapter(), nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
+    inputs = torch.randn(4, *shape)
+    model(inputs)
+    silent(model, (inputs, targets(4)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_biases(name):
+    model, batch, loss = sample(name, 4)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter_name.endswith("bias"))
+    silent(model, batch, loss=loss)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(4, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        for block in self.blocks:
+            input = checkpoint(block, input, use_reentrant=False)
+        return self.head(input.flatten(1))
+
+
+def test_activation_checkpointing():
+    torch.manual_seed(26)
+    blocks = [
+        nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 4), nn.Dropout(0.0)) for _ in range(3)
+    ]
+    silent(Checkpointed(*blocks), (torch.randn(4, 4), targets(4)), reference=False)
+
+
+def test_checkpointed_activations_are_not_kept():
+    """What a tap saves goes through autograd, so it is dropped in the forward pass like everything else."""
+    torch.manual_seed(27)
+    model = Checkpointed(*[nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 4)) for _ in range(3)])
+    batch = (torch.randn(5, 4), targets(5))
+    layout = Layout.of(model)
+    engine, parameters = BookKeeping(model, square, layout), layout.parameters(model)
+    plan = engine.plan(batch, parameters)
+    saved: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    plan.now.examples = 5
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), plan.installed(parameters):
+        plan.losses(batch)
+    assert (5, 9) not in saved
+    assert (5, 4) in saved
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_keeps_norms_and_sums_in_float32(name):
+    model, batch, loss = sample(name, 6)
+    layout = Layout.of(model)
+    engine, parameters = BookKeeping(model, loss, layout), layout.parameters(model)
+    want, want_norms = ask(engine, batch, parameters, Flat(0.1), layout)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, norms = ask(engine, batch, parameters, Flat(0.1), layout)
+    assert not torch.equal(got, want), "autocast had no effect"
+    close(got, want, 0.1)
+    close(norms, want_norms, 0.05)
+    into = torch.zeros(layout.size)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        one = engine([part[:1] for part in batch], parameters, Flat(1e-3), into)
+    assert one.item() > 1e-3
+    assert abs(into.norm().item() / 1e-3 - 1) < 1e-4, "one clipped example lies on the sphere, to float32"
+
+
+class Regularised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.head = nn.Linear(5, 40), nn.Dropout(0.5), nn.Linear(40, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.head(self.drop(torch.tanh(self.first(input))))
+
+
+def test_dropout_differs_by_example_and_the_rehearsal_draws_nothing():
+    torch.manual_seed(28)
+    model = Regularised()
+    batch = (torch.randn(1, 5).repeat(6, 1), torch.zeros(6, 2))
+    layout = Layout.of(model)
+    parameters = layout.parameters(model)
+    engine, answers = BookKeeping(model, square, layout), []
+    for _ in range(2):  # a resumed run rehearses again, and must see the same dropout
+        torch.manual_seed(5)
+        answers.append(ask(engine, batch, parameters, Flat(0.1), layout))
+    assert torch.equal(answers[0][0], answers[1][0])
+    assert len(answers[0][1].unique()) == 6
+    model.eval()
+    norms = ask(engine, batch, parameters, Flat(0.1), layout)[1]
+    close(norms, norms[:1].expand_as(norms))
+
+
+class Ragged(nn.Module):
+    """Runs a layer on the positive examples only: the number of rows is no multiple of the batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.some = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.first(input)
+        chosen = (input[:, 0] > 0).nonzero()[:, 0]
+        return output.index_add(0, chosen, self.some(input[chosen]))
+
+
+def test_rows_that_do_not_fit_later_are_noticed():
+    torch.manual_seed(29)
+    model = Ragged()
+    layout = Layout.of(model)
+    engine, parameters = BookKeeping(model, square, layout), layout.parameters(model)
+    inputs = torch.randn(5, 3)
+    inputs[:3, 0], inputs[3:, 0] = 1.0, -1.0
+    engine.plan((inputs[:3], targets(3)), parameters)
+    with pytest.raises(Exception), pytest.warns(UserWarning, match="'some' returned 3 rows for 5 examples"):  # noqa: B017
+        engine((inputs, targets(5)), parameters, Flat(0.1), torch.zeros(layout.size))  # nor can vmap run it
+
+
+def test_a_transform_is_left_to_the_reference():
+    model, batch, loss = sample("mlp", 4)
+    layout = Layout.of(model)
+    parameters = layout.parameters(model)
+
+    def doubled(field):
+        return lambda p, *example: {name: 2 * g for name, g in field(p, *example).items()}
+
+    into = torch.zeros(layout.size)
+    norms = BookKeeping(model, loss, layout)(batch, parameters, Flat(1e6), into, doubled)
+    want, want_norms = ask(Reference(model, loss, layout), batch, parameters, Flat(1e6), layout)
+    close(into, 2 * want)
+    close(norms, 2 * want_norms)
+
+
+def test_the_model_is_left_as_it_was():
+    model, batch, loss = sample("cnn", 4)
+    layout = Layout.of(model)
+    engine = BookKeeping(model, loss, layout)
+    with torch.no_grad():  # callers need not allow gradients
+        ask(engine, batch, layout.parameters(model), Flat(0.1), layout)
+    assert copy.deepcopy(model)(batch[0]).equal(model(batch[0]))
+    assert all(isinstance(parameter, nn.Parameter) and parameter.grad is None for parameter in model.parameters())
+    wrong = (batch[0][:, :1], batch[1])
+    with pytest.raises(RuntimeError, match="channels"):
+        engine(wrong, layout.parameters(model), Flat(0.1), torch.zeros(layout.size))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wrapped", "in place", "inner"])
+def test_compiled_models(how):
+    model, batch, loss = sample("cnn", 4)
+    layout = Layout.of(model)
+    want, want_norms = ask(BookKeeping(model, loss, layout), batch, layout.parameters(model), Flat(0.1), layout)
+    compiled = model
+    if how == "wrapped":
+        compiled = torch.compile(model, backend="aot_eager")
+    elif how == "in place":
+        model.compile(backend="aot_eager")
+    else:
+        model[4].compile(backend="aot_eager")
+    compiled(batch[0]).sum().backward()  # compiled before the engine sees it
+    layout = Layout.of(compiled)
+    got, norms = ask(BookKeeping(compiled, loss, layout), batch, layout.parameters(compiled), Flat(0.1), layout)
+    close(got, want)
+    close(norms, want_norms)
+    assert compiled(batch[0]).shape == (4, 3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["mlp", "cnn", "tokens"])
+def test_on_a_gpu_as_on_the_cpu(name):
+    model, batch, loss = sample(name, 6)
+    layout = Layout.of(model)
+    want, want_norms = ask(BookKeeping(model, loss, layout), batch, layout.parameters(model), Flat(0.1), layout)
+    model, batch = model.cuda(), [part.cuda() for part in batch]
+    engine, into = BookKeeping(model, loss, layout), torch.zeros(layout.size, device="cuda")
+    norms = engine(batch, layout.parameters(model), Flat(0.1), into)
+    close(into.cpu(), want, 5e-3)
+    close(norms.cpu(), want_norms, 5e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_step_can_be_captured_in_a_cuda_graph(broken):
+    model, batch, loss = sample("cnn", 6)
+    model, batch = model.cuda(), [part.cuda() for part in batch]
+    if broken:
+        batch[0][2].view(-1)[0] = torch.nan
+    layout = Layout.of(model)
+    engine, into = BookKeeping(model, loss, layout), torch.zeros(layout.size, device="cuda")
+    parameters = layout.parameters(model)
+    want_norms = engine(batch, parameters, Flat(0.1), into)
+    want = into.clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        engine(batch, parameters, Flat(0.1), into)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norms = engine(batch, parameters, Flat(0.1), into)
+    into.zero_()
+    graph.replay()
+    close(into, want)
+    close(norms[norms.isfinite()], want_norms[want_norms.isfinite()])
+    assert bool(norms.isinf().any()) == broken

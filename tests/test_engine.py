@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
-from conftest import make_toy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
+from conftest import make_toy
 from vestige import BudgetSpent, PrivacyEngine, accounting
 from vestige.doctor import examine
 from vestige.questions import SampledGaussian
@@ -40,7 +40,7 @@ def epoch(model, optimizer, loader, loss=LOSS):
         optimizer.step()
 
 
-@pytest.mark.parametrize("method", ["dp-sgd", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory"])
+@pytest.mark.parametrize("method", ["dp-sgd", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory", "sma-dp-sgd"])
 @pytest.mark.parametrize("engine", ["bookkeeping", "reference"])
 def test_the_loop_equals_vestige_train(method, engine):
     alone, data = make_toy()
@@ -324,7 +324,7 @@ def test_what_cannot_be_private_is_refused():
     stranger = nn.Parameter(torch.zeros(3))
     make = lambda **o: PrivacyEngine().make_private(
         **{"module": model, "data_loader": loader, "noise_multiplier": 1.0, "max_grad_norm": 1.0, **o}
-    )  # noqa: E731
+    )
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
     with pytest.raises(ValueError, match="not the module's"):
         make(optimizer=sgd([*model.parameters(), stranger]))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from vestige import accounting
@@ -117,7 +118,7 @@ class Training:
         public: tuple[Tensor, Tensor] | None,
         transcript: str | Path | None,
     ) -> None:
-        layout = Layout.of(model)
+        self.layout = layout = Layout.of(model, method.grouping)
         device = next(model.parameters()).device
         self.model, self.method, self.folder = model, method, folder
         self.transcript = Transcript(Path(transcript)) if transcript is not None else None
@@ -207,7 +208,7 @@ class Training:
         plan = self.plan
         for record in run(self.state, self.method, self._curator, plan.noise_multiplier, plan.steps, self._public):
             if self.transcript is not None:
-                self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch)
+                self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
             yield replace(record, epsilon=self.spent())
 
     def _open(self, resume: bool, request: dict[str, Any]) -> None:
@@ -218,6 +219,7 @@ class Training:
             "noise": self.facts.noise,
             "nonprivate_outputs": self.facts.nonprivate_outputs,
             "population": self._curator.population,
+            "groups": list(self.layout.group_names),
             "adjacency": "add/remove one example",
             "schedule": self.facts.schedule,
         }
@@ -287,13 +289,17 @@ class Transcript:
             "noise": [],
             "release": [],
             "direction": [],
+            "exponent": [],
         }
+        self._group: np.ndarray[Any, Any] | None = None
 
     def __call__(self, clipped_sum: Tensor, noise: Tensor) -> None:
         self._seen.append((clipped_sum, noise.clone()))
 
-    def settle(self, fresh_share: float, state: State, expected_batch: float) -> None:
+    def settle(self, fresh_share: float, state: State, expected_batch: float, record: Record) -> None:
         """Pair what the witness saw in this step with what was released and what was stepped on."""
+        if self._group is None:
+            self._group = state.layout.expand(torch.arange(state.layout.groups)).numpy()
         clipped_sum, noise = self._seen.pop()
         direction = state.gradient * expected_batch
         row = {
@@ -302,11 +308,15 @@ class Transcript:
             "release": direction if fresh_share < 1 else clipped_sum + noise,
             "direction": direction,
         }
+        if "exponent" in record.diagnostics:
+            row["exponent"] = record.diagnostics["exponent"]
         for key, value in row.items():
             self._rows[key].append(value.cpu().numpy())
 
     def save(self) -> None:
         arrays = {key: np.stack(rows) for key, rows in self._rows.items() if rows}
+        if self._group is not None:
+            arrays["group"] = self._group
 
         def write(beside: Path) -> None:
             with open(beside, "wb") as file:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vestige.clipping import Clip, Loss, Parameters, Reference, Transform, usable_norms, weights
 from vestige.layers import Gradient, change
 from vestige.layout import Layout
-from vestige.rehearsal import rehearsed
+from vestige.rehearsal import Unclear, rehearsed
 from vestige.taps import Misfit, Plan, full_precision
 
 
@@ -36,7 +36,12 @@ class BookKeeping:
         self._plans: dict[bool, Plan | None] = {}
 
     def __call__(
-        self, batch: Sequence[Tensor], parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
+        self,
+        batch: Sequence[Tensor],
+        parameters: Parameters,
+        clip: Clip,
+        into: Tensor,
+        transform: Transform | None = None,
     ) -> Tensor:
         with _eagerly():
             plan = None if transform is not None or len(batch[0]) == 0 else self.plan(batch, parameters)
@@ -53,10 +58,11 @@ class BookKeeping:
         """How this model is taken apart, rehearsed on the first batch of each mode; None if it cannot be."""
         mode = self.model.training
         if mode not in self._plans:
-            examples = _rehearsal_examples(batch)
-            if examples is None:
-                return None  # no finite example to rehearse with: ask again with the next batch
-            self._plans[mode] = rehearsed(self.model, self.loss, self.layout, examples, parameters)
+            try:
+                examples = _rehearsal_examples(batch)
+                self._plans[mode] = rehearsed(self.model, self.loss, self.layout, examples, parameters)
+            except Unclear:
+                return None  # ask again with the next batch
         return self._plans[mode]
 
 
@@ -111,18 +117,20 @@ def _blanked(gradients: Mapping[str, Gradient], rows: Tensor) -> dict[str, Gradi
     return {name: change(gradient, blank) for name, gradient in gradients.items()}
 
 
-def _rehearsal_examples(batch: Sequence[Tensor]) -> list[Tensor] | None:
+def _rehearsal_examples(batch: Sequence[Tensor]) -> list[Tensor]:
     """Three finite examples, repeated if there are fewer."""
     finite = torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
     for part in batch:
         finite &= part.flatten(1).isfinite().all(dim=1) if part.dim() > 1 else part.isfinite()
     chosen = finite.nonzero()[:3, 0]
     if len(chosen) == 0:
-        return None
+        raise Unclear
     return [part[chosen.repeat(3)[:3].sort().values] for part in batch]
 
 
 def _eagerly() -> AbstractContextManager[object]:
     """Compiled models run uncompiled here: a compiled graph would run past the layers that are watched."""
-    compiling = "torch._dynamo.eval_frame" in sys.modules
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(dynamo, "cached_backends", {0: dynamo})  # who has ever called torch.compile
+    compiling = any(backend is not None for backend in backends.values())
     return torch.compiler.set_stance("force_eager") if compiling else nullcontext()

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -85,6 +86,16 @@ def train(
     optimizer: Annotated[
         str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
     ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option(help="Clip by group: layers, or patterns of parameter names 'conv*;*'; flat: all as one."),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="How groups split the clip: even, or relative bounds 1,1,2.")
+    ] = None,
+    share: Annotated[
+        str | None, typer.Option(help="How groups share the noise: equal, isotropic or least-noise.")
+    ] = None,
     physical_batch: Annotated[
         int | None, typer.Option(help="Split each sampled batch into parts of this size to save memory.")
     ] = None,
@@ -145,6 +156,9 @@ def train(
             paper_sigma=paper_sigma,
             lr=_lr(lr),
             optimizer=optimizer,
+            groups=groups,
+            split=split,
+            share=share,
             sampling=sampling,
             engine=engine,
             physical_batch=physical_batch,
@@ -276,9 +290,11 @@ def _option_of(parameter: inspect.Parameter) -> tuple[Any, str]:
     kind, words = parameter.annotation, ""
     if get_origin(kind) is Annotated:
         kind, words = get_args(kind)[:2]
-    if len(given := [part for part in get_args(kind) if part is not type(None)]) == 1:
-        kind = given[0]
-    return (kind if kind in (int, float, bool, str) else str) | None, words
+    present = [part for part in get_args(kind) if part is not type(None)]
+    if get_origin(kind) in (Union, UnionType) and len(present) == 1:
+        kind = present[0]
+    known = kind in (int, float, bool, str) or get_origin(kind) is tuple
+    return (kind if known else str) | None, words
 
 
 app.command("train")(_with_method_options(train))
@@ -298,6 +314,9 @@ def account(
         float | None, typer.Option(help="The sigma of a memory method's paper; with --beta, gives epsilon.")
     ] = None,
     beta: Annotated[float, typer.Option(help="Share of the fresh gradient, with --paper-sigma.")] = 1.0,
+    groups: Annotated[
+        int | None, typer.Option(help="Clipped in this many groups: --paper-sigma is then each group's own.")
+    ] = None,
     accountant: Annotated[str, typer.Option(help="pld (tight, what is reported) or rdp (fast).")] = "pld",
     sampling: Annotated[str, typer.Option(help="How batches are drawn; only poisson has a price.")] = "poisson",
     method: Annotated[
@@ -340,6 +359,8 @@ def account(
 
         vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250
 
+        vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250 --groups 21
+
         vestige account --method dpsur --trials 2914 --accepted 1246 --sample-rate 0.01707 --sigma-t 3 \\
             --validation-rate 0.00427 --sigma-v 1.37 --threshold -1.5 --accounting trial-level
     """
@@ -375,6 +396,8 @@ def account(
             "give exactly one of --noise-multiplier, --epsilon and --paper-sigma, not "
             + (" and ".join(f"--{name}" for name in given) or "none")
         )
+    if groups is not None and groups < 1:
+        raise ValueError(f"groups={groups} must be a whole number from 1 up")
     if not 0 < beta <= 1:
         raise ValueError(f"beta={beta} must lie in (0, 1]")
     if beta != 1 and paper_sigma is None:
@@ -384,7 +407,7 @@ def account(
             lambda z: {SampledGaussian(sample_rate, z): steps}, epsilon, delta, accountant
         )
     elif paper_sigma is not None:
-        noise_multiplier = paper_sigma / beta
+        noise_multiplier = planning.accounted_multiplier(paper_sigma, beta, groups or 1)
     assert noise_multiplier is not None
     planning.check_multiplier(noise_multiplier)
     history: accounting.History = {SampledGaussian(sample_rate, noise_multiplier): steps}
@@ -400,6 +423,14 @@ def account(
         "adjacency": "add/remove one example",
         "sampling": "poisson",
     }
+    if groups is not None:
+        # What one group's ratio of noise to bound would cost if it were the whole release: drawn in papers, but one
+        # example is in every group at once, so it bounds nothing.
+        marginal: accounting.History = {SampledGaussian(sample_rate, noise_multiplier * groups**0.5): steps}
+        result |= {
+            "groups": groups,
+            "nonguarantee_marginal_epsilon": accounting.epsilon(marginal, delta, accountant),
+        }
     if as_json:
         _print_json(result)
         return
@@ -407,6 +438,11 @@ def account(
     answers.print(
         f"noise multiplier {noise_multiplier:.6g}, {steps} steps, Poisson rate {sample_rate:g}, add/remove one example"
     )
+    if groups is not None:
+        answers.print(
+            f"{groups} groups on one sample, priced jointly "
+            f"(nonguarantee_marginal_epsilon {result['nonguarantee_marginal_epsilon']:.4f}: no guarantee)"
+        )
 
 
 def _account_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str, as_json: bool) -> None:
@@ -551,9 +587,9 @@ def demo(
         table.add_row(row["method"], *cells, f"{row['lr']:.3f}", f"{row['seconds']:.1f}")
     answers.print(table)
     answers.print(
-        f"Both models saw 1,437 digits under the same guarantee: whatever one digit is, anyone's odds of telling whether it "
-        f"was there change by at most a factor e^{epsilon:g}, but for a chance of {results[0]['delta']:g}. One run of each: "
-        f"a difference of a few points may be luck."
+        "Both models saw 1,437 digits under the same guarantee: whatever one digit is, anyone's odds of telling "
+        f"whether it was there change by at most a factor e^{epsilon:g}, but for a chance of {results[0]['delta']:g}. "
+        "One run of each: a difference of a few points may be luck."
     )
     answers.print(f"written to {folder} (check either with: vestige verify {folder / 'fo-dp-sgd'})", markup=False)
 

@@ -58,6 +58,7 @@ class Curator:
         self._nonprivate_witness = nonprivate_witness
         self.expected_batch = sampling.rate * self.population
         self.asked = 0
+        self._priced: tuple[Clip, float | Tensor, float] | None = None
         """Gradients asked so far: the index of the next one's streams."""
         self.compared = 0
         """Comparisons of two models asked so far; their streams are their own, so they never shift a gradient's."""
@@ -86,8 +87,7 @@ class Curator:
 
         Formal guarantees: one Poisson-subsampled Gaussian mechanism with the sampling's rate and this multiplier.
         """
-        sensitivity = clip.sensitivity(self._layout)
-        ceiling = float(sensitivity.max()) if isinstance(sensitivity, Tensor) else sensitivity
+        sensitivity, ceiling = self._sensitivity(clip)
         self._charge(SampledGaussian(self._sampling.rate, multiplier), step=step, part=part, sensitivity=ceiling)
         index = self.asked
         self.asked += 1
@@ -103,7 +103,17 @@ class Curator:
         noise, std = draw_noise(bounded, multiplier, self._randomness.stream("noise", index))
         if self._nonprivate_witness is not None:
             self._nonprivate_witness(total.clone(), noise)
-        return Release(total.add_(noise), std, self.expected_batch)
+        return Release(total.add_(noise), std, self.expected_batch, sample_rate=self._sampling.rate)
+
+    def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
+        """The clip's sensitivity, on the device, and its largest value; kept while the clip stays the same."""
+        if self._priced is None or self._priced[0] is not clip:
+            sensitivity = clip.sensitivity(self._layout)
+            if isinstance(sensitivity, Tensor):
+                self._priced = clip, sensitivity.to(self._device), float(sensitivity.max())
+            else:
+                self._priced = clip, sensitivity, sensitivity
+        return self._priced[1:]
 
     @contextlib.contextmanager
     def trial(self, question: Trial | None) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""How does a user's own training loop become private? `PrivacyEngine.make_private`, with the names Opacus users know."""
+"""How does a user's own training loop become private? `PrivacyEngine`, with the names that Opacus users know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ from vestige.clipping import BoundedSum, Flat, Parameters, Transform
 from vestige.curator import BudgetSpent
 from vestige.engines import engine_by_name
 from vestige.files import read_tensors, write_tensors
+from vestige.groups import PerGroup
 from vestige.independence import require_independent
-from vestige.layout import Layout
+from vestige.layout import Grouping, Layout
 from vestige.ledger import Ledger
 from vestige.loaders import Part, PrivateLoader, private_loader
 from vestige.method import Method, build
@@ -78,7 +79,8 @@ class PrivacyEngine:
         _require_covered(module, optimizer)
         rate, loader = self._loader(data_loader, poisson_sampling, max_physical_batch_size)
         chosen = build(method) if isinstance(method, str) else method
-        chosen = replace(chosen, clip=Flat(max_grad_norm)) if isinstance(chosen.clip, Flat) else chosen
+        if isinstance(chosen.clip, Flat | PerGroup):
+            chosen = replace(chosen, clip=replace(chosen.clip, bound=max_grad_norm))
         self._ledger.open({"noise": self._facts.noise, "sampling": self._facts.sampling, "method": repr(chosen)})
         self._steps = _PrivateSteps(
             module, optimizer, chosen, noise_multiplier, rate, rate * len(data_loader.dataset), loss_reduction,  # type: ignore[arg-type]
@@ -143,7 +145,7 @@ class PrivacyEngine:
         )
 
     def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-        """Continue after `make_private` with the same arguments. What was spent by then is added to what is spent now."""
+        """Continue after `make_private` with the same arguments; what was spent by then is added."""
         saved = read_tensors(Path(path))
         module.load_state_dict(saved["module"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -239,6 +241,11 @@ class _Pass:
         self.signals: list[Tensor] = []
 
 
+def _inside(grouping: Grouping) -> Grouping:
+    """A grouping of the user's module, in the names that its parameters have inside the adapter."""
+    return lambda adapter: [[f"module.{name}" for name in group] for group in grouping(cast(_Adapter, adapter).module)]
+
+
 class _PrivateSteps:
     """What happens between the user's forward pass and the optimizer's move."""
 
@@ -259,7 +266,7 @@ class _PrivateSteps:
         self.multiplier, self.rate, self.expected_batch = multiplier, rate, expected_batch
         self.reduction, self.ledger, self.randomness = reduction, ledger, randomness
         self.adapter = _Adapter(module)
-        self.layout = Layout.of(self.adapter)
+        self.layout = Layout.of(self.adapter, method.grouping and _inside(method.grouping))
         self.engine = engine_by_name(engine)(self.adapter, _along, self.layout)
         self.step_number, self.asked = 0, 0
         self.memory: dict[str, Any] | None = None
@@ -372,8 +379,8 @@ class _PrivateSteps:
             raise ValueError(f"{self.method.name} changes each example's gradient: use vestige.train for it")
         self._gather()
         assert self.total is not None
-        # An example that entered a sum k times (accumulated draws, several losses) may move it by k bounds, and is there
-        # with probability at most 1 - (1 - rate)^draws: a larger rate and a smaller multiplier than planned.
+        # An example that entered a sum k times (accumulated draws, several losses) may move it by k bounds, and is
+        # there with probability at most 1 - (1 - rate)^draws: a larger rate and a smaller multiplier than planned.
         draws = max(1, len({draw for draw, _ in self.uses}))
         often = max(1, sum(self._most(draw) for draw in {draw for draw, _ in self.uses}))
         rate = self.rate if draws == 1 else 1 - (1 - self.rate) ** draws
@@ -384,6 +391,8 @@ class _PrivateSteps:
                 stacklevel=3,
             )
         sensitivity = self.method.clip.sensitivity(self.layout)
+        if isinstance(sensitivity, Tensor):
+            sensitivity = sensitivity.to(self.total.device)
         ceiling = float(sensitivity.max()) if isinstance(sensitivity, Tensor) else float(sensitivity)
         question = SampledGaussian(rate, self.multiplier / often)
         self.ledger.ask(question, step=self.step_number, part=part, sensitivity=ceiling)
@@ -391,7 +400,7 @@ class _PrivateSteps:
         noise, std = draw_noise(
             BoundedSum(self.total, sensitivity), self.multiplier, self.randomness.stream("noise", index)
         )
-        release = Release(self.total.add_(noise), std, self.expected_batch * draws)
+        release = Release(self.total.add_(noise), std, self.expected_batch * draws, sample_rate=rate)
         self._forget()
         return release
 

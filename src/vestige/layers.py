@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vestige import kernels
 
+
 class Gradient(Protocol):
     """The gradients of one parameter for every example of a batch; the example axis comes first in every field."""
 
@@ -170,6 +171,8 @@ class Patches:
     def norms(self) -> Tensor:
         if self._ghost_cost() < self._direct_cost():
             return self._ghost_squares().sqrt()
+        if self._fuses():
+            return kernels.convolution_gradients(self.image, self.signal, self._shape(), keep=False)[1].sqrt()
         parts = self._parts(prod(self.shape) + prod(self.shape[1:]) * self.signal.shape[2:].numel())
         return torch.cat([Dense(part._materialised()).norms() for part in parts])
 
@@ -182,8 +185,16 @@ class Patches:
 
     def _direct_cost(self) -> int:
         positions, size = self.signal.shape[2:].numel(), prod(self.shape)
+        if self._fuses():
+            return 2 * positions * size
         columns = self.image.shape[1] * prod(self.geometry.kernel) * positions
         return positions * size + 2 * _move_cost(self.image) * (columns + size)
+
+    def _fuses(self) -> bool:
+        return kernels.can_fuse_convolution(self.image, self.signal, self.geometry.groups)
+
+    def _shape(self) -> Any:
+        return tuple(vars(self.geometry).values())
 
     def _padded_size(self) -> int:
         return prod(size + 2 * p for size, p in zip(self.image.shape[2:], self.geometry.padding, strict=True))
@@ -225,6 +236,9 @@ class Patches:
         into.add_(torch.ops.aten.convolution_backward(signal, image, weight, *arguments)[1])
 
     def dense(self) -> Tensor:
+        if self._fuses():
+            gradients, _ = kernels.convolution_gradients(self.image, self.signal, self._shape(), keep=True)
+            return gradients.view(len(gradients), *self.shape)
         parts = self._parts(prod(self.shape[1:]) * self.geometry.groups * self.signal.shape[2:].numel())
         return torch.cat([part._materialised() for part in parts])
 
@@ -357,9 +371,9 @@ def group_norm(module: Any, wanted: Collection[str], saved: Saved, signal: Tenso
         input, mean, scale = saved
         folded, ones = len(signal) * channels, input.new_ones(len(signal) * channels)
         shape = (1, folded, size)
-        arguments = (signal.view(shape), input.view(shape), mean.view(1, -1), scale.view(1, -1), ones)
-        arguments += (1, folded, size, mean.numel(), [False, True, False])
-        weight = torch.ops.aten.native_group_norm_backward(*arguments)[1]
+        tensors = (signal.view(shape), input.view(shape), mean.view(1, -1), scale.view(1, -1), ones)
+        sizes = (1, folded, size, mean.numel())
+        weight = torch.ops.aten.native_group_norm_backward(*tensors, *sizes, [False, True, False])[1]
         uses["weight"] = Dense(weight.view(examples, -1, channels).sum(dim=1))
     if "bias" in wanted:
         uses["bias"] = Dense(signal.flatten(2).sum(dim=2).view(examples, -1, channels).sum(dim=1))
@@ -378,7 +392,7 @@ def run_group_norm(module: Any, input: Tensor) -> tuple[Tensor, Saved]:
 
 @dataclass(frozen=True)
 class Layer:
-    """How one type of layer is taken apart: its gradients, which variants that covers, and how to run it if not as is."""
+    """How one type of layer is taken apart: its gradients, the variants that covers, and how to run it if not as is."""
 
     gradients: Callable[[Any, Collection[str], Saved, Tensor, int], Uses]
     accepts: Callable[[Any], bool] = lambda module: True

@@ -15,26 +15,35 @@ import torch
 from torch import Tensor, nn
 
 from vestige.clipping import Loss, Parameters
+from vestige.independence import require_independent
 from vestige.layout import Layout
-from vestige.taps import Misfit, Notes, Pass, Plan, Site, Sketch, sites_of, tracked
+from vestige.taps import Misfit, Notes, Pass, Plan, Site, Sketch, sites_of
 
 
 class Mixed(Exception):
     """One example's loss depends on another example."""
 
 
+class Unclear(Exception):
+    """These examples do not tell: their losses are not finite."""
+
+
 def rehearsed(
     model: nn.Module, loss: Loss, layout: Layout, examples: Sequence[Tensor], parameters: Parameters
 ) -> Plan | None:
-    """A plan that held on these three examples, or None where only the reference engine will do."""
-    _refuse_running_statistics(model)
+    """A plan that held on these three examples, or None where only the reference engine will do; raises `Unclear`."""
+    require_independent(model)
     sites = list(sites_of(model, layout))
     sketch = _first_sketch(sites, parameters)
     while True:
         plan = Plan(model, loss, layout, sketch)
         try:
-            with torch.random.fork_rng(sorted({p.device.index for p in parameters.values() if p.is_cuda})):
+            devices = sorted({p.device.index for p in parameters.values() if p.is_cuda})
+            # A resumed run rehearses again: that must not draw from anybody's random numbers.
+            with torch.enable_grad(), torch.random.fork_rng(devices):
                 revised = _revised(plan, examples, parameters)
+        except Unclear:
+            raise
         except Misfit as misfit:
             revised = _without(sketch, sites, {misfit.site})
         except Exception as problem:
@@ -86,8 +95,9 @@ def _revised(plan: Plan, examples: Sequence[Tensor], parameters: Parameters) -> 
     three = _observed(plan, examples, parameters)
     again = _observed(plan, examples, parameters)
     if not bool(three.losses.isfinite().all()):
-        raise Mixed("its loss is not finite on the first examples")
-    if torch.equal(three.losses, again.losses) and not torch.allclose(three.losses[:2], two.losses, rtol=0.05, atol=1e-4):
+        raise Unclear
+    steady = torch.equal(three.losses, again.losses)  # no dropout
+    if steady and not torch.allclose(three.losses[:2], two.losses, rtol=0.05, atol=1e-4):
         raise Mixed("an example's loss changes with the examples beside it")
     sketch = _by_rows(plan, two.notes, three.notes)
     if sketch == plan.sketch:
@@ -192,16 +202,7 @@ def _say(plan: Plan) -> None:
             )
     if plan.sketch.whole:
         warnings.warn(
-            f"per-example gradients of {', '.join(sorted(plan.sketch.whole))} come from the reference engine, which runs "
-            "the whole model again: they are used outside the module that holds them, or by one that cannot be replayed",
+            f"per-example gradients of {', '.join(sorted(plan.sketch.whole))} come from the reference engine, which "
+            "runs the whole model again: they are used outside the module that holds them, or by one that cannot be",
             stacklevel=5,
         )
-
-
-def _refuse_running_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats and module.training:
-            raise ValueError(
-                f"module {name!r} ({type(module).__name__}) keeps running statistics of the data, without noise: use "
-                "GroupNorm, or call .eval() on it"
-            )

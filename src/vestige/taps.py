@@ -7,7 +7,7 @@ saves through autograd, activation checkpointing drops and recomputes what it sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -131,6 +131,11 @@ def sites_of(model: nn.Module, layout: Layout) -> Iterator[Site]:
             yield Site(path, module, owned, layer_of(module), composite)
 
 
+def _without(sites: Iterable[Site], names: frozenset[str]) -> Iterator[Site]:
+    for site in sites:
+        yield replace(site, owned={a: name for a, name in site.owned.items() if name not in names})
+
+
 class Plan:
     """How every use of a trainable parameter is watched."""
 
@@ -139,9 +144,7 @@ class Plan:
         self.reference = Reference(model, loss, layout)
         self.anchor = torch.zeros((), requires_grad=True)
         self.holders = _holders(model, layout)
-        left = sketch.expanded | sketch.whole
-        trimmed = [replace(s, owned={a: n for a, n in s.owned.items() if n not in left}) for s in sites_of(model, layout)]
-        self.sites = [site for site in trimmed if site.owned]
+        self.sites = [site for site in _without(sites_of(model, layout), sketch.expanded | sketch.whole) if site.owned]
         self.forwards = [(vars(site.module), self._forward(site)) for site in self.sites]
         self.now = Pass()
 
@@ -157,7 +160,8 @@ class Plan:
                     _, *rows = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
                     now.add({n: Dense(r) for n, r in zip(expanded, rows, strict=True) if r is not None})
             with torch.no_grad():
-                for one_at_a_time in (*now.replays, partial(self._whole, batch, parameters)):
+                slow: list[Callable[[], Parameters]] = [*now.replays, partial(self._whole, batch, parameters)]
+                for one_at_a_time in slow:
                     now.add({name: Dense(value) for name, value in one_at_a_time().items()})
                 with full_precision(losses):
                     return {name: combine(uses) for name, uses in now.uses.items()}
@@ -176,7 +180,8 @@ class Plan:
     @contextmanager
     def installed(self, tensors: Parameters) -> Iterator[None]:
         """The model with these parameters and with taps. Open until the backward pass is over: it may recompute."""
-        parameters = [(holder, key, holder[key], t) for name, t in tensors.items() for holder, key in self.holders[name]]
+        places = [(*place, tensor) for name, tensor in tensors.items() for place in self.holders[name]]
+        parameters = [(holder, key, holder[key], tensor) for holder, key, tensor in places]
         before = [(attributes, attributes.get("forward")) for attributes, _ in self.forwards]
         try:
             for holder, key, _, tensor in parameters:
@@ -195,6 +200,8 @@ class Plan:
 
     def _whole(self, batch: Sequence[Tensor], parameters: Parameters) -> Parameters:
         """The reference engine, for some of the parameters."""
+        if not self.sketch.whole:
+            return {}
         some = {name: parameters[name] for name in sorted(self.sketch.whole)}
         rest = {name: p for name, p in parameters.items() if name not in some}
 
@@ -202,7 +209,7 @@ class Plan:
             return self.reference.example_loss({**rest, **some}, *example)
 
         each = vmap(grad(example_loss), in_dims=(None, *(0 for _ in batch)), randomness="different")
-        return dict(each(some, *batch)) if some else {}
+        return dict(each(some, *batch))
 
     def _forward(self, site: Site) -> Forward:
         if site.layer is not None:
@@ -243,7 +250,8 @@ class Plan:
                 output = F.linear(input, read(weight, block), None if bias is None else read(bias, block))
             start, stop = block or (0, 0)
             rows = len(read(weight, None))
-            owned = {k: site.owned[n] for k, n in (("weight", weight), ("bias", bias)) if n in site.owned}
+            names = {"weight": weight, "bias": bias or ""}
+            owned = {kind: site.owned[name] for kind, name in names.items() if name in site.owned}
 
             def record(saved: Saved, signals: Signals) -> None:
                 signal = F.pad(signals[0], (start, rows - stop)) if block else signals[0]
@@ -280,7 +288,7 @@ class Plan:
         self.now.replays.append(partial(self._replay, site, call, places, saved, signals))
 
     def _replay(self, site: Site, call: TreeSpec, places: list[Any], saved: Saved, signals: Signals) -> Parameters:
-        """The gradients of one module's own parameters, one example at a time, from its inputs and outputs' gradients."""
+        """The gradients of a module's own parameters, one example at a time, from what went in and what came back."""
         parameters, examples = self.now.parameters, self.now.examples
         own = {attribute: parameters[name] for attribute, name in site.owned.items()}
         others = {a: parameters[n] for a, n in self._inner(site.module).items() if n not in site.owned.values()}
@@ -294,7 +302,7 @@ class Plan:
             return tuple(leaf for leaf in tree_flatten(result)[0] if _floating(leaf))
 
         def pulled(inputs: Sequence[Tensor], signals: Signals) -> Parameters:
-            _, pull = vjp(lambda own: outputs(own, inputs), own)
+            pull = vjp(lambda own: outputs(own, inputs), own)[1]
             return dict(pull(signals)[0])
 
         inputs = [t.unflatten(0, (examples, -1)) if each else t for t, each in zip(saved, batched, strict=True)]
@@ -387,7 +395,8 @@ def example_losses(loss: Loss, outputs: Any, targets: Tensor) -> Tensor:
 
 def _is_cross_entropy(loss: Loss) -> bool:
     if type(loss) is nn.CrossEntropyLoss:
-        return loss.weight is None and loss.ignore_index == -100 and not loss.label_smoothing and loss.reduction != "none"
+        plain = loss.weight is None and loss.ignore_index == -100 and not loss.label_smoothing
+        return plain and loss.reduction != "none"
     return loss is F.cross_entropy
 
 

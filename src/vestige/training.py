@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -29,8 +30,16 @@ class Record:
     accepted: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        row = {"step": self.step, "epsilon": self.epsilon, **{k: v.tolist() for k, v in self.diagnostics.items()}}
+        seen = {name: _plain(value.tolist()) for name, value in self.diagnostics.items()}
+        row = {"step": self.step, "epsilon": self.epsilon, **seen}
         return row if self.accepted else {**row, "accepted": False}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and lists as JSON has them: what is not finite is undefined, null."""
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return value if isfinite(value) else None
 
 
 @dataclass(frozen=True)
