@@ -39,9 +39,11 @@ class Plan:
         return asdict(self)
 
 
-def questions(method: Method, sample_rate: float, noise_multiplier: float, steps: int) -> dict[Question, int]:
-    """What a whole run will ask: each question with how often."""
-    history: Counter[Question] = Counter()
+def questions(
+    method: Method, sample_rate: float, noise_multiplier: float, steps: int, first: tuple[Question, ...] = ()
+) -> dict[Question, int]:
+    """What a whole run will ask, `first` before its steps: each question with how often."""
+    history: Counter[Question] = Counter(first)
     for question in method.gate.questions(method.probe.questions(sample_rate, noise_multiplier)):
         history[question] += steps
     return history
@@ -59,6 +61,7 @@ def plan(
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     lr: float | Literal["auto"] = "auto",
+    first: tuple[Question, ...] = (),
 ) -> Plan:
     """Calibrate the noise to the budget (or take it as given), then choose the learning rate.
 
@@ -73,13 +76,13 @@ def plan(
         if epsilon is not None and noise_multiplier is not None:
             check_multiplier(noise_multiplier)
             one = questions(method, sample_rate, noise_multiplier, 1)
-            steps = affordable(one, epsilon, delta, accountant)
+            steps = affordable(one, epsilon, delta, accountant, first)
     check_steps(steps)
     if epsilon is None and noise_multiplier is None:
         raise ValueError("epsilon and noise_multiplier are both missing: give the budget, or the noise")
     if noise_multiplier is None:
         assert epsilon is not None
-        history_at = partial(questions, method, sample_rate, steps=steps)
+        history_at = partial(questions, method, sample_rate, steps=steps, first=first)
         noise_multiplier = accounting.calibrate(history_at, epsilon, delta, accountant)
     check_multiplier(noise_multiplier)
     rate, reason = choose_rate(model, layout, method, sample_rate * population, noise_multiplier, steps, lr)
@@ -125,11 +128,19 @@ class Filter:
                 self._filter.spend(question)
 
 
-def affordable(step: accounting.History, epsilon: float, delta: float, accountant: str = "pld") -> int:
-    """The largest number of steps that cost at most epsilon; at least one must."""
+def affordable(
+    step: accounting.History,
+    epsilon: float,
+    delta: float,
+    accountant: str = "pld",
+    first: tuple[Question, ...] = (),
+) -> int:
+    """The largest number of steps that cost at most epsilon, with what is asked first; at least one must."""
 
     def cost(steps: int) -> float:
-        return accounting.epsilon({q: n * steps for q, n in step.items()}, delta, accountant)
+        history = Counter(first)
+        history.update({question: count * steps for question, count in step.items()})
+        return accounting.epsilon(history, delta, accountant)
 
     known = {1: cost(1)}
     if known[1] > epsilon:
