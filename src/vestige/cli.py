@@ -117,6 +117,11 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="Continue the interrupted run in this folder; takes no other option.")
     ] = None,
+    normalise: Annotated[
+        str, typer.Option(help="Of scattering features: group (asks nothing), or private (noised moments, charged).")
+    ] = "group",
+    moments_noise: Annotated[float, typer.Option(help="Noise multiplier of each private moment.")] = 8.0,
+    moments_bound: Annotated[float, typer.Option(help="Largest norm of one example's moments.")] = 2.5,
     nonprivate_transcript: Annotated[
         Path | None, typer.Option(help="VOIDS THE GUARANTEE: write raw clipped sums and noise to this FILE.npz.")
     ] = None,
@@ -166,6 +171,9 @@ def train(
             reproducible=reproducible,
             device=device or default_device(),
             evaluate_every=evaluate_every,
+            normalise=normalise,
+            moments_noise=moments_noise,
+            moments_bound=moments_bound,
             nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
         )
     path = resume or out or Path("runs") / f"{Path(task).stem}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"

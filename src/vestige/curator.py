@@ -14,7 +14,7 @@ from vestige.clipping import BoundedSum, Clip, Engine, Parameters, Transform
 from vestige.layout import Layout
 from vestige.losses import LossDifference, Scores
 from vestige.noise import Randomness, Release, draw_noise
-from vestige.questions import BudgetSpent, Question, SampledGaussian, Trial
+from vestige.questions import BudgetSpent, Gaussian, Question, SampledGaussian, Trial
 from vestige.sampling import Sampling
 
 __all__ = ["Ask", "BudgetSpent", "Curator", "Data", "Witness"]
@@ -164,6 +164,23 @@ class Curator:
         rows, noise = self._comparison(rate)
         gained = self._scores(self._right, rows, after).sum() - self._scores(self._right, rows, before).sum()
         return (float(gained) + multiplier * noise) / (rate * self.population)
+
+    def sums(
+        self, bounded: Callable[[Sequence[Tensor]], Tensor], bounds: Sequence[float], multiplier: float, *, step: int
+    ) -> Tensor:
+        """Sums of bounded rows over every example, noised row by row: [rows, ...]; each row is a question.
+
+        Formal guarantees: as many Gaussian mechanisms with this multiplier as there are rows, if one example moves row
+        k of `bounded` by at most `bounds[k]` in the 2-norm.
+        """
+        for part, bound in enumerate(bounds):
+            self._ask(Gaussian(multiplier), step=step, part=part, sensitivity=bound)
+        everyone = torch.arange(self.population).split(self._physical_batch or 4096)
+        totals = torch.stack([bounded(self._fetch(rows)) for rows in everyone]).sum(dim=0).double().cpu()
+        for part, bound in enumerate(bounds):
+            noise = self._randomness.stream("sums", part).standard_normal(totals[part].shape)
+            totals[part] += torch.from_numpy(noise) * (multiplier * bound)
+        return totals
 
     def coin(self, sides: int) -> int:
         """A fair choice that looks at nothing; at most one for each comparison."""

@@ -20,6 +20,7 @@ from vestige.clipping import BoundedSum, Flat, Parameters, Transform
 from vestige.curator import BudgetSpent
 from vestige.engines import engine_by_name
 from vestige.files import read_tensors, write_tensors
+from vestige.gates import AlwaysAccept
 from vestige.groups import PerGroup
 from vestige.independence import require_independent
 from vestige.layout import Grouping, Layout
@@ -79,6 +80,7 @@ class PrivacyEngine:
         _require_covered(module, optimizer)
         rate, loader = self._loader(data_loader, poisson_sampling, max_physical_batch_size)
         chosen = build(method) if isinstance(method, str) else method
+        _require_no_gate(chosen)
         if isinstance(chosen.clip, Flat | PerGroup):
             chosen = replace(chosen, clip=replace(chosen.clip, bound=max_grad_norm))
         self._ledger.open({"noise": self._facts.noise, "sampling": self._facts.sampling, "method": repr(chosen)})
@@ -175,6 +177,11 @@ def _rate(loader: DataLoader[Any]) -> float:
     if loader.batch_size is None:
         raise ValueError("data_loader has no batch_size: the sampling rate is batch_size / len(dataset)")
     return min(1.0, loader.batch_size / len(loader.dataset))  # type: ignore[arg-type]
+
+
+def _require_no_gate(method: Method) -> None:
+    if method.gate != AlwaysAccept():
+        raise ValueError(f"method={method.name!r} undoes its own moves, which a user's loop cannot: use vestige.train")
 
 
 def _require_covered(module: nn.Module, optimizer: Optimizer) -> None:

@@ -17,6 +17,7 @@ from vestige.gates import loss_test, public_file
 from vestige.groups import named_grouping, named_split
 from vestige.layout import Layout
 from vestige.method import Method, build, by_group
+from vestige.normalising import PrivateMoments, with_moments
 from vestige.planning import accounted_multiplier, paper_groups
 from vestige.questions import Question, SampledGaussian
 from vestige.rules import named
@@ -53,6 +54,9 @@ class Job:
     reproducible: bool = False
     device: str = "cpu"
     evaluate_every: int | None = None
+    normalise: str = "group"
+    moments_noise: float = 8.0
+    moments_bound: float = 2.5
     nonprivate_transcript: str | None = None
 
 
@@ -84,6 +88,9 @@ def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Ta
     if job.paper_sigma is not None and multiplier is not None:
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
     task = tasks.load(job.task, job.data, job.seed)
+    moments = _moments(job)
+    if moments is not None:
+        task = replace(task, model=with_moments(task.model))
     if job.paper_sigma is not None:
         groups = paper_groups(method, Layout.of(task.model, method.grouping))
         multiplier = accounted_multiplier(job.paper_sigma, method.memory.fresh_share, groups)
@@ -110,6 +117,7 @@ def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Ta
         resume=resume,
         request={"job": asdict(job)},
         public=_public_examples(job, method),
+        normalise=moments,
         nonprivate_transcript=job.nonprivate_transcript,
     )
     return task, training
@@ -200,6 +208,12 @@ def selection(training: Training) -> dict[str, Any]:
         # Not a guarantee: the papers charge applied updates only, and that is refuted (docs/selective.md).
         "published_claim_epsilon": accounting.epsilon(claimed, training.plan.delta, "rdp"),
     }
+
+
+def _moments(job: Job) -> PrivateMoments | None:
+    if job.normalise not in ("group", "private"):
+        raise ValueError(f"normalise={job.normalise!r} must be group (asks nothing) or private (two charged questions)")
+    return PrivateMoments(job.moments_noise, (job.moments_bound,) * 2) if job.normalise == "private" else None
 
 
 def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
