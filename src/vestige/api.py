@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -63,7 +64,9 @@ def train(
     """
     chosen = build(method) if isinstance(method, str) else method
     require_independent(model)
-    if sampling not in SAMPLINGS:
+    if not chosen.noise.white and sampling == "poisson":
+        sampling = chosen.noise.sampling(sample_rate).kind
+    elif sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is unknown; choose from {', '.join(ENGINES)}")
@@ -123,12 +126,15 @@ class Training:
             data,
             answers,
             layout,
-            SAMPLINGS[sampling](limits["sample_rate"]),
+            SAMPLINGS[sampling](limits["sample_rate"])
+            if sampling in SAMPLINGS
+            else method.noise.sampling(limits["sample_rate"]),
             Randomness.secret() if seed is None else Randomness.reproducible(seed),
             self.ledger.ask,
             device=device,
             physical_batch=physical_batch,
             nonprivate_witness=self.transcript,
+            noise=None if method.noise.white else method.noise.start(limits["sample_rate"], limits["steps"]),
         )
         self.plan: Plan = plan(model, layout, method, self._curator.population, **limits)
         self.state = State(model, method, layout, self.plan.lr)
@@ -177,13 +183,18 @@ class Training:
             return min(by_renyi, self.plan.epsilon)
         return by_renyi
 
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model holds the average that the method keeps for evaluation; without one, nothing changes."""
+        return self.state.averaged()
+
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result and the final weights beside the ledger."""
         if self.transcript is not None:
             self.transcript.save()
         if self.folder is not None:
             sealed = {**result, "ledger": {"rows": self.ledger.rows, "head": self.ledger.head}}
-            self.folder.finish(sealed, self.model.state_dict())
+            with self.averaged():
+                self.folder.finish(sealed, self.model.state_dict())
         self.ledger.close()
 
     def _records(self) -> Generator[Record, None, None]:
@@ -246,6 +257,7 @@ class Training:
         self.state.load_state_dict(saved["state"])
         # A secret run draws from a new key; a reproducible one must meet the same streams again.
         self._curator.asked = saved["asked"]
+        self._curator.replay_noise()
         self.ledger.resume(self.state.step)
 
 
@@ -267,7 +279,8 @@ class Transcript:
 
     def settle(self, fresh_share: float, state: State, expected_batch: float) -> None:
         """Pair what the witness saw in this step with what was released and what was stepped on."""
-        clipped_sum, noise = self._seen.pop()
+        clipped_sum, noise = self._seen[-1]  # of several answers in a step, the one that is stepped on
+        self._seen.clear()
         direction = state.gradient * expected_batch
         row = {
             "clipped_sum": clipped_sum,

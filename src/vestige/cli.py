@@ -76,6 +76,12 @@ def train(
     optimizer: Annotated[
         str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
     ] = None,
+    average: Annotated[
+        str | None, typer.Option(help="Evaluate and keep an average of the parameters: ema, polyak or last.")
+    ] = None,
+    augment: Annotated[
+        int | None, typer.Option(help="Average the gradients of this many views of each image before clipping.")
+    ] = None,
     physical_batch: Annotated[
         int | None, typer.Option(help="Split each sampled batch into parts of this size to save memory.")
     ] = None,
@@ -134,6 +140,8 @@ def train(
             paper_sigma=paper_sigma,
             lr=_lr(lr),
             optimizer=optimizer,
+            average=average,
+            augment=augment,
             sampling=sampling,
             engine=engine,
             physical_batch=physical_batch,

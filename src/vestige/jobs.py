@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from vestige import tasks
+from vestige import averaging, tasks
 from vestige.api import Training, train
+from vestige.augmentation import Augment
 from vestige.method import Method, build
 from vestige.rules import named
 from vestige.run_folder import RunFolder
@@ -37,6 +38,8 @@ class Job:
     paper_sigma: float | None = None
     lr: float | Literal["auto"] = "auto"
     optimizer: str | None = None
+    average: str | None = None
+    augment: int | None = None
     sampling: str = "poisson"
     engine: str = "reference"
     physical_batch: int | None = None
@@ -49,6 +52,10 @@ class Job:
 
 def method_of(job: Job) -> Method:
     method = build(job.method, **job.options)
+    if job.average is not None:
+        method = replace(method, average=averaging.named(job.average))
+    if job.augment is not None:
+        method = replace(method, augment=Augment(job.augment))
     if job.optimizer is None:
         return method
     if "momentum" in job.options and job.optimizer.lower() != "sgd":
@@ -109,15 +116,18 @@ def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None
     for record in training:
         seen = None
         if (record.step + 1) % every == 0:
-            seen = training.log["accuracy"] = accuracy(task.model, task.test)
+            with training.averaged():
+                seen = training.log["accuracy"] = accuracy(task.model, task.test)
         if watch is not None and not watch(training, record, seen):
             interrupted = True
             break
     seconds = time.perf_counter() - begin
+    with training.averaged():
+        final = accuracy(task.model, task.test)
     result = {
         "task": job.task,
         "method": job.method,
-        "accuracy": accuracy(task.model, task.test),
+        "accuracy": final,
         **statement(training),
         "steps": training.state.step,
         "seed": job.seed,

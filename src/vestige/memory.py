@@ -22,6 +22,8 @@ class Filtered(NamedTuple):
     direction: Tensor
     state: State
     diagnostics: dict[str, Tensor]
+    noise_std: float | Tensor | None = None
+    """The standard deviation of the noise in the direction, per coordinate; None where the filter does not know it."""
 
 
 class Memory(Protocol):
@@ -59,7 +61,7 @@ class Identity:
         return {}
 
     def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
-        return Filtered(release.total, state, {})
+        return Filtered(release.total, state, {}, release.noise_std)
 
 
 class Kernel(Protocol):
