@@ -68,18 +68,18 @@ class AdamBC(Optimizer):
     def _move(p: Tensor, group: dict[str, Any], state: dict[str, Any], phi: float | Tensor) -> None:
         if not state:
             state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            state["noise"] = torch.zeros((), dtype=torch.float64, device=p.device) if isinstance(phi, float) else torch.zeros_like(p)
+            state["noise"] = 0.0  # a number where the noise is, since load_state_dict would round a tensor to float32
         beta1, beta2 = group["betas"]
         state["step"] += 1
         count = float(state["step"])
         state["exp_avg"].lerp_(p.grad, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
-        state["noise"].mul_(beta2).add_((1 - beta2) * phi)
+        state["noise"] = beta2 * state["noise"] + (1 - beta2) * phi
         mean = state["exp_avg"] / (1 - beta1**count)
         # The bias correction comes first, so that what is taken out is the noise's share of an unbiased moment.
         noise = state["noise"] / (1 - beta2**count)
-        second = state["exp_avg_sq"] / (1 - beta2**count) - noise.to(p.dtype)
-        floor = (AUTO_FLOOR * noise).to(p.dtype) if group["floor"] == "auto" else torch.tensor(group["floor"])
+        second = state["exp_avg_sq"] / (1 - beta2**count) - noise
+        floor = AUTO_FLOOR * noise if group["floor"] == "auto" else group["floor"]
         if group["weight_decay"]:
             p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_(mean / second.clamp_(min=floor.to(p.device)).sqrt_(), alpha=-group["lr"])
+        p.add_(mean / second.clamp_(min=floor).sqrt_(), alpha=-group["lr"])

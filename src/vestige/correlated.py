@@ -196,7 +196,8 @@ class Tree:
 
     def copies(self, rate: float, steps: int) -> float:
         epochs = self.restart or best_restart(turns(rate), steps)
-        return min(epochs * turns(rate), steps).bit_length()
+        last = min(epochs * turns(rate), steps + 1)  # after its last step a tree is dropped
+        return max((place.bit_count() for place in range(1, last)), default=0)
 
 
 def turns(rate: float) -> int:

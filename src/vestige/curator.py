@@ -148,9 +148,7 @@ class Curator:
         """SENSITIVE: the clipped sum over a sample, and every example's norms."""
         total = torch.zeros(self._layout.size, device=self._device)
         with self._model_randomness(index):
-            seen = [
-                self._engine(self._fetch(rows), parameters, clip, total, transform) for rows in self._parts(sample)
-            ]
+            seen = [self._engine(self._fetch(rows), parameters, clip, total, transform) for rows in self._parts(sample)]
         norms = torch.cat(seen)
         self.nonprivate_broken_examples += norms.isinf().any(dim=1).sum()
         return total, norms
@@ -186,8 +184,11 @@ class Curator:
         deviation = clip.deviation(multiplier, self.expected_batch)
         if deviation == inf:
             return None
-        count = float(clip.centred_count(norms)) + float(self._randomness.stream("count", index).normal(0, deviation))
-        return min(1.0, max(0.0, count / self.expected_batch + 0.5))
+        count = float(clip.centred_count(norms))
+        noise = float(self._randomness.stream("count", index).normal(0, deviation))
+        if self._nonprivate_witness is not None:
+            self._nonprivate_witness(torch.tensor([count]), torch.tensor([noise]))
+        return min(1.0, max(0.0, (count + noise) / self.expected_batch + 0.5))
 
     @contextlib.contextmanager
     def _model_randomness(self, index: int) -> Iterator[None]:

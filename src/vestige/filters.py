@@ -45,6 +45,7 @@ class LowPass:
             "constant": torch.zeros(order, dtype=torch.float64),
             "impulse": torch.zeros(order, dtype=torch.float64),
             "energy": 0.0,
+            "gain": 1.0,
             "count": 0,
         }
 
@@ -54,9 +55,12 @@ class LowPass:
         response = float(self._advance(pulse if state["count"] else one, state["impulse"]))
         state["energy"] += response**2
         state["count"] += 1
-        filtered = self._advance(release.total, state["delays"])
-        noise_std = release.noise_std * (state["energy"] ** 0.5 / abs(correction))
-        return Filtered(filtered / correction, state, {}, noise_std)
+        state["gain"] = state["energy"] ** 0.5 / abs(correction)
+        return Filtered(self._advance(release.total, state["delays"]) / correction, state, {})
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        """For noise of one size; where it changes slowly, the newest size stands for all that the filter averages."""
+        return release.noise_std * state["gain"]
 
     def _advance(self, fresh: Tensor, delays: Tensor) -> Tensor:
         """One step of the transposed direct form II, which needs the fewest delays; they are updated in place."""
@@ -98,10 +102,12 @@ class Smoothed:
     def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
         gain = self.gain if state["count"] else 1.0
         state["mean"].lerp_(release.total, gain)
-        # Of the filter's gains only: the share of one release's noise variance that is left.
-        state["variance"] = (1 - gain) ** 2 * state["variance"] + gain**2
+        state["variance"] = (1 - gain) ** 2 * state["variance"] + gain**2 * _mean_square(release.noise_std)
         state["count"] += 1
-        return Filtered(state["mean"].clone(), state, {}, release.noise_std * state["variance"] ** 0.5)
+        return Filtered(state["mean"].clone(), state, {})
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        return release.noise_std * (state["variance"] / max(_mean_square(release.noise_std), 1e-300)) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,10 @@ class SelfTuning:
             self._correct(pieces, variance, state)
         state["count"] += 1
         diagnostics = {"gain": state["gain"].mean(), "speed": state["speed"].clamp(min=0).mean()}
-        return Filtered(state["mean"].clone(), state, diagnostics, _expand(state["noise"].sqrt(), state))
+        return Filtered(state["mean"].clone(), state, diagnostics)
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        return _expand(state["noise"].sqrt(), state)
 
     def _correct(self, pieces: tuple[Tensor, ...], variance: Tensor, state: State) -> None:
         means = state["mean"].split(state["lengths"])
@@ -174,6 +183,10 @@ class SelfTuning:
             x.lerp_(y, k)
         state["gain"], state["error"] = gain, (1 - gain) * predicted
         state["noise"] = (1 - gain).square() * state["noise"] + gain.square() * variance
+
+
+def _mean_square(std: float | Tensor) -> float:
+    return float(std.double().square().mean()) if isinstance(std, Tensor) else float(std) ** 2
 
 
 def _variances(release: Release, state: State) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ class Filtered(NamedTuple):
     direction: Tensor
     state: State
     diagnostics: dict[str, Tensor]
-    noise_std: float | Tensor | None = None
-    """The standard deviation of the noise in the direction, per coordinate; None where the filter does not know it."""
 
 
 class Memory(Protocol):
@@ -49,6 +47,15 @@ class Memory(Protocol):
         ...
 
 
+@runtime_checkable
+class KnowsNoise(Protocol):
+    """A memory that can say how much noise its direction carries, for rules that want to know."""
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        """The standard deviation per coordinate, after the step that filtered this release."""
+        ...
+
+
 @dataclass(frozen=True)
 class Identity:
     """No memory: plain DP-SGD."""
@@ -61,7 +68,10 @@ class Identity:
         return {}
 
     def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
-        return Filtered(release.total, state, {}, release.noise_std)
+        return Filtered(release.total, state, {})
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        return release.noise_std
 
 
 class Kernel(Protocol):

@@ -13,7 +13,7 @@ from vestige.augmentation import Augment
 from vestige.averaging import Average, Last
 from vestige.clipping import Clip, Flat
 from vestige.correlated import Noise, White
-from vestige.memory import Identity, Memory
+from vestige.memory import Identity, KnowsNoise, Memory
 from vestige.probes import Here, Probe
 from vestige.questions import Question, SampledGaussian
 from vestige.rules import Rule, sgd
@@ -41,6 +41,11 @@ class Method:
     augment: Augment | None = None
 
     def __post_init__(self) -> None:
+        if self.rule.hears_noise and not isinstance(self.memory, KnowsNoise):
+            raise ValueError(
+                f"optimizer {self.rule.name} must know the noise it steps on, and the memory of {self.name} does not "
+                "say how much it leaves; use another optimizer"
+            )
         if self.noise.white:
             return
         if isinstance(self.clip, Adaptive) or self.schedule != Constant():

@@ -161,6 +161,9 @@ class Ascent:
         return gradient(climb(gradient(point)), part=1), state
 
     def climb_alone(self, field: Field) -> Field:
+        if self.radius == 0:
+            return field
+
         def above(parameters: Parameters, *example: Tensor) -> Parameters:
             uphill = field(parameters, *example)
             norm = torch.sqrt(sum(g.square().sum() for g in uphill.values())).clamp(min=1e-30)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from vestige.adaptive import Adaptive
 from vestige.clipping import Clip, Parameters, Transform
 from vestige.curator import BudgetSpent, Curator
 from vestige.layout import Layout
+from vestige.memory import KnowsNoise
 from vestige.method import Method
 from vestige.noise import Release
 from vestige.schedules import level
@@ -152,11 +153,11 @@ def step(state: State, method: Method, curator: Curator, multiplier: float) -> R
         clip, pace = method.clip.now(state.clip), method.clip.pace(state.clip)
     now = level(method.schedule, multiplier, state.step, curator.rate)
     release, state.probe = method.probe.ask(Asking(curator, method, clip, now, state.step), point, state.probe)
-    filtered = method.memory.step(release, state.memory, point)
-    state.memory, diagnostics = filtered.state, filtered.diagnostics
-    torch.mul(filtered.direction, 1 / release.expected_batch, out=state.gradient)
+    direction, state.memory, diagnostics = method.memory.step(release, state.memory, point)
+    torch.mul(direction, 1 / release.expected_batch, out=state.gradient)
     if isinstance(state.optimizer, AdamBC):
-        state.optimizer.hear(_known(filtered.noise_std, method) / release.expected_batch)
+        assert isinstance(method.memory, KnowsNoise), "Method refuses such a pair"
+        state.optimizer.hear(method.memory.noise_std(release, state.memory) / release.expected_batch)
     if isinstance(method.clip, Adaptive):
         for group in state.optimizer.param_groups:
             group["lr"] = state.lr * pace
@@ -167,15 +168,6 @@ def step(state: State, method: Method, curator: Curator, multiplier: float) -> R
     record = Record(state.step, diagnostics)
     state.step += 1
     return record
-
-
-def _known(noise_std: float | Tensor | None, method: Method) -> float | Tensor:
-    if noise_std is None:
-        raise ValueError(
-            f"optimizer {method.rule.name} must know the noise it steps on, and the memory of {method.name} does not "
-            "say how much it leaves; use another optimizer"
-        )
-    return noise_std
 
 
 def run(state: State, method: Method, curator: Curator, multiplier: float, steps: int) -> Iterator[Record]:

@@ -14,7 +14,9 @@ from vestige.method import Method, Neutral, register
 from vestige.methods.options import Beta1, Beta2, Bound, ClipSpeed, CountNoise, Target, WeightDecay, count_noise_of
 from vestige.rules import Rule
 
-Floor = Annotated[str | float, "least second moment after the noise is taken out (gamma'); auto: a tenth of the noise's"]
+Floor = Annotated[
+    str | float, "least second moment after the noise is taken out (gamma'); auto: a tenth of the noise's"
+]
 
 
 @register(
@@ -72,7 +74,9 @@ def adp_adamw(
     beta1: Beta1 = 0.9,
     beta2: Beta2 = 0.999,
     weight_decay: WeightDecay = 0.01,
-    schedule: Annotated[str, "how the noise falls from epoch to epoch: exponential, linear, time or step"] = "exponential",
+    schedule: Annotated[
+        str, "how the noise falls from epoch to epoch: exponential, linear, time or step"
+    ] = "exponential",
     noise_decay: Annotated[float, "exponential, step: ratio; linear, time: loss per epoch"] = 0.99,
 ) -> Method:
     """DP-AdamW with a public noise schedule: the noise falls from epoch to epoch."""

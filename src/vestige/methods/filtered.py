@@ -40,7 +40,9 @@ def disk(
     clip: Bound = 1.0,
     momentum: Momentum = 0.0,
     kappa: Annotated[float, "gain of the filter: share of the fresh release"] = 0.7,
-    extrapolation: Annotated[float, "how far along the last move the second gradient is taken (the paper's gamma)"] = 0.5,
+    extrapolation: Annotated[
+        float, "how far along the last move the second gradient is taken (the paper's gamma)"
+    ] = 0.5,
 ) -> Method:
     """A simplified Kalman filter: two gradients of each example forecast the next, then releases are smoothed.
 

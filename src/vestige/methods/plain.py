@@ -34,7 +34,9 @@ def dp_quantile(
     quantile: Target = 0.5,
     clip_speed: ClipSpeed = 0.2,
     count_noise: CountNoise = "auto",
-    steady_steps: Annotated[bool, "divide the learning rate by the bound's growth, so that steps keep their length"] = True,
+    steady_steps: Annotated[
+        bool, "divide the learning rate by the bound's growth, so that steps keep their length"
+    ] = True,
 ) -> Method:
     """Quantile clipping: the bound follows a noised count of the examples it leaves unclipped."""
     bound = Quantile(clip, quantile, clip_speed, count_noise_of(count_noise), steady_steps=steady_steps)
