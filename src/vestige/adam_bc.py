@@ -16,8 +16,8 @@ AUTO_FLOOR = 0.1
 class AdamBC(Optimizer):
     """Adam with the variance of the noise taken out of its second moment (Tang, Shpilevskiy & Lecuyer, AAAI 2024).
 
-    theta -= lr * m / sqrt(max(v - Phi, floor)), with m, v and Phi averaged and bias-corrected alike: Phi is the variance
-    of the noise in each coordinate of the gradient, which `hear` is told before every step, so that it follows
+    theta -= lr * m / sqrt(max(v - Phi, floor)), with m, v and Phi averaged and bias-corrected alike. Phi is the
+    variance of the noise in each coordinate of the gradient; `hear` is told it before every step, so that it follows
     schedules, clips and memories. There is no other constant in the denominator. `weight_decay` is decoupled. The
     floor is a number, or "auto": a tenth of Phi, which keeps the step's size independent of the scale of the noise.
     """

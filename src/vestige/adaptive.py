@@ -98,8 +98,8 @@ class Counted:
             return multiplier
         if not 2 * deviation > multiplier:
             raise ValueError(
-                f"count_noise={deviation} must exceed half the noise multiplier {multiplier:.4g}: the count alone would "
-                "cost more than the step may"
+                f"count_noise={deviation} must exceed half the noise multiplier {multiplier:.4g}: the count alone "
+                "would cost more than the step may"
             )
         return float((multiplier**-2 - (2 * deviation) ** -2) ** -0.5)
 

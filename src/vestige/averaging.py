@@ -1,4 +1,4 @@
-"""Which parameters are evaluated and kept? The last ones, or an average over the steps: free, since all were released."""
+"""Which parameters are evaluated and kept? The last ones, or an average of all: free, since all are releases."""
 
 from __future__ import annotations
 

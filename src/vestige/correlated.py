@@ -128,7 +128,7 @@ class Banded:
 class Buffered:
     """A buffered linear Toeplitz strategy: coefficients sum_j scale_j decay_j^(k-1) (Dvijotham et al. 2024).
 
-    Formal guarantees: the data are split once into floor(1 / rate) parts that take turns. The strategy's entries are not
+    Formal guarantees: the data are split once into floor(1 / rate) parts that take turns. No entry of the strategy is
     negative, so its sensitivity is that of the first part's visits, and the whole run is one Gaussian mechanism
     (Denisov et al. 2022, Theorem 2.1). It is charged in equal shares per visit, as many as every prefix needs.
     """

@@ -19,8 +19,11 @@ State = dict[str, Any]
 
 
 class AskGradient(Protocol):
-    population: int
-    rate: float
+    @property
+    def population(self) -> int: ...
+
+    @property
+    def rate(self) -> float: ...
 
     def __call__(
         self,

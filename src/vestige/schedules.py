@@ -1,4 +1,4 @@
-"""How does the noise change from epoch to epoch? Public schedules, fixed before training; each step pays its own level."""
+"""How does the noise change from epoch to epoch? Public schedules; each step pays its own level."""
 
 from __future__ import annotations
 

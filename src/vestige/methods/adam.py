@@ -31,7 +31,7 @@ def dp_adam(*, clip: Bound = 1.0, beta1: Beta1 = 0.9, beta2: Beta2 = 0.999) -> M
 
 @register(
     "dp-adambc",
-    "Tang, Shpilevskiy and Lecuyer, DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You Apply Bias Correction), AAAI 2024",
+    "Tang, Shpilevskiy and Lecuyer, DP-AdamBC: Your DP-Adam Is Actually DP-SGD, AAAI 2024",
     neutral=Neutral({"beta1": 0.0, "floor": 1.0}),
 )
 def dp_adambc(

@@ -14,7 +14,7 @@ from vestige.rules import sgd
 
 @register(
     "doppler",
-    "Zhang et al., DOPPLER: Differentially Private Optimizers with Low-pass Filter for Privacy Noise Reduction, NeurIPS 2024",
+    "Zhang et al., DOPPLER: Differentially Private Optimizers with Low-pass Filter, NeurIPS 2024",
     neutral=Neutral({"order": 0}),
 )
 def doppler(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from vestige.adaptive import Automatic, Quantile
 from vestige.clipping import Flat
