@@ -210,7 +210,9 @@ def law_of_resuming(method_of, folder):
     list(resumed)
     assert torch.equal(whole, torch.cat([p.detach().ravel() for p in resumed.model.parameters()]))
     with straight.averaged(), resumed.averaged():
-        assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,11 +9,11 @@ from math import exp, sqrt
 import numpy as np
 import pytest
 import torch
-from conftest import clip_and_sum, example_gradients, make_toy
 from scipy.signal import lfilter
 from torch import nn
 
 import vestige
+from conftest import clip_and_sum, example_gradients, make_toy
 from vestige import accounting, averaging, correlated, planning, schedules
 from vestige.adam_bc import AdamBC
 from vestige.adaptive import Automatic, Counted, Paced, Quantile
@@ -180,7 +180,16 @@ def test_schedules_are_their_formulas_and_each_step_pays_and_gets_its_level(sche
     spy = Spy()
     model, data = make_toy(features=60)
     training = vestige.train(
-        model, LOSS, data, method=method, sample_rate=0.5, steps=10, noise_multiplier=3.0, delta=1e-5, lr=0.1, reproducible=1
+        model,
+        LOSS,
+        data,
+        method=method,
+        sample_rate=0.5,
+        steps=10,
+        noise_multiplier=3.0,
+        delta=1e-5,
+        lr=0.1,
+        reproducible=1,
     )
     training._curator._nonprivate_witness = spy
     list(training)
@@ -191,6 +200,7 @@ def test_schedules_are_their_formulas_and_each_step_pays_and_gets_its_level(sche
     assert any(abs(m / (1.5 * l) - 1) > 0.15 for m, l in zip(measured, levels, strict=True))
 
 
+@pytest.mark.slow
 def test_a_thousand_noise_levels_are_planned_in_seconds():
     method = Method(name="x", schedule=schedules.Exponential(0.999))
     begin = time.perf_counter()
@@ -198,7 +208,7 @@ def test_a_thousand_noise_levels_are_planned_in_seconds():
     history = planning.questions(method, 0.02, z, 50_000)
     assert len(history) == 1000
     assert accounting.epsilon(history, 1e-5) <= 3.0
-    assert time.perf_counter() - begin < 60
+    assert time.perf_counter() - begin < 120
 
 
 # --- clips -----------------------------------------------------------------------------------------------------------
@@ -327,7 +337,7 @@ def test_dp_sam_asks_at_the_top_of_its_ascent_at_its_own_price(ascent, questions
     method.probe.ask(Asking(curator, method, method.clip, 1.0, 0), point, {})
     assert asked == [SampledGaussian(0.5, 1.0)] * questions
     assert np.concatenate(spy.noises).std() == pytest.approx(noise, rel=0.1)
-    assert np.concatenate(spy.noises).std() != pytest.approx(noise * 1.4, rel=0.1)
+    assert np.concatenate(spy.noises).std() != pytest.approx(noise * 1.4, rel=0.1)  # the test can tell them apart
     theta = flat(model).double().numpy()
     samples = [Poisson(0.5).draw(60, index, Randomness.reproducible(1)) for index in range(2)]
     who = samples[0] if ascent != "fresh" else samples[1]
@@ -365,7 +375,7 @@ def test_importance_sampling_is_unbiased_and_every_contribution_has_one_norm():
     point = {name: p.detach() for name, p in model.named_parameters()}
     method = build("dp-is", clip=clip, boost=boost)
     total = np.zeros_like(target)
-    rounds = 1500
+    rounds = 500
     norm_sum = float(np.minimum(norms, clip).sum())
     smallest = clip * 40 / boost
     norm_sum = max(norm_sum, smallest)
@@ -380,12 +390,10 @@ def test_importance_sampling_is_unbiased_and_every_contribution_has_one_norm():
     alone = curator_of(model, (data[0][:1], data[1][:1]), rate=1.0, spy=spy)
     spy.sums.clear()
     for step in range(30):
-        method.probe.ask(
-            Asking(alone, method, method.clip, 1.0, step), point, {"step": 1, "norm_sum": clip}
-        )
-    lengths = {round(float(np.linalg.norm(s)), 5) for s in spy.sums}
-    assert lengths <= {0.0, round(clip, 5)}
-    assert len(lengths) >= 1
+        method.probe.ask(Asking(alone, method, method.clip, 1.0, step), point, {"step": 1, "norm_sum": clip})
+    lengths = np.array([np.linalg.norm(s) for s in spy.sums])
+    np.testing.assert_allclose(lengths[lengths > 0], clip, rtol=1e-5)  # K / N with one example
+    assert (lengths > 0).any()
 
 
 def test_the_normaliser_is_an_estimate_of_the_sum_of_norms_and_is_charged():
@@ -394,9 +402,9 @@ def test_the_normaliser_is_an_estimate_of_the_sum_of_norms_and_is_charged():
     curator = curator_of(model, data, rate=0.5, asked=asked)
     point = {name: p.detach() for name, p in model.named_parameters()}
     truth = np.minimum(np.linalg.norm(example_gradients(model, *data), axis=1), 0.9).sum()
-    seen = [curator.norms(point, 0.9, 2.0, step=s) for s in range(400)]
+    seen = [curator.norms(point, 0.9, 2.0, step=s) for s in range(100)]
     assert set(asked) == {SampledGaussian(0.5, 2.0)}
-    assert np.mean(seen) == pytest.approx(truth, abs=4 * np.std(seen) / 20)
+    assert np.mean(seen) == pytest.approx(truth, abs=4 * np.std(seen) / 10)
     probe = Importance(1.0, 2.0, 5.0)
     assert probe.questions(0.1, 1.0, 0) == (SampledGaussian(0.1, 5.0), SampledGaussian(0.2, 1.0))
     assert probe.questions(0.1, 1.0, 3) == (SampledGaussian(0.2, 1.0),)
@@ -453,7 +461,9 @@ def test_disk_on_a_quadratic_without_noise_follows_the_exact_gradient():
     for _ in range(6):
         release, look = probe.ask(gradient, {"weight": theta}, look)
         direction, kept, _ = memory.step(release, kept, {})
-        np.testing.assert_allclose(direction, (theta @ torch.tensor(curvature, dtype=torch.float32)).ravel(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            direction, (theta @ torch.tensor(curvature, dtype=torch.float32)).ravel(), rtol=1e-4, atol=1e-5
+        )
         theta = theta - 0.05 * direction.view(1, 4)
 
 
@@ -537,7 +547,9 @@ def dense(noise, rate, steps):
     columns = []
     for k in range(steps):
         stream = noise.start(rate, steps)
-        columns.append([float(stream.next(torch.tensor([1.0 if t == k else 0.0], dtype=torch.float64))) for t in range(steps)])
+        columns.append(
+            [float(stream.next(torch.tensor([1.0 if t == k else 0.0], dtype=torch.float64))) for t in range(steps)]
+        )
     return np.array(columns).T
 
 
@@ -558,7 +570,9 @@ def test_correlated_noise_is_its_matrix_and_its_errors_and_gains_are_as_computed
         assert prefix.mean() < np.arange(1, steps + 1).mean()  # better than white noise
     if isinstance(noise, correlated.Buffered):
         scales, decays = correlated.buffered_coefficients(2, steps, 4)
-        column = np.array([1.0] + [sum(s * d ** (k - 1) for s, d in zip(scales, decays, strict=True)) for k in range(1, steps)])
+        column = np.array(
+            [1.0] + [sum(s * d ** (k - 1) for s, d in zip(scales, decays, strict=True)) for k in range(1, steps)]
+        )
         strategy = sum(np.diag(np.full(steps - k, column[k]), -k) for k in range(steps))
         np.testing.assert_allclose(strategy @ matrix, np.eye(steps), atol=1e-7)
         for visits in range(1, 13):  # every prefix of an example's visits, every part
