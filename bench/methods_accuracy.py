@@ -24,9 +24,9 @@ from scipy.stats import t as student
 
 import vestige
 from vestige import tasks
+from vestige.layout import Layout
 from vestige.method import METHODS, build
 from vestige.planning import plan
-from vestige.layout import Layout
 
 GRID = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 LIMITS = ("sample_rate", "steps", "delta")
@@ -77,7 +77,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         mean, half = interval(values)
         return f"{mean:.4f}" + ("" if math.isnan(half) else f" ± {half:.4f}")
 
-    for (epsilon, method), by_rate in sorted(cells.items(), key=lambda item: (item[0][0], -max(map(_mean, item[1].values())))):
+    for (epsilon, method), by_rate in sorted(
+        cells.items(), key=lambda item: (item[0][0], -max(map(_mean, item[1].values())))
+    ):
         best = max(by_rate, key=lambda multiple: _mean(by_rate[multiple]))
         auto = shown(by_rate[1.0]) if 1.0 in by_rate else ""
         runs = sum(map(len, by_rate.values()))
@@ -134,7 +136,9 @@ def main() -> None:
                 continue
             rows.append(row)
             file.write(json.dumps(row) + "\n")
-            print(f"{number}/{len(left)} {row['method']} eps {row['epsilon']:g} x{row['multiple']:g}: {row['accuracy']:.4f}")
+            print(
+                f"{number}/{len(left)} {row['method']} eps {row['epsilon']:g} x{row['multiple']:g}: {row['accuracy']:.4f}"
+            )
     wanted = {json.dumps(cell, sort_keys=True) for cell in cells}
     rows = [r for r in rows if json.dumps({key: r[key] for key in cells[0]}, sort_keys=True) in wanted]
     text = table(rows)

@@ -16,9 +16,10 @@ from vestige import accounting
 from vestige.adaptive import Adaptive
 from vestige.clipping import Flat, Reference
 from vestige.curator import Curator
+from vestige.groups import named_grouping
 from vestige.layout import Layout
 from vestige.memory import Filtered, Identity
-from vestige.method import METHODS, Method, build
+from vestige.method import METHODS, Method, build, by_group
 from vestige.noise import Randomness
 from vestige.planning import questions
 from vestige.probes import Here
@@ -64,6 +65,8 @@ def test_the_neutral_setting_is_dp_sgd_bit_for_bit(name):
     other = build(neutral.like, **neutral.like_options)
     if neutral.optimizer:
         other = replace(other, rule=named(neutral.optimizer, {}))
+    if neutral.groups:
+        other = by_group(other, named_grouping(neutral.groups))
     law_of_the_neutral_setting(build(name, **neutral.options), other, neutral.sample_rate or RATE)
 
 
@@ -85,11 +88,12 @@ class Twin:
     """Asks two curators every question of a step at the same points, and keeps how far apart their answers were."""
 
     def __init__(self, method, clip, curators, step):
+        self.layout = Layout.of(toy()[0], method.grouping)
         self.asks = [Asking(curator, method, clip, NOISE, step) for curator in curators]
         self.clip, self.population, self.rate, self.bounds = clip, self.asks[0].population, self.asks[0].rate, []
 
     def __call__(self, point, *, then=None, clip=None, **rest):
-        sensitivity = (clip or self.clip).sensitivity(None)
+        sensitivity = (clip or self.clip).sensitivity(self.layout)
         self.bounds += [0.5] if hasattr(self.clip, "centred_count") else []
         self.bounds += [sensitivity] * (2 if then else 1)
         tops = []
@@ -111,7 +115,7 @@ class Twin:
 def distances(method, data, fewer, rate, engine=Reference, steps=5):
     """Every answer's un-noised distance between two datasets, beside the declared sensitivity."""
     model, _ = toy()
-    layout = Layout.of(model)
+    layout = Layout.of(model, method.grouping)
     seen = [[], []]
     curators = [
         Curator(
@@ -140,7 +144,10 @@ def distances(method, data, fewer, rate, engine=Reference, steps=5):
         if isinstance(method.clip, Adaptive):
             state.clip = method.clip.learn(release.unclipped, state.clip)
     assert len(seen[0]) == len(seen[1]) == len(bounds)
-    return [(float((a - b).norm()), bound) for a, b, bound in zip(*seen, bounds, strict=True)]
+    return [
+        (float((a - b).norm()), bound) if isinstance(bound, float) else (float(((a - b) / bound).norm()), 1.0)
+        for a, b, bound in zip(*seen, bounds, strict=True)
+    ]
 
 
 def heavy_last():

@@ -38,11 +38,8 @@ def flat(model):
 
 def run(method, *, steps=5, rate=0.3, noise=1.0, lr=0.3, data=None, **changes):
     model, toy = make_toy()
-    training = vestige.train(
-        model, LOSS, data or toy, method=method, sample_rate=rate, steps=steps, noise_multiplier=noise, delta=1e-5, lr=lr,
-        reproducible=4, **changes,
-    )  # fmt: skip
-    return training
+    limits = {"sample_rate": rate, "steps": steps, "noise_multiplier": noise, "delta": 1e-5, "lr": lr}
+    return vestige.train(model, LOSS, data or toy, method=method, reproducible=4, **limits, **changes)
 
 
 class Spy:
@@ -140,7 +137,7 @@ def test_adam_bc_hears_the_noise_that_was_really_added():
     heard = []
     method = Method(name="mixed", rule=build("dp-adambc").rule, schedule=schedules.Exponential(0.5), clip=Flat(0.7))
     training = run(method, steps=7)
-    training.state.optimizer.hear = heard.append  # noqa: the test listens in
+    training.state.optimizer.hear = heard.append  # the test listens in
     training.state.optimizer.step = lambda: None
     list(training)
     batch = 0.3 * 60
@@ -300,7 +297,7 @@ def test_dp_sat_asks_where_the_last_release_points_and_asks_once():
     state = State(model, method, Layout.of(model), 0.3)
     curator = curator_of(model, data, spy=spy, asked=asked)
     points = []
-    for step in range(3):
+    for _ in range(3):
         points.append(flat(model).double().numpy())
         vestige.training.step(state, method, curator, 1.0)
     assert len(asked) == 3
@@ -725,6 +722,18 @@ def test_views_are_flips_and_crops_and_an_example_with_many_is_still_clipped_onc
     assert float(into.norm()) == pytest.approx(0.5, rel=1e-4)
     with pytest.raises(ValueError, match="flips and crops images"):
         list(run(Method(name="x", augment=Augment(2))))
+
+
+@pytest.mark.parametrize("name", ["dp-sam", "dp-is", "dp-quantile", "adp-adamw", "dp-blt", "dp-adam-ac"])
+def test_a_loop_of_ones_own_refuses_what_it_cannot_answer_as_priced(name):
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model, data = make_toy()
+    with pytest.raises(ValueError, match=r"use vestige\.train"):
+        vestige.engine.PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), method=name, noise_multiplier=1.0,
+            data_loader=DataLoader(TensorDataset(*data), batch_size=6), max_grad_norm=1.0,
+        )  # fmt: skip
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

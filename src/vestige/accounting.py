@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
-from math import exp, expm1, floor, inf, log, log2, sqrt
+from math import ceil, exp, expm1, floor, inf, log, log2, sqrt
 from typing import Any
 
 import numpy as np
@@ -255,7 +255,8 @@ class _Calibration:
             low /= 2
             if low < 1 / LARGEST_MULTIPLIER:
                 raise ValueError(
-                    f"epsilon={self.target} is met without noise: the plan asks nothing that noise protects"
+                    f"epsilon={self.target} is met with next to no noise: the plan asks nothing, or its cost does not "
+                    "depend on the multiplier; there is nothing to calibrate"
                 )
         return low, high
 
@@ -413,7 +414,7 @@ class Budget:
         self.epsilon, self.delta = epsilon, delta
         runs = _runs(planned)
         self.planned = history_of_runs(runs)
-        self.certified = self._longest_prefix({}, runs)
+        self.certified = self._longest_prefix(runs)
         self._ahead: History = {}
 
     @property
@@ -427,17 +428,18 @@ class Budget:
             if spent.get(question, 0) < known.get(question, 0) and within(spent, known):
                 return True
         wanted = history_of_runs([*spent.items(), (question, 1)])
-        if not self._affords(wanted, FINE):
+        if not (self._affords(wanted, COARSE) or self._affords(wanted, FINE)):
             return False
-        # Outside the plan: certify as many more of this question as fit, so that the next ones are free again.
-        self._ahead = self._longest_prefix(wanted, [(question, max(64, sum(spent.values())))])
+        # Outside the plan: certify some more of the same as well, so that the next questions are free again.
+        larger = (_grown(wanted, share) for share in (1, 1 / 4, 1 / 16, 1 / 64, 1 / 256))
+        self._ahead = next((history for history in larger if self._affords(history, COARSE)), wanted)
         return True
 
-    def _longest_prefix(self, base: History, runs: Sequence[tuple[Question, int]]) -> History:
-        """The base, which must fit, and the longest prefix of the runs that fits with it."""
+    def _longest_prefix(self, runs: Sequence[tuple[Question, int]]) -> History:
+        """The longest prefix of the runs that is within the budget."""
 
         def prefix(steps: int) -> History:
-            return history_of_runs([*base.items(), *first(runs, steps)])
+            return history_of_runs(first(runs, steps))
 
         total = sum(count for _, count in runs)
         if self._affords(prefix(total), FINE):
@@ -445,9 +447,8 @@ class Budget:
         fits = _largest(0, total, lambda steps: epsilon(prefix(steps), self.delta, "rdp") <= self.epsilon)
         fits = _largest(fits, total, lambda steps: self._affords(prefix(steps), COARSE))
         # The coarse grid is at most about 0.02% above the fine one, so few steps are left to gain.
-        return prefix(
-            _largest(fits, min(total, fits + fits // 1000 + 2), lambda steps: self._affords(prefix(steps), FINE))
-        )
+        last = min(total, fits + fits // 1000 + 2)
+        return prefix(_largest(fits, last, lambda steps: self._affords(prefix(steps), FINE)))
 
     def _affords(self, history: History, fineness: float) -> bool:
         if epsilon(history, self.delta, "rdp") <= self.epsilon:
@@ -461,6 +462,11 @@ def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def _grown(history: History, share: float) -> History:
+    """Every count larger by this share, and by one at least."""
+    return {question: count + ceil(count * share) for question, count in history.items()}
 
 
 def _runs(planned: Plan) -> list[tuple[Question, int]]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from vestige import accounting
-from vestige.clipping import Engine, Loss, Reference
+from vestige.clipping import Engine, Loss
 from vestige.curator import Curator, Data
+from vestige.engines import engine_by_name
 from vestige.files import write_atomically
 from vestige.independence import require_independent
 from vestige.layout import Layout
@@ -26,8 +28,6 @@ from vestige.questions import Question
 from vestige.run_folder import RunFolder, paced
 from vestige.sampling import SAMPLINGS
 from vestige.training import Record, State, run
-
-ENGINES: dict[str, type[Reference]] = {"reference": Reference}
 
 
 def train(
@@ -44,7 +44,7 @@ def train(
     lr: float | Literal["auto"] = "auto",
     sampling: str = "poisson",
     physical_batch: int | None = None,
-    engine: str = "reference",
+    engine: str = "bookkeeping",
     reproducible: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -68,8 +68,6 @@ def train(
         sampling = chosen.noise.sampling(sample_rate).kind
     elif sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
-    if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} is unknown; choose from {', '.join(ENGINES)}")
     if physical_batch is not None and physical_batch < 1:
         raise ValueError(f"physical_batch={physical_batch} must be a whole number from 1 up")
     return Training(
@@ -77,7 +75,7 @@ def train(
         data,
         chosen,
         loss,
-        engine=ENGINES[engine],
+        engine=engine_by_name(engine),
         limits={
             "sample_rate": sample_rate,
             "steps": steps,
@@ -106,7 +104,7 @@ class Training:
         method: Method,
         loss: Loss,
         *,
-        engine: type[Reference],
+        engine: Callable[[nn.Module, Loss, Layout], Engine],
         limits: dict[str, Any],
         sampling: str,
         physical_batch: int | None,
@@ -116,15 +114,14 @@ class Training:
         request: dict[str, Any] | None,
         transcript: str | Path | None,
     ) -> None:
-        layout = Layout.of(model)
+        self.layout = layout = Layout.of(model, method.grouping)
         device = next(model.parameters()).device
         self.model, self.method, self.folder = model, method, folder
         self.transcript = Transcript(Path(transcript)) if transcript is not None else None
         self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=seed is not None)
-        answers: Engine = engine(model, loss, layout)
         self._curator = Curator(
             data,
-            answers,
+            engine(model, loss, layout),
             layout,
             SAMPLINGS[sampling](limits["sample_rate"])
             if sampling in SAMPLINGS
@@ -200,7 +197,7 @@ class Training:
     def _records(self) -> Generator[Record, None, None]:
         for record in run(self.state, self.method, self._curator, self.plan.noise_multiplier, self.plan.steps):
             if self.transcript is not None:
-                self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch)
+                self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
             yield replace(record, epsilon=self.spent())
 
     def _open(self, resume: bool, request: dict[str, Any]) -> None:
@@ -211,6 +208,7 @@ class Training:
             "noise": self.facts.noise,
             "nonprivate_outputs": self.facts.nonprivate_outputs,
             "population": self._curator.population,
+            "groups": list(self.layout.group_names),
             "adjacency": "add/remove one example",
         }
         if self.folder is None:
@@ -275,13 +273,17 @@ class Transcript:
             "noise": [],
             "release": [],
             "direction": [],
+            "exponent": [],
         }
+        self._group: np.ndarray[Any, Any] | None = None
 
     def __call__(self, clipped_sum: Tensor, noise: Tensor) -> None:
         self._seen.append((clipped_sum, noise.clone()))
 
-    def settle(self, fresh_share: float, state: State, expected_batch: float) -> None:
+    def settle(self, fresh_share: float, state: State, expected_batch: float, record: Record) -> None:
         """Pair what the witness saw in this step with what was released and what was stepped on."""
+        if self._group is None:
+            self._group = state.layout.expand(torch.arange(state.layout.groups)).numpy()
         clipped_sum, noise = self._seen[-1]  # of several answers in a step, the one that is stepped on
         self._seen.clear()
         direction = state.gradient * expected_batch
@@ -291,11 +293,15 @@ class Transcript:
             "release": direction if fresh_share < 1 else clipped_sum + noise,
             "direction": direction,
         }
+        if "exponent" in record.diagnostics:
+            row["exponent"] = record.diagnostics["exponent"]
         for key, value in row.items():
             self._rows[key].append(value.cpu().numpy())
 
     def save(self) -> None:
         arrays = {key: np.stack(rows) for key, rows in self._rows.items() if rows}
+        if self._group is not None:
+            arrays["group"] = self._group
 
         def write(beside: Path) -> None:
             with open(beside, "wb") as file:

@@ -78,6 +78,7 @@ def _neutral(entry: Entry) -> str:
         setting += f", sample rate {neutral.sample_rate:g}"
     same = ", ".join(f"{key}={value}" for key, value in neutral.like_options.items())
     with_rule = f" with the optimizer {neutral.optimizer}" if neutral.optimizer else ""
+    with_rule += f" by {neutral.groups}" if neutral.groups else ""
     return f"{setting}: equals {neutral.like}{f' ({same})' if same else ''}{with_rule}, bit for bit"
 
 

@@ -62,6 +62,7 @@ class Curator:
         self.rate = sampling.rate
         self._noise = noise
         self.asked = 0
+        self._priced: tuple[Clip, float | Tensor, float] | None = None
         self.nonprivate_broken_examples = torch.zeros((), dtype=torch.long, device=device)
 
     def gradient(
@@ -88,8 +89,7 @@ class Curator:
         sum of squared inverse multipliers, and all of them are charged before the first is answered). With correlated
         noise, one step of the mechanism that `question` names.
         """
-        sensitivity = clip.sensitivity(self._layout)
-        ceiling = float(sensitivity.max()) if isinstance(sensitivity, Tensor) else sensitivity
+        _, ceiling = self._sensitivity(clip)
         rate = min(1.0, self._sampling.rate * boost)
         index = self._charge(question or SampledGaussian(rate, multiplier), step, part, ceiling)
         if isinstance(clip, Thinned):
@@ -164,7 +164,7 @@ class Curator:
         again: str = "",
     ) -> Release:
         total, norms = self._sum(sample, parameters, clip, transform, index)
-        bounded = BoundedSum(total, clip.sensitivity(self._layout))
+        bounded = BoundedSum(total, self._sensitivity(clip)[0])
         unclipped = None
         if isinstance(clip, Counted):
             unclipped = self._unclipped(clip, norms, multiplier, index)
@@ -177,7 +177,7 @@ class Curator:
             std = std * self._noise.gain(index)
         if self._nonprivate_witness is not None:
             self._nonprivate_witness(total.clone(), noise)
-        return Release(total.add_(noise), std, self.expected_batch, unclipped)
+        return Release(total.add_(noise), std, self.expected_batch, unclipped, self._sampling.rate)
 
     def _unclipped(self, clip: Counted, norms: Tensor, multiplier: float, index: int) -> float | None:
         """The fraction of examples that the clip left alone, from a noised centred count over the public batch size."""
@@ -189,6 +189,16 @@ class Curator:
         if self._nonprivate_witness is not None:
             self._nonprivate_witness(torch.tensor([count]), torch.tensor([noise]))
         return min(1.0, max(0.0, (count + noise) / self.expected_batch + 0.5))
+
+    def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
+        """The clip's sensitivity, on the device, and its largest value; kept while the clip stays the same."""
+        if self._priced is None or self._priced[0] is not clip:
+            sensitivity = clip.sensitivity(self._layout)
+            if isinstance(sensitivity, Tensor):
+                self._priced = clip, sensitivity.to(self._device), float(sensitivity.max())
+            else:
+                self._priced = clip, sensitivity, sensitivity
+        return self._priced[1:]
 
     @contextlib.contextmanager
     def _model_randomness(self, index: int) -> Iterator[None]:

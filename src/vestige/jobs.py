@@ -13,7 +13,10 @@ import torch
 from vestige import averaging, tasks
 from vestige.api import Training, train
 from vestige.augmentation import Augment
-from vestige.method import Method, build
+from vestige.groups import named_grouping, named_split
+from vestige.layout import Layout
+from vestige.method import Method, build, by_group
+from vestige.planning import accounted_multiplier, paper_groups
 from vestige.rules import named
 from vestige.run_folder import RunFolder
 from vestige.training import Record, accuracy
@@ -40,8 +43,11 @@ class Job:
     optimizer: str | None = None
     average: str | None = None
     augment: int | None = None
+    groups: str | None = None
+    split: str | None = None
+    share: str | None = None
     sampling: str = "poisson"
-    engine: str = "reference"
+    engine: str = "bookkeeping"
     physical_batch: int | None = None
     seed: int = 0
     reproducible: bool = False
@@ -51,7 +57,7 @@ class Job:
 
 
 def method_of(job: Job) -> Method:
-    method = build(job.method, **job.options)
+    method = _divided(build(job.method, **job.options), job)
     if job.average is not None:
         method = replace(method, average=averaging.named(job.average))
     if job.augment is not None:
@@ -63,17 +69,28 @@ def method_of(job: Job) -> Method:
     return replace(method, rule=named(job.optimizer, method.rule.options if job.optimizer.lower() == "sgd" else {}))
 
 
+def _divided(method: Method, job: Job) -> Method:
+    """Apply the job's groups, split and share to a method that may have its own."""
+    if job.groups is None and job.split is None and job.share is None:
+        return method
+    grouping = method.grouping if job.groups is None else named_grouping(job.groups)
+    if grouping is None and (job.split is not None or job.share is not None):
+        name, value = ("share", job.share) if job.share is not None else ("split", job.split)
+        raise ValueError(f"{name}={value!r} needs groups to share between: give groups='layers' or patterns")
+    split = None if job.split is None else named_split(job.split)
+    return by_group(method, grouping, split, job.share or "equal")  # type: ignore[arg-type]
+
+
 def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Task, Training]:
     """Load the task and prepare its training; nothing is asked of the data yet."""
     method = method_of(job)
     multiplier = job.noise_multiplier
-    if job.paper_sigma is not None:
-        if multiplier is not None:
-            raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
-        if not job.paper_sigma > 0:
-            raise ValueError(f"paper_sigma={job.paper_sigma} must be positive")
-        multiplier = job.paper_sigma / method.memory.fresh_share
+    if job.paper_sigma is not None and multiplier is not None:
+        raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
     task = tasks.load(job.task, job.data, job.seed)
+    if job.paper_sigma is not None:
+        groups = paper_groups(method, Layout.of(task.model, method.grouping))
+        multiplier = accounted_multiplier(job.paper_sigma, method.memory.fresh_share, groups)
     try:
         task.model.to(job.device)
     except (RuntimeError, AssertionError) as error:
@@ -136,7 +153,7 @@ def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None
         "run": str(training.folder.path) if training.folder else None,
     }
     if record is not None:
-        result |= {key: float(value) for key, value in record.diagnostics.items() if value.dim() == 0}
+        result |= {key: value for key, value in record.to_json().items() if key in record.diagnostics}
     if interrupted:
         training.ledger.close()
     else:
@@ -156,6 +173,7 @@ def statement(training: Training) -> dict[str, Any]:
         "noise_multiplier": training.plan.noise_multiplier,
         "sample_rate": training.plan.sample_rate,
         "expected_batch": training.expected_batch,
+        "groups": training.layout.groups,
         "lr": training.plan.lr,
         "lr_reason": training.plan.lr_reason,
         "asked": sum(training.ledger.spent.values()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from vestige.adaptive import Adaptive
@@ -13,6 +13,8 @@ from vestige.augmentation import Augment
 from vestige.averaging import Average, Last
 from vestige.clipping import Clip, Flat
 from vestige.correlated import Noise, White
+from vestige.groups import PerGroup, Share
+from vestige.layout import Grouping
 from vestige.memory import Identity, KnowsNoise, Memory
 from vestige.probes import Here, Probe
 from vestige.questions import Question, SampledGaussian
@@ -39,6 +41,8 @@ class Method:
     noise: Noise = field(default_factory=White)
     average: Average = field(default_factory=Last)
     augment: Augment | None = None
+    grouping: Grouping | None = None
+    """Which parameters form a group, for parts that work group by group; None: all of them are one."""
 
     def __post_init__(self) -> None:
         if self.rule.hears_noise and not isinstance(self.memory, KnowsNoise):
@@ -79,12 +83,30 @@ class Neutral:
     like_options: dict[str, Any] = field(default_factory=dict)
     optimizer: str | None = None
     """The torch optimizer to give the other method, where the difference is the optimizer's."""
+    groups: str | None = None
+    """The groups by which the other method must clip, where this one does."""
     sample_rate: float | None = None
     """The sampling rate at which it holds; None if at any."""
 
 
 ONE_SUM = "one noised sum of clipped gradients per step"
 DP_SGD_PRICE = "T x SGM(q, z): the price of DP-SGD"
+
+
+def by_group(
+    method: Method,
+    grouping: Grouping | None,
+    split: tuple[float, ...] | None = None,
+    share: Share = "equal",
+) -> Method:
+    """The same method, clipping each group of parameters by itself; `grouping=None` makes all of them one group."""
+    if not isinstance(method.clip, Flat | PerGroup):
+        raise ValueError(
+            f"groups: {method.name} clips by {type(method.clip).__name__}, which cannot be split in groups"
+        )
+    bound = method.clip.bound
+    clip = Flat(bound) if grouping is None else PerGroup(bound, split, share)
+    return replace(method, clip=clip, grouping=grouping)
 
 
 @dataclass(frozen=True)

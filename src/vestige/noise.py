@@ -23,6 +23,8 @@ class Release:
     expected_batch: float
     unclipped: float | None = None
     """The noised fraction of examples that the clip left alone, where the clip counts them."""
+    sample_rate: float = 1.0
+    """The probability with which an example took part: an epoch is 1 / sample_rate releases."""
 
     @property
     def noise_norm(self) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from vestige import accounting
+from vestige.groups import PerGroup
 from vestige.layout import Layout
 from vestige.learning_rate import auto_rate, initial_weight_norm
 from vestige.method import Method
@@ -118,6 +119,31 @@ def noise_walk(method: Method, sample_rate: float, steps: int) -> float:
     if method.schedule == Constant():
         return sqrt(steps)
     return sqrt(sum(level(method.schedule, 1.0, step, sample_rate) ** 2 for step in range(steps)))
+
+
+def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: int = 1) -> float:
+    """The noise multiplier of a whole step, from a memory method's own sigma.
+
+    The paper noises `fresh_share` times the sum with sigma times each group's bound. Dividing by `fresh_share` is a
+    bijection of the release given the earlier ones, and `groups` equal ratios on one sample are one Gaussian mechanism
+    with their ratio over sqrt(groups).
+    """
+    if not paper_sigma > 0:
+        raise ValueError(f"paper_sigma={paper_sigma} must be positive")
+    return paper_sigma / (fresh_share * groups**0.5)
+
+
+def paper_groups(method: Method, layout: Layout) -> int:
+    """How many groups share the sigma of a paper; refused where the groups' own ratios differ."""
+    if not isinstance(method.clip, PerGroup):
+        return 1
+    ratios = method.clip.scales(layout.group_sizes) / method.clip.bounds(layout.groups)
+    if not bool(((ratios / ratios[0] - 1).abs() < 1e-9).all()):
+        raise ValueError(
+            f"paper_sigma: with share={method.clip.share!r} every group has its own ratio of noise to bound, "
+            f"and a paper's sigma is one number; give noise_multiplier or epsilon"
+        )
+    return layout.groups
 
 
 def check_steps(steps: int) -> None:

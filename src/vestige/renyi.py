@@ -40,7 +40,8 @@ def curves(rates: Sequence[float], multipliers: Sequence[float]) -> Array:
     result[plain] = ORDERS / (2 * multiplier[plain, None] ** 2)
     sampled = (rate > 0) & (rate < 1) & (multiplier > 0) & np.isfinite(multiplier)
     if sampled.any():
-        result[sampled] = np.maximum(_sampled(rate[sampled], multiplier[sampled]), 0.0)
+        without_sampling = ORDERS / (2 * multiplier[sampled, None] ** 2)
+        result[sampled] = np.clip(_sampled(rate[sampled], multiplier[sampled]), 0.0, without_sampling)
     assert not np.isnan(result).any(), "a Renyi curve is not a number"
     return result
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -32,7 +33,15 @@ class Record:
     epsilon: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "epsilon": self.epsilon, **{k: v.tolist() for k, v in self.diagnostics.items()}}
+        seen = {name: _plain(value.tolist()) for name, value in self.diagnostics.items()}
+        return {"step": self.step, "epsilon": self.epsilon, **seen}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and lists as JSON has them: what is not finite is undefined, null."""
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return value if isfinite(value) else None
 
 
 class State:

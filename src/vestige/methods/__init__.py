@@ -7,6 +7,7 @@ from vestige.methods.fractional import exponential_memory, fo_dp_sgd, post_fm, u
 from vestige.methods.importance import dp_is
 from vestige.methods.plain import dp_auto_clip, dp_quantile, dp_sgd
 from vestige.methods.sharpness import dp_sam, dp_sat, sa_dp_sgd
+from vestige.methods.spectral import sma_dp_sgd
 
 __all__ = [
     "adp_adamw",
@@ -30,5 +31,6 @@ __all__ = [
     "kalman_memory",
     "post_fm",
     "sa_dp_sgd",
+    "sma_dp_sgd",
     "uniform_memory",
 ]

@@ -64,7 +64,7 @@ def dp_adamw(
 
 @register(
     "adp-adamw",
-    "Chilukoti et al., Differentially Private Fine-tuning with an Adaptive DP-AdamW, 2025, arXiv:2502.11329",
+    "Chilukoti et al., Differentially Private Fine-tuned NF-Net to Predict GI Cancer Type, 2025, arXiv:2502.11329",
     price="sum over steps of SGM(q, z_t): every step pays its own level; z is the first",
     neutral=Neutral({"noise_decay": 1.0}, like="dp-adamw"),
 )

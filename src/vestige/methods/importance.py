@@ -16,7 +16,7 @@ from vestige.rules import sgd
     "Wei, Bao, Xiao and Yang, DPIS: Differentially Private Importance Sampling for SGD, CCS 2022",
     "extra release",
     releases="a noised sum of normalised gradients per step, and once per epoch a noised sum of clipped norms",
-    price="T x SGM(boost q, z) + ceil(T / round(1/q)) x SGM(q, normaliser_noise z): priced by the largest inclusion probability",
+    price="T x SGM(boost q, z) + ceil(T / round(1/q)) x SGM(q, normaliser_noise z): boost q is the largest inclusion",
     neutral=Neutral({"boost": 1.0, "clip": 1e-6}, like_options={"clip": 1e-6}),
 )
 def dp_is(

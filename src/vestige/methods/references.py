@@ -35,6 +35,12 @@ _QUANTILE = """@inproceedings{andrew2021differentially,
 }"""
 
 BIBTEX: dict[str, str] = {
+    "sma-dp-sgd": """@article{partohaghighi2026spectral,
+  title = {{SMA-DP}: Spectral Memory-Aware Differential Privacy},
+  author = {Partohaghighi, Mohammad and Marcia, Roummel},
+  journal = {arXiv:2605.20450},
+  year = {2026}
+}""",
     "dp-sgd": _ABADI,
     "fo-dp-sgd": _FRACTIONAL,
     "post-fm": _FRACTIONAL,
@@ -60,20 +66,21 @@ BIBTEX: dict[str, str] = {
   year = {2024}
 }""",
     "dp-adamw": """@article{chooi2025dpadamw,
-  title = {{DP-AdamW}},
-  author = {Chooi, Jay and others},
+  title = {{DP-AdamW}: Investigating Decoupled Weight Decay and Bias Correction in Private Deep Learning},
+  author = {Chooi, Jay and Cong, Kevin and Li, Russell and Sun, Lillian},
   journal = {arXiv:2511.07843},
   year = {2025}
 }""",
     "adp-adamw": """@article{chilukoti2025adaptive,
-  title = {Differentially Private Fine-tuning with an Adaptive {DP-AdamW}},
-  author = {Chilukoti, Sai Venkatesh and others},
+  title = {Differentially Private Fine-tuned {NF-Net} to Predict {GI} Cancer Type},
+  author = {Chilukoti, S. V. and Md, I. H. and Shan, L. and Tida, V. S. and Hei, X.},
   journal = {arXiv:2502.11329},
   year = {2025}
 }""",
     "dp-adam-ac": """@article{yang2025dpadamac,
-  title = {{DP-Adam-AC}},
-  author = {Yang, R.},
+  title = {{DP-Adam-AC}: Privacy-preserving Fine-Tuning of Localizable Language Models Using {Adam} Optimization with
+           Adaptive Clipping},
+  author = {Yang, Ruoxing},
   journal = {arXiv:2510.05288},
   year = {2025}
 }""",
