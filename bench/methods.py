@@ -103,7 +103,7 @@ def markdown(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     tables = list(PUBLISHED)
     lines = [
         f"Measured on {facts['device']} with torch {facts['torch']}, {facts['threads']} thread(s): expected batch "
-        f"{facts['expected_batch']:g}, median of {facts['steps']} steps, reference engine.",
+        f"{facts['expected_batch']:g}, median of {facts['steps']} steps, the default engine.",
         "",
         "| model | method | step (ms) | over DP-SGD | extra copies | " + " | ".join(tables) + " |",
         "|---|---|---:|---:|---:|" + "---:|" * len(tables),
@@ -111,7 +111,8 @@ def markdown(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
     for row in rows:
         claims = " | ".join("" if row["published"][t] is None else f"{row['published'][t]:.2f}" for t in tables)
         lines.append(
-            f"| {row['model']} | {row['method']} | {row['step_ms']:.1f} | {row['ratio']:.2f} | {row['copies']:g} | {claims} |"
+            f"| {row['model']} | {row['method']} | {row['step_ms']:.1f} | {row['ratio']:.2f} | {row['copies']:g} "
+            f"| {claims} |"
         )
     return "\n".join(lines) + "\n"
 

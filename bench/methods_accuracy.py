@@ -2,8 +2,8 @@
 
     python bench/methods_accuracy.py --data cifar10_7k.npz --out bench/results/accuracy.json --device cuda --workers 4
 
-Every run of every method is calibrated to the same epsilon. Learning rates are multiples of what `auto` chooses for that
-method, the same multiples for all; 1 is `auto` itself. The table gives `auto` (no tuning, so the epsilon holds as it
+Every run of every method is calibrated to the same epsilon. Learning rates are multiples of what `auto` chooses for
+that method, the same multiples for all; 1 is `auto` itself. The table gives `auto` (no tuning, so the epsilon holds as it
 is) and the best of the grid (chosen on the test set: flattered, and not a private choice). Results are appended to
 PATH.jsonl as they come; run again with the same options to continue where it stopped.
 """
@@ -136,9 +136,8 @@ def main() -> None:
                 continue
             rows.append(row)
             file.write(json.dumps(row) + "\n")
-            print(
-                f"{number}/{len(left)} {row['method']} eps {row['epsilon']:g} x{row['multiple']:g}: {row['accuracy']:.4f}"
-            )
+            where = f"{row['method']} eps {row['epsilon']:g} x{row['multiple']:g}"
+            print(f"{number}/{len(left)} {where}: {row['accuracy']:.4f}", flush=True)
     wanted = {json.dumps(cell, sort_keys=True) for cell in cells}
     rows = [r for r in rows if json.dumps({key: r[key] for key in cells[0]}, sort_keys=True) in wanted]
     text = table(rows)

@@ -257,7 +257,8 @@ def test_the_law_of_resuming_rejects_a_hidden_state(tmp_path):
 
 def same(a, b):
     if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+        alike = isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
+        return alike and bool(((a == b) | (a.isnan() & b.isnan())).all())
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):

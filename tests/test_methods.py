@@ -226,7 +226,7 @@ def test_the_joint_release_costs_the_accounted_multiplier_and_no_more():
     gradient = clip.gradient_multiplier(1.1, 200)
     assert gradient == pytest.approx(1.1017, abs=1e-4)  # the spec's example
     assert (gradient**-2 + 20.0**-2) ** -0.5 == pytest.approx(1.1, rel=1e-12)
-    with pytest.raises(ValueError, match="count_noise=0.5"):
+    with pytest.raises(ValueError, match=r"count_noise=0\.5"):
         Counted(1.0, 0.5).gradient_multiplier(1.1, 200)
 
 

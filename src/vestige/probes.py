@@ -158,15 +158,12 @@ class Ascent:
             return shifted(point, release.total, self.radius)
 
         if self.sample == "own":
-            return gradient(point, transform=self.climb_alone), state
+            return gradient(point, transform=self.climb_alone if self.radius else None), state
         if self.sample == "same":
             return gradient(point, then=climb), state
         return gradient(climb(gradient(point)), part=1), state
 
     def climb_alone(self, field: Field) -> Field:
-        if self.radius == 0:
-            return field
-
         def above(parameters: Parameters, *example: Tensor) -> Parameters:
             uphill = field(parameters, *example)
             norm = torch.sqrt(sum(g.square().sum() for g in uphill.values())).clamp(min=1e-30)  # type: ignore[arg-type]
