@@ -3,8 +3,8 @@
     python bench/methods_accuracy.py --data cifar10_7k.npz --out bench/results/accuracy.json --device cuda --workers 4
 
 Every run of every method is calibrated to the same epsilon. Learning rates are multiples of what `auto` chooses for
-that method, the same multiples for all; 1 is `auto` itself. The table gives `auto` (no tuning, so the epsilon holds as it
-is) and the best of the grid (chosen on the test set: flattered, and not a private choice). Results are appended to
+that method, the same multiples for all; 1 is `auto` itself. The table gives `auto` (no tuning, so the epsilon holds as
+it is) and the best of the grid (chosen on the test set: flattered, and not a private choice). Results are appended to
 PATH.jsonl as they come; run again with the same options to continue where it stopped.
 """
 
