@@ -72,7 +72,9 @@ def train(
     """
     chosen = build(method) if isinstance(method, str) else method
     require_independent(model)
-    if sampling not in SAMPLINGS:
+    if not chosen.noise.white and sampling == "poisson":
+        sampling = chosen.noise.sampling(sample_rate).kind
+    elif sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
     if physical_batch is not None and physical_batch < 1:
         raise ValueError(f"physical_batch={physical_batch} must be a whole number from 1 up")
@@ -133,7 +135,9 @@ class Training:
             data,
             engine(model, loss, layout),
             layout,
-            SAMPLINGS[sampling](limits["sample_rate"]),
+            SAMPLINGS[sampling](limits["sample_rate"])
+            if sampling in SAMPLINGS
+            else method.noise.sampling(limits["sample_rate"]),
             Randomness.secret() if seed is None else Randomness.reproducible(seed),
             self.ledger.ask,
             device=device,
@@ -141,6 +145,7 @@ class Training:
             losses=example_losses(model, loss),
             right=right_answers(model),
             nonprivate_witness=self.transcript,
+            noise=None if method.noise.white else method.noise.start(limits["sample_rate"], limits["steps"]),
         )
         self.method = method = replace(method, gate=method.gate.at(self._curator.population))
         self._normalise, self._normalised = normalise, normalise is None
@@ -204,13 +209,18 @@ class Training:
         self._counted = Counter(self.ledger.spent)
         return self._odometer.epsilon(self.plan.delta)
 
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model holds the average that the method keeps for evaluation; without one, nothing changes."""
+        return self.state.averaged()
+
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result and the final weights beside the ledger."""
         if self.transcript is not None:
             self.transcript.save()
         if self.folder is not None:
             sealed = {**result, "ledger": {"rows": self.ledger.rows, "head": self.ledger.head}}
-            self.folder.finish(sealed, self.model.state_dict())
+            with self.averaged():
+                self.folder.finish(sealed, self.model.state_dict())
         self.ledger.close()
 
     def _records(self) -> Generator[Record, None, None]:
@@ -301,6 +311,7 @@ class Training:
         self._normalised = saved["normalised"]
         # A secret run draws from a new key; a reproducible one must meet the same streams again.
         self._curator.asked, self._curator.compared = saved["asked"], saved["compared"]
+        self._curator.replay_noise()
         self.ledger.resume(self.state.step)
 
 
@@ -326,7 +337,8 @@ class Transcript:
         """Pair what the witness saw in this step with what was released and what was stepped on."""
         if self._group is None:
             self._group = state.layout.expand(torch.arange(state.layout.groups)).numpy()
-        clipped_sum, noise = self._seen.pop()
+        clipped_sum, noise = self._seen[-1]  # of several answers in a step, the one that is stepped on
+        self._seen.clear()
         direction = state.gradient * expected_batch
         row = {
             "clipped_sum": clipped_sum,

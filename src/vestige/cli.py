@@ -86,6 +86,12 @@ def train(
     optimizer: Annotated[
         str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
     ] = None,
+    average: Annotated[
+        str | None, typer.Option(help="Evaluate and keep an average of the parameters: ema, polyak or last.")
+    ] = None,
+    augment: Annotated[
+        int | None, typer.Option(help="Average the gradients of this many views of each image before clipping.")
+    ] = None,
     groups: Annotated[
         str | None,
         typer.Option(help="Clip by group: layers, or patterns of parameter names 'conv*;*'; flat: all as one."),
@@ -161,6 +167,8 @@ def train(
             paper_sigma=paper_sigma,
             lr=_lr(lr),
             optimizer=optimizer,
+            average=average,
+            augment=augment,
             groups=groups,
             split=split,
             share=share,
@@ -606,20 +614,35 @@ def demo(
 
 
 @app.command()
-def methods(as_json: Json = False) -> None:
-    """List the private optimizers."""
-    from vestige.method import METHODS
+def methods(
+    name: Annotated[str | None, typer.Argument(help="A method: print its page, with the BibTeX of its paper.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the private optimizers, or describe one.
 
+    Examples:
+
+        vestige methods
+
+        vestige methods dp-sat
+    """
+    from vestige import catalogue
+
+    if name is not None:
+        row = catalogue.row(name)
+        if as_json:
+            _print_json(row)
+        else:
+            answers.print(catalogue.page(name), markup=False)
+        return
+    rows = catalogue.rows()
     if as_json:
-        rows = [
-            {"name": e.name, "summary": e.summary, "privacy": e.privacy_class, "reference": e.reference}
-            for e in METHODS.values()
-        ]
         _print_json({"methods": rows})
         return
-    table = Table("method", "what it does", "privacy", "reference")
-    for entry in METHODS.values():
-        table.add_row(entry.name, entry.summary, entry.privacy_class, entry.reference)
+    table = Table("method", "what it does", "privacy", "price", "copies", "reference")
+    for row in rows:
+        cells = (row["name"], row["summary"], row["privacy"], row["price"], f"{row['copies']:g}", row["reference"])
+        table.add_row(*cells)
     answers.print(table)
 
 

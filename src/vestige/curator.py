@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from math import inf, sqrt
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from vestige.clipping import BoundedSum, Clip, Engine, Parameters, Transform
+from vestige.adaptive import Counted, Thinned
+from vestige.clipping import BoundedSum, Clip, Engine, Flat, Parameters, Transform
+from vestige.correlated import Stream
 from vestige.layout import Layout
 from vestige.losses import LossDifference, Scores
-from vestige.noise import Randomness, Release, draw_noise
+from vestige.noise import Randomness, Release, draw_noise, normal
 from vestige.questions import BudgetSpent, Gaussian, Question, SampledGaussian, Trial
-from vestige.sampling import Sampling
+from vestige.sampling import Poisson, Sampling
 
 __all__ = ["Ask", "BudgetSpent", "Curator", "Data", "Witness"]
 
@@ -49,6 +52,7 @@ class Curator:
         losses: Scores | None = None,
         right: Scores | None = None,
         nonprivate_witness: Witness | None = None,
+        noise: Stream | None = None,
     ) -> None:
         self._losses, self._right = losses, right
         self._fetch, self.population = _fetcher(data, device)
@@ -57,6 +61,7 @@ class Curator:
         self._physical_batch = physical_batch
         self._nonprivate_witness = nonprivate_witness
         self.expected_batch = sampling.rate * self.population
+        self._noise = noise
         self.asked = 0
         self._priced: tuple[Clip, float | Tensor, float] | None = None
         """Gradients asked so far: the index of the next one's streams."""
@@ -80,30 +85,121 @@ class Curator:
         step: int,
         part: int = 0,
         transform: Transform | None = None,
+        then: Callable[[Release], Parameters] | None = None,
+        question: Question | None = None,
+        boost: float = 1.0,
     ) -> Release:
         """A noised sum of clipped gradients over a fresh sample; `part` numbers the questions of one step.
 
-        An empty sample is noised and charged like any other. The divisor is the public `expected_batch`.
+        An empty sample is noised and charged like any other. The divisor is the public `expected_batch`. `then` asks a
+        second sum over the same sample at the point it makes of the first; `boost` multiplies the sampling rate;
+        `question` is what a run with correlated noise asks.
+
+        Formal guarantees: one Poisson-subsampled Gaussian mechanism with the sampling's rate and this multiplier,
+        however many answers it has: together they whiten to one shift (Gaussian queries on one sample compose by the
+        sum of squared inverse multipliers, and all of them are charged before the first is answered). With correlated
+        noise, one step of the mechanism that `question` names.
+        """
+        _, ceiling = self._sensitivity(clip)
+        rate = min(1.0, self._sampling.rate * boost)
+        index = self._numbered(question or SampledGaussian(rate, multiplier), step, part, ceiling)
+        if isinstance(clip, Thinned):
+            clip = clip.drawn(self._randomness.stream("thin", index))
+        sampling = self._sampling if boost == 1 else Poisson(rate)
+        sample = sampling.draw(self.population, index, self._randomness)
+        if then is None:
+            return self._answer(sample, parameters, clip, multiplier, transform, index)
+        if isinstance(clip, Counted):
+            raise ValueError("a clip that counts cannot be asked twice on one sample: use a fixed clip")
+        each = multiplier * sqrt(2)
+        first = self._answer(sample, parameters, clip, each, transform, index)
+        return self._answer(sample, then(first), clip, each, transform, index, again="-again")
+
+    def norms(self, parameters: Parameters, bound: float, multiplier: float, *, step: int, part: int = 0) -> float:
+        """A noised estimate of the sum of min(norm, bound) over all examples, from a fresh sample.
 
         Formal guarantees: one Poisson-subsampled Gaussian mechanism with the sampling's rate and this multiplier.
         """
-        sensitivity, ceiling = self._sensitivity(clip)
-        self._charge(SampledGaussian(self._sampling.rate, multiplier), step=step, part=part, sensitivity=ceiling)
-        index = self.asked
-        self.asked += 1
+        index = self._numbered(SampledGaussian(self._sampling.rate, multiplier), step, part, bound)
+        sample = self._sampling.draw(self.population, index, self._randomness)
+        _, norms = self._sum(sample, parameters, Flat(bound), None, index)
+        whole = torch.linalg.vector_norm(norms, dim=1)
+        total = float(torch.where(whole.isfinite(), whole.clamp(max=bound), 0.0).sum())
+        noise = float(self._randomness.stream("norms", index).normal(0.0, multiplier * bound))
+        if self._nonprivate_witness is not None:
+            self._nonprivate_witness(torch.tensor([total]), torch.tensor([noise]))
+        return (total + noise) / self._sampling.rate
 
+    def replay_noise(self) -> None:
+        """After a resume: meet again the past noise that correlated noise depends on, which no checkpoint holds."""
+        if self._noise is None:
+            return
+        if not self._randomness.predictable:
+            raise ValueError(
+                "resume: this run's noise is correlated over steps and was never written down, because past noise "
+                "would uncover past sums; it cannot be continued in a new process, so start it again"
+            )
+        for index in range(self.asked):
+            self._noise.next(normal(self._layout.size, self._randomness.stream("noise", index), self._device))
+
+    @property
+    def held_noise(self) -> int:
+        """How many vectors of past noise are kept."""
+        return self._noise.held() if self._noise is not None else 0
+
+    def _numbered(self, question: Question, step: int, part: int, sensitivity: float) -> int:
+        """Charge a question about gradients; its number names its random streams."""
+        self._charge(question, step=step, part=part, sensitivity=sensitivity)
+        self.asked += 1
+        return self.asked - 1
+
+    def _sum(
+        self, sample: Tensor, parameters: Parameters, clip: Clip, transform: Transform | None, index: int
+    ) -> tuple[Tensor, Tensor]:
+        """SENSITIVE: the clipped sum over a sample, and every example's norms."""
         total = torch.zeros(self._layout.size, device=self._device)
-        broken = torch.zeros((), dtype=torch.long, device=self._device)
         with self._model_randomness(index):
-            for rows in self._parts(self._sampling.draw(self.population, index, self._randomness)):
-                norms = self._engine(self._fetch(rows), parameters, clip, total, transform)
-                broken += norms.isinf().any(dim=1).sum()
-        self.nonprivate_broken_examples += broken
-        bounded = BoundedSum(total, sensitivity)
-        noise, std = draw_noise(bounded, multiplier, self._randomness.stream("noise", index))
+            seen = [self._engine(self._fetch(rows), parameters, clip, total, transform) for rows in self._parts(sample)]
+        norms = torch.cat(seen)
+        self.nonprivate_broken_examples += norms.isinf().any(dim=1).sum()
+        return total, norms
+
+    def _answer(
+        self,
+        sample: Tensor,
+        parameters: Parameters,
+        clip: Clip,
+        multiplier: float,
+        transform: Transform | None,
+        index: int,
+        again: str = "",
+    ) -> Release:
+        total, norms = self._sum(sample, parameters, clip, transform, index)
+        bounded = BoundedSum(total, self._sensitivity(clip)[0])
+        unclipped = None
+        if isinstance(clip, Counted):
+            unclipped = self._unclipped(clip, norms, multiplier, index)
+            multiplier = clip.gradient_multiplier(multiplier, self.expected_batch)
+        stream = self._randomness.stream("noise" + again, index)
+        if self._noise is None:
+            noise, std = draw_noise(bounded, multiplier, stream)
+        else:
+            noise, std = draw_noise(bounded, multiplier * self._noise.scale, stream, self._noise.next)
+            std = std * self._noise.gain(index)
         if self._nonprivate_witness is not None:
             self._nonprivate_witness(total.clone(), noise)
-        return Release(total.add_(noise), std, self.expected_batch, sample_rate=self._sampling.rate)
+        return Release(total.add_(noise), std, self.expected_batch, unclipped, self._sampling.rate)
+
+    def _unclipped(self, clip: Counted, norms: Tensor, multiplier: float, index: int) -> float | None:
+        """The fraction of examples that the clip left alone, from a noised centred count over the public batch size."""
+        deviation = clip.deviation(multiplier, self.expected_batch)
+        if deviation == inf:
+            return None
+        count = float(clip.centred_count(norms))
+        noise = float(self._randomness.stream("count", index).normal(0, deviation))
+        if self._nonprivate_witness is not None:
+            self._nonprivate_witness(torch.tensor([count]), torch.tensor([noise]))
+        return min(1.0, max(0.0, (count + noise) / self.expected_batch + 0.5))
 
     def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
         """The clip's sensitivity, on the device, and its largest value; kept while the clip stays the same."""

@@ -16,11 +16,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from vestige import accounting
+from vestige.adaptive import Adaptive
 from vestige.clipping import BoundedSum, Flat, Parameters, Transform
 from vestige.curator import BudgetSpent
 from vestige.engines import engine_by_name
 from vestige.files import read_tensors, write_tensors
-from vestige.gates import AlwaysAccept
 from vestige.groups import PerGroup
 from vestige.independence import require_independent
 from vestige.layout import Grouping, Layout
@@ -29,7 +29,7 @@ from vestige.loaders import Part, PrivateLoader, private_loader
 from vestige.method import Method, build
 from vestige.noise import Randomness, Release, draw_noise
 from vestige.planning import check_multiplier
-from vestige.probes import Here
+from vestige.probes import AgainstLastRelease, AlongLastStep, Here
 from vestige.questions import Question, SampledGaussian
 
 Closure = Callable[[], Any]
@@ -79,8 +79,7 @@ class PrivacyEngine:
         require_independent(module)
         _require_covered(module, optimizer)
         rate, loader = self._loader(data_loader, poisson_sampling, max_physical_batch_size)
-        chosen = build(method) if isinstance(method, str) else method
-        _require_no_gate(chosen)
+        chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
         if isinstance(chosen.clip, Flat | PerGroup):
             chosen = replace(chosen, clip=replace(chosen.clip, bound=max_grad_norm))
         self._ledger.open({"noise": self._facts.noise, "sampling": self._facts.sampling, "method": repr(chosen)})
@@ -113,7 +112,7 @@ class PrivacyEngine:
             raise ValueError(f"epochs={epochs} must be a whole number from 1 up")
         rate = _rate(data_loader)
         steps = epochs * max(1, round(1 / rate))
-        chosen = build(method) if isinstance(method, str) else method
+        chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
 
         def asked(multiplier: float) -> dict[Question, int]:
             return {question: steps for question in chosen.probe.questions(rate, multiplier)}
@@ -172,16 +171,28 @@ class PrivacyEngine:
         return rate, private_loader(loader, rate, self._randomness, physical_batch, lambda part: None)
 
 
+def _fit_for_a_loop(method: Method) -> Method:
+    """Refuse what a user's own loop cannot answer as priced: it has one batch per step, and asks about it once."""
+    plain = Method(name=method.name)
+    neutral = ("schedule", "noise", "average", "augment", "gate")
+    wrong = [part for part in neutral if getattr(method, part) != getattr(plain, part)]
+    if isinstance(method.clip, Adaptive):
+        wrong.append("clip")
+    if not isinstance(method.probe, Here | AgainstLastRelease | AlongLastStep):
+        wrong.append("probe")  # a second answer about the same batch would be priced as one about a fresh batch
+    if wrong:
+        raise ValueError(
+            f"method={method.name!r} has a {wrong[0]} that a training loop of your own cannot answer as it is priced: "
+            "use vestige.train"
+        )
+    return method
+
+
 def _rate(loader: DataLoader[Any]) -> float:
     """Expected batch over dataset, exactly; not one over the number of batches."""
     if loader.batch_size is None:
         raise ValueError("data_loader has no batch_size: the sampling rate is batch_size / len(dataset)")
     return min(1.0, loader.batch_size / len(loader.dataset))  # type: ignore[arg-type]
-
-
-def _require_no_gate(method: Method) -> None:
-    if method.gate != AlwaysAccept():
-        raise ValueError(f"method={method.name!r} undoes its own moves, which a user's loop cannot: use vestige.train")
 
 
 def _require_covered(module: nn.Module, optimizer: Optimizer) -> None:
@@ -358,7 +369,7 @@ class _PrivateSteps:
             if closure is not None:
                 with torch.enable_grad():
                     value = closure()
-            gradient = self._answer
+            gradient: Any = self._answer
         else:
             if closure is None:
                 raise ValueError(
@@ -411,7 +422,7 @@ class _PrivateSteps:
         self._forget()
         return release
 
-    def _answer_by(self, closure: Closure) -> Callable[..., Release]:
+    def _answer_by(self, closure: Closure) -> Callable[..., Any]:
         """Answers anywhere: the parameters go there, the user's closure runs, the parameters come back."""
 
         def answer(point: Parameters, *, part: int = 0, transform: Transform | None = None) -> Release:

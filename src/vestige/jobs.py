@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from vestige import accounting, tasks
+from vestige import accounting, averaging, tasks
 from vestige.api import Training, train
+from vestige.augmentation import Augment
 from vestige.gates import loss_test, public_file
 from vestige.groups import named_grouping, named_split
 from vestige.layout import Layout
@@ -44,6 +45,8 @@ class Job:
     paper_sigma: float | None = None
     lr: float | Literal["auto"] = "auto"
     optimizer: str | None = None
+    average: str | None = None
+    augment: int | None = None
     groups: str | None = None
     split: str | None = None
     share: str | None = None
@@ -62,6 +65,10 @@ class Job:
 
 def method_of(job: Job) -> Method:
     method = _divided(build(job.method, **job.options), job)
+    if job.average is not None:
+        method = replace(method, average=averaging.named(job.average))
+    if job.augment is not None:
+        method = replace(method, augment=Augment(job.augment))
     if job.optimizer is None:
         return method
     if "momentum" in job.options and job.optimizer.lower() != "sgd":
@@ -138,15 +145,18 @@ def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None
     for record in training:
         seen = None
         if (record.step + 1) % every == 0:
-            seen = training.log["accuracy"] = accuracy(task.model, task.test)
+            with training.averaged():
+                seen = training.log["accuracy"] = accuracy(task.model, task.test)
         if watch is not None and not watch(training, record, seen):
             interrupted = True
             break
     seconds = time.perf_counter() - begin
+    with training.averaged():
+        final = accuracy(task.model, task.test)
     result = {
         "task": job.task,
         "method": job.method,
-        "accuracy": accuracy(task.model, task.test),
+        "accuracy": final,
         **statement(training),
         **selection(training),
         "steps": training.state.step,

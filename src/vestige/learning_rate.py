@@ -24,13 +24,14 @@ class AutoRate:
     steps: int
     gain: float
     scale_free: bool
+    walk: float
 
     def __str__(self) -> str:
-        walk = f"sqrt({self.steps} steps)"
+        walk = f"sqrt({self.steps} steps)" if self.walk == sqrt(self.steps) else f"walk {self.walk:.4g}"
         if self.scale_free:
             return (
-                f"lr auto: {WALK:g} * |W0| / (sqrt(d) * {walk}), |W0| = {self.weight_norm:.4g}, "
-                f"sqrt(d) = {self.noise_norm:.4g} -> {self.lr:.4g}"
+                f"lr auto: {WALK:g} * |W0| / (sqrt(d) * {walk} * gain), |W0| = {self.weight_norm:.4g}, "
+                f"sqrt(d) = {self.noise_norm:.4g}, gain = {self.gain:.3g} -> {self.lr:.4g}"
             )
         return (
             f"lr auto: {WALK:g} * |W0| / (noise * {walk} * gain), |W0| = {self.weight_norm:.4g}, "
@@ -39,18 +40,27 @@ class AutoRate:
 
 
 def auto_rate(
-    *, weight_norm: float, noise_norm: float, size: int, steps: int, gain: float, scale_free: bool
+    *,
+    weight_norm: float,
+    noise_norm: float,
+    size: int,
+    steps: int,
+    gain: float,
+    scale_free: bool,
+    walk: float | None = None,
 ) -> AutoRate:
     """The rate at which the noise alone walks `WALK` norms of the initial weights in `steps` steps.
 
     `noise_norm` is the norm of the noise in one mean gradient, nu * sqrt(d); `gain` is how much the memory and the rule
-    amplify a constant gradient. A scale-free rule (Adam) moves every coordinate by about lr whatever the noise.
+    amplify a constant gradient; `walk` is how many steps' worth of noise adds up, sqrt(steps) unless the noise changes
+    or is correlated. A scale-free rule (Adam) moves every coordinate by about lr whatever the noise.
     """
-    per_step = sqrt(size) if scale_free else noise_norm * gain
+    per_step = (sqrt(size) if scale_free else noise_norm) * gain
     if per_step <= 0:
         raise ValueError("lr='auto' needs noise to balance against: the noise multiplier is 0; give lr a number")
-    lr = WALK * weight_norm / (per_step * sqrt(steps))
-    return AutoRate(lr, weight_norm, sqrt(size) if scale_free else noise_norm, steps, gain, scale_free)
+    length = sqrt(steps) if walk is None or scale_free else walk
+    lr = WALK * weight_norm / (per_step * length)
+    return AutoRate(lr, weight_norm, sqrt(size) if scale_free else noise_norm, steps, gain, scale_free, length)
 
 
 def initial_weight_norm(model: nn.Module, layout: Layout) -> float:

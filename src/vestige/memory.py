@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,6 +48,15 @@ class Memory(Protocol):
         ...
 
 
+@runtime_checkable
+class KnowsNoise(Protocol):
+    """A memory that can say how much noise its direction carries, for rules that want to know."""
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        """The standard deviation per coordinate, after the step that filtered this release."""
+        ...
+
+
 @dataclass(frozen=True)
 class Identity:
     """No memory: plain DP-SGD."""
@@ -61,6 +70,9 @@ class Identity:
 
     def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
         return Filtered(release.total, state, {})
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        return release.noise_std
 
 
 class Kernel(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ class Release:
     total: Tensor
     noise_std: float | Tensor
     expected_batch: float
+    unclipped: float | None = None
+    """The noised fraction of examples that the clip left alone, where the clip counts them."""
     sample_rate: float = 1.0
     """The probability with which an example took part: an epoch is 1 / sample_rate releases."""
 
@@ -59,6 +62,9 @@ class Randomness:
         return np.random.Generator(np.random.PCG64DXSM(key))
 
 
+Correlate = Callable[[Tensor], Tensor]
+
+
 def normal(size: int, stream: np.random.Generator, device: torch.device) -> Tensor:
     """Standard normal float32 coordinates, drawn on the device where they are needed."""
     if device.type == "cpu":
@@ -68,12 +74,16 @@ def normal(size: int, stream: np.random.Generator, device: torch.device) -> Tens
     return torch.randn(size, generator=generator, device=device)
 
 
-def draw_noise(sensitive: BoundedSum, multiplier: float, stream: np.random.Generator) -> tuple[Tensor, float | Tensor]:
+def draw_noise(
+    sensitive: BoundedSum, multiplier: float, stream: np.random.Generator, correlate: Correlate = lambda fresh: fresh
+) -> tuple[Tensor, float | Tensor]:
     """Noise for a bounded sum, and its standard deviation per coordinate. The caller adds it, in place, once.
+
+    `correlate` mixes the fresh unit noise of this step with that of earlier steps (see `correlated`).
 
     Formal guarantees: `sensitive.total + noise` is a Gaussian mechanism with noise multiplier `multiplier`, for ideal
     real-valued Gaussian noise whose key stays secret.
     """
     std = sensitive.sensitivity * multiplier
     noise = normal(sensitive.total.shape[-1], stream, sensitive.total.device)
-    return noise.mul_(std), std
+    return correlate(noise).mul_(std), std

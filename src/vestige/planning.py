@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import exp, log
+from math import exp, log, sqrt
 from typing import Any, Literal
 
 from torch import nn
@@ -17,6 +17,7 @@ from vestige.learning_rate import auto_rate, initial_weight_norm
 from vestige.method import Method
 from vestige.questions import Question
 from vestige.sampling import check_rate
+from vestige.schedules import Constant, level
 
 DEFAULT_STEPS = 200
 MOST_STEPS = 10**8
@@ -43,9 +44,17 @@ def questions(
     method: Method, sample_rate: float, noise_multiplier: float, steps: int, first: tuple[Question, ...] = ()
 ) -> dict[Question, int]:
     """What a whole run will ask, `first` before its steps: each question with how often."""
+    period = method.probe.period(sample_rate)
+    kinds: Counter[tuple[float, int]] = Counter()
+    if method.schedule == Constant():
+        kinds.update({(noise_multiplier, phase): -(-(steps - phase) // period) for phase in range(min(period, steps))})
+    else:
+        for step in range(steps):
+            kinds[level(method.schedule, noise_multiplier, step, sample_rate), step % period] += 1
     history: Counter[Question] = Counter(first)
-    for question in method.gate.questions(method.probe.questions(sample_rate, noise_multiplier)):
-        history[question] += steps
+    for (multiplier, phase), count in kinds.items():
+        for question in method.gate.questions(method.questions(sample_rate, multiplier, phase)):
+            history[question] += count
     return history
 
 
@@ -85,7 +94,7 @@ def plan(
         history_at = partial(questions, method, sample_rate, steps=steps, first=first)
         noise_multiplier = accounting.calibrate(history_at, epsilon, delta, accountant)
     check_multiplier(noise_multiplier)
-    rate, reason = choose_rate(model, layout, method, sample_rate * population, noise_multiplier, steps, lr)
+    rate, reason = choose_rate(model, layout, method, population, sample_rate, noise_multiplier, steps, lr)
     return Plan(sample_rate, steps, delta, noise_multiplier, epsilon, rate, reason)
 
 
@@ -170,7 +179,8 @@ def choose_rate(
     model: nn.Module,
     layout: Layout,
     method: Method,
-    expected_batch: float,
+    population: int,
+    sample_rate: float,
     noise_multiplier: float,
     steps: int,
     lr: float | Literal["auto"],
@@ -184,16 +194,27 @@ def choose_rate(
     if gain is None:
         raise ValueError(f"lr='auto' has no rule for the optimizer {method.rule.name}; give lr a number")
     sensitivity = method.clip.sensitivity(layout)
+    expected_batch = sample_rate * population
     per_unit = sensitivity * layout.size**0.5 if isinstance(sensitivity, int | float) else float(sensitivity.norm())
     chosen = auto_rate(
         weight_norm=initial_weight_norm(model, layout),
         noise_norm=noise_multiplier * per_unit / expected_batch,
         size=layout.size,
+        walk=noise_walk(method, sample_rate, steps),
         steps=steps,
-        gain=gain * method.memory.steady_gain,
+        gain=gain if method.rule.scale_free else gain * method.memory.steady_gain,
         scale_free=method.rule.scale_free,
     )
     return chosen.lr, str(chosen)
+
+
+def noise_walk(method: Method, sample_rate: float, steps: int) -> float:
+    """How far unit noise carries a sum of releases over a run: sqrt(steps), unless it is scheduled or correlated."""
+    if not method.noise.white:
+        return method.noise.walk(sample_rate, steps)
+    if method.schedule == Constant():
+        return sqrt(steps)
+    return sqrt(sum(level(method.schedule, 1.0, step, sample_rate) ** 2 for step in range(steps)))
 
 
 def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: int = 1) -> float:

@@ -60,7 +60,8 @@ class Gaussian(Question):
 class CyclicGaussian(Question):
     """One step of noise correlated over `bands` steps. The data are split once into `bands` parts, and step t takes a
     Poisson sample of part t mod bands with inclusion probability `rate`; `multiplier` is noise over the largest column
-    norm of the strategy."""
+    norm of the strategy. Where the noise is correlated over more steps than that, `rate` is 1 (nothing is amplified)
+    and `multiplier` is noise over the strategy's largest sensitivity per square root of an example's visits."""
 
     kind: ClassVar[str] = "cyclic-gaussian"
     rate: float

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from vestige.adam_bc import AUTO_FLOOR, AdamBC
+
 SCALE_FREE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop")
 """Optimizers that move each coordinate by about the learning rate, whatever the size of the gradient."""
 
@@ -33,11 +35,30 @@ class Rule:
 
     @property
     def scale_free(self) -> bool:
-        return self.name in SCALE_FREE
+        return self.name in SCALE_FREE or (self.optimizer is AdamBC and self._floor == "auto")
+
+    @property
+    def _floor(self) -> Any:
+        return self.options.get("floor", "auto")
+
+    @property
+    def hears_noise(self) -> bool:
+        """Whether the optimizer must be told the noise in each gradient."""
+        return self.optimizer is AdamBC
+
+    @property
+    def copies(self) -> float | None:
+        """Extra state, in copies of the parameters; None if unknown."""
+        if self.optimizer is torch.optim.SGD:
+            return 1.0 if self.options.get("momentum") else 0.0
+        return {"AdamBC": 2.0, "Adam": 2.0, "AdamW": 2.0, "NAdam": 2.0, "RAdam": 2.0, "Adagrad": 1.0}.get(self.name)
 
     @property
     def gain(self) -> float | None:
         """How far a constant unit gradient moves the parameters per step, over the learning rate; None if unknown."""
+        if self.optimizer is AdamBC:
+            # Where noise dominates, what is left of the second moment is the floor (in units of the noise if "auto").
+            return float(AUTO_FLOOR if self._floor == "auto" else self._floor) ** -0.5
         if self.scale_free:
             return 1.0
         if self.optimizer is not torch.optim.SGD:
@@ -51,7 +72,7 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Rule:
     return Rule(torch.optim.SGD, {"momentum": momentum, "weight_decay": weight_decay})
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adambc": AdamBC} | {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type)
@@ -65,5 +86,5 @@ def named(optimizer: str, options: Mapping[str, Any]) -> Rule:
     """A rule by the optimizer's name, as the command line gives it."""
     kind = OPTIMIZERS.get(optimizer.lower())
     if kind is None:
-        raise ValueError(f"optimizer={optimizer!r} is not in torch.optim; choose from {', '.join(sorted(OPTIMIZERS))}")
+        raise ValueError(f"optimizer={optimizer!r} is unknown; choose from {', '.join(sorted(OPTIMIZERS))}")
     return Rule(kind, dict(options))

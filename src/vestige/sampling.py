@@ -39,6 +39,34 @@ class Poisson:
 
 
 @dataclass(frozen=True)
+class CyclicPoisson:
+    """Every example belongs to one of `bands` parts, drawn once; question t takes a Poisson sample of part t mod bands.
+
+    `rate` is the share of all examples in a sample, so members of the part in turn join with probability rate * bands.
+    With one band this is `Poisson`, draw for draw.
+    """
+
+    kind: ClassVar[str] = "cyclic-poisson"
+    rate: float
+    bands: int
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+        if self.rate * self.bands > 1 + 1e-9:
+            raise ValueError(
+                f"sample_rate={self.rate} times {self.bands} bands exceeds 1: a part holds too few examples for such a "
+                f"sample; use at most {int(1 / self.rate + 1e-9)} bands, or a smaller rate"
+            )
+
+    def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
+        joined = randomness.stream("sample", index).random(population) < self.rate * self.bands
+        if self.bands > 1:
+            # Each example's part is its own toss, so that other examples keep theirs when one is added or removed.
+            joined &= randomness.stream("part", 0).integers(self.bands, size=population) == index % self.bands
+        return torch.from_numpy(joined.nonzero()[0])
+
+
+@dataclass(frozen=True)
 class Shuffled:
     """Fixed-size batches of a fresh permutation each epoch, as ordinary loaders give. No epsilon is known to hold."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,13 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vestige.clipping import Parameters, Transform
+from vestige import averaging
+from vestige.adam_bc import AdamBC
+from vestige.adaptive import Adaptive
+from vestige.clipping import Clip, Parameters, Transform
 from vestige.curator import BudgetSpent, Curator
 from vestige.gates import Attempt
 from vestige.layout import Layout
+from vestige.memory import KnowsNoise
 from vestige.method import Method
 from vestige.noise import Release
 from vestige.questions import Question
+from vestige.schedules import level
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class State:
         self.memory = method.memory.init(layout, device)
         self.probe = method.probe.init(layout, device)
         self.gate = method.gate.init()
+        self.clip = method.clip.init() if isinstance(method.clip, Adaptive) else {}
+        self.average = averaging.start(method.average, layout, dict(self.parameters))
         self.step, self.lr = 0, lr
         self.gradient = torch.zeros(layout.size, device=device)
         for name, view in layout.views(self.gradient).items():
@@ -79,6 +87,8 @@ class State:
             "memory": self.memory,
             "probe": self.probe,
             "gate": self.gate,
+            "clip": self.clip,
+            "average": self.average,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -89,6 +99,7 @@ class State:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         self.memory, self.probe = self._here(saved["memory"]), self._here(saved["probe"])
+        self.clip, self.average = dict(saved["clip"]), self._here(saved["average"])
 
     def snapshot(self) -> Snapshot:
         """A copy of all that a move changes. Counts, and what the gate learned from releases, are not part of it."""
@@ -104,8 +115,77 @@ class State:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * factor
 
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model holds the average of its parameters, where the method keeps one."""
+        if not self.average:
+            yield
+            return
+        before = self.layout.pack(self.parameters)
+        self._put(self.average["mean"])
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    @torch.no_grad()
+    def _put(self, vector: Tensor) -> None:
+        for name, values in self.layout.views(vector).items():
+            self.parameters[name].copy_(values)
+
     def _here(self, part: dict[str, Any]) -> dict[str, Any]:
         return {k: v.to(self.gradient.device) if isinstance(v, Tensor) else v for k, v in part.items()}
+
+
+@dataclass(frozen=True)
+class Asking:
+    """One step's questions, with everything a probe does not choose filled in."""
+
+    curator: Curator
+    method: Method
+    clip: Clip
+    multiplier: float
+    step: int
+
+    @property
+    def population(self) -> int:
+        return self.curator.population
+
+    @property
+    def rate(self) -> float:
+        return self.curator.rate
+
+    def __call__(
+        self,
+        point: Parameters,
+        *,
+        part: int = 0,
+        transform: Transform | None = None,
+        then: Callable[[Release], Parameters] | None = None,
+        clip: Clip | None = None,
+        boost: float = 1.0,
+    ) -> Release:
+        noise = self.method.noise
+        return self.curator.gradient(
+            point,
+            clip or self.clip,
+            self.multiplier,
+            step=self.step,
+            part=part,
+            transform=_after(self.method.augment, transform),
+            then=then,
+            boost=boost,
+            question=None if noise.white else noise.question(self.rate, self.multiplier),
+        )
+
+    def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
+        return self.curator.norms(point, bound, self.multiplier * boost, step=self.step, part=part)
+
+
+def _after(first: Transform | None, second: Transform | None) -> Transform | None:
+    if first is None or second is None:
+        return first or second
+    return lambda field: second(first(field))
 
 
 def step(state: State, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC) -> Record:
@@ -117,7 +197,7 @@ def step(state: State, method: Method, curator: Curator, multiplier: float, publ
         return advance(state, method, curator, multiplier * noise)
 
     def asks(noise: float) -> tuple[Question, ...]:
-        return method.probe.questions(curator.rate, multiplier * noise)
+        return method.questions(curator.rate, multiplier * noise, state.step)
 
     outcome = method.gate.settle(Attempt(state, curator, move, asks, public.spent, public.accuracy))
     record = Record(state.step, outcome.diagnostics, accepted=outcome.accepted)
@@ -128,14 +208,23 @@ def step(state: State, method: Method, curator: Curator, multiplier: float, publ
 def advance(state: State, method: Method, curator: Curator, multiplier: float) -> dict[str, Tensor]:
     """Ask, remember, move."""
     point = {name: p.detach() for name, p in state.parameters.items()}
-
-    def gradient(point: Parameters, *, part: int = 0, transform: Transform | None = None) -> Release:
-        return curator.gradient(point, method.clip, multiplier, step=state.step, part=part, transform=transform)
-
-    release, state.probe = method.probe.ask(gradient, point, state.probe)
+    clip, pace = method.clip, 1.0
+    if isinstance(method.clip, Adaptive):
+        clip, pace = method.clip.now(state.clip), method.clip.pace(state.clip)
+    now = level(method.schedule, multiplier, state.step, curator.rate)
+    release, state.probe = method.probe.ask(Asking(curator, method, clip, now, state.step), point, state.probe)
     direction, state.memory, diagnostics = method.memory.step(release, state.memory, point)
     torch.mul(direction, 1 / release.expected_batch, out=state.gradient)
+    if isinstance(state.optimizer, AdamBC):
+        assert isinstance(method.memory, KnowsNoise), "Method refuses such a pair"
+        state.optimizer.hear(method.memory.noise_std(release, state.memory) / release.expected_batch)
+    if isinstance(method.clip, Adaptive):
+        for group in state.optimizer.param_groups:
+            group["lr"] = state.lr * pace
+        diagnostics = {**diagnostics, "clip": torch.tensor(state.clip["bound"])}
+        state.clip = method.clip.learn(release.unclipped, state.clip)
     state.optimizer.step()
+    averaging.update(method.average, state.average, state.layout, dict(state.parameters), state.step)
     return diagnostics
 
 

@@ -1,17 +1,39 @@
 """The named methods, one file per family. Importing this package registers them all."""
 
+from vestige.methods.adam import adp_adamw, dp_adam, dp_adam_ac, dp_adambc, dp_adamw
+from vestige.methods.correlated import dp_bandmf, dp_blt, dp_ftrl
+from vestige.methods.filtered import disk, doppler, kalman_memory
 from vestige.methods.fractional import exponential_memory, fo_dp_sgd, post_fm, uniform_memory
-from vestige.methods.plain import dp_sgd
+from vestige.methods.importance import dp_is
+from vestige.methods.plain import dp_auto_clip, dp_quantile, dp_sgd
 from vestige.methods.selective import dpsgd_br, dpsur
+from vestige.methods.sharpness import dp_sam, dp_sat, sa_dp_sgd
 from vestige.methods.spectral import sma_dp_sgd
 
 __all__ = [
+    "adp_adamw",
+    "disk",
+    "doppler",
+    "dp_adam",
+    "dp_adam_ac",
+    "dp_adambc",
+    "dp_adamw",
+    "dp_auto_clip",
+    "dp_bandmf",
+    "dp_blt",
+    "dp_ftrl",
+    "dp_is",
+    "dp_quantile",
+    "dp_sam",
+    "dp_sat",
     "dp_sgd",
     "dpsgd_br",
     "dpsur",
     "exponential_memory",
     "fo_dp_sgd",
+    "kalman_memory",
     "post_fm",
+    "sa_dp_sgd",
     "sma_dp_sgd",
     "uniform_memory",
 ]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from vestige.clipping import Flat
 from vestige.memory import Blend, Exponential, Fractional, Uniform
-from vestige.method import Method, register
+from vestige.method import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum
 from vestige.rules import sgd
 
@@ -22,7 +22,7 @@ Zeta = Annotated[str | float, "trend norm at which confidence is one half; auto:
 FO_REFERENCE = "Partohaghighi and Marcia, Deep Learning under Fractional-Order Differential Privacy, arXiv:2605.09890"
 
 
-@register("fo-dp-sgd", FO_REFERENCE)
+@register("fo-dp-sgd", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
 def fo_dp_sgd(
     *,
     clip: Bound = 1.0,
@@ -41,7 +41,7 @@ def fo_dp_sgd(
     return Method(name="fo-dp-sgd", clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
-@register("post-fm", FO_REFERENCE)
+@register("post-fm", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
 def post_fm(
     *,
     clip: Bound = 1.0,
@@ -60,13 +60,13 @@ def post_fm(
     return Method(name="post-fm", clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
-@register("uniform-memory", FO_REFERENCE)
+@register("uniform-memory", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
 def uniform_memory(*, clip: Bound = 1.0, momentum: Momentum = 0.0, beta: Beta = 0.9, window: Window = 8) -> Method:
     """Each release blends in the plain mean of the window: the ablation with equal weights."""
     return Method(name="uniform-memory", clip=Flat(clip), memory=Blend(Uniform(), beta, window), rule=sgd(momentum))
 
 
-@register("exponential-memory", FO_REFERENCE)
+@register("exponential-memory", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
 def exponential_memory(
     *,
     clip: Bound = 1.0,

@@ -8,7 +8,7 @@ from typing import Annotated
 from vestige.clipping import Flat
 from vestige.decay import Decay, NoDecay, NoisyCount, NoisyLosses, PhasedDecay, Progress, PublicAccuracy
 from vestige.gates import BufferedRejection, NoisyLossTest
-from vestige.method import Method, register
+from vestige.method import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum
 from vestige.rules import sgd
 
@@ -25,7 +25,19 @@ Accounting = Annotated[
 ]
 
 
-@register("dpsur", "Fu et al., DPSUR: selective update and release, PVLDB 17(6), 2024; arXiv:2311.14056", "selection")
+RELEASES = "per trial: whether it was accepted, and the move if it was"
+PRICE = "M trials x the trial's dominating pair (trial-level), or M x (SGM(q, sigma_t) + SGM(q_v, sigma_v)) (every-trial)"
+ACCEPTS = {"threshold": inf, "clip": 1.0, "momentum": 0.0}
+
+
+@register(
+    "dpsur",
+    "Fu et al., DPSUR: selective update and release, PVLDB 17(6), 2024; arXiv:2311.14056",
+    "selection",
+    releases=RELEASES,
+    price=PRICE,
+    neutral=Neutral(ACCEPTS),
+)
 def dpsur(
     *,
     clip: Bound = 0.1,
@@ -44,7 +56,12 @@ def dpsur(
 
 
 @register(
-    "dpsgd-br", "Deng et al., Buffered rejection, Scientific Reports, 2026; 10.1038/s41598-026-44009-2", "selection"
+    "dpsgd-br",
+    "Deng et al., Buffered rejection, Scientific Reports, 2026; 10.1038/s41598-026-44009-2",
+    "selection",
+    releases=RELEASES + ", with its noisy loss",
+    price=PRICE,
+    neutral=Neutral({**ACCEPTS, "buffer": 1, "progress": "none"}),
 )
 def dpsgd_br(
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from vestige.groups import Layers, PerGroup
-from vestige.method import Method, register
+from vestige.method import Method, Neutral, register
 from vestige.methods.fractional import Alpha, Beta, Window
 from vestige.methods.options import Bound, Momentum
 from vestige.rules import sgd
@@ -24,6 +24,8 @@ GateName = Annotated[str, "paper; disjoint: even lags against odd ones, no noise
 @register(
     "sma-dp-sgd",
     "Partohaghighi and Marcia, SMA-DP: Spectral Memory-Aware Differential Privacy, arXiv:2605.20450",
+    price="T x SGM(q, z): groups on one sample are one question, z^-2 = sum of the groups' own",
+    neutral=Neutral({"beta": 1.0}, groups="layers"),
 )
 def sma_dp_sgd(
     *,

@@ -1,0 +1,204 @@
+"""What signal do noisy releases carry? Linear filters, and one that knows its noise and finds its own gain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vestige.clipping import Parameters
+from vestige.layout import Layout
+from vestige.memory import Filtered, State
+from vestige.noise import Release
+
+
+@dataclass(frozen=True)
+class LowPass:
+    """A linear filter with bias correction (DOPPLER): sum_k a_k m_(t-k) = sum_k b_k y_(t-k), and then m_t / c_t.
+
+    c_t is what the filter makes of a constant 1, so a constant passes unchanged from the first step on. `feedback` is
+    a_1, a_2, ...; `forward` is b_0, b_1, ... With no feedback and forward (1,) the output is the release, bit for bit.
+    """
+
+    feedback: tuple[float, ...] = (-0.9,)
+    forward: tuple[float, ...] = (0.1,)
+    fresh_share = 1.0
+    steady_gain = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.forward or self.forward[0] == 0:
+            raise ValueError(f"forward={self.forward} must begin with a coefficient other than 0")
+        if sum(self.forward) == 0:
+            raise ValueError(f"forward={self.forward} sums to 0: the filter removes a constant gradient")
+
+    @property
+    def copies(self) -> float:
+        return max(len(self.feedback), len(self.forward) - 1)
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        order = int(self.copies)
+        # One row per delay, and three scalar filters beside it: of a constant, of an impulse, and that one's energy.
+        return {
+            "delays": torch.zeros(order, layout.size, device=device),
+            "constant": torch.zeros(order, dtype=torch.float64),
+            "impulse": torch.zeros(order, dtype=torch.float64),
+            "energy": 0.0,
+            "gain": 1.0,
+            "count": 0,
+        }
+
+    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+        one, pulse = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        correction = float(self._advance(one, state["constant"]))
+        response = float(self._advance(pulse if state["count"] else one, state["impulse"]))
+        state["energy"] += response**2
+        state["count"] += 1
+        state["gain"] = state["energy"] ** 0.5 / abs(correction)
+        return Filtered(self._advance(release.total, state["delays"]) / correction, state, {})
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        """For noise of one size; where it changes slowly, the newest size stands for all that the filter averages."""
+        return release.noise_std * state["gain"]
+
+    def _advance(self, fresh: Tensor, delays: Tensor) -> Tensor:
+        """One step of the transposed direct form II, which needs the fewest delays; they are updated in place."""
+        out = self.forward[0] * fresh
+        order = len(delays)
+        if order == 0:
+            return out
+        out = out + delays[0]
+        for k in range(1, order + 1):
+            value = delays[k].clone() if k < order else torch.zeros_like(fresh)
+            if k < len(self.forward):
+                value = value + self.forward[k] * fresh
+            if k <= len(self.feedback):
+                value = value - self.feedback[k - 1] * out
+            delays[k - 1] = value
+        return out
+
+
+SECOND_ORDER = LowPass((-1.98342955, 0.98549544), (1.6332e-4, 3.2665e-4, 1.6332e-4))
+"""The narrow second-order filter of the authors' code: it averages some hundred steps."""
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """m_t = (1 - gain) m_(t-1) + gain y_t, starting from the first release: the filter of DiSK."""
+
+    gain: float = 0.7
+    fresh_share = 1.0
+    steady_gain = 1.0
+    copies = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gain <= 1:
+            raise ValueError(f"kappa={self.gain} must lie in (0, 1]: the share of the fresh release")
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        return {"mean": torch.zeros(layout.size, device=device), "variance": 0.0, "count": 0}
+
+    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+        gain = self.gain if state["count"] else 1.0
+        state["mean"].lerp_(release.total, gain)
+        state["variance"] = (1 - gain) ** 2 * state["variance"] + gain**2 * _mean_square(release.noise_std)
+        state["count"] += 1
+        return Filtered(state["mean"].clone(), state, {})
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        return release.noise_std * (state["variance"] / max(_mean_square(release.noise_std), 1e-300)) ** 0.5
+
+
+@dataclass(frozen=True)
+class SelfTuning:
+    """A Kalman filter that knows the noise it added and learns from releases how fast the signal moves.
+
+    The model, per `scope` (the whole vector, or each parameter tensor): x_t = x_(t-1) + w_t, y_t = x_t + v_t, with v of
+    the known variance R of the release's noise and w of unknown variance Q per coordinate. The prediction y_t is
+    off by e_t, E|e_t|^2 / d = m_t + R, and the error obeys m_(t+1) = (1 - K_t)^2 m_t + K_t^2 R + Q whatever the gains
+    K_t were. So Q is the mean of
+
+        (|e_(t+1)|^2/d - R) - (1 - K_t)^2 (|e_t|^2/d - R) - K_t^2 R,
+
+    an unbiased estimate at every step and an accurate one, because d is large. No weight, order or window is chosen;
+    `horizon` bounds only how many steps back Q is averaged, since it may change. Without noise the gain is 1: the
+    releases themselves.
+    """
+
+    scope: Literal["whole", "tensor"] = "whole"
+    horizon: int = 100
+    fresh_share = 1.0
+    steady_gain = 1.0
+    copies = 1.0
+
+    def __post_init__(self) -> None:
+        if self.scope not in ("whole", "tensor"):
+            raise ValueError(f"scope={self.scope!r} must be 'whole' or 'tensor'")
+        if not (isinstance(self.horizon, int) and self.horizon >= 2):
+            raise ValueError(f"horizon={self.horizon} must be a whole number of steps from 2 up")
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        lengths = [s.stop - s.start for s in layout.segments] if self.scope == "tensor" else [layout.size]
+        zeros = torch.zeros(len(lengths), dtype=torch.float64, device=device)
+        return {
+            "lengths": lengths,
+            "count": 0,
+            "mean": torch.zeros(layout.size, device=device),
+            "error": zeros.clone(),  # model variance of the estimate, per coordinate
+            "excess": zeros.clone(),  # |e|^2 / d - R of the last step
+            "gain": zeros.clone(),
+            "speed": zeros.clone(),  # Q before it is cut at 0
+            "noise": zeros.clone(),  # variance of the noise in the estimate
+        }
+
+    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+        pieces = release.total.split(state["lengths"])
+        variance = _variances(release, state)
+        if state["count"] == 0:
+            state["mean"].copy_(release.total)
+            state["error"], state["noise"], state["gain"] = variance, variance, torch.ones_like(variance)
+            state["excess"] = torch.zeros_like(variance)  # the prediction before the first release is nowhere
+        else:
+            self._correct(pieces, variance, state)
+        state["count"] += 1
+        diagnostics = {"gain": state["gain"].mean(), "speed": state["speed"].clamp(min=0).mean()}
+        return Filtered(state["mean"].clone(), state, diagnostics)
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        return _expand(state["noise"].sqrt(), state)
+
+    def _correct(self, pieces: tuple[Tensor, ...], variance: Tensor, state: State) -> None:
+        means = state["mean"].split(state["lengths"])
+        squares = [torch.linalg.vector_norm(y - x).double().square() for y, x in zip(pieces, means, strict=True)]
+        size = torch.tensor(state["lengths"], dtype=torch.float64, device=variance.device)
+        excess = torch.stack(squares) / size - variance
+        last = state["gain"]
+        seen = excess - (1 - last).square() * state["excess"] - last.square() * variance
+        state["speed"] = torch.lerp(state["speed"], seen, 1 / min(state["count"], self.horizon))
+        state["excess"] = excess
+        predicted = state["error"] + state["speed"].clamp(min=0)
+        gain = torch.where(variance > 0, predicted / (predicted + variance), 1.0)
+        for x, y, k in zip(means, pieces, gain.tolist(), strict=True):
+            x.lerp_(y, k)
+        state["gain"], state["error"] = gain, (1 - gain) * predicted
+        state["noise"] = (1 - gain).square() * state["noise"] + gain.square() * variance
+
+
+def _mean_square(std: float | Tensor) -> float:
+    return float(std.double().square().mean()) if isinstance(std, Tensor) else float(std) ** 2
+
+
+def _variances(release: Release, state: State) -> Tensor:
+    """The noise variance per coordinate, averaged over each scope."""
+    std = release.noise_std
+    if isinstance(std, Tensor):
+        return torch.stack([piece.double().square().mean() for piece in std.split(state["lengths"])])
+    return torch.full_like(state["error"], float(std) ** 2)
+
+
+def _expand(per_scope: Tensor, state: State) -> float | Tensor:
+    if len(per_scope) == 1:
+        return float(per_scope)
+    lengths = torch.tensor(state["lengths"], device=per_scope.device)
+    return per_scope.float().repeat_interleave(lengths)

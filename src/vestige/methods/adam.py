@@ -1,0 +1,139 @@
+"""Which methods move by Adam's rule? DP-Adam and its decay, bias correction, noise schedule and adaptive clip."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+
+from vestige import averaging, schedules
+from vestige.adam_bc import AdamBC
+from vestige.adaptive import Paced, Quantile
+from vestige.clipping import Flat
+from vestige.method import Method, Neutral, register
+from vestige.methods.options import Beta1, Beta2, Bound, ClipSpeed, CountNoise, Target, WeightDecay, count_noise_of
+from vestige.rules import Rule
+
+Floor = Annotated[
+    str | float, "least second moment after the noise is taken out (gamma'); auto: a tenth of the noise's"
+]
+
+
+@register(
+    "dp-adam",
+    "Kingma and Ba, Adam, ICLR 2015, on the releases of Abadi et al. 2016",
+    neutral=Neutral({}, optimizer="adam"),
+)
+def dp_adam(*, clip: Bound = 1.0, beta1: Beta1 = 0.9, beta2: Beta2 = 0.999) -> Method:
+    """Adam on private gradients."""
+    return Method(name="dp-adam", clip=Flat(clip), rule=Rule(torch.optim.Adam, {"betas": (beta1, beta2)}))
+
+
+@register(
+    "dp-adambc",
+    "Tang, Shpilevskiy and Lecuyer, DP-AdamBC: Your DP-Adam Is Actually DP-SGD, AAAI 2024",
+    neutral=Neutral({"beta1": 0.0, "floor": 1.0}),
+)
+def dp_adambc(
+    *,
+    clip: Bound = 1.0,
+    beta1: Beta1 = 0.9,
+    beta2: Beta2 = 0.999,
+    floor: Floor = "auto",
+    weight_decay: WeightDecay = 0.0,
+) -> Method:
+    """Adam whose second moment has the noise's variance taken out; with weight decay, DP-AdamW-BC.
+
+    theta -= lr * m / sqrt(max(v - Phi, floor)), with no other constant in the denominator. Where the gradient is far
+    below the noise, the denominator is the square root of the floor, and the best learning rate scales with it.
+    """
+    return Method(name="dp-adambc", clip=Flat(clip), rule=_adam_bc(beta1, beta2, floor, weight_decay))
+
+
+@register(
+    "dp-adamw",
+    "Chooi et al., DP-AdamW, 2025, arXiv:2511.07843 (Loshchilov and Hutter, AdamW, ICLR 2019, on private gradients)",
+    neutral=Neutral({"weight_decay": 0.0}, like="dp-adam"),
+)
+def dp_adamw(
+    *, clip: Bound = 1.0, beta1: Beta1 = 0.9, beta2: Beta2 = 0.999, weight_decay: WeightDecay = 0.01
+) -> Method:
+    """Adam with decoupled weight decay on private gradients."""
+    return Method(name="dp-adamw", clip=Flat(clip), rule=_adamw(beta1, beta2, weight_decay))
+
+
+@register(
+    "adp-adamw",
+    "Chilukoti et al., Differentially Private Fine-tuned NF-Net to Predict GI Cancer Type, 2025, arXiv:2502.11329",
+    price="sum over steps of SGM(q, z_t): every step pays its own level; z is the first",
+    neutral=Neutral({"noise_decay": 1.0}, like="dp-adamw"),
+)
+def adp_adamw(
+    *,
+    clip: Bound = 1.0,
+    beta1: Beta1 = 0.9,
+    beta2: Beta2 = 0.999,
+    weight_decay: WeightDecay = 0.01,
+    schedule: Annotated[
+        str, "how the noise falls from epoch to epoch: exponential, linear, time or step"
+    ] = "exponential",
+    noise_decay: Annotated[float, "exponential, step: ratio; linear, time: loss per epoch"] = 0.99,
+) -> Method:
+    """DP-AdamW with a public noise schedule: the noise falls from epoch to epoch."""
+    kinds = {
+        "exponential": schedules.Exponential,
+        "linear": schedules.Linear,
+        "time": schedules.Time,
+        "step": schedules.Step,
+    }
+    if schedule not in kinds:
+        raise ValueError(f"schedule={schedule!r} is unknown; choose from {', '.join(kinds)}")
+    return Method(
+        name="adp-adamw",
+        clip=Flat(clip),
+        rule=_adamw(beta1, beta2, weight_decay),
+        schedule=kinds[schedule](noise_decay),
+    )
+
+
+@register(
+    "dp-adam-ac",
+    "Yang, DP-Adam-AC, 2025, arXiv:2510.05288, in a valid form: the quantile of Andrew et al. 2021 for raw norms",
+    "extra release",
+    releases="per step a noised sum and, on the same sample, a noised count of unclipped examples",
+    price="T x SGM(q, z), z^-2 = z_gradient^-2 + (2 count_noise)^-2: both answers are one question",
+    neutral=Neutral({"clip_speed": 0.0, "count_noise": "inf"}, like="dp-adam", like_options={"clip": 3.0}),
+)
+def dp_adam_ac(
+    *,
+    clip: Bound = 3.0,
+    beta1: Beta1 = 0.9,
+    beta2: Beta2 = 0.999,
+    quantile: Target = 0.8,
+    clip_speed: ClipSpeed = 0.2,
+    count_noise: CountNoise = "auto",
+) -> Method:
+    """Adam with a clip and a learning rate that follow a noised quantile, and an average for evaluation.
+
+    The published rule reads raw norms and clips micro-batches: no epsilon holds for it, so it is not offered. Here
+    every example is clipped, the bound follows the noised fraction of unclipped examples, and so does the rate.
+    """
+    bound = Quantile(clip, quantile, clip_speed, count_noise_of(count_noise), lowest=0.1, highest=10.0)
+    return Method(
+        name="dp-adam-ac",
+        clip=Paced(bound),
+        rule=Rule(torch.optim.Adam, {"betas": (beta1, beta2)}),
+        average=averaging.Exponential(0.999),
+    )
+
+
+def _adamw(beta1: float, beta2: float, weight_decay: float) -> Rule:
+    return Rule(torch.optim.AdamW, {"betas": (beta1, beta2), "weight_decay": weight_decay})
+
+
+def _adam_bc(beta1: float, beta2: float, floor: str | float, weight_decay: float) -> Rule:
+    try:
+        least = floor if floor == "auto" else float(floor)
+    except ValueError:
+        raise ValueError(f"floor={floor!r} must be a positive number or 'auto'") from None
+    return Rule(AdamBC, {"betas": (beta1, beta2), "floor": least, "weight_decay": weight_decay})

@@ -1,0 +1,77 @@
+"""Which methods filter the releases? DOPPLER, DiSK, and a Kalman memory of our own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from vestige.clipping import Flat
+from vestige.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
+from vestige.method import Method, Neutral, register
+from vestige.methods.options import Bound, Momentum
+from vestige.probes import AlongLastStep, Here, Probe
+from vestige.rules import sgd
+
+
+@register(
+    "doppler",
+    "Zhang et al., DOPPLER: Differentially Private Optimizers with Low-pass Filter, NeurIPS 2024",
+    neutral=Neutral({"order": 0}),
+)
+def doppler(
+    *,
+    clip: Bound = 1.0,
+    momentum: Momentum = 0.0,
+    order: Annotated[int, "of the low-pass filter: 1 (averages about 10 steps), 2 (about 100), 0 (none)"] = 1,
+) -> Method:
+    """A low-pass filter over the releases, corrected so that a constant passes unchanged."""
+    filters = {0: LowPass((), (1.0,)), 1: LowPass(), 2: SECOND_ORDER}
+    if order not in filters:
+        raise ValueError(f"order={order} must be 0, 1 or 2")
+    return Method(name="doppler", clip=Flat(clip), memory=filters[order], rule=sgd(momentum))
+
+
+@register(
+    "disk",
+    "Zhang et al., DiSK: Differentially Private Optimizer with Simplified Kalman Filter for Noise Reduction, ICLR 2025",
+    neutral=Neutral({"kappa": 1.0}),
+)
+def disk(
+    *,
+    clip: Bound = 1.0,
+    momentum: Momentum = 0.0,
+    kappa: Annotated[float, "gain of the filter: share of the fresh release"] = 0.7,
+    extrapolation: Annotated[
+        float, "how far along the last move the second gradient is taken (the paper's gamma)"
+    ] = 0.5,
+) -> Method:
+    """A simplified Kalman filter: two gradients of each example forecast the next, then releases are smoothed.
+
+    The two gradients are combined before they are clipped, so the price is DP-SGD's. With extrapolation
+    (1 - kappa) / kappa one gradient, further along, is enough.
+    """
+    memory = Smoothed(kappa)
+    weight = (1 - kappa) / (kappa * extrapolation) if extrapolation > 0 else 0.0
+    probe: Probe = AlongLastStep(extrapolation, 1.0 if abs(weight - 1) < 1e-9 else weight)
+    return Method(name="disk", clip=Flat(clip), probe=probe, memory=memory, rule=sgd(momentum))
+
+
+@register(
+    "kalman-memory",
+    "Vestige's own: the noise-aware memory that Partohaghighi and Marcia 2026 name as future work",
+    neutral=Neutral({"memory": "off"}),
+)
+def kalman_memory(
+    *,
+    clip: Bound = 1.0,
+    momentum: Momentum = 0.0,
+    memory: Annotated[str, "one gain for the whole vector, one per parameter tensor, or off"] = "whole",
+) -> Method:
+    """A memory that knows its noise and finds from releases alone how long to remember.
+
+    A Kalman filter whose only unknown, how fast the gradient moves, is estimated from its own errors of prediction. No
+    weight, order or window is to be tuned.
+    """
+    if memory not in ("whole", "tensor", "off"):
+        raise ValueError(f"memory={memory!r} must be whole, tensor or off")
+    kept: dict[str, Any] = {} if memory == "off" else {"memory": SelfTuning(memory)}  # type: ignore[arg-type]
+    return Method(name="kalman-memory", clip=Flat(clip), probe=Here(), rule=sgd(momentum), **kept)
