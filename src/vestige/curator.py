@@ -188,7 +188,7 @@ class Curator:
             std = std * self._noise.gain(index)
         if self._nonprivate_witness is not None:
             self._nonprivate_witness(total.clone(), noise)
-        return Release(total.add_(noise), std, self.expected_batch, unclipped, self._sampling.rate)
+        return Release(total.add_(noise), std, self.expected_batch, self._sampling.rate, unclipped)
 
     def _unclipped(self, clip: Counted, norms: Tensor, multiplier: float, index: int) -> float | None:
         """The fraction of examples that the clip left alone, from a noised centred count over the public batch size."""

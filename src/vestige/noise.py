@@ -21,10 +21,10 @@ class Release:
     total: Tensor
     noise_std: float | Tensor
     expected_batch: float
-    unclipped: float | None = None
-    """The noised fraction of examples that the clip left alone, where the clip counts them."""
     sample_rate: float = 1.0
     """The probability with which an example took part: an epoch is 1 / sample_rate releases."""
+    unclipped: float | None = None
+    """The noised fraction of examples that the clip left alone, where the clip counts them."""
 
     @property
     def noise_norm(self) -> float:

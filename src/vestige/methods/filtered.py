@@ -41,17 +41,17 @@ def disk(
     momentum: Momentum = 0.0,
     kappa: Annotated[float, "gain of the filter: share of the fresh release"] = 0.7,
     extrapolation: Annotated[
-        float, "how far along the last move the second gradient is taken (the paper's gamma)"
-    ] = 0.5,
+        str | float, "how far along the last move to look (the paper's gamma); auto: where one gradient is enough"
+    ] = "auto",
 ) -> Method:
-    """A simplified Kalman filter: two gradients of each example forecast the next, then releases are smoothed.
+    """A simplified Kalman filter: each example's gradient is forecast along the last move, and releases are smoothed.
 
-    The two gradients are combined before they are clipped, so the price is DP-SGD's. With extrapolation
-    (1 - kappa) / kappa one gradient, further along, is enough.
+    The two gradients are combined before they are clipped, so the price is DP-SGD's. At extrapolation
+    (1 - kappa) / kappa the forecast needs one gradient only, further along, which is the default here; the paper's own
+    settings (kappa 0.7 with 0.5, or 0.5 with 0.7) take two.
     """
     memory = Smoothed(kappa)
-    weight = (1 - kappa) / (kappa * extrapolation) if extrapolation > 0 else 0.0
-    probe: Probe = AlongLastStep(extrapolation, 1.0 if abs(weight - 1) < 1e-9 else weight)
+    probe: Probe = _forecast(kappa, extrapolation) if kappa < 1 else Here()
     return Method(name="disk", clip=Flat(clip), probe=probe, memory=memory, rule=sgd(momentum))
 
 
@@ -75,3 +75,15 @@ def kalman_memory(
         raise ValueError(f"memory={memory!r} must be whole, tensor or off")
     kept: dict[str, Any] = {} if memory == "off" else {"memory": SelfTuning(memory)}  # type: ignore[arg-type]
     return Method(name="kalman-memory", clip=Flat(clip), probe=Here(), rule=sgd(momentum), **kept)
+
+
+def _forecast(kappa: float, extrapolation: str | float) -> AlongLastStep:
+    if extrapolation == "auto":
+        return AlongLastStep((1 - kappa) / kappa, 1.0)
+    try:
+        reach = float(extrapolation)
+    except ValueError:
+        raise ValueError(f"extrapolation={extrapolation!r} must be a positive number or 'auto'") from None
+    if not reach > 0:
+        raise ValueError(f"extrapolation={reach} must be positive: how far along the last move to look")
+    return AlongLastStep(reach, (1 - kappa) / (kappa * reach))
