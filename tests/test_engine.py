@@ -325,7 +325,7 @@ def test_what_cannot_be_private_is_refused():
     make = lambda **o: PrivacyEngine().make_private(
         **{"module": model, "data_loader": loader, "noise_multiplier": 1.0, "max_grad_norm": 1.0, **o}
     )
-    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     with pytest.raises(ValueError, match="not the module's"):
         make(optimizer=sgd([*model.parameters(), stranger]))
     with pytest.raises(ValueError, match=r"'2.weight' is trainable but not in the optimizer"):
