@@ -768,3 +768,18 @@ def test_a_users_own_loop_refuses_a_gate():
             max_grad_norm=1.0,
             method="dpsur",
         )
+
+
+def test_an_infinite_threshold_is_written_down_and_read_back(tmp_path):
+    from vestige import jobs
+    from vestige.run_folder import RunFolder
+
+    options = {"threshold": inf, "validation_batch": 50, "accounting": "every-trial"}
+    job = jobs.Job(task="digits-mlp", method="dpsur", options=options, noise_multiplier=2.0, steps=2, lr=0.1)
+    result = jobs.execute(job, tmp_path / "run")
+    assert jobs.load(RunFolder(tmp_path / "run")) == job
+    assert {key: result[key] for key in ("trials", "accepted", "rejected", "updates", "degraded")} == {
+        "trials": 2, "accepted": 2, "rejected": 0, "updates": 2, "degraded": 0,
+    }  # fmt: skip
+    assert "published_claim_epsilon" in result
+    assert verify(tmp_path / "run").guarantee.epsilon == pytest.approx(result["epsilon"])

@@ -249,7 +249,8 @@ def _summarise(result: dict[str, Any]) -> None:
     if result["epsilon"] is not None:
         table.add_row(
             "privacy",
-            f"epsilon {result['epsilon']:.4g} at delta {result['delta']:g} (PLD; by Renyi {result['epsilon_rdp']:.4g})",
+            f"epsilon {result['epsilon']:.4g} at delta {result['delta']:g} ({result['accountant']}; "
+            f"by Renyi {result['epsilon_rdp']:.4g})",
         )
     else:
         table.add_row("privacy", "none: " + "; ".join(result["reasons"]))
@@ -512,8 +513,8 @@ def verify(run: Annotated[Path, typer.Argument(help="The run's folder.")], as_js
     )
     if promise.epsilon is not None:
         answers.print(
-            f"epsilon {promise.epsilon:.4f} at delta {promise.delta:g} (PLD; by Renyi {promise.epsilon_rdp:.4f}), "
-            f"{promise.adjacency}"
+            f"epsilon {promise.epsilon:.4f} at delta {promise.delta:g} ({promise.accountant}; by Renyi "
+            f"{promise.epsilon_rdp:.4f}), {promise.adjacency}"
         )
     else:
         answers.print("no epsilon: " + "; ".join(promise.reasons), markup=False)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,7 +123,7 @@ def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Ta
         reproducible=job.seed if job.reproducible else None,
         out=out,
         resume=resume,
-        request={"job": asdict(job)},
+        request={"job": {**asdict(job), "options": {key: _written(value) for key, value in job.options.items()}}},
         public=_public_examples(job, method),
         normalise=moments,
         nonprivate_transcript=job.nonprivate_transcript,
@@ -251,7 +252,13 @@ def load(folder: RunFolder) -> Job:
         raise ValueError(
             f"{str(folder.path)!r} was started from Python: resume it there, with the same call and resume=True"
         )
-    return Job(**request["job"])
+    job = request["job"]
+    return Job(**{**job, "options": {key: inf if value == "inf" else value for key, value in job["options"].items()}})
+
+
+def _written(option: Any) -> Any:
+    """JSON has no infinity, which is a threshold that accepts everything."""
+    return "inf" if option == inf else option
 
 
 def default_device() -> str:
