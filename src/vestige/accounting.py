@@ -6,16 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
-from math import ceil, exp, expm1, floor, inf, log, log2, sqrt
+from math import exp, expm1, floor, inf, log, log2, sqrt
 from typing import Any
 
 import numpy as np
 from dp_accounting.pld.pld_pmf import DensePLDPmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from scipy.optimize import brentq
 
-from vestige import renyi
-from vestige.profiles import Profile, sampled_gaussian
-from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
+from vestige import renyi, trials
+from vestige.profiles import Profile, connect_dots, sampled_gaussian
+from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian, Trial
 from vestige.renyi import Array
 
 History = Mapping[Question, int]
@@ -29,6 +30,10 @@ FINE, COARSE = 1e-5, 16e-5
 LARGEST_MULTIPLIER = 1e6
 MANY = 8
 """Histories of more distinct questions than this are priced on the coarse grid."""
+HOPELESS = 1e5
+"""An epsilon beyond this protects nobody; the Renyi bound is reported, since the grids would overflow."""
+REMEMBERED = 10_000
+"""Renyi curves kept for the next reading."""
 DISTINCT = 64
 """More distinct multipliers than this at one rate are rounded down to so many before a loss distribution is built."""
 
@@ -56,16 +61,21 @@ THEOREMS: dict[type[Question], Theorem] = {
         lambda questions: renyi.curves([q.rate for q in questions], [q.multiplier for q in questions]),
     ),
     Gaussian: Theorem(
-        "Balle & Wang 2018; adaptive queries along a fixed strategy matrix: Denisov et al. 2022, Theorem 2.1",
+        "Balle & Wang 2018; adaptive queries under a fixed strategy matrix: Denisov et al. 2022",
         lambda question: sampled_gaussian(1.0, question.multiplier),
         lambda questions: renyi.curves([1.0] * len(questions), [q.multiplier for q in questions]),
     ),
     # Steps t and t + bands are independent given the strategy's bands, and one example belongs to one part.
     CyclicGaussian: Theorem(
-        "Choquette-Choo et al. 2023, (Amplified) Banded Matrix Factorization, Theorem 4",
+        "Choquette-Choo et al. 2023, (Amplified) Banded Matrix Factorization",
         lambda question: sampled_gaussian(question.rate, question.multiplier),
         lambda questions: renyi.curves([q.rate for q in questions], [q.multiplier for q in questions]),
         lambda question, count: -(-count // question.bands),
+    ),
+    Trial: Theorem(
+        "spec/privacy.md 3.4 (d); a convex profile has a dominating pair: Zhu, Dong & Wang 2022",
+        trials.profile,
+        trials.curves,
     ),
 }
 
@@ -90,13 +100,21 @@ def occasions(history: History) -> dict[Question, int]:
     return result
 
 
-def curves(questions: Sequence[Question]) -> dict[Question, Array]:
-    """The Renyi curve of one occasion of each question, computed kind by kind in one call."""
-    result: dict[Question, Array] = {}
-    for kind in dict.fromkeys(type(question) for question in questions):
-        alike = [question for question in questions if type(question) is kind]
-        result |= dict(zip(alike, theorem_for(alike[0]).curves(alike), strict=True))
-    return result
+_CURVES: dict[Question, Array] = {}
+
+
+def curves(questions: Iterable[Question]) -> dict[Question, Array]:
+    """The Renyi curve of one occasion of each question. New ones are computed kind by kind, each kind in one call."""
+    wanted = dict.fromkeys(questions)
+    known = {question: _CURVES[question] for question in wanted if question in _CURVES}
+    missing = [question for question in wanted if question not in known]
+    if len(_CURVES) > REMEMBERED:
+        _CURVES.clear()
+    for kind in dict.fromkeys(type(question) for question in missing):
+        alike = [question for question in missing if type(question) is kind]
+        known |= dict(zip(alike, theorem_for(alike[0]).curves(alike), strict=True))
+    _CURVES.update((question, known[question]) for question in missing)
+    return known
 
 
 # --- epsilon ---------------------------------------------------------------------------------------------------------
@@ -112,9 +130,7 @@ def epsilon(history: History, delta: float, accountant: str = "pld") -> float:
     if accountant not in ("pld", "rdp"):
         raise ValueError(f'accountant={accountant!r} must be "pld" or "rdp"')
     by_renyi = renyi.tight_epsilon(total_curve(history), delta)
-    if accountant == "rdp" or by_renyi in (0.0, inf):
-        return by_renyi
-    return _epsilon_by_distribution(history, delta, FINE)
+    return by_renyi if accountant == "rdp" else _epsilon_by_distribution(history, delta, FINE)
 
 
 def check_delta(delta: float) -> None:
@@ -125,17 +141,17 @@ def check_delta(delta: float) -> None:
 def total_curve(history: History) -> Array:
     """The Renyi curve of a history: the sum of its occasions' (Mironov 2017, Proposition 1)."""
     asked = occasions(history)
-    each = curves(list(asked))
+    each = curves(asked)
     return sum((count * each[question] for question, count in asked.items()), np.zeros(len(renyi.ORDERS)))
 
 
 def _epsilon_by_distribution(history: History, delta: float, fineness: float) -> float:
     by_renyi = renyi.tight_epsilon(total_curve(history), delta)
-    if by_renyi in (0.0, inf):
+    if by_renyi == 0.0 or by_renyi > HOPELESS:
         return by_renyi
     asked = occasions(history)
     # A grid finer than the losses of a single question helps nobody; its largest loss is about this.
-    largest = max(renyi.classic_epsilon(renyi_of(question), 1e-20) for question in asked)
+    largest = max(renyi.classic_epsilon(curve, 1e-20) for curve in curves(asked).values())
     interval = grid_step(max(by_renyi, largest), COARSE if len(asked) > MANY else fineness)
     return float(loss_distribution(history, interval).get_epsilon_for_delta(delta))
 
@@ -147,44 +163,20 @@ def grid_step(scale: float, fineness: float) -> float:
 
 def loss_distribution(history: History, interval: float) -> PrivacyLossDistribution:
     """The loss distribution of a whole history, from above. The history must cost something."""
-    parts = [
-        _single(question, interval).self_compose(count)
-        for question, count in _fewer(occasions(history)).items()
-        if renyi_of(question)[-1] > 0
-    ]
+    asked = _fewer(occasions(history))
+    costly = {question for question, curve in curves(asked).items() if curve[-1] > 0}
+    parts = [_single(question, interval).self_compose(count) for question, count in asked.items() if question in costly]
     return reduce(lambda left, right: left.compose(right), parts)
 
 
 @lru_cache(maxsize=128)
 def _single(question: Question, interval: float) -> PrivacyLossDistribution:
     profile = theorem_for(question).profile(question)
-    return PrivacyLossDistribution(
-        _connect_dots(profile.remove, profile.add, profile.remove_reach, profile.add_reach, interval),
-        _connect_dots(profile.add, profile.remove, profile.add_reach, profile.remove_reach, interval),
+    remove, add = (
+        DensePLDPmf(interval, lowest, masses, infinite, True)
+        for lowest, masses, infinite in (connect_dots(profile, interval), connect_dots(profile.reversed, interval))
     )
-
-
-def _connect_dots(
-    profile: Callable[[Array], Array], reverse: Callable[[Array], Array], reach: float, depth: float, interval: float
-) -> DensePLDPmf:
-    """The loss distribution on a grid whose profile connects the dots of the given one (Doroshenko et al. 2022).
-
-    Its masses are second differences of the profile. They vanish on 1 - e^loss, so below zero only the difference from
-    that line is kept, e^loss * reverse(-loss): small, and known to full relative precision.
-    """
-    below, above = ceil(depth / interval) + 1, ceil(reach / interval) + 1
-    falling = np.arange(float(below), 0, -1) * interval
-    heights = np.concatenate([np.exp(-falling) * reverse(falling), profile(np.arange(above + 1.0) * interval)])
-    slopes = np.diff(heights) / expm1(interval)
-    masses = np.concatenate([[slopes[0] - heights[0]], slopes[1:] - exp(interval) * slopes[:-1], [0.0]])
-    masses[-1] = -exp(interval) * slopes[-1]
-    masses[below] += 1.0
-    return DensePLDPmf(interval, -below, np.maximum(masses, 0.0), float(heights[-1]), True)
-
-
-@lru_cache(maxsize=4096)
-def renyi_of(question: Question) -> Array:
-    return np.asarray(theorem_for(question).curves([question])[0])
+    return PrivacyLossDistribution(remove, add)
 
 
 def _fewer(asked: Mapping[Question, int]) -> Mapping[Question, int]:
@@ -308,6 +300,64 @@ def whitened_multiplier(multipliers: Sequence[float]) -> float:
     return float(precision**-0.5) if precision > 0 else inf
 
 
+# --- other prices ----------------------------------------------------------------------------------------------------
+
+
+def tuned_epsilon(history: History, delta: float, expected_runs: float, shape: float = 1.0) -> float:
+    """The epsilon of the best of a random number of runs, each of which asks `history`.
+
+    The number of runs is drawn before the search from a truncated negative binomial distribution with mean
+    `expected_runs`: `shape` 1 is geometric, 0 logarithmic. Only the best run is released.
+
+    Formal guarantees: Papernot & Steinke 2022, Theorem 2. A number of runs fixed in advance is not covered: price it as
+    so many copies of the history.
+    """
+    check_delta(delta)
+    if not expected_runs >= 1:
+        raise ValueError(f"expected_runs={expected_runs} must be at least 1")
+    if not 0 <= shape < inf:
+        raise ValueError(f"shape={shape} must be a number, zero or more: 0 is logarithmic, 1 geometric")
+    curve, orders = total_curve(history), renyi.ORDERS
+    if not curve.any():
+        return 0.0
+    stop = stopping_probability(expected_runs, shape)
+    # The theorem holds for every second order; the least is taken.
+    selection = (1 + shape) * np.min((1 - 1 / orders) * curve - log(stop) / orders)
+    return renyi.tight_epsilon(curve + selection + log(expected_runs) / (orders - 1), delta)
+
+
+def stopping_probability(expected_runs: float, shape: float) -> float:
+    """The parameter of the truncated negative binomial distribution that has this mean."""
+
+    def mean(log_stop: float) -> float:
+        stop = exp(log_stop)
+        spread = -log_stop if shape == 0 else -expm1(shape * log_stop) / shape
+        return (1 - stop) / (stop * spread) if stop < 1 else 1.0
+
+    if expected_runs == 1:
+        return 1.0
+    lowest = -2 * log(expected_runs) - 5
+    return exp(brentq(lambda log_stop: mean(log_stop) - expected_runs, lowest, -1e-12, xtol=1e-13))
+
+
+def published_claim_epsilon(
+    accepted: int, rate: float, multiplier: float, validation_rate: float, validation_multiplier: float, delta: float
+) -> float:
+    """What the papers on selective updates claim: the Renyi total of the accepted trials alone.
+
+    Formal guarantees: none. Rejected trials are not free (spec/privacy.md 3.1 to 3.3): this is for comparison with
+    published tables, and never an epsilon of ours. Price trials as `Trial` questions.
+    """
+    return epsilon(
+        {
+            SampledGaussian(rate, multiplier): accepted,
+            SampledGaussian(validation_rate, validation_multiplier): accepted,
+        },
+        delta,
+        "rdp",
+    )
+
+
 # --- while training --------------------------------------------------------------------------------------------------
 
 
@@ -316,7 +366,6 @@ class Odometer:
 
     def __init__(self, history: History | None = None) -> None:
         self.history: Counter[Question] = Counter()
-        self._curves: dict[Question, Array] = {}
         self._total = np.zeros(len(renyi.ORDERS))
         self._pending: Counter[Question] = Counter()
         self.add_many(history or {})
@@ -329,26 +378,21 @@ class Odometer:
         for question, count in history.items():
             self.add(question, count)
 
-    def prefetch(self, questions: Iterable[Question]) -> None:
-        """Compute the curves of a known schedule in one vectorised call."""
-        self._curves |= curves([q for q in dict.fromkeys(questions) if q not in self._curves])
-
     def epsilon(self, delta: float) -> float:
         """The epsilon of everything added so far, as `epsilon(history, delta, "rdp")`."""
         check_delta(delta)
-        self._settle()
+        if self._pending:
+            self._settle()
         return renyi.tight_epsilon(self._total, delta)
 
     def _settle(self) -> None:
-        if not self._pending:
-            return
-        self.prefetch(self._pending)
+        each = curves(self._pending)
         for question, count in self._pending.items():
             before = occasions({question: self.history[question]}).get(question, 0)
             self.history[question] += count
             after = occasions({question: self.history[question]}).get(question, 0)
             if after > before:
-                self._total = self._total + (after - before) * self._curves[question]
+                self._total = self._total + (after - before) * each[question]
         self._pending.clear()
 
 
@@ -365,7 +409,7 @@ class Budget:
         if not epsilon >= 0:
             raise ValueError(f"epsilon={epsilon} must not be negative: it is the most that may be spent")
         self.epsilon, self.delta = epsilon, delta
-        runs = list(planned.items() if isinstance(planned, Mapping) else planned)
+        runs = _runs(planned)
         self.planned = history_of_runs(runs)
         self.certified = self._longest_prefix({}, runs)
         self._ahead: History = {}
@@ -417,6 +461,10 @@ def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
+def _runs(planned: Plan) -> list[tuple[Question, int]]:
+    return list(planned.items() if isinstance(planned, Mapping) else planned)
+
+
 def first(runs: Sequence[tuple[Question, int]], steps: int) -> list[tuple[Question, int]]:
     """The first `steps` questions of the runs."""
     taken: list[tuple[Question, int]] = []
@@ -438,6 +486,61 @@ def history_of_runs(runs: Iterable[tuple[Question, int]]) -> History:
 def within(part: History, whole: History) -> bool:
     """Whether no question was asked more often in `part` than in `whole`."""
     return all(count <= whole.get(question, 0) for question, count in part.items())
+
+
+class RenyiFilter:
+    """May one more question be asked, when its parameters were chosen from earlier answers? Several orders at once.
+
+    The budget of order a is epsilon - log((a-1)/a) + (log(weight_a delta) + log a) / (a-1). A question is allowed if at
+    some order the spent Renyi divergence then stays within that order's budget.
+
+    Formal guarantees: a run whose every question was allowed is (epsilon, delta)-differentially private, even if rates,
+    multipliers and the stopping time depend on earlier answers: exp((a-1)(loss - spent)) is a supermartingale, and the
+    first order within its budget at the end has delta at most weight_a delta (spec/privacy.md 3.4 e2; one order is
+    Feldman & Zrnic 2021). Orders and weights are fixed before the first question.
+    """
+
+    def __init__(self, epsilon: float, delta: float, planned: Plan, weight: float = 0.9) -> None:
+        check_delta(delta)
+        if not 0 < epsilon < inf:
+            raise ValueError(f"epsilon={epsilon} must be positive and finite")
+        if not 0 < weight < 1:
+            raise ValueError(f"weight={weight} must lie between 0 and 1: the share of delta for the planned order")
+        self.epsilon, self.delta = epsilon, delta
+        self.planned_order = _best_order(history_of_runs(_runs(planned)), epsilon, delta)
+        self.weights = np.full(len(renyi.ORDERS), (1 - weight) / (len(renyi.ORDERS) - 1))
+        self.weights[self.planned_order == renyi.ORDERS] = weight
+        self.budgets = epsilon - renyi.CONVERSION + (np.log(self.weights) + log(delta)) / (renyi.ORDERS - 1)
+        self.history: Counter[Question] = Counter()
+        self._spent = np.zeros(len(renyi.ORDERS))
+
+    def allows(self, question: Question) -> bool:
+        return bool(np.any(self._spent + self._curve(question) <= self.budgets))
+
+    def spend(self, question: Question) -> None:
+        """Charge a question that is about to be asked; one that is not allowed is refused."""
+        if not self.allows(question):
+            raise ValueError(f"{question!r} would exceed epsilon={self.epsilon} at delta={self.delta}; stop here")
+        self._spent = self._spent + self._curve(question)
+        self.history[question] += 1
+
+    def _curve(self, question: Question) -> Array:
+        if theorem_for(question).occasions(question, 2) != 2:
+            raise ValueError(
+                f"{question!r} has no filter: its price supposes a strategy fixed in advance; use a Budget"
+            )
+        return curves([question])[question]
+
+
+def _best_order(planned: History, epsilon: float, delta: float) -> float:
+    """The order at which most copies of the plan fit, which is where a run like it ends."""
+    budgets = epsilon - renyi.CONVERSION + log(delta) / (renyi.ORDERS - 1)
+    curve = total_curve(planned)
+    if not curve.any():
+        raise ValueError(
+            f"planned={dict(planned)} costs nothing; give the questions that are expected, to choose an order"
+        )
+    return float(renyi.ORDERS[np.argmax(budgets / curve)])
 
 
 # --- what may be said ------------------------------------------------------------------------------------------------
@@ -484,7 +587,7 @@ class Guarantee:
 
 
 SAMPLING: dict[str, tuple[type[Question], ...]] = {
-    "poisson": (SampledGaussian, Gaussian),
+    "poisson": (SampledGaussian, Gaussian, Trial),
     "cyclic-poisson": (CyclicGaussian, Gaussian),
     "every-example": (Gaussian,),
 }
@@ -504,6 +607,8 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
     by_renyi = epsilon(history, delta, "rdp")
     filtered = facts.schedule == "filtered"
     spent = facts.filter_epsilon if filtered else epsilon(history, delta)
+    if spent is not None and by_renyi < inf and filtered and by_renyi > spent:
+        reasons = (*reasons, f"the questions cost {by_renyi:.4g}, so no filter of epsilon {spent:.4g} allowed them")
     if by_renyi == inf:
         reasons = (*reasons, "a question was answered without noise, so no epsilon is finite")
     result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", by_renyi, reasons)

@@ -211,11 +211,14 @@ class Training:
             self._check_same(self.folder.request()["public"], public)
         if resume and self.folder.checkpoint.exists():
             self._restore()
-        else:
-            if self.folder.ledger.exists():
+            return
+        if self.folder.ledger.exists():
+            # The first checkpoint is written before the first question, so a run killed before it has asked nothing.
+            if b'"row": "ask"' in self.folder.ledger.read_bytes():
                 raise LedgerError(f"{self.folder.ledger} exists but there is no checkpoint beside it to resume from")
-            self.ledger.open(public)
-            self._save()
+            self.folder.ledger.unlink()
+        self.ledger.open(public)
+        self._save()
 
     def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         for key, value in now.items():

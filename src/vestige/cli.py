@@ -57,6 +57,7 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def train(
+    context: typer.Context,
     task: Annotated[
         str, typer.Option(help="What to train: a task of `vestige tasks`, or FILE.py:FUNCTION.")
     ] = "digits-mlp",
@@ -115,7 +116,7 @@ def train(
     from vestige.run_folder import RunFolder
 
     if resume is not None:
-        _refuse_other_options()
+        _refuse_other_options(context)
         folder = RunFolder(resume)
         job = load(folder)
         if folder.result() is not None:
@@ -174,14 +175,12 @@ def _lr(text: str) -> Any:
         raise ValueError(f"lr={text!r} must be a number or 'auto'") from None
 
 
-def _refuse_other_options() -> None:
-    extra = [
-        word for word in sys.argv[2:] if word.startswith("--") and word.split("=")[0] not in ("--resume", "--json")
-    ]
+def _refuse_other_options(context: typer.Context) -> None:
+    given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    extra = [name for name in given if name not in ("resume", "as_json")]
     if extra:
-        raise ValueError(
-            f"resume: {extra[0]} cannot be given too; a run continues with the options it was started with"
-        )
+        flag = "--" + extra[0].replace("_", "-")
+        raise ValueError(f"resume: {flag} cannot be given too; a run continues with the options it was started with")
 
 
 def _announce(job: Any, training: Any) -> None:
@@ -394,7 +393,7 @@ def verify(run: Annotated[Path, typer.Argument(help="The run's folder.")], as_js
 @app.command()
 def doctor(
     task: Annotated[
-        str, typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data, test).")
+        str, typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data or loader).")
     ],
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
@@ -413,8 +412,7 @@ def doctor(
     from vestige import tasks
     from vestige.doctor import examine
 
-    subject = tasks.load(task, data, seed)
-    findings = examine(subject.model, subject.loss, subject.train)
+    findings = examine(*tasks.subject(task, data, seed))
     wrong = [finding for finding in findings if finding.level == "error"]
     if as_json:
         _print_json({"healthy": not wrong, "findings": [vars(finding) for finding in findings]})

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from vestige.clipping import Loss
@@ -134,21 +134,20 @@ def _gradients(model: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> list[Fi
     batch = [part[finite] for part in batch]
     if len(batch[0]) < 2:
         return []
-    parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    parameters = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters() if p.requires_grad}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
-    def first_output(company: int) -> dict[str, Tensor]:
-        def value(point: dict[str, Tensor]) -> Tensor:
-            *inputs, targets = (part[:company] for part in batch)
-            outputs = functional_call(model, point, tuple(inputs))
-            return loss(outputs[:1], targets[:1]).sum()
-
-        return grad(value)(parameters)
+    def gradient_of_first(company: int) -> dict[str, Tensor]:
+        *inputs, targets = (part[:company] for part in batch)
+        outputs = functional_call(model, parameters, tuple(inputs))
+        value = loss(outputs[:1], targets[:1]).sum()
+        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(parameters, found, strict=True))
 
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
-            alone, together = first_output(1), first_output(len(batch[0]))
+            alone, together = gradient_of_first(1), gradient_of_first(len(batch[0]))
         except Exception as error:
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
             return [Finding("error", "model", f"no gradient of one example could be taken: {line}")]

@@ -67,3 +67,37 @@ class CyclicGaussian(Question):
         super().__post_init__()
         if self.bands < 1:
             raise ValueError(f"bands={self.bands} must be at least 1; 1 is plain Poisson sampling")
+
+
+@dataclass(frozen=True)
+class Trial(Question):
+    """A candidate update and a noisy test of it on a fresh sample; a rejected candidate leaves no trace but that bit.
+
+    The candidate is a sampled Gaussian (`rate`, `multiplier`). The test statistic is clipped to a range, noised with
+    `validation_multiplier` times its sensitivity, and accepted below `threshold`, counted in halves of the range from
+    its middle. `half_range` is half the range over the sensitivity: 1/2 where a mean is clipped, since one example can
+    then cross the whole range; more for a sum of clipped terms. `releases` is "y" (an accepted candidate) or "yz" (and
+    its noisy statistic).
+    """
+
+    kind: ClassVar[str] = "trial"
+    rate: float
+    multiplier: float
+    validation_rate: float
+    validation_multiplier: float
+    threshold: float
+    releases: str = "y"
+    half_range: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.releases not in ("y", "yz"):
+            raise ValueError(
+                f'releases={self.releases!r} must be "y" (the candidate) or "yz" (and its noisy statistic)'
+            )
+        if not self.half_range >= 0.5:
+            raise ValueError(f"half_range={self.half_range} must be at least 1/2: nothing moves by more than the range")
+        if self.releases == "yz" and self.half_range != 0.5:
+            raise ValueError(
+                f'half_range={self.half_range} has no theorem with releases="yz"; release "y" or clip the mean'
+            )

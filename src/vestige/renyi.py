@@ -30,8 +30,8 @@ LARGEST_BLOCK = 500_000
 def curves(rates: Sequence[float], multipliers: Sequence[float]) -> Array:
     """Renyi divergence at `ORDERS` of each sampled Gaussian (rate, multiplier): [questions, orders].
 
-    Formal guarantees: of the two directions, mixture against noise is the larger (Mironov, Talwar & Zhang 2019,
-    Theorem 5), so this one curve covers adding and removing an example.
+    Formal guarantees: of the two directions, mixture against noise is the larger (Mironov, Talwar & Zhang 2019),
+    so this one curve covers adding and removing an example.
     """
     rate, multiplier = np.asarray(rates, dtype=float), np.asarray(multipliers, dtype=float)
     result = np.zeros((len(rate), len(ORDERS)))

@@ -32,7 +32,8 @@ def exponents(weights: Sequence[Tensor], convention: Convention = "flatten", flo
     """The exponent of each weight, [len(weights)], NaN where undefined, on the weights' device (for MPS: on the CPU).
 
     All layers are fitted at once. Every eigenvalue is tried as the tail's beginning; the exponent is the maximum
-    likelihood one of the tail that lies closest to its power law in the Kolmogorov-Smirnov distance.
+    likelihood one of the tail that lies closest to its power law in the Kolmogorov-Smirnov distance. This one rule
+    serves every spectrum of FEWEST or more; WeightWatcher 0.7.7 has another, bias-corrected, for fewer than 20.
 
     Formal guarantees: none needed. It is a function of the weights alone, so of past releases: computing it, as often
     as one likes, costs no privacy.

@@ -98,6 +98,19 @@ def load(name: str, data: str | Path | None = None, seed: int = 0) -> Task:
     return Task(name, model, functional.cross_entropy, train, test, recipe.dataset.classes, notes)
 
 
+def subject(name: str, data: str | Path | None = None, seed: int = 0) -> tuple[nn.Module, Loss, Any]:
+    """The model, loss and training data of a task, unexamined: a user's function may give a loader or a dataset."""
+    if ".py:" not in name:
+        task = load(name, data, seed)
+        return task.model, task.loss, task.train
+    made = _made_by_file(name, None if data is None else Path(data), seed)
+    if isinstance(made, Task):
+        return made.model, made.loss, made.train
+    if not (isinstance(made, tuple) and len(made) >= 3 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise ValueError(f"--task={name}: the function must return (model, loss, data, ...)")
+    return made[0], made[1], made[2]
+
+
 def names() -> list[str]:
     """Every task that `load` knows by name."""
     return list(RECIPES)
@@ -461,6 +474,11 @@ def _imagenet(images: Tensor) -> Tensor:
 
 
 def _load_from_file(name: str, data: Path | None, seed: int) -> Task:
+    made = _made_by_file(name, data, seed)
+    return made if isinstance(made, Task) else _task_of(name, made)
+
+
+def _made_by_file(name: str, data: Path | None, seed: int) -> Any:
     file, _, function_name = name.rpartition(":")
     with _public_randomness(seed):
         function = _function(Path(file), function_name)
@@ -469,10 +487,7 @@ def _load_from_file(name: str, data: Path | None, seed: int) -> Task:
         raise ValueError(f"--data={data}: {function_name}() takes no argument 'data'; add one or leave --data out")
     arguments: dict[str, Any] = {"data": data, "seed": seed}
     with _public_randomness(seed):
-        made = function(**{key: value for key, value in arguments.items() if key in accepted})
-    if isinstance(made, Task):
-        return made
-    return _task_of(name, made)
+        return function(**{key: value for key, value in arguments.items() if key in accepted})
 
 
 def _function(file: Path, function_name: str) -> Callable[..., Any]:
@@ -502,8 +517,7 @@ def _task_of(name: str, made: Any) -> Task:
             raise ValueError(
                 f"--task={name}: {split} has {len(pair[0])} inputs and {len(pair[1])} targets; give one each"
             )
-    with torch.no_grad():
-        classes = model(test[0][:1]).shape[-1]  # the width of the answer: a public fact of the model
+    classes = 1 + int(test[1].max()) if not test[1].is_floating_point() else 0
     return Task(name, model, loss, tuple(train), tuple(test), classes, f"The user's own task, from {name}.")
 
 

@@ -1,0 +1,35 @@
+# Everything runs in its own virtual environment, made on first use from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: run test test-slow check format clean
+
+run: $(READY)  ## train FO-DP-SGD and DP-SGD to the same epsilon on scikit-learn's digits
+	$(BIN)/vestige demo
+
+test: $(READY)  ## the everyday tests
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)  ## all tests, the slow ones too
+	$(BIN)/python -m pytest -m ""
+
+check: $(READY)  ## formatting, lint, types, doctests and tests
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --doctest-modules src/vestige tests
+
+format: $(READY)
+	$(BIN)/ruff format src tests bench
+	$(BIN)/ruff check --fix src tests bench
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,46 @@
+"""What do the tests share? Small models and data, and a float64 oracle that knows nothing of the package."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+
+@pytest.fixture(autouse=True)
+def _quiet_machine() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def toy() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    return make_toy()
+
+
+def make_toy(examples: int = 60, features: int = 5, classes: int = 3, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(features, 7), nn.Tanh(), nn.Linear(7, classes))
+    inputs = torch.randn(examples, features, generator=generator)
+    targets = torch.randint(classes, (examples,), generator=generator)
+    return model, (inputs, targets)
+
+
+def example_gradients(model: nn.Module, inputs: Tensor, targets: Tensor) -> np.ndarray:
+    """Per-example gradients of the cross-entropy, one backward pass at a time, flat, float64."""
+    double = [p.detach().double().requires_grad_() for p in model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    rows = []
+    for x, y in zip(inputs, targets, strict=True):
+        output = torch.func.functional_call(model.double(), dict(zip(names, double, strict=True)), (x.double()[None],))
+        gradients = torch.autograd.grad(nn.functional.cross_entropy(output, y[None]), double)
+        rows.append(np.concatenate([g.numpy().ravel() for g in gradients]))
+    model.float()
+    return np.stack(rows) if rows else np.zeros((0, sum(p.numel() for p in double)))
+
+
+def clip_and_sum(rows: np.ndarray, bound: float) -> np.ndarray:
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return (rows * np.minimum(1, bound / np.maximum(norms, 1e-300))).sum(0)

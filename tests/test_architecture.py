@@ -1,0 +1,74 @@
+"""Do imports go downward only, and does data stay in its room?"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import vestige
+
+ROOT = Path(vestige.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def rooms(path: Path) -> set[str]:
+    """The package's own modules that a file imports directly."""
+    known = {".".join(("vestige", *p.relative_to(ROOT).with_suffix("").parts)) for p in FILES}
+    return {name for name in imports(path) if name in known}
+
+
+def reach(path: Path) -> set[str]:
+    """Everything of the package that a file imports, directly or not."""
+    seen: set[str] = set()
+    queue = [path]
+    while queue:
+        for name in rooms(queue.pop()) - seen:
+            seen.add(name)
+            queue.append(ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py"))
+    return seen
+
+
+def test_training_and_accounting_never_meet():
+    assert "vestige.accounting" not in reach(ROOT / "training.py")
+    assert "vestige.training" not in reach(ROOT / "accounting.py")
+
+
+def test_only_accounting_knows_dp_accounting():
+    users = {p.stem for p in FILES if any(name.split(".")[0] == "dp_accounting" for name in imports(p))}
+    assert "accounting" in users
+    assert users <= {"accounting", "profiles", "trials"}
+
+
+@pytest.mark.parametrize("room", ["memory", "probes", "rules", "learning_rate", "layout", "method"])
+def test_what_remembers_and_moves_never_sees_data(room):
+    assert not {"vestige.curator", "vestige.tasks"} & reach(ROOT / f"{room}.py")
+
+
+def test_only_tasks_knows_files_of_data():
+    for path in FILES:
+        if path.stem not in ("tasks", "features"):
+            text = path.read_text()
+            assert "np.load(" not in text, path
+            assert "load_digits" not in text, path
+
+
+def test_there_is_no_circle():
+    for path in FILES:
+        name = ".".join(("vestige", *path.relative_to(ROOT).with_suffix("").parts))
+        if path.stem != "__init__":
+            assert name not in reach(path), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_every_file_says_which_question_it_answers(path):
+    assert ast.get_docstring(ast.parse(path.read_text()))

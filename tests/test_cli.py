@@ -1,0 +1,243 @@
+"""What does a user see at the terminal: the promised keys, one-line errors, exit codes, a run that survives Ctrl-C?"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from vestige import cli
+
+TRAIN = ["train", "--task", "digits-mlp", "--epsilon", "8", "--sample-rate", "0.05", "--steps", "20"]
+FO = "--lr auto --clip 1.0 --beta 0.9 --alpha 0.8 --window 8 --lam 0.01 --tau 0.1 --gamma 0.2 --kappa 1e-6 --zeta auto --seed 0"
+
+
+def vestige(*words):
+    """The command in this process: exit code, standard output, standard error."""
+    result = CliRunner().invoke(cli.app, [str(word) for word in words])
+    code, error = result.exit_code, result.stderr
+    if isinstance(result.exception, ValueError | OSError):
+        code, error = (2 if isinstance(result.exception, ValueError) else 1), str(result.exception)
+    elif result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return code, result.stdout, error
+
+
+def as_json(*words):
+    code, out, error = vestige(*words, "--json")
+    assert code == 0, error
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def test_the_issues_command_gives_the_promised_keys(tmp_path):
+    result = as_json(*TRAIN, "--method", "fo-dp-sgd", "--delta", "1e-5", *FO.split(), "--out", tmp_path / "run")
+    for key in ("accuracy", "lr", "epsilon", "delta", "noise_multiplier", "steps", "accountant", "run"):
+        assert key in result
+    assert 7.99 < result["epsilon"] <= 8
+    assert result["steps"] == 20
+    assert result["run"] == str(tmp_path / "run")
+    verdict = as_json("verify", tmp_path / "run")
+    assert verdict["verified"]
+    assert verdict["epsilon"] == result["epsilon"]
+
+
+@pytest.mark.parametrize("method", ["dp-sgd", "post-fm", "uniform-memory", "exponential-memory"])
+def test_the_other_methods_train_with_their_defaults(tmp_path, method):
+    assert as_json(*TRAIN, "--method", method, "--out", tmp_path / "run")["epsilon"] <= 8
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value", "within"),
+    [
+        ("--noise-multiplier 1.2222 --steps 6250 --accountant pld", "epsilon", 17.44, 0.01),
+        ("--noise-multiplier 1.2222 --steps 6250 --accountant rdp", "epsilon", 18.70, 0.01),
+        ("--paper-sigma 1.1 --beta 0.9 --steps 6250", "epsilon", 17.44, 0.01),
+        ("--epsilon 3 --steps 6250", "noise_multiplier", 4.473, 0.01),
+    ],
+)
+def test_account_gives_the_published_figures(words, key, value, within):
+    result = as_json("account", "--sample-rate", "0.04", "--delta", "1e-5", *words.split())
+    assert result[key] == pytest.approx(value, abs=within)
+
+
+def test_paper_sigma_is_the_papers_and_the_accounted_multiplier_is_ours(tmp_path):
+    words = [w for w in TRAIN if w not in ("--epsilon", "8")]
+    result = as_json(*words, "--method", "fo-dp-sgd", "--beta", "0.5", "--paper-sigma", "1.0", "--out", tmp_path / "a")
+    assert result["noise_multiplier"] == 2.0
+    result = as_json(*words, "--method", "post-fm", "--beta", "0.5", "--paper-sigma", "1.0", "--out", tmp_path / "b")
+    assert result["noise_multiplier"] == 1.0
+
+
+def test_the_seed_fixes_weights_but_never_noise_unless_told_so(tmp_path):
+    def run(name, *extra):
+        return as_json(*TRAIN, "--out", tmp_path / name, "--nonprivate-transcript", tmp_path / f"{name}.npz", *extra)
+
+    run("a"), run("b"), run("c", "--reproducible"), run("d", "--reproducible")
+    load = lambda name: np.load(tmp_path / f"{name}.npz")  # noqa: E731
+    assert not np.array_equal(load("a")["noise"], load("b")["noise"])
+    for key in ("clipped_sum", "noise", "release"):
+        assert np.array_equal(load("c")[key], load("d")[key])
+
+
+def test_reproducible_runs_have_no_epsilon_and_say_so(tmp_path):
+    code, out, error = vestige(*TRAIN, "--reproducible", "--out", tmp_path / "run", "--json")
+    result = json.loads(out)
+    assert result["epsilon"] is None
+    assert 7.99 < result["epsilon_if_noise_were_secret"] <= 8
+    assert "protects nobody" in error
+
+
+def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
+    beta, sigma = 0.8, 1.1
+    words = [w for w in TRAIN if w not in ("--epsilon", "8")]
+    code, _, error = vestige(
+        *words, "--method", "fo-dp-sgd", "--beta", beta, "--paper-sigma", sigma, "--clip", 0.5, "--window", 4, "--zeta", 3.0,
+        "--nonprivate-transcript", tmp_path / "t.npz", "--out", tmp_path / "run", "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert "guarantee is void" in error
+    from test_memory import paper_weights
+
+    file = np.load(tmp_path / "t.npz")
+    s, z, release = (file[key].astype(np.float64) for key in ("clipped_sum", "noise", "release"))
+    assert file["release"].dtype == np.float32
+    assert s.shape == z.shape == release.shape
+    assert s.shape[0] == 20
+    assert z.std() == pytest.approx(sigma * 0.5, rel=0.01)
+    trend = None
+    for t in range(20):
+        past = release[max(0, t - 3) : t][::-1]
+        u = 0
+        if t:
+            u = paper_weights(past, trend, alpha=0.8, lam=0.01, tau=0.1, kappa=1e-6, zeta=3.0) @ past
+        np.testing.assert_allclose(release[t], beta * s[t] + (1 - beta) * u + z[t], rtol=1e-3, atol=1e-4)
+        trend = release[t] if trend is None else 0.2 * release[t] + 0.8 * trend
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*TRAIN, "--sample-rate", "1.5"], "sample_rate=1.5"),
+        ([*TRAIN, "--delta", "0.01"], "delta=0.01"),
+        ([*TRAIN, "--window", "-2"], "window=-2"),
+        ([*TRAIN, "--beta", "0"], "beta=0.0"),
+        ([*TRAIN, "--lr", "fast"], "lr='fast'"),
+        ([*TRAIN, "--method", "fo-dp-sdg"], "did you mean 'fo-dp-sgd'"),
+        ([*TRAIN, "--method", "dp-sgd", "--alpha", "0.5"], "alpha=0.5 is not an option of dp-sgd"),
+        ([*TRAIN, "--task", "digit-mlp"], "digits-mlp"),
+        ([*TRAIN, "--task", "mnist-mlp"], "--data"),
+        ([*TRAIN, "--task", "mnist-mlp", "--data", "/nowhere.npz"], "/nowhere.npz"),
+        ([*TRAIN, "--optimizer", "sdg"], "optimizer='sdg'"),
+        ([*TRAIN, "--paper-sigma", "1", "--noise-multiplier", "1"], "paper_sigma=1.0 and noise_multiplier=1.0"),
+        (["train", "--task", "digits-mlp"], "epsilon and noise_multiplier are both missing"),
+        (["account", "--sample-rate", "0.1", "--steps", "10"], "exactly one of"),
+        (["account", "--sample-rate", "0.1", "--steps", "10", "--epsilon", "1", "--sampling", "shuffled"], "shuffled"),
+        (["account", "--sample-rate", "0.1", "--steps", "10", "--noise-multiplier", "-1"], "noise_multiplier=-1"),
+        (["verify", "/nowhere"], "no such folder"),
+        (["train", "--resume", "/nowhere"], "holds no run"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_two(tmp_path, words, message):
+    out = tmp_path / "run"
+    code, _, error = vestige(*words, *(["--out", out] if words[0] == "train" and "--resume" not in words else []))
+    assert code == 2
+    assert message in error
+    assert not out.exists(), "nothing may be half-written"
+
+
+def test_a_typo_in_a_flag_is_a_users_mistake():
+    code, _, error = vestige("train", "--epsilom", "8")
+    assert code == 2
+    assert "epsilom" in error
+
+
+def test_an_occupied_folder_is_refused_and_left_alone(tmp_path):
+    as_json(*TRAIN, "--out", tmp_path / "run")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    code, _, error = vestige(*TRAIN, "--out", tmp_path / "run")
+    assert code == 2
+    assert "already holds a run" in error
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
+
+
+def test_verify_fails_with_exit_code_one(tmp_path):
+    as_json(*TRAIN, "--out", tmp_path / "run")
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace('"rate": 0.05', '"rate": 0.01', 1))
+    code, out, _ = vestige("verify", tmp_path / "run", "--json")
+    assert code == 1
+    assert json.loads(out)["verified"] is False
+
+
+def test_doctor_and_lists():
+    assert as_json("doctor", "digits-mlp") == {"healthy": True, "findings": []}
+    assert {"dp-sgd", "fo-dp-sgd"} <= {row["name"] for row in as_json("methods")["methods"]}
+    assert "digits-mlp" in {row["name"] for row in as_json("tasks")["tasks"]}
+
+
+def test_doctor_names_the_fault_in_a_users_own_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n"
+        "    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n"
+        "    data = torch.randn(40, 4), torch.randint(2, (40,))\n"
+        "    return model, nn.functional.cross_entropy, data, data\n"
+    )
+    code, out, _ = vestige("doctor", f"{file}:make", "--json")
+    assert code == 1
+    assert "BatchNorm1d" in out
+
+
+@pytest.mark.parametrize("command", ["train", "account", "verify", "doctor"])
+def test_every_command_has_help_with_an_example(command):
+    code, out, _ = vestige(command, "--help")
+    assert code == 0
+    assert f"vestige {command}" in " ".join(out.split())
+
+
+def command(*words, **options):
+    return subprocess.Popen([sys.executable, "-m", "vestige.cli", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_a_real_process_fails_with_one_line():
+    process = command(*TRAIN, "--clip", "-1")
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert out == ""
+    assert error.strip().count("\n") == 0
+    assert error.startswith("vestige: --clip=-1.0 must be positive")
+
+
+def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
+    run = tmp_path / "run"
+    process = command("train", "--task", "digits-mlp", "--epsilon", "8", "--sample-rate", "0.05", "--steps", "4000", "--out", run)
+    ledger = run / "ledger.jsonl"
+    deadline = time.monotonic() + 120
+    while not (ledger.exists() and ledger.read_text().count("\n") > 30) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "vestige train --resume" in error
+    asked = ledger.read_text().count('"row": "ask"')
+    import torch
+
+    assert torch.load(run / "checkpoint.pt", weights_only=True)["state"]["step"] == asked
+    code, _, error = vestige("train", "--resume", run, "--steps", "3")
+    assert code == 2
+    assert "--steps cannot be given too" in error
+    again = command("train", "--resume", run, "--json")
+    while ledger.read_text().count('"row": "ask"') < asked + 10 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(again.pid, signal.SIGTERM)
+    out, _ = again.communicate(timeout=60)
+    result = json.loads(out)
+    assert result["stopped"] == "interrupted"
+    assert result["steps"] == ledger.read_text().count('"row": "ask"') > asked

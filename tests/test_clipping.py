@@ -1,0 +1,83 @@
+"""Does one example move the sum by at most the bound, whatever it holds?"""
+
+import numpy as np
+import pytest
+import torch
+from conftest import clip_and_sum, example_gradients, make_toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from vestige.clipping import Flat, Reference
+from vestige.layout import Layout
+
+
+def ask(model, batch, bound=1.0, loss=nn.functional.cross_entropy):
+    layout = Layout.of(model)
+    total = torch.zeros(layout.size)
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    norms = Reference(model, loss, layout)(batch, parameters, Flat(bound), total)
+    return total, norms
+
+
+@pytest.mark.parametrize("bound", [1e-3, 0.5, 1e6])
+@pytest.mark.parametrize("examples", [0, 1, 7])
+def test_the_sum_equals_one_example_at_a_time_in_float64(bound, examples):
+    model, (x, y) = make_toy(examples=examples)
+    rows = example_gradients(model, x, y)
+    total, norms = ask(model, (x, y), bound)
+    np.testing.assert_allclose(total.numpy(), clip_and_sum(rows, bound), rtol=1e-4, atol=1e-6 * min(bound, 1))
+    np.testing.assert_allclose(norms.numpy()[:, 0], np.linalg.norm(rows, axis=1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_reduction_of_the_loss_does_not_matter(toy, reduction):
+    model, batch = toy
+    plain, _ = ask(model, batch)
+    other, _ = ask(model, batch, loss=nn.CrossEntropyLoss(reduction=reduction))
+    assert torch.equal(plain, other)
+
+
+@settings(max_examples=25, deadline=None)
+@given(scale=st.floats(1e-6, 1e6), bound=st.floats(1e-3, 1e3), leaving=st.integers(0, 9))
+def test_a_neighbouring_batch_moves_the_sum_by_at_most_the_bound(scale, bound, leaving):
+    model, (x, y) = make_toy(examples=10)
+    x = x.clone()
+    x[leaving] *= scale
+    stay = torch.arange(10) != leaving
+    moved = ask(model, (x, y), bound)[0] - ask(model, (x[stay], y[stay]), bound)[0]
+    assert moved.norm() <= bound * (1 + 1e-4)
+
+
+def test_a_huge_example_moves_the_sum_by_exactly_the_bound():
+    model, (x, y) = make_toy(examples=5)
+    huge = torch.cat([x, 1e3 * torch.ones(1, 5)]), torch.cat([y, y[:1]])
+    moved = ask(model, huge, 0.01)[0] - ask(model, (x, y), 0.01)[0]
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e38, 3e38])
+def test_a_poisoned_example_contributes_a_finite_bounded_vector_and_leaves_the_others_alone(poison):
+    model, (x, y) = make_toy(examples=6)
+    clean, _ = ask(model, (torch.cat([x[:2], x[3:]]), torch.cat([y[:2], y[3:]])))
+    x[2] = poison
+    total, norms = ask(model, (x, y))
+    assert total.isfinite().all()
+    assert (total - clean).norm() <= 1 + 1e-5
+    if not np.isfinite(poison):
+        assert norms[2].isinf().all()
+        torch.testing.assert_close(total, clean, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_too_large_for_float32_arithmetic_is_zeroed():
+    model = nn.Linear(3, 1, bias=False)
+    x = torch.full((1, 3), 1e35)
+    total, norms = ask(model, (x, torch.zeros(1, 1)), loss=lambda out, target: (out - target).sum())
+    assert total.tolist() == [0, 0, 0]
+    assert norms.isinf().all()
+
+
+def test_an_unusable_bound_is_refused():
+    for bound in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="clip="):
+            Flat(bound)

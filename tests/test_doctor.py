@@ -1,0 +1,91 @@
+"""Does the doctor name the part at fault, and only then?"""
+
+import pytest
+import torch
+from conftest import make_toy
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from vestige.doctor import examine
+
+LOSS = nn.functional.cross_entropy
+
+
+def findings(model, data=None):
+    return [(f.level, f"{f.where}: {f.what}") for f in examine(model, LOSS, data or make_toy()[1])]
+
+
+def test_a_healthy_model_has_no_finding():
+    assert findings(make_toy()[0]) == []
+
+
+class CentredBatch(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(x.sum().detach())
+        return x
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.left = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "level", "words"),
+    [
+        (nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)), "error", ["'1' (BatchNorm1d)", "GroupNorm"]),
+        (nn.Sequential(nn.Linear(5, 7), CentredBatch(), nn.Linear(7, 3)), "error", ["parameter '0.", "mixes examples"]),
+        (nn.Sequential(nn.Linear(5, 7), Counts(), nn.Linear(7, 3)), "error", ["buffer '1.seen'", "un-noised"]),
+        (nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)), "warning", ["'1' (ReLU)", "inplace=False"]),
+        (Unused(), "warning", ["parameter 'left.weight'", "unused"]),
+        (tied(), "warning", ["'0.weight'", "tied with '1.weight'"]),
+        (nn.Linear(5, 3).requires_grad_(False), "error", ["no parameter is trainable"]),
+        (nn.Linear(5, 3).double(), "error", ["'weight'", "float64"]),
+        (nn.Linear(4, 3), "error", ["no gradient of one example"]),
+    ],
+)
+def test_each_fault_is_named(model, level, words):
+    found = findings(model)
+    assert any(got == level and all(word in line for word in words) for got, line in found), found
+
+
+def test_loaders_that_are_not_poisson_are_named():
+    _, data = make_toy()
+    for shuffle in (True, False):
+        loader = DataLoader(TensorDataset(*data), batch_size=8, shuffle=shuffle)
+        assert any("not Poisson-sampled" in line for _, line in findings(make_toy()[0], loader))
+
+
+def test_non_finite_inputs_are_found_wherever_they_are():
+    model, (x, y) = make_toy()
+    x[47, 2] = float("nan")
+    assert any("1 examples hold NaN" in line and "first: 47" in line for _, line in findings(model, (x, y)))
+
+
+def test_the_model_is_left_as_it_was():
+    model = nn.Sequential(nn.Linear(5, 7), Counts(), nn.Linear(7, 3))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    findings(model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())

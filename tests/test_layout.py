@@ -1,0 +1,59 @@
+"""Is every trainable parameter in the flat vector exactly once?"""
+
+import pytest
+import torch
+from torch import nn
+
+from vestige.layout import Layout
+
+
+def test_segments_cover_the_vector_without_gaps(toy):
+    model, _ = toy
+    layout = Layout.of(model)
+    assert layout.size == sum(p.numel() for p in model.parameters())
+    assert [s.start for s in layout.segments][1:] == [s.stop for s in layout.segments][:-1]
+    packed = layout.pack(dict(model.named_parameters()))
+    for name, view in layout.views(packed).items():
+        assert torch.equal(view, model.get_parameter(name))
+
+
+def test_views_share_memory_and_carry_leading_axes(toy):
+    layout = Layout.of(toy[0])
+    stack = torch.zeros(4, layout.size)
+    layout.views(stack)["0.weight"][2].fill_(1)
+    assert stack.sum() == 35
+    assert stack[2, :35].sum() == 35
+
+
+def test_tied_weights_count_once_and_frozen_ones_never():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    assert [s.name for s in Layout.of(model).segments] == ["0.weight", "0.bias"]
+
+
+def test_expand_repeats_a_group_value_over_its_coordinates():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    layout = Layout.of(model, lambda m: [["1.weight", "1.bias"], ["0.weight", "0.bias"]])
+    assert layout.group_sizes == (3, 6)
+    assert layout.expand(torch.tensor([5.0, 7.0])).tolist() == [7.0] * 6 + [5.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([["0.weight"]], "'0.bias' is in no group"),
+        ([["0.weight", "0.bias"], ["0.bias"]], "groups 0 and 1"),
+        ([["0.weight", "0.bias", "nothing"]], "not a trainable parameter"),
+    ],
+)
+def test_a_grouping_must_be_a_partition(groups, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.of(nn.Sequential(nn.Linear(2, 2)), lambda m: groups)
+
+
+def test_nothing_to_train_or_the_wrong_precision_is_refused():
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        Layout.of(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(ValueError, match="'weight' is torch.float64"):
+        Layout.of(nn.Linear(2, 2).double())

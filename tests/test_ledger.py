@@ -1,0 +1,213 @@
+"""Does the ledger come before the answer, and does any tampering show?"""
+
+import json
+import os
+import shutil
+
+import pytest
+from conftest import make_toy
+from torch import nn
+
+import vestige
+from vestige import accounting
+from vestige.curator import BudgetSpent
+from vestige.ledger import Ledger, LedgerError, read
+from vestige.questions import SampledGaussian
+from vestige.verification import verify
+
+QUESTION = SampledGaussian(0.1, 1.0)
+
+
+@pytest.fixture
+def finished(tmp_path):
+    model, data = make_toy()
+    training = vestige.train(
+        model, nn.functional.cross_entropy, data, epsilon=4.0, delta=1e-5, sample_rate=0.2, steps=12, out=tmp_path / "run"
+    )
+    for _ in training:
+        pass
+    training.finish({"epsilon": training.guarantee().epsilon})
+    return tmp_path / "run"
+
+
+def lines(run):
+    return (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+
+
+def rewrite(run, rows):
+    (run / "ledger.jsonl").write_text("".join(rows))
+
+
+def test_epsilon_follows_from_the_ledger_alone(finished):
+    verdict = verify(finished)
+    facts = json.loads(lines(finished)[0])
+    expected = accounting.epsilon({SampledGaussian(0.2, facts["noise_multiplier"]): 12}, 1e-5)
+    assert verdict.guarantee.epsilon == expected
+    assert verdict.asked == 12
+    (finished / "result.json").unlink()
+    (finished / "checkpoint.pt").unlink()
+    assert verify(finished).guarantee.epsilon == expected
+
+
+def edit(key, value):
+    def change(rows):
+        row = json.loads(rows[5])
+        row[key] = value
+        return [*rows[:5], json.dumps(row) + "\n", *rows[6:]]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (edit("multiplier", 100.0), "edited"),
+        (edit("rate", 0.01), "edited"),
+        (edit("step", 3), "edited"),
+        (lambda rows: [*rows[:5], *rows[6:]], "gap"),
+        (lambda rows: [*rows[:6], rows[5], *rows[6:]], "gap|follow"),
+        (lambda rows: [*rows[:5], rows[6], rows[5], *rows[7:]], "gap|follow"),
+        (lambda rows: rows[:-3], "cut or replaced"),
+        (lambda rows: rows[1:], "gap|open"),
+        (lambda rows: [*rows[:-1], rows[-1][:40]], "torn"),
+        (lambda rows: [*rows, "{}\n"], "gap|hash|follow"),
+        (lambda rows: [*rows[:4], "nonsense\n", *rows[4:]], "not JSON"),
+        (lambda rows: [], "empty"),
+    ],
+)
+def test_every_tampering_is_found(finished, change, message):
+    rewrite(finished, change(lines(finished)))
+    with pytest.raises(LedgerError, match=message):
+        verify(finished)
+
+
+def rechain(rows):
+    """What a careful forger would do: fix all hashes after the edit."""
+    from vestige.ledger import GENESIS, _seal
+
+    head, out = GENESIS, []
+    for number, line in enumerate(rows):
+        row = {k: v for k, v in json.loads(line).items() if k != "hash"} | {"previous": head, "seq": number}
+        head = _seal(row)
+        out.append(json.dumps({**row, "hash": head}) + "\n")
+    return out
+
+
+def test_a_consistently_forged_ledger_no_longer_matches_the_run(finished):
+    rewrite(finished, rechain(edit("multiplier", 100.0)(lines(finished))))
+    with pytest.raises(LedgerError, match="cut or replaced"):
+        verify(finished)
+
+
+def test_a_reuse_or_a_gap_of_steps_is_found_even_with_sound_hashes(finished):
+    for place in (5, 7):
+        rows = lines(finished)
+        row = json.loads(rows[6])
+        row["step"] = json.loads(rows[place])["step"]
+        rewrite(finished, rechain([*rows[:6], json.dumps(row) + "\n", *rows[7:]]))
+        with pytest.raises(LedgerError, match="a gap or a reuse"):
+            read(finished / "ledger.jsonl")
+        rewrite(finished, rows)
+
+
+def test_a_result_that_says_something_else_is_found(finished):
+    result = json.loads((finished / "result.json").read_text())
+    (finished / "result.json").write_text(json.dumps({**result, "epsilon": 1.0}))
+    with pytest.raises(LedgerError, match=r"result.json says epsilon 1"):
+        verify(finished)
+
+
+def test_the_question_is_durable_before_the_answer_exists(tmp_path, monkeypatch):
+    from vestige import curator
+
+    model, data = make_toy()
+    run = tmp_path / "run"
+    training = vestige.train(model, nn.functional.cross_entropy, data, noise_multiplier=1.0, delta=1e-5, sample_rate=0.2, steps=3, lr=0.1, out=run)
+    seen = []
+    honest = curator.draw_noise
+    monkeypatch.setattr(curator, "draw_noise", lambda *a: (seen.append(len(lines(run))), honest(*a))[1])
+    list(training)
+    assert seen == [2, 3, 4]
+
+
+class Refuses:
+    def allows(self, spent, question):
+        return sum(spent.values()) < 2
+
+
+def test_a_refused_question_leaves_no_trace(tmp_path):
+    ledger = Ledger(tmp_path / "l.jsonl", Refuses())
+    ledger.open({})
+    for step in range(2):
+        ledger.ask(QUESTION, step=step, part=0, sensitivity=1.0)
+    with pytest.raises(BudgetSpent):
+        ledger.ask(QUESTION, step=2, part=0, sensitivity=1.0)
+    assert ledger.spent == {QUESTION: 2}
+    assert len((tmp_path / "l.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_full_disk_loses_nothing_and_asks_nothing(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path / "l.jsonl")
+    ledger.open({})
+    ledger.ask(QUESTION, step=0, part=0, sensitivity=1.0)
+    before = (tmp_path / "l.jsonl").read_bytes()
+    honest = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: honest(fd, bytes(data)[:20]))
+    with pytest.raises(OSError, match="nothing was asked"):
+        ledger.ask(QUESTION, step=1, part=0, sensitivity=1.0)
+    monkeypatch.undo()
+    assert (tmp_path / "l.jsonl").read_bytes() == before
+    assert ledger.spent == {QUESTION: 1}
+    ledger.ask(QUESTION, step=1, part=0, sensitivity=1.0)
+    assert read(tmp_path / "l.jsonl").asks == {QUESTION: 2}
+
+
+def test_a_resumed_step_is_charged_again_and_may_not_skip(tmp_path):
+    path = tmp_path / "l.jsonl"
+    ledger = Ledger(path)
+    ledger.open({})
+    for step in range(5):
+        ledger.ask(QUESTION, step=step, part=0, sensitivity=1.0)
+    again = Ledger(path)
+    again.resume(from_step=3)
+    assert again.spent == {QUESTION: 5}
+    again.ask(QUESTION, step=3, part=0, sensitivity=1.0)
+    assert read(path).asks == {QUESTION: 6}
+    skipping = Ledger(path)
+    skipping.resume(from_step=9)
+    with pytest.raises(LedgerError, match="cannot follow"):
+        read(path)
+
+
+def test_a_torn_line_is_cut_off_on_resume_only(tmp_path):
+    path = tmp_path / "l.jsonl"
+    ledger = Ledger(path)
+    ledger.open({})
+    ledger.ask(QUESTION, step=0, part=0, sensitivity=1.0)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"seq": 2, "prev')
+    with pytest.raises(LedgerError, match="torn"):
+        read(path)
+    again = Ledger(path)
+    again.resume(from_step=1)
+    assert again.spent == {QUESTION: 1}
+    assert path.read_bytes().startswith(whole)
+    read(path)
+
+
+def test_several_questions_in_a_step_are_numbered(tmp_path):
+    path = tmp_path / "l.jsonl"
+    ledger = Ledger(path)
+    ledger.open({})
+    for step in range(2):
+        for part in range(2):
+            ledger.ask(QUESTION, step=step, part=part, sensitivity=1.0)
+    assert read(path).asks == {QUESTION: 4}
+    ledger.ask(QUESTION, step=2, part=1, sensitivity=1.0)
+    with pytest.raises(LedgerError, match="step 2, part 1"):
+        read(path)
+
+
+def test_the_folder_copied_elsewhere_still_verifies(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "copy")
+    assert verify(tmp_path / "copy").asked == 12
