@@ -393,7 +393,8 @@ def verify(run: Annotated[Path, typer.Argument(help="The run's folder.")], as_js
 @app.command()
 def doctor(
     task: Annotated[
-        str, typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data or loader).")
+        str,
+        typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data or loader)."),
     ],
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
@@ -518,6 +519,10 @@ def _graceful() -> Iterator[Callable[[], bool]]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
+
+from vestige import cli_compare  # noqa: E402  (the commands of comparisons register themselves on `app`)
+
+cli_compare.register(app)
 
 if __name__ == "__main__":
     main()

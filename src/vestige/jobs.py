@@ -56,8 +56,10 @@ def method_of(job: Job) -> Method:
     return replace(method, rule=named(job.optimizer, method.rule.options if job.optimizer.lower() == "sgd" else {}))
 
 
-def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Task, Training]:
-    """Load the task and prepare its training; nothing is asked of the data yet."""
+def start(
+    job: Job, out: Path | None, *, resume: bool = False, task: tasks.Task | None = None
+) -> tuple[tasks.Task, Training]:
+    """Load the task (unless it is given) and prepare its training; nothing is asked of the data yet."""
     method = method_of(job)
     multiplier = job.noise_multiplier
     if job.paper_sigma is not None:
@@ -66,7 +68,7 @@ def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Ta
         if not job.paper_sigma > 0:
             raise ValueError(f"paper_sigma={job.paper_sigma} must be positive")
         multiplier = job.paper_sigma / method.memory.fresh_share
-    task = tasks.load(job.task, job.data, job.seed)
+    task = task or tasks.load(job.task, job.data, job.seed)
     try:
         task.model.to(job.device)
     except (RuntimeError, AssertionError) as error:
