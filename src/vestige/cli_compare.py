@@ -153,7 +153,7 @@ def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """NAME or NAME:option=value,... as (label, name, options); `all` is every method, and DP-SGD with momentum."""
     from vestige.method import METHODS, nearest
 
-    found = []
+    found: list[tuple[str, str, dict[str, Any]]] = []
     for word in words:
         if word == "all":
             found += [(name, name, {}) for name in METHODS]
@@ -274,12 +274,17 @@ def show(summary: dict[str, Any]) -> None:
         sections.setdefault((row["task"], row["budget"]), {}).setdefault(row["method"], {})[row["rate"]] = row
     for (task, budget), methods in sections.items():
         kinds = [kind for kind in ("tuned", "auto", "given") if any(kind in each for each in methods.values())]
-        table = Table("method", *(f"{kind} rate" for kind in kinds), "against " + summary["baseline"])
-        table.title, table.title_justify = f"{task} at {budget}: test accuracy, 95% interval", "left"
+        table = Table("method", *(f"{kind} rate" for kind in kinds))
+        table.title, table.title_justify = f"{task} at {budget}", "left"
         for method, found in methods.items():
-            verdicts = [f"{kind}: {_verdict(found[kind])}" for kind in kinds if kind in found]
-            table.add_row(method, *(_cell(found.get(kind)) for kind in kinds), "; ".join(verdicts))
+            table.add_row(method, *(_cell(found.get(kind)) for kind in kinds))
         answers.print(table)
+    answers.print(
+        f"test accuracy in percent ± its 95% interval; ▲ better, ▼ worse than {summary['baseline']} (paired by "
+        "seed, Holm); "
+        f"unmarked: not distinguishable",
+        markup=False,
+    )
     for row in summary["rows"]:
         if row["sentence"].startswith(("better", "worse")):
             answers.print(f"{row['method']} on {row['task']} ({row['rate']}): {row['sentence']}", markup=False)
@@ -307,12 +312,8 @@ def _cell(row: dict[str, Any] | None) -> str:
     if row is None or row["mean"] is None:
         return "-"
     half = f" ± {100 * (row['high'] - row['mean']):.1f}" if row["high"] is not None else ""
-    return f"{100 * row['mean']:.1f}{half}" + ("" if row["epsilon"] is not None else " (no epsilon)")
-
-
-def _verdict(row: dict[str, Any]) -> str:
-    words = {"the": "baseline", "not": "no difference", "better": "better", "worse": "worse", "every": "failed"}
-    return words.get(row["sentence"].split()[0], "untested")
+    mark = {"better": " ▲", "worse": " ▼"}.get(row["sentence"].split()[0], "")
+    return f"{100 * row['mean']:.1f}{half}{mark}" + ("" if row["epsilon"] is not None else " (no epsilon)")
 
 
 def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:
@@ -326,8 +327,9 @@ def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:
         cost = "has no proven price" if charged is None else f"costs epsilon {charged:.3g}"
         seen.setdefault(
             (row["budget"], row["trials"], rounded),
-            f"price of tuning at {row['budget']}: uncharged, as in the tuned rows, epsilon {row['epsilon_one_run']:.3g}; "
-            f"keeping the best of a random number of trials with mean {row['trials']} {cost} (Papernot & Steinke 2022, "
+            f"price of tuning at {row['budget']}: uncharged, as in the tuned rows, epsilon "
+            f"{row['epsilon_one_run']:.3g}; keeping the best of a random number of trials with mean "
+            f"{row['trials']} {cost} (Papernot & Steinke 2022, "
             f"with public validation data); the automatic rate costs nothing",
         )
     return list(seen.values())
