@@ -313,7 +313,11 @@ def _cell(row: dict[str, Any] | None) -> str:
         return "-"
     half = f" ± {100 * (row['high'] - row['mean']):.1f}" if row["high"] is not None else ""
     mark = {"better": " ▲", "worse": " ▼"}.get(row["sentence"].split()[0], "")
-    return f"{100 * row['mean']:.1f}{half}{mark}" + ("" if row["epsilon"] is not None else " (no epsilon)")
+    if row["epsilon"] is None:
+        spent = " (no epsilon)"
+    else:
+        spent = "" if row["budget"].startswith("epsilon") else f", epsilon {row['epsilon']:.3g}"
+    return f"{100 * row['mean']:.1f}{half}{mark}{spent}"
 
 
 def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:
@@ -469,13 +473,19 @@ def reproduce(
     summary = summarised(home)
     beside = known.beside(preset, list(home.records().values()))
     if as_json:
-        print(json.dumps({**summary, "preset": name, "small": small, "beside": beside, "notes": list(preset.notes)}))
+        print(
+            json.dumps(
+                {**summary, "preset": name, "small": small, "beside": beside, "notes": list(preset.notes)},
+                allow_nan=False,
+            )
+        )
         return
     show(summary)
     if beside:
-        table = Table("quantity", "printed", "ours", "difference", title=f"{preset.paper}, {preset.what}")
+        table = Table("quantity", "printed", "ours", "difference", "ours, lr auto")
+        table.title, table.title_justify = f"{preset.paper}: {preset.what}", "left"
         for row in beside:
-            table.add_row(row["quantity"], _plain(row["printed"]), _plain(row["ours"]), _plain(row["difference"]))
+            table.add_row(*(value if isinstance(value, str) else _plain(value) for value in row.values()))
         answers.print(table)
     for line in preset.notes:
         answers.print(f"assumed: {line}", markup=False)

@@ -53,7 +53,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Problem:
-    """A task, where its data are on this machine, and settings of its own (steps, sample_rate, delta, lr)."""
+    """A task, where its data are on this machine, and settings of its own (steps, sample_rate, delta, lr, options)."""
 
     task: str
     data: str | None = None
@@ -314,7 +314,7 @@ def _run(
         task=problem.task,
         label=contender.label,
         method=contender.method,
-        options={**contender.options, **trial.options},
+        options={**contender.options, **problem.settings.get("options", {}), **trial.options},
         budget=budget,
         sample_rate=specification.sample_rate,
         steps=specification.steps,

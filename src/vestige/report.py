@@ -128,7 +128,7 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
         key = (run["task"], budget, run["stage"])
         by_cell.setdefault(key, {}).setdefault(run["label"], []).append(record["curve"])
     for (task, budget, stage), found in sorted(by_cell.items()):
-        where = "validation accuracy of the winning trials" if stage == "tuning" else f"{STAGES[stage]}, test accuracy"
+        where = "validation accuracy" if stage == "tuning" else f"{STAGES[stage]}, test accuracy"
         series = [Series(name, _mean_curve(found[name])) for name in _names(content) if name in found]
         title = f"{task} at {budget}: {where} by step"
         yield Figure(_slug(f"steps-{task}-{budget}-{stage}"), title, "step", "accuracy", _filled(series), percent=True)
@@ -448,7 +448,7 @@ def page(content: Content) -> str:
             _panels(groups["accuracy"], order) + _table("rows", _row_table(content)),
         ),
         ("tuning", "Tuning and its price", _tuning(content) + _panels(groups["rates"], order)),
-        ("steps", "Accuracy by step", _panels(groups["steps"], order) or "<p>No run was watched on its way.</p>"),
+        ("steps", "Accuracy by step", _step_words(content) + _panels(groups["steps"], order)),
         ("costs", "Time and memory", _cost_words(content) + _panels(groups["costs"], order)),
         ("memory", "What the memories did", _panels(memory, order) or "<p>No method here has a memory to show.</p>"),
         ("privacy", "Privacy, in plain words", _privacy(content)),
@@ -574,6 +574,17 @@ def _tuning(content: Content) -> str:
     return f"{words}<ul>{lines}</ul>" + _table("choices", choices)
 
 
+def _step_words(content: Content) -> str:
+    if content["specification"]["evaluations"]:
+        return "<p>Means over the final runs, on the test set; nothing was chosen by these curves.</p>"
+    if content["summary"]["choices"]:
+        return (
+            "<p>The trials that won, on the data held out for tuning: final runs look at the test set once, "
+            "at their end.</p>"
+        )
+    return "<p>No run was watched on its way.</p>"
+
+
 def _cost_words(content: Content) -> str:
     most = max((record.get("stacked", 1) for record in content["records"]), default=1)
     if most <= 1:
@@ -596,6 +607,7 @@ def _row_table(content: Content) -> list[dict[str, Any]]:
             "rate": row["rate"],
             "method": row["method"],
             "accuracy": row["mean"],
+            "in words": row["sentence"],
             "sd": row["sd"],
             "low": row["low"],
             "high": row["high"],
@@ -606,7 +618,6 @@ def _row_table(content: Content) -> list[dict[str, Any]]:
             "learning rate": row["lr"],
             "difference": row["difference"] if row["method"] != content["summary"]["baseline"] else None,
             "p (Holm)": row["p_holm"] if row["method"] != content["summary"]["baseline"] else None,
-            "in words": row["sentence"],
             "its runs": " ".join(name[:8] for name in row["runs"]),
         }
         for row in content["summary"]["rows"]
@@ -643,7 +654,10 @@ def _table(key: str, rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     columns = list(rows[0])
     numeric = {c for c in columns if all(isinstance(row[c], int | float) or row[c] is None for row in rows)}
-    head = "".join(f'<th scope="col"><button>{_text(column)}</button></th>' for column in columns)
+    head = "".join(
+        f'<th scope="col"{" class=n" if column in numeric else ""}><button>{_text(column)}</button></th>'
+        for column in columns
+    )
     body = "".join("<tr>" + "".join(_td(row[c], c in numeric) for c in columns) + "</tr>" for row in rows)
     return (
         f'<div class="tools"><input type="search" placeholder="filter rows" aria-label="filter rows" '
