@@ -18,7 +18,9 @@ def toy() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return make_toy()
 
 
-def make_toy(examples: int = 60, features: int = 5, classes: int = 3, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+def make_toy(
+    examples: int = 60, features: int = 5, classes: int = 3, seed: int = 0
+) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

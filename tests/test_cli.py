@@ -203,7 +203,13 @@ def test_every_command_has_help_with_an_example(command):
 
 
 def command(*words, **options):
-    return subprocess.Popen([sys.executable, "-m", "vestige.cli", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        [sys.executable, "-m", "vestige.cli", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def test_a_real_process_fails_with_one_line():
@@ -217,7 +223,9 @@ def test_a_real_process_fails_with_one_line():
 
 def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
     run = tmp_path / "run"
-    process = command("train", "--task", "digits-mlp", "--epsilon", "8", "--sample-rate", "0.05", "--steps", "4000", "--out", run)
+    process = command(
+        "train", "--task", "digits-mlp", "--epsilon", "8", "--sample-rate", "0.05", "--steps", "4000", "--out", run
+    )
     ledger = run / "ledger.jsonl"
     deadline = time.monotonic() + 120
     while not (ledger.exists() and ledger.read_text().count("\n") > 30) and time.monotonic() < deadline:

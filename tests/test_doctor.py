@@ -52,10 +52,18 @@ def tied():
 @pytest.mark.parametrize(
     ("model", "level", "words"),
     [
-        (nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)), "error", ["'1' (BatchNorm1d)", "GroupNorm"]),
+        (
+            nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)),
+            "error",
+            ["'1' (BatchNorm1d)", "GroupNorm"],
+        ),
         (nn.Sequential(nn.Linear(5, 7), CentredBatch(), nn.Linear(7, 3)), "error", ["parameter '0.", "mixes examples"]),
         (nn.Sequential(nn.Linear(5, 7), Counts(), nn.Linear(7, 3)), "error", ["buffer '1.seen'", "un-noised"]),
-        (nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)), "warning", ["'1' (ReLU)", "inplace=False"]),
+        (
+            nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)),
+            "warning",
+            ["'1' (ReLU)", "inplace=False"],
+        ),
         (Unused(), "warning", ["parameter 'left.weight'", "unused"]),
         (tied(), "warning", ["'0.weight'", "tied with '1.weight'"]),
         (nn.Linear(5, 3).requires_grad_(False), "error", ["no parameter is trainable"]),

@@ -22,7 +22,14 @@ QUESTION = SampledGaussian(0.1, 1.0)
 def finished(tmp_path):
     model, data = make_toy()
     training = vestige.train(
-        model, nn.functional.cross_entropy, data, epsilon=4.0, delta=1e-5, sample_rate=0.2, steps=12, out=tmp_path / "run"
+        model,
+        nn.functional.cross_entropy,
+        data,
+        epsilon=4.0,
+        delta=1e-5,
+        sample_rate=0.2,
+        steps=12,
+        out=tmp_path / "run",
     )
     for _ in training:
         pass
@@ -122,7 +129,17 @@ def test_the_question_is_durable_before_the_answer_exists(tmp_path, monkeypatch)
 
     model, data = make_toy()
     run = tmp_path / "run"
-    training = vestige.train(model, nn.functional.cross_entropy, data, noise_multiplier=1.0, delta=1e-5, sample_rate=0.2, steps=3, lr=0.1, out=run)
+    training = vestige.train(
+        model,
+        nn.functional.cross_entropy,
+        data,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        sample_rate=0.2,
+        steps=3,
+        lr=0.1,
+        out=run,
+    )
     seen = []
     honest = curator.draw_noise
     monkeypatch.setattr(curator, "draw_noise", lambda *a: (seen.append(len(lines(run))), honest(*a))[1])

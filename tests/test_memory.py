@@ -39,7 +39,9 @@ def paper_weights(past, trend, *, alpha, lam, tau, kappa, zeta):
     return np.array(raw) / np.sum(raw)
 
 
-def paper_recursion(fresh, *, beta=0.9, window=8, alpha=0.8, lam=0.01, tau=0.1, gamma=0.2, kappa=1e-6, zeta=1.0, post=False):
+def paper_recursion(
+    fresh, *, beta=0.9, window=8, alpha=0.8, lam=0.01, tau=0.1, gamma=0.2, kappa=1e-6, zeta=1.0, post=False
+):
     """Algorithm 1 on y = s + Z / beta (so that beta * y = beta * s + Z), or Post-FM (equations 13 to 17)."""
     kept, outputs, trend = [], [], None
     for y in fresh.double().numpy():
@@ -63,7 +65,9 @@ def paper_recursion(fresh, *, beta=0.9, window=8, alpha=0.8, lam=0.01, tau=0.1, 
 def test_the_blend_is_the_papers_recursion(beta, window, alpha, lam, tau, gamma, zeta, post, drift):
     fresh = torch.randn(20, SIZE, generator=torch.Generator().manual_seed(3)) + drift
     memory = Blend(Fractional(alpha, lam, tau, 1e-6, zeta, gamma), beta, window, "fresh" if post else "blend")
-    expected = paper_recursion(fresh, beta=beta, window=window, alpha=alpha, lam=lam, tau=tau, gamma=gamma, zeta=zeta, post=post)
+    expected = paper_recursion(
+        fresh, beta=beta, window=window, alpha=alpha, lam=lam, tau=tau, gamma=gamma, zeta=zeta, post=post
+    )
     np.testing.assert_allclose(run(memory, fresh)[0].numpy(), expected, rtol=2e-3, atol=2e-4)
 
 
@@ -118,7 +122,9 @@ def test_full_confidence_is_approached_when_the_floor_vanishes():
 
 
 def test_inconsistency_shortens_the_memory_when_it_is_on():
-    depth = lambda tau: run(Blend(Fractional(inconsistency=tau), 0.9, 8), torch.randn(20, SIZE))[1][-1]["effective_depth"]  # noqa: E731
+    depth = lambda tau: run(Blend(Fractional(inconsistency=tau), 0.9, 8), torch.randn(20, SIZE))[1][-1][
+        "effective_depth"
+    ]  # noqa: E731
     torch.manual_seed(0)
     calm = depth(0.0)
     torch.manual_seed(0)
@@ -218,7 +224,11 @@ def test_state_survives_a_copy():
 def test_declared_copies_are_what_is_held():
     layout = Layout((Segment("w", 0, (SIZE,)),))
     for memory in (Identity(), Blend(Fractional(), 0.9, 8), Blend(Uniform(), 0.9, 5), Blend(Fractional(), 0.9, 1)):
-        held = sum(v.numel() for v in memory.init(layout, torch.device("cpu")).values() if isinstance(v, torch.Tensor) and v.shape[-1:] == (SIZE,))
+        held = sum(
+            v.numel()
+            for v in memory.init(layout, torch.device("cpu")).values()
+            if isinstance(v, torch.Tensor) and v.shape[-1:] == (SIZE,)
+        )
         assert held == memory.copies * SIZE
 
 

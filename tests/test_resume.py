@@ -172,7 +172,9 @@ def test_a_redone_step_is_charged_again_and_the_budget_holds(tmp_path):
 def test_a_checkpoint_holds_releases_only(tmp_path):
     witnessed = []
     model, data = make_toy()
-    training = vestige.train(model, LOSS, data, method=method(), out=tmp_path / "run", reproducible=1, **{**COMMON, "steps": 6})
+    training = vestige.train(
+        model, LOSS, data, method=method(), out=tmp_path / "run", reproducible=1, **{**COMMON, "steps": 6}
+    )
     training._curator._nonprivate_witness = lambda total, noise: witnessed.extend([total, noise.clone()])
     points = []
     for _ in training:
@@ -235,7 +237,12 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
         (lambda out: (out / "ledger.jsonl").unlink(), "cannot read the ledger"),
         (lambda out: (out / "run.json").unlink(), "no run.json"),
         (lambda out: (out / "run.json").write_text("{"), "not JSON"),
-        (lambda out: (out / "ledger.jsonl").write_text("".join((out / "ledger.jsonl").read_text().splitlines(True)[:5])), "cut or replaced"),
+        (
+            lambda out: (out / "ledger.jsonl").write_text(
+                "".join((out / "ledger.jsonl").read_text().splitlines(True)[:5])
+            ),
+            "cut or replaced",
+        ),
     ],
 )
 def test_a_spoilt_folder_is_refused_clearly(tmp_path, spoil, message):
@@ -275,7 +282,9 @@ def test_every_optimizer_and_memory_state_comes_back(tmp_path):
         if interrupted:
             training.ledger.close()
             model, data = make_toy(seed=0)
-            training = vestige.train(model, LOSS, data, method=adam, reproducible=3, out=out, resume=True, **{**COMMON, "steps": 20})
+            training = vestige.train(
+                model, LOSS, data, method=adam, reproducible=3, out=out, resume=True, **{**COMMON, "steps": 20}
+            )
             for _ in training:
                 pass
         runs.append(flat(training.model))

@@ -70,7 +70,12 @@ def test_large_noise_has_the_promised_size():
 def test_share_one_equals_dp_sgd_bit_for_bit_through_the_whole_run():
     plain, data = make_toy()
     finish(plain, data, reproducible=2, steps=20)
-    for method in (vestige.fo_dp_sgd(beta=1.0), vestige.post_fm(beta=1.0), vestige.uniform_memory(beta=1.0), vestige.exponential_memory(beta=1.0)):
+    for method in (
+        vestige.fo_dp_sgd(beta=1.0),
+        vestige.post_fm(beta=1.0),
+        vestige.uniform_memory(beta=1.0),
+        vestige.exponential_memory(beta=1.0),
+    ):
         other, _ = make_toy()
         finish(other, data, reproducible=2, steps=20, method=method)
         assert torch.equal(flat(other), flat(plain)), method.name
@@ -79,7 +84,9 @@ def test_share_one_equals_dp_sgd_bit_for_bit_through_the_whole_run():
 def test_without_noise_clip_or_sampling_it_is_ordinary_sgd():
     model, data = make_toy()
     twin = copy.deepcopy(model)
-    finish(model, data, method=vestige.dp_sgd(clip=1e9, momentum=0.5), noise_multiplier=1e-15, sample_rate=1.0, steps=10)
+    finish(
+        model, data, method=vestige.dp_sgd(clip=1e9, momentum=0.5), noise_multiplier=1e-15, sample_rate=1.0, steps=10
+    )
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.5)
     for _ in range(10):
         optimizer.zero_grad()
@@ -129,7 +136,11 @@ def test_records_never_claim_more_than_the_budget_nor_less_than_before():
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"sampling": "shuffled"}, "shuffl"), ({"reproducible": 0}, "predict|seed|secret"), ({"nonprivate_transcript": "t.npz"}, "raw|noise|guarantee")],
+    [
+        ({"sampling": "shuffled"}, "shuffl"),
+        ({"reproducible": 0}, "predict|seed|secret"),
+        ({"nonprivate_transcript": "t.npz"}, "raw|noise|guarantee"),
+    ],
 )
 def test_a_combination_without_a_theorem_has_no_epsilon_and_says_why(tmp_path, changes, reason):
     if "nonprivate_transcript" in changes:

@@ -342,7 +342,8 @@ def rows(records: Iterable[Record], baseline: str) -> list[dict[str, Any]]:
     one task and kind of rate.
     """
     cells: dict[tuple[str, str, str, str], list[Record]] = {}
-    for record in records:
+    # In one order, whatever order the files were read in: the same records give the same table, to the last digit.
+    for record in sorted(records, key=lambda each: (each["run"]["seed"], each["id"])):
         run = record["run"]
         if run["stage"] != "tuning":
             key = (run["task"], str(Budget(**run["budget"])), run["stage"], run["label"])
