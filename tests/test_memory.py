@@ -144,7 +144,7 @@ def test_weights_are_convex_and_the_diagnostics_describe_them(kernel):
         assert row["effective_depth"] == pytest.approx((w * np.arange(1, len(w) + 1)).sum())
         recalled = w @ outputs[max(0, t - 5) : t].flip(0).double().numpy()
         share = 0.2 * np.linalg.norm(recalled) / np.linalg.norm(outputs[t].double().numpy())
-        assert row["memory_share"] == pytest.approx(share, rel=1e-4)
+        assert row["memory_share"] == pytest.approx(share, rel=1e-3)
 
 
 def test_uniform_and_exponential_weights():

@@ -109,6 +109,12 @@ def test_killed_before_the_first_question_it_begins_anew(tmp_path, left):
     assert len(list(again)) == STEPS
 
 
+def test_killed_inside_the_first_write_the_folder_is_still_free(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.json.123.new").write_text("{")
+    assert len(list(start(tmp_path / "run"))) == STEPS
+
+
 def test_a_ledger_without_its_checkpoint_is_not_begun_anew(tmp_path):
     part_way(tmp_path / "run", 5)
     (tmp_path / "run" / "checkpoint.pt").unlink()

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -72,16 +73,36 @@ def train(
         float | None, typer.Option(help="The sigma of the method's paper (for FO-DP-SGD, beta times ours).")
     ] = None,
     sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
-    steps: Annotated[int, typer.Option(help="Number of steps.")] = 200,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            "--trials",
+            help="Number of steps; for a selective method, of trials, kept or not. "
+            "[default: as many as --epsilon affords where the noise is given too, otherwise 200]",
+        ),
+    ] = None,
     lr: Annotated[str, typer.Option(help="Learning rate, or auto: chosen without looking at data.")] = "auto",
     optimizer: Annotated[
         str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
+    ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option(help="Clip by group: layers, or patterns of parameter names 'conv*;*'; flat: all as one."),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="How groups split the clip: even, or relative bounds 1,1,2.")
+    ] = None,
+    share: Annotated[
+        str | None, typer.Option(help="How groups share the noise: equal, isotropic or least-noise.")
     ] = None,
     physical_batch: Annotated[
         int | None, typer.Option(help="Split each sampled batch into parts of this size to save memory.")
     ] = None,
     sampling: Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")] = "poisson",
-    engine: Annotated[str, typer.Option(help="How per-example gradients are clipped.")] = "reference",
+    engine: Annotated[
+        str, typer.Option(help="bookkeeping (fast) or reference (one by one): same results.")
+    ] = "bookkeeping",
     seed: Annotated[
         int, typer.Option(help="Fixes public randomness only: initial weights. Never noise or sampling.")
     ] = 0,
@@ -135,6 +156,9 @@ def train(
             paper_sigma=paper_sigma,
             lr=_lr(lr),
             optimizer=optimizer,
+            groups=groups,
+            split=split,
+            share=share,
             sampling=sampling,
             engine=engine,
             physical_batch=physical_batch,
@@ -148,7 +172,7 @@ def train(
     loaded, training = start(job, path, resume=resume is not None)
     _announce(job, training)
     with _progress(not as_json) as bar, _graceful() as asked_to_stop:
-        show = bar(job.method, job.steps)
+        show = bar(job.method, training.plan.steps)
 
         def watch(training: Any, record: Any, accuracy: float | None) -> bool:
             show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
@@ -216,6 +240,13 @@ def _summarise(result: dict[str, Any]) -> None:
     if "epsilon_if_noise_were_secret" in result:
         table.add_row("", f"epsilon would be {result['epsilon_if_noise_were_secret']:.4g} if the noise were secret")
     table.add_row("steps", f"{result['steps']} ({result['stopped']})")
+    if "trials" in result:
+        table.add_row(
+            "trials",
+            f"{result['trials']}: {result['accepted']} accepted, {result['rejected']} rejected, {result['updates']} "
+            f"updates, {result['degraded']} of them degraded",
+        )
+        table.add_row("published claim", f"{result['published_claim_epsilon']:.4g}: refuted, see docs/selective.md")
     table.add_row("learning rate", f"{result['lr']:.4g}")
     table.add_row("written to", str(result["run"]))
     answers.print(table)
@@ -259,7 +290,11 @@ def _option_of(parameter: inspect.Parameter) -> tuple[Any, str]:
     kind, words = parameter.annotation, ""
     if get_origin(kind) is Annotated:
         kind, words = get_args(kind)[:2]
-    return (kind if kind in (int, float, bool, str) else str) | None, words
+    present = [part for part in get_args(kind) if part is not type(None)]
+    if get_origin(kind) in (Union, UnionType) and len(present) == 1:
+        kind = present[0]
+    known = kind in (int, float, bool, str) or get_origin(kind) is tuple
+    return (kind if known else str) | None, words
 
 
 app.command("train")(_with_method_options(train))
@@ -271,7 +306,7 @@ app.command("train")(_with_method_options(train))
 @app.command()
 def account(
     sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")],
-    steps: Annotated[int, typer.Option(help="Number of steps.")],
+    steps: Annotated[int, typer.Option("--steps", "--trials", help="Number of steps, or of trials.")],
     delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5,
     noise_multiplier: Annotated[float | None, typer.Option(help="Accounted noise multiplier: gives epsilon.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Budget: gives the noise multiplier.")] = None,
@@ -279,8 +314,39 @@ def account(
         float | None, typer.Option(help="The sigma of a memory method's paper; with --beta, gives epsilon.")
     ] = None,
     beta: Annotated[float, typer.Option(help="Share of the fresh gradient, with --paper-sigma.")] = 1.0,
+    groups: Annotated[
+        int | None, typer.Option(help="Clipped in this many groups: --paper-sigma is then each group's own.")
+    ] = None,
     accountant: Annotated[str, typer.Option(help="pld (tight, what is reported) or rdp (fast).")] = "pld",
     sampling: Annotated[str, typer.Option(help="How batches are drawn; only poisson has a price.")] = "poisson",
+    method: Annotated[
+        str | None, typer.Option(help="dpsur or dpsgd-br: price trials.", rich_help_panel="Selective methods")
+    ] = None,
+    accounting_by: Annotated[
+        str,
+        typer.Option(
+            "--accounting",
+            help="trial-level: each trial is one question whose reject bit and accepted candidate are public "
+            "(dominating pair; dpsgd-br also shows its noisy loss). every-trial: one gradient and one loss question a "
+            "trial, charged in full; the fallback. published: accepted updates only, which is refuted and no epsilon.",
+            rich_help_panel="Selective methods",
+        ),
+    ] = "trial-level",
+    accepted: Annotated[
+        int | None, typer.Option(help="Updates applied, for the published claim.", rich_help_panel="Selective methods")
+    ] = None,
+    sigma_t: Annotated[
+        float | None, typer.Option(help="Noise multiplier of the gradient.", rich_help_panel="Selective methods")
+    ] = None,
+    validation_rate: Annotated[
+        float | None, typer.Option(help="Chance to join a loss test.", rich_help_panel="Selective methods")
+    ] = None,
+    sigma_v: Annotated[
+        float | None, typer.Option(help="Noise multiplier of the loss test.", rich_help_panel="Selective methods")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Accept below this many clip bounds.", rich_help_panel="Selective methods")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Price a plan without training: epsilon from noise, or noise from epsilon.
@@ -292,7 +358,22 @@ def account(
         vestige account --sample-rate 0.04 --epsilon 3 --steps 6250
 
         vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250
+
+        vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250 --groups 21
+
+        vestige account --method dpsur --trials 2914 --accepted 1246 --sample-rate 0.01707 --sigma-t 3 \\
+            --validation-rate 0.00427 --sigma-v 1.37 --threshold -1.5 --accounting trial-level
     """
+    if method is not None:
+        facts = {
+            "sample_rate": sample_rate,
+            "sigma_t": sigma_t if sigma_t is not None else noise_multiplier,
+            "validation_rate": validation_rate,
+            "sigma_v": sigma_v,
+            "threshold": threshold,
+        }
+        _account_trials({"method": method, "trials": steps, "delta": delta, **facts}, accepted, accounting_by, as_json)
+        return
     from vestige import accounting, planning
     from vestige.questions import SampledGaussian
     from vestige.sampling import check_rate
@@ -315,6 +396,8 @@ def account(
             "give exactly one of --noise-multiplier, --epsilon and --paper-sigma, not "
             + (" and ".join(f"--{name}" for name in given) or "none")
         )
+    if groups is not None and groups < 1:
+        raise ValueError(f"groups={groups} must be a whole number from 1 up")
     if not 0 < beta <= 1:
         raise ValueError(f"beta={beta} must lie in (0, 1]")
     if beta != 1 and paper_sigma is None:
@@ -324,7 +407,7 @@ def account(
             lambda z: {SampledGaussian(sample_rate, z): steps}, epsilon, delta, accountant
         )
     elif paper_sigma is not None:
-        noise_multiplier = paper_sigma / beta
+        noise_multiplier = planning.accounted_multiplier(paper_sigma, beta, groups or 1)
     assert noise_multiplier is not None
     planning.check_multiplier(noise_multiplier)
     history: accounting.History = {SampledGaussian(sample_rate, noise_multiplier): steps}
@@ -340,6 +423,14 @@ def account(
         "adjacency": "add/remove one example",
         "sampling": "poisson",
     }
+    if groups is not None:
+        # What one group's ratio of noise to bound would cost if it were the whole release: drawn in papers, but one
+        # example is in every group at once, so it bounds nothing.
+        marginal: accounting.History = {SampledGaussian(sample_rate, noise_multiplier * groups**0.5): steps}
+        result |= {
+            "groups": groups,
+            "nonguarantee_marginal_epsilon": accounting.epsilon(marginal, delta, accountant),
+        }
     if as_json:
         _print_json(result)
         return
@@ -347,6 +438,31 @@ def account(
     answers.print(
         f"noise multiplier {noise_multiplier:.6g}, {steps} steps, Poisson rate {sample_rate:g}, add/remove one example"
     )
+    if groups is not None:
+        answers.print(
+            f"{groups} groups on one sample, priced jointly "
+            f"(nonguarantee_marginal_epsilon {result['nonguarantee_marginal_epsilon']:.4f}: no guarantee)"
+        )
+
+
+def _account_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str, as_json: bool) -> None:
+    from vestige.trial_prices import Trials, price
+
+    missing = [name for name, value in facts.items() if value is None]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing: {facts['method']} is priced from {', '.join(facts)}")
+    result = price(Trials(**facts, accepted=accepted), accounting_by)
+    if as_json:
+        _print_json(result)
+        return
+    if "epsilon" in result:
+        answers.print(
+            f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({accounting_by}, {result['trials']} "
+            f"trials; by Renyi {result['epsilon_rdp']:.4f})"
+        )
+    if "published_claim_epsilon" in result:
+        claim = result["published_claim_epsilon"]
+        answers.print(f"published claim {claim:.4f} for {accepted} accepted updates: refuted, not a guarantee")
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------
@@ -424,6 +540,58 @@ def doctor(
             answers.print(f"{task}: nothing found; every example has a gradient of its own", markup=False)
     if wrong:
         sys.exit(1)
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    epsilon: Annotated[float, typer.Option(help="Privacy budget of each run.")] = 3.0,
+    steps: Annotated[int, typer.Option(help="Number of steps.")] = 600,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs (default: runs/demo-TIME).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train FO-DP-SGD and plain DP-SGD to the same epsilon on handwritten digits, and compare.
+
+    Example:
+
+        vestige demo --epsilon 3
+    """
+    from vestige.jobs import Job, complete, start
+
+    folder = out or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    results = []
+    with _progress(not as_json) as bar:
+        for method in ("fo-dp-sgd", "dp-sgd"):
+            job = Job(task="digits-mlp", method=method, epsilon=epsilon, sample_rate=0.1, steps=steps)
+            task, training = start(job, folder / method)
+            show = bar(method, steps)
+
+            def watch(training: Any, record: Any, accuracy: float | None, show: Any = show) -> bool:
+                show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
+                return True
+
+            results.append(complete(job, task, training, watch))
+    if as_json:
+        _print_json({"runs": results})
+        return
+    table = Table("method", "test accuracy", "epsilon", "delta", "noise multiplier", "learning rate (auto)", "seconds")
+    for row in results:
+        cells = (
+            f"{row['accuracy']:.1%}",
+            f"{row['epsilon']:.3f}",
+            f"{row['delta']:g}",
+            f"{row['noise_multiplier']:.3f}",
+        )
+        table.add_row(row["method"], *cells, f"{row['lr']:.3f}", f"{row['seconds']:.1f}")
+    answers.print(table)
+    answers.print(
+        f"Both models saw 1,437 digits under the same guarantee: whatever one digit is, anyone's odds of telling whether it "
+        f"was there change by at most a factor e^{epsilon:g}, but for a chance of {results[0]['delta']:g}. One run of each: "
+        f"a difference of a few points may be luck."
+    )
+    answers.print(f"written to {folder} (check either with: vestige verify {folder / 'fo-dp-sgd'})", markup=False)
 
 
 # --- lists -----------------------------------------------------------------------------------------------------------

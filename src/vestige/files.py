@@ -28,6 +28,12 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     _sync_folder(path.parent)
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a process left that was killed inside `write_atomically`."""
+    for beside in folder.glob(".*.new"):
+        beside.unlink()
+
+
 def write_json(path: Path, content: Any) -> None:
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     write_atomically(path, lambda beside: _write_bytes(beside, text.encode()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,9 +11,14 @@ from typing import Any, Literal
 
 import torch
 
-from vestige import tasks
+from vestige import accounting, tasks
 from vestige.api import Training, train
-from vestige.method import Method, build
+from vestige.gates import loss_test, public_file
+from vestige.groups import named_grouping, named_split
+from vestige.layout import Layout
+from vestige.method import Method, build, by_group
+from vestige.planning import accounted_multiplier, paper_groups
+from vestige.questions import Question, SampledGaussian
 from vestige.rules import named
 from vestige.run_folder import RunFolder
 from vestige.training import Record, accuracy
@@ -30,15 +36,18 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     data: str | None = None
     sample_rate: float = 0.05
-    steps: int = 200
+    steps: int | None = None
     delta: float = 1e-5
     epsilon: float | None = None
     noise_multiplier: float | None = None
     paper_sigma: float | None = None
     lr: float | Literal["auto"] = "auto"
     optimizer: str | None = None
+    groups: str | None = None
+    split: str | None = None
+    share: str | None = None
     sampling: str = "poisson"
-    engine: str = "reference"
+    engine: str = "bookkeeping"
     physical_batch: int | None = None
     seed: int = 0
     reproducible: bool = False
@@ -48,12 +57,24 @@ class Job:
 
 
 def method_of(job: Job) -> Method:
-    method = build(job.method, **job.options)
+    method = _divided(build(job.method, **job.options), job)
     if job.optimizer is None:
         return method
     if "momentum" in job.options and job.optimizer.lower() != "sgd":
         raise ValueError(f"momentum={job.options['momentum']} belongs to sgd, not to the optimizer {job.optimizer}")
     return replace(method, rule=named(job.optimizer, method.rule.options if job.optimizer.lower() == "sgd" else {}))
+
+
+def _divided(method: Method, job: Job) -> Method:
+    """Apply the job's groups, split and share to a method that may have its own."""
+    if job.groups is None and job.split is None and job.share is None:
+        return method
+    grouping = method.grouping if job.groups is None else named_grouping(job.groups)
+    if grouping is None and (job.split is not None or job.share is not None):
+        name, value = ("share", job.share) if job.share is not None else ("split", job.split)
+        raise ValueError(f"{name}={value!r} needs groups to share between: give groups='layers' or patterns")
+    split = None if job.split is None else named_split(job.split)
+    return by_group(method, grouping, split, job.share or "equal")  # type: ignore[arg-type]
 
 
 def start(
@@ -62,13 +83,12 @@ def start(
     """Load the task (unless it is given) and prepare its training; nothing is asked of the data yet."""
     method = method_of(job)
     multiplier = job.noise_multiplier
-    if job.paper_sigma is not None:
-        if multiplier is not None:
-            raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
-        if not job.paper_sigma > 0:
-            raise ValueError(f"paper_sigma={job.paper_sigma} must be positive")
-        multiplier = job.paper_sigma / method.memory.fresh_share
+    if job.paper_sigma is not None and multiplier is not None:
+        raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
     task = task or tasks.load(job.task, job.data, job.seed)
+    if job.paper_sigma is not None:
+        groups = paper_groups(method, Layout.of(task.model, method.grouping))
+        multiplier = accounted_multiplier(job.paper_sigma, method.memory.fresh_share, groups)
     try:
         task.model.to(job.device)
     except (RuntimeError, AssertionError) as error:
@@ -91,6 +111,7 @@ def start(
         out=out,
         resume=resume,
         request={"job": asdict(job)},
+        public=_public_examples(job, method),
         nonprivate_transcript=job.nonprivate_transcript,
     )
     return task, training
@@ -104,7 +125,7 @@ def execute(job: Job, out: Path | None, watch: Watch | None = None, *, resume: b
 
 def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None = None) -> dict[str, Any]:
     """Consume a prepared training: evaluate on the public test set now and then, and write the result."""
-    every = job.evaluate_every or max(1, job.steps // 20)
+    every = job.evaluate_every or max(1, training.plan.steps // 20)
     begin = time.perf_counter()
     interrupted = False
     record: Record | None = None
@@ -121,6 +142,7 @@ def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None
         "method": job.method,
         "accuracy": accuracy(task.model, task.test),
         **statement(training),
+        **selection(training),
         "steps": training.state.step,
         "seed": job.seed,
         "seconds": round(seconds, 3),
@@ -128,7 +150,7 @@ def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None
         "run": str(training.folder.path) if training.folder else None,
     }
     if record is not None:
-        result |= {key: float(value) for key, value in record.diagnostics.items() if value.dim() == 0}
+        result |= {key: value for key, value in record.to_json().items() if key in record.diagnostics}
     if interrupted:
         training.ledger.close()
     else:
@@ -148,6 +170,7 @@ def statement(training: Training) -> dict[str, Any]:
         "noise_multiplier": training.plan.noise_multiplier,
         "sample_rate": training.plan.sample_rate,
         "expected_batch": training.expected_batch,
+        "groups": training.layout.groups,
         "lr": training.plan.lr,
         "lr_reason": training.plan.lr_reason,
         "asked": sum(training.ledger.spent.values()),
@@ -158,6 +181,39 @@ def statement(training: Training) -> dict[str, Any]:
     if promise.epsilon_if_noise_were_secret is not None:
         facts["epsilon_if_noise_were_secret"] = promise.epsilon_if_noise_were_secret
     return facts
+
+
+def selection(training: Training) -> dict[str, Any]:
+    """What a selective method did, and what its paper would claim for it; nothing for the others."""
+    counts, test = training.state.gate, loss_test(training.method.gate)
+    if test is None or test.rate is None:
+        return {}
+    claimed: Counter[Question] = Counter()
+    for gradient, loss, count in counts["updates"]:  # the noise multipliers that so many updates were made with
+        claimed[SampledGaussian(training.plan.sample_rate, gradient)] += count
+        claimed[SampledGaussian(test.rate, loss)] += count
+    return {
+        "trials": counts["accepted"] + counts["rejected"],
+        "accepted": counts["accepted"],
+        "rejected": counts["rejected"],
+        "updates": sum(count for *_, count in counts["updates"]),
+        "degraded": counts["degraded"],
+        "accounting": test.accounting,
+        # Not a guarantee: the papers charge applied updates only, and that is refuted (docs/selective.md).
+        "published_claim_epsilon": accounting.epsilon(claimed, training.plan.delta, "rdp"),
+    }
+
+
+def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
+    """The examples that a schedule may look at without noise: declared public by whoever named their file."""
+    file = public_file(method.gate)
+    if file is None:
+        return None
+    if job.data is not None and Path(file).resolve() == Path(job.data).resolve():
+        raise ValueError(
+            f"progress='public:{file}' is the task's own data: its test examples would both steer and judge the run"
+        )
+    return tasks.load(job.task, file, job.seed).test
 
 
 def _why(training: Training, interrupted: bool) -> str:

@@ -65,6 +65,16 @@ class Layout:
             sizes[segment.group] += segment.stop - segment.start
         return tuple(sizes)
 
+    @cached_property
+    def group_names(self) -> tuple[str, ...]:
+        """Each group by the name of its largest parameter."""
+        largest: dict[int, Segment] = {}
+        for segment in self.segments:
+            best = largest.setdefault(segment.group, segment)
+            if segment.stop - segment.start > best.stop - best.start:
+                largest[segment.group] = segment
+        return tuple(largest[group].name for group in range(self.groups))
+
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """The vector's segments, in the parameters' shapes, sharing its memory."""
         return {s.name: vector[..., s.start : s.stop].view(*vector.shape[:-1], *s.shape) for s in self.segments}
@@ -87,6 +97,8 @@ class Layout:
 def _group_of(trainable: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> dict[str, int]:
     group_of: dict[str, int] = {}
     for index, names in enumerate(groups):
+        if not names:
+            raise ValueError(f"group {index} is empty: it would take a share of the bound for nothing")
         for name in names:
             if name in group_of:
                 raise ValueError(f"parameter {name!r} is in groups {group_of[name]} and {index}; it must be in one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -163,8 +164,7 @@ class Blend:
 
     @property
     def copies(self) -> float:
-        depth = self.window - 1
-        return depth + (1 if self._follows_trend else 0)
+        return self.window + (1 if self._follows_trend else 0)
 
     @property
     def _follows_trend(self) -> bool:
@@ -172,39 +172,45 @@ class Blend:
 
     def init(self, layout: Layout, device: torch.device) -> State:
         depth = self.window - 1
-        state: State = {"count": 0, "past": torch.zeros(depth, layout.size, device=device)}
+        zeros = partial(torch.zeros, device=device)
+        state: State = {"count": 0, "past": zeros(depth, layout.size), "blend": zeros(layout.size)}
         if self._follows_trend:
-            state["squares"] = torch.zeros(depth, dtype=torch.float64, device=device)
-            state["trend"] = torch.zeros(layout.size, device=device)
+            state["squares"] = zeros(depth, dtype=torch.float64)
+            state["trend"] = zeros(layout.size)
         return state
 
     def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
-        fresh, past, count = release.total, state["past"], state["count"]
+        fresh, past, count, blend = release.total, state["past"], state["count"], state["blend"]
         depth = past.shape[-2]
         filled = min(count, depth)
         seen: dict[str, Tensor] = {}
         if filled:
             # The window is a ring: slot i holds the vector of lag ((count - 1 - i) mod depth) + 1.
-            slots = torch.arange(filled, device=fresh.device)
-            lags = (count - 1 - slots) % depth + 1
+            lags = (count - 1 - torch.arange(filled, device=fresh.device)) % depth + 1
             trend_norm, distances = self._compare(state, filled)
             noise_norm = release.noise_norm * self.fresh_share
             weights, confidence = self.kernel.weigh(lags.double(), distances, trend_norm, noise_norm)
-            recalled = weights.to(fresh.dtype) @ past[:filled]
-            blend = fresh * self.share + recalled * (1 - self.share)
-            by_lag = weights[torch.argsort(lags)]
+            window = past[:filled].t()
+            torch.addmv(fresh, window, weights.to(fresh.dtype), beta=self.share, alpha=1 - self.share, out=blend)
             seen = {
-                "weights": by_lag,
+                "weights": weights[torch.argsort(lags)],
                 "effective_depth": (weights * lags).sum(-1),
-                "memory_share": (1 - self.share) * _norm(recalled) / _norm(blend).clamp(min=1e-300),
+                "memory_share": self._memory_share(fresh, blend),
             }
             if self._follows_trend:
                 seen |= {"confidence": confidence, "trend_norm": trend_norm}
         else:
-            blend = fresh * self.share
+            torch.mul(fresh, self.share, out=blend)
         if depth:
             self._remember(blend if self.remembers == "blend" else fresh, state)
         return Filtered(blend, state, seen)
+
+    def _memory_share(self, fresh: Tensor, blend: Tensor) -> Tensor:
+        """|blend - share * fresh| / |blend| without forming the difference."""
+        square = _norm(blend).square()
+        cross = 2 * self.share * (blend @ fresh).double()
+        recalled = square - cross + self.share**2 * _norm(fresh).square()
+        return (recalled.clamp(min=0) / square.clamp(min=1e-300)).sqrt()
 
     def _compare(self, state: State, filled: int) -> tuple[Tensor, Tensor]:
         """The norm of the trend, and each remembered vector's distance from it by |a|^2 - 2ab + |b|^2: one pass."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vestige.clipping import Clip, Flat
+from vestige.gates import AlwaysAccept, Gate
+from vestige.groups import PerGroup, Share
+from vestige.layout import Grouping
 from vestige.memory import Identity, Memory
 from vestige.probes import Here, Probe
 from vestige.rules import Rule, sgd
@@ -18,10 +21,12 @@ PrivacyClass = Literal["post-processing", "extra release", "selection", "correla
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A private optimizer: ask where the probe says, clip each example, remember releases, move by a rule.
+    """A private optimizer: ask where the probe says, clip each example, remember releases, move by a rule, keep the
+    move if the gate lets it pass.
 
-    Formal guarantees: with Poisson sampling, each step asks exactly `probe.questions(rate, multiplier)`. Probe, memory
-    and rule see releases only: post-processing, whatever they do with them.
+    Formal guarantees: with Poisson sampling, each step asks exactly `gate.questions(probe.questions(rate, multiplier))`
+    (a gate with a decay: those, with parameters that follow from releases). Probe, memory and rule see releases only:
+    post-processing, whatever they do with them.
     """
 
     name: str
@@ -29,6 +34,27 @@ class Method:
     probe: Probe = field(default_factory=Here)
     memory: Memory = field(default_factory=Identity)
     rule: Rule = field(default_factory=sgd)
+    grouping: Grouping | None = None
+    """Which parameters form a group, for parts that work group by group; None: all of them are one."""
+    gate: Gate = field(default_factory=AlwaysAccept)
+    noise_multiplier: float | None = None
+    """The accounted noise, where the method's own options fix it; None leaves it to the plan."""
+
+
+def by_group(
+    method: Method,
+    grouping: Grouping | None,
+    split: tuple[float, ...] | None = None,
+    share: Share = "equal",
+) -> Method:
+    """The same method, clipping each group of parameters by itself; `grouping=None` makes all of them one group."""
+    if not isinstance(method.clip, Flat | PerGroup):
+        raise ValueError(
+            f"groups: {method.name} clips by {type(method.clip).__name__}, which cannot be split in groups"
+        )
+    bound = method.clip.bound
+    clip = Flat(bound) if grouping is None else PerGroup(bound, split, share)
+    return replace(method, clip=clip, grouping=grouping)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ class Release:
     total: Tensor
     noise_std: float | Tensor
     expected_batch: float
+    sample_rate: float = 1.0
+    """The probability with which an example took part: an epoch is 1 / sample_rate releases."""
 
     @property
     def noise_norm(self) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from vestige.files import read_json, read_tensors, write_json, write_tensors
+from vestige.files import read_json, read_tensors, remove_unfinished, write_json, write_tensors
 from vestige.training import Record
 
 CHECKPOINT_SHARE = 0.01
@@ -36,6 +36,8 @@ class RunFolder:
 
     def create(self, request: dict[str, Any]) -> None:
         """Claim a new or empty folder for this run; a folder that holds anything else is refused."""
+        if self.path.is_dir():
+            remove_unfinished(self.path)
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             already = "holds a run" if (self.path / "run.json").exists() else "is not an empty folder"
             raise ValueError(f"out={str(self.path)!r} already {already}: choose another, or resume it with --resume")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 from vestige.clipping import Parameters, Transform
 from vestige.curator import BudgetSpent, Curator
+from vestige.gates import Attempt
 from vestige.layout import Layout
 from vestige.method import Method
 from vestige.noise import Release
+from vestige.questions import Question
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,31 @@ class Record:
     step: int
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
     epsilon: float | None = None
+    accepted: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "epsilon": self.epsilon, **{k: v.tolist() for k, v in self.diagnostics.items()}}
+        seen = {name: _plain(value.tolist()) for name, value in self.diagnostics.items()}
+        row = {"step": self.step, "epsilon": self.epsilon, **seen}
+        return row if self.accepted else {**row, "accepted": False}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and lists as JSON has them: what is not finite is undefined, null."""
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return value if isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Public:
+    """What a schedule may look at besides releases: epsilon so far, and accuracy on public validation data."""
+
+    spent: Callable[[], float] = lambda: 0.0
+    accuracy: Callable[[], float] | None = None
+
+
+NOTHING_PUBLIC = Public()
+Snapshot = dict[str, Any]
 
 
 class State:
@@ -39,7 +64,8 @@ class State:
         self.optimizer = method.rule.build(list(self.parameters.values()), lr)
         self.memory = method.memory.init(layout, device)
         self.probe = method.probe.init(layout, device)
-        self.step = 0
+        self.gate = method.gate.init()
+        self.step, self.lr = 0, lr
         self.gradient = torch.zeros(layout.size, device=device)
         for name, view in layout.views(self.gradient).items():
             self.parameters[name].grad = view
@@ -52,19 +78,54 @@ class State:
             "optimizer": self.optimizer.state_dict(),
             "memory": self.memory,
             "probe": self.probe,
+            "gate": self.gate,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._load_moved(saved)
+        self.gate, self.step = copy.deepcopy(saved["gate"]), saved["step"]
+
+    def _load_moved(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         self.memory, self.probe = self._here(saved["memory"]), self._here(saved["probe"])
-        self.step = saved["step"]
+
+    def snapshot(self) -> Snapshot:
+        """A copy of all that a move changes. Counts, and what the gate learned from releases, are not part of it."""
+        moved = {key: part for key, part in self.state_dict().items() if key not in ("step", "gate")}
+        return copy.deepcopy({**moved, "gradient": self.gradient})
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Undo, bit for bit, every move since the snapshot, which is used up. Noise and questions are never undone."""
+        self.gradient.copy_(snapshot["gradient"])
+        self._load_moved(snapshot)
+
+    def scale_lr(self, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * factor
 
     def _here(self, part: dict[str, Any]) -> dict[str, Any]:
         return {k: v.to(self.gradient.device) if isinstance(v, Tensor) else v for k, v in part.items()}
 
 
-def step(state: State, method: Method, curator: Curator, multiplier: float) -> Record:
+def step(state: State, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC) -> Record:
+    """One candidate move, kept or undone by the gate. A record shows nothing of a candidate that was undone."""
+
+    def move(noise: float, lr: float) -> dict[str, Tensor]:
+        if lr != 1:
+            state.scale_lr(lr)
+        return advance(state, method, curator, multiplier * noise)
+
+    def asks(noise: float) -> tuple[Question, ...]:
+        return method.probe.questions(curator.rate, multiplier * noise)
+
+    outcome = method.gate.settle(Attempt(state, curator, move, asks, public.spent, public.accuracy))
+    record = Record(state.step, outcome.diagnostics, accepted=outcome.accepted)
+    state.step += 1
+    return record
+
+
+def advance(state: State, method: Method, curator: Curator, multiplier: float) -> dict[str, Tensor]:
     """Ask, remember, move."""
     point = {name: p.detach() for name, p in state.parameters.items()}
 
@@ -75,16 +136,21 @@ def step(state: State, method: Method, curator: Curator, multiplier: float) -> R
     direction, state.memory, diagnostics = method.memory.step(release, state.memory, point)
     torch.mul(direction, 1 / release.expected_batch, out=state.gradient)
     state.optimizer.step()
-    record = Record(state.step, diagnostics)
-    state.step += 1
-    return record
+    return diagnostics
 
 
-def run(state: State, method: Method, curator: Curator, multiplier: float, steps: int) -> Iterator[Record]:
+def run(
+    state: State,
+    method: Method,
+    curator: Curator,
+    multiplier: float,
+    steps: int,
+    public: Public = NOTHING_PUBLIC,
+) -> Iterator[Record]:
     """Steps until `steps` are done or the budget refuses the next one."""
     while state.step < steps:
         try:
-            yield step(state, method, curator, multiplier)
+            yield step(state, method, curator, multiplier, public)
         except BudgetSpent:
             return
 

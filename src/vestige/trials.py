@@ -217,7 +217,8 @@ def curves(trials: Sequence[Trial]) -> Array:
     result = candidates + tests
     for i, trial in enumerate(trials):
         if trial.rate > 0 and np.isfinite(result[i]).all() and trial.validation_multiplier < inf:
-            log_moments = np.log1p(_moments(trial) + np.exp(_log_tails(trial, candidates[i], tests[i])))
+            with np.errstate(over="ignore"):
+                log_moments = np.log1p(_moments(trial) + np.exp(_log_tails(trial, candidates[i], tests[i])))
             result[i] = np.minimum(result[i], log_moments / (ORDERS - 1))
     return result
 

@@ -1,0 +1,151 @@
+"""Which parameters are clipped together, and how do groups share one bound and one noise level?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from vestige.layout import Grouping, Layout
+
+NORMS = (nn.LayerNorm, nn.RMSNorm)
+"""Norm layers whose weights may have several dimensions, and still are no matrices."""
+
+Share = Literal["equal", "isotropic", "least-noise"]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One group for each layer: a module with a weight of two or more dimensions, and its bias.
+
+    What belongs to no such module (norm layers' parameters, scales) joins the layer before it, or the first layer if
+    there is none before. A tied weight is counted once, where it first appears.
+    """
+
+    def __call__(self, model: nn.Module) -> list[list[str]]:
+        trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        layer_of = dict(_layers(model))
+        groups: dict[str, list[str]] = {}
+        early: list[str] = []
+        last: list[str] | None = None
+        for name in trainable:
+            layer = layer_of.get(name.rpartition(".")[0])
+            if layer is not None:
+                last = groups.setdefault(layer, [])
+            (early if last is None else last).append(name)
+        if not groups:
+            return [early]
+        first, *others = groups.values()
+        return [early + first, *others]
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Each module that is a layer, with the module where its weight first appears: another one if it is tied."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        if isinstance(module, NORMS):
+            continue
+        weight = next((p for p in module.parameters(recurse=False) if p.requires_grad and p.dim() >= 2), None)
+        if weight is not None:
+            yield path, first_names[id(weight)].rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Patterns:
+    """One group for each glob pattern over parameter names; a name goes to the first pattern that matches it."""
+
+    globs: tuple[str, ...]
+
+    def __call__(self, model: nn.Module) -> list[list[str]]:
+        groups: list[list[str]] = [[] for _ in self.globs]
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                for group, glob in zip(groups, self.globs, strict=True):
+                    if fnmatchcase(name, glob):
+                        group.append(name)
+                        break  # what no pattern matches is left out, and Layout refuses it by name
+        for group, glob in zip(groups, self.globs, strict=True):
+            if not group:
+                raise ValueError(f"groups: the pattern {glob!r} matches no trainable parameter that is still free")
+        return groups
+
+
+def named_grouping(text: str) -> Grouping | None:
+    """A grouping as the command line writes it: layers, flat (one group), or patterns with semicolons between."""
+    if text == "flat":
+        return None
+    if text == "layers":
+        return Layers()
+    globs = tuple(part.strip() for part in text.split(";") if part.strip())
+    if not globs:
+        raise ValueError(f"groups={text!r} must be layers, flat, or patterns of parameter names: 'conv*;*'")
+    return Patterns(globs)
+
+
+def named_split(text: str) -> tuple[float, ...] | None:
+    """How the bound is split, as the command line writes it: even, or one relative bound for each group."""
+    if text == "even":
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"split={text!r} must be even, or numbers with commas between: 1,1,2") from None
+
+
+@dataclass(frozen=True)
+class PerGroup:
+    """Each group of an example's gradient is scaled to norm at most C_g, where the squares of the C_g sum to `bound`^2.
+
+    `split` gives the C_g up to a factor (default: all equal, `bound` / sqrt(groups)). `share` decides where the noise
+    goes: "equal" gives every group the same ratio of noise to C_g, "isotropic" every coordinate the same noise (that of
+    flat clipping at `bound`), "least-noise" the least total noise.
+
+    Formal guarantees: group g gets noise of standard deviation z * C_g / s_g with the squares of the shares s_g summing
+    to one. One example is in all groups or in none, and shifts the whitened sum by at most
+    sqrt(sum of (s_g / z)^2) = 1 / z: the whole step is one Gaussian mechanism with noise multiplier z, exactly and
+    tightly, since one example can meet the bound in every group at once.
+    """
+
+    bound: float = 1.0
+    split: tuple[float, ...] | None = None
+    share: Share = "equal"
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+        if self.split is not None and not all(part > 0 for part in self.split):
+            raise ValueError(f"split={self.split} must be positive: each part bounds one group's influence")
+        if self.share not in get_args(Share):
+            raise ValueError(f"share={self.share!r} is unknown; choose from {', '.join(get_args(Share))}")
+
+    def bounds(self, groups: int) -> Tensor:
+        """C_g of each group, float64."""
+        if self.split is not None and len(self.split) != groups:
+            raise ValueError(f"split={self.split} has {len(self.split)} parts for {groups} groups; give one for each")
+        parts = torch.tensor(self.split or (1.0,) * groups, dtype=torch.float64)
+        return self.bound * parts / torch.linalg.vector_norm(parts)
+
+    def factors(self, norms: Tensor) -> Tensor:
+        groups = norms.shape[1]
+        bounds = self.bound / groups**0.5 if self.split is None else self.bounds(groups).to(norms.device)
+        return (bounds / norms).clamp(max=1.0)
+
+    def scales(self, sizes: Sequence[int]) -> Tensor:
+        """Noise per unit of the whole step's noise multiplier, C_g / s_g, from the groups' sizes; float64."""
+        bounds = self.bounds(len(sizes))
+        if self.share == "isotropic":
+            return torch.full_like(bounds, self.bound)
+        if self.share == "equal":
+            return bounds * len(sizes) ** 0.5
+        # Minimising the sum of d_g * std_g^2 under the constraint gives s_g^2 proportional to sqrt(d_g) * C_g.
+        pull = torch.tensor(sizes, dtype=torch.float64).sqrt() * bounds
+        return bounds / (pull / pull.sum()).sqrt()
+
+    def sensitivity(self, layout: Layout) -> float | Tensor:
+        if self.share == "isotropic" or (self.share == "equal" and self.split is None):
+            return self.bound  # the same noise on every coordinate: that of flat clipping
+        return layout.expand(self.scales(layout.group_sizes)).float()

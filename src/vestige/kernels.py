@@ -1,0 +1,77 @@
+"""Where does PyTorch lack a kernel? Ghost norms, and one pass over a memory's history: fused on a GPU, else plain."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+@cache
+def fused_available() -> bool:
+    """Whether the Triton kernels in `fused` can run here."""
+    return torch.cuda.is_available() and find_spec("triton") is not None
+
+
+def outer_squares(left: Tensor, right: Tensor) -> Tensor:
+    """Squared norms of sum_t outer(left[i, t], right[i, t]), from [examples, positions, width] each: [examples]."""
+    if left.is_cuda and left.dtype != torch.float64 and fused_available():
+        from vestige import fused
+
+        return fused.outer_squares(left, right, rounding(left))
+    return plain_outer_squares(left, right)
+
+
+def plain_outer_squares(left: Tensor, right: Tensor) -> Tensor:
+    wide = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+    left, right = left.to(wide), right.to(wide)
+    return gram_squares(torch.bmm(left, left.transpose(1, 2)), torch.bmm(right, right.transpose(1, 2)))
+
+
+def gram_squares(first: Tensor, second: Tensor) -> Tensor:
+    """The same from the two matrices of inner products between positions, [examples, positions, positions] each.
+
+    Terms of either sign may cancel down to their own rounding errors, and a norm that rounding made too small would
+    let an example through unclipped. So the result is never below what rounding can hide.
+    """
+    squares = torch.linalg.vecdot(first.flatten(1), second.flatten(1))
+    diagonals = first.diagonal(dim1=1, dim2=2) * second.diagonal(dim1=1, dim2=2)
+    ceiling = diagonals.clamp(min=0.0).sqrt().sum(dim=1).square()
+    return torch.maximum(squares, rounding(first) * ceiling)
+
+
+def rounding(tensor: Tensor) -> float:
+    """The relative error of a sum of products of such numbers, generously."""
+    if tensor.is_cuda and tensor.dtype != torch.float64 and torch.backends.cuda.matmul.allow_tf32:
+        return 2.0**-11
+    return 8 * torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
+
+
+def fractional_pass(
+    history: Tensor, weights: Tensor, fresh: Tensor, beta: float, out_row: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mix a fresh release with a weighted sum of past ones, reading the history once.
+
+    history [k, d] (float32 or bfloat16), weights [k], fresh [d]. Returns the release
+    `beta * fresh + (1 - beta) * weights @ history`, which also replaces row `out_row` of the history, and `dots`
+    [k + 1] in float64: the inner products of the history (as it was) with `fresh`, then that of `fresh` with itself.
+    With the Gram matrix of the history these give every inner product of the release, so no second pass is needed.
+    """
+    if fresh.is_cuda and fused_available():
+        from vestige import fused
+
+        return fused.fractional_pass(history, weights, fresh, beta, out_row)
+    return plain_fractional_pass(history, weights, fresh, beta, out_row)
+
+
+def plain_fractional_pass(
+    history: Tensor, weights: Tensor, fresh: Tensor, beta: float, out_row: int | None = None
+) -> tuple[Tensor, Tensor]:
+    rows = history.to(fresh.dtype)
+    dots = torch.cat([rows @ fresh, (fresh @ fresh)[None]]).double()
+    release = torch.addmv(fresh, rows.t(), weights.to(fresh.dtype), beta=beta, alpha=1 - beta)
+    if out_row is not None:
+        history[out_row].copy_(release)
+    return release, dots

@@ -1,0 +1,66 @@
+"""Which methods let a layer's spectrum decide how far its memory reaches? SMA-DP-SGD."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from vestige.groups import Layers, PerGroup
+from vestige.method import Method, register
+from vestige.methods.fractional import Alpha, Beta, Window
+from vestige.methods.options import Bound, Momentum
+from vestige.rules import sgd
+from vestige.spectral import Spectral
+
+Interval = Annotated[tuple[float, float], "exponents that need no tempering: two numbers"]
+CLambda = Annotated[float, "how fast tempering grows with the distance from the interval"]
+GammaEma = Annotated[float, "weight of the newest release in the running mean"]
+WarmUp = Annotated[int | None, "steps over which the memory sets in; 0: at once (default: one epoch)"]
+NormCap = Annotated[str | float, "largest factor when the memory is matched to the running mean's norm; off: factor 1"]
+Refresh = Annotated[int | None, "steps between two spectra of the weights (default: one epoch)"]
+Reading = Annotated[str, "a convolution as one matrix (flatten) or one per kernel position (per-position)"]
+GateName = Annotated[str, "paper; disjoint: even lags against odd ones, no noise in common; open: none"]
+
+
+@register(
+    "sma-dp-sgd",
+    "Partohaghighi and Marcia, SMA-DP: Spectral Memory-Aware Differential Privacy, arXiv:2605.20450",
+)
+def sma_dp_sgd(
+    *,
+    clip: Bound = 1.0,
+    momentum: Momentum = 0.0,
+    beta: Beta = 0.95,
+    window: Window = 4,
+    alpha: Alpha = 0.7,
+    interval: Interval = (2.0, 6.0),
+    c_lambda: CLambda = 1.0,
+    gamma_ema: GammaEma = 0.1,
+    warm_up: WarmUp = None,
+    norm_cap: NormCap = 1.0,
+    refresh_spectrum: Refresh = None,
+    convention: Reading = "flatten",
+    gate: GateName = "paper",
+) -> Method:
+    """Layer by layer: a fractional memory whose depth follows the layer's own spectrum."""
+    low, high = interval
+    memory = Spectral(
+        beta,
+        alpha,
+        window,
+        (float(low), float(high)),
+        c_lambda,
+        gamma_ema,
+        warm_up,
+        _cap(norm_cap),
+        refresh_spectrum,
+        convention,  # type: ignore[arg-type]
+        gate,  # type: ignore[arg-type]
+    )
+    return Method(name="sma-dp-sgd", clip=PerGroup(clip), memory=memory, rule=sgd(momentum), grouping=Layers())
+
+
+def _cap(norm_cap: str | float) -> float | None:
+    try:
+        return None if norm_cap == "off" else float(norm_cap)
+    except ValueError:
+        raise ValueError(f"norm_cap={norm_cap!r} must be a number or 'off'") from None

@@ -1,0 +1,191 @@
+"""How do recurrent layers and attention run when each of their linear maps is watched?
+
+torch runs these modules as one operation, which hides the inputs and outputs of the linear maps inside. Here they are
+spelled out, with the same results, in terms of `linear(input, weight, bias, block)`: names of the module's parameters,
+and the rows of both that are meant (all, if None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Block = tuple[int, int]
+State = tuple[Tensor, ...]
+
+
+class Linear(Protocol):
+    def __call__(self, input: Tensor, weight: str, bias: str | None, block: Block | None = None) -> Tensor: ...
+
+
+def attention(
+    module: Any,
+    linear: Linear,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`nn.MultiheadAttention.forward`."""
+    if query.dim() != 3:
+        raise ValueError(f"attention over a query of shape {tuple(query.shape)}: a batch has three axes")
+    if not module.batch_first:
+        query, key, value = _transposed(query, key, value)
+    projected = _projections(module, linear, query, key, value)
+    q, k, v = (part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in projected)
+    mask = _mask(attn_mask, key_padding_mask, q)
+    dropout = module.dropout if module.training else 0.0
+    weights = None
+    if need_weights:
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
+        mixed = weights @ v
+        weights = weights.mean(dim=1) if average_attn_weights else weights
+    else:
+        causal = is_causal and key_padding_mask is None
+        mixed = F.scaled_dot_product_attention(q, k, v, None if causal else mask, dropout, is_causal=causal)
+    bias = None if module.out_proj.bias is None else "out_proj.bias"
+    output = linear(mixed.transpose(1, 2).flatten(2), "out_proj.weight", bias)
+    return (output if module.batch_first else output.transpose(0, 1)), weights
+
+
+def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch first, and one object where they were one: a single projection then serves all three."""
+    first = query.transpose(0, 1)
+    second = first if key is query else key.transpose(0, 1)
+    return first, second, second if value is key else value.transpose(0, 1)
+
+
+def _projections(module: Any, linear: Linear, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    width, bias = module.embed_dim, None if module.in_proj_bias is None else "in_proj_bias"
+    if query is key and key is value:
+        return linear(query, "in_proj_weight", bias).chunk(3, dim=-1)
+    parts = zip((query, key, value), range(0, 3 * width, width), strict=True)
+    return tuple(linear(part, "in_proj_weight", bias, (start, start + width)) for part, start in parts)
+
+
+def _mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Both masks as one addition to the scores [examples, heads, queries, keys]."""
+    total = None
+    if attn_mask is not None:
+        total = _additive(attn_mask, q)
+        total = total.view(-1, q.shape[1], *total.shape[1:]) if total.dim() == 3 else total
+    if key_padding_mask is not None:
+        padding = _additive(key_padding_mask, q)[:, None, None, :]
+        total = padding if total is None else total + padding
+    return total
+
+
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(like.dtype)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+
+
+def recurrent(module: Any, linear: Linear, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+    """`nn.LSTM.forward`, `nn.GRU.forward` and `nn.RNN.forward`, one step at a time."""
+    if not isinstance(input, Tensor) or input.dim() != 3:
+        raise ValueError(f"{type(module).__name__} over {type(input).__name__}: pass a padded tensor with three axes")
+    sequence = input if module.batch_first else input.transpose(0, 1)
+    initial = _initial(module, sequence, hx)
+    final: list[State] = []
+    for layer in range(module.num_layers):
+        outputs = []
+        for reverse in range(2 if module.bidirectional else 1):
+            suffix = f"_l{layer}" + "_reverse" * reverse
+            state = tuple(part[len(final)] for part in initial)
+            output, state = _scan(module, linear, sequence, state, suffix)
+            outputs.append(output)
+            final.append(state)
+        sequence = torch.cat(outputs, dim=-1)
+        if layer < module.num_layers - 1:
+            sequence = F.dropout(sequence, module.dropout, module.training)
+    states = tuple(torch.stack(parts) for parts in zip(*final, strict=True))
+    return (sequence if module.batch_first else sequence.transpose(0, 1)), (states if len(states) > 1 else states[0])
+
+
+def _initial(module: Any, sequence: Tensor, hx: Any) -> State:
+    if hx is not None:
+        return hx if isinstance(hx, tuple) else (hx,)
+    rows = module.num_layers * (2 if module.bidirectional else 1)
+    hidden = sequence.new_zeros(rows, len(sequence), module.proj_size or module.hidden_size)
+    if module.mode != "LSTM":
+        return (hidden,)
+    return hidden, sequence.new_zeros(rows, len(sequence), module.hidden_size)
+
+
+def _scan(module: Any, linear: Linear, sequence: Tensor, state: State, suffix: str) -> tuple[Tensor, State]:
+    biases = ("bias_ih" + suffix, "bias_hh" + suffix) if module.bias else (None, None)
+    inputs = list(linear(sequence, "weight_ih" + suffix, biases[0]).unbind(dim=1))
+    step = _STEPS[module.mode]
+    outputs = []
+    for part in reversed(inputs) if suffix.endswith("_reverse") else inputs:
+        state = step(part, linear(state[0], "weight_hh" + suffix, biases[1]), state)
+        if module.proj_size:
+            state = (linear(state[0], "weight_hr" + suffix, None), *state[1:])
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if suffix.endswith("_reverse") else outputs, dim=1), state
+
+
+def cell(module: Any, linear: Linear, input: Tensor, hx: Any = None) -> Any:
+    """`nn.LSTMCell.forward`, `nn.GRUCell.forward` and `nn.RNNCell.forward`."""
+    mode = "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
+    if isinstance(module, nn.RNNCell):
+        mode = f"RNN_{module.nonlinearity.upper()}"
+    if hx is None:
+        zeros = input.new_zeros(len(input), module.hidden_size)
+        hx = (zeros, zeros) if mode == "LSTM" else zeros
+    state = hx if isinstance(hx, tuple) else (hx,)
+    biases = ("bias_ih", "bias_hh") if module.bias else (None, None)
+    state = _STEPS[mode](linear(input, "weight_ih", biases[0]), linear(state[0], "weight_hh", biases[1]), state)
+    return state if mode == "LSTM" else state[0]
+
+
+def _lstm_step(input: Tensor, hidden: Tensor, state: State) -> State:
+    enter, forget, candidate, leave = (input + hidden).chunk(4, dim=-1)
+    memory = forget.sigmoid() * state[1] + enter.sigmoid() * candidate.tanh()
+    return leave.sigmoid() * memory.tanh(), memory
+
+
+def _gru_step(input: Tensor, hidden: Tensor, state: State) -> State:
+    width = state[0].shape[-1]
+    reset, update = (input[..., : 2 * width] + hidden[..., : 2 * width]).sigmoid().chunk(2, dim=-1)
+    candidate = (input[..., 2 * width :] + reset * hidden[..., 2 * width :]).tanh()
+    return (candidate + update * (state[0] - candidate),)
+
+
+_STEPS: dict[str, Callable[[Tensor, Tensor, State], State]] = {
+    "LSTM": _lstm_step,
+    "GRU": _gru_step,
+    "RNN_TANH": lambda input, hidden, state: ((input + hidden).tanh(),),
+    "RNN_RELU": lambda input, hidden, state: ((input + hidden).relu(),),
+}
+
+COMPOSITES: dict[type[nn.Module], Callable[..., Any]] = {
+    nn.MultiheadAttention: attention,
+    nn.LSTM: recurrent,
+    nn.GRU: recurrent,
+    nn.RNN: recurrent,
+    nn.LSTMCell: cell,
+    nn.GRUCell: cell,
+    nn.RNNCell: cell,
+}
+
+
+def composite_of(module: nn.Module) -> Callable[..., Any] | None:
+    """The spelled-out form of a module, if there is one for all that this module does."""
+    found = next((kind for kind in type(module).__mro__ if kind in COMPOSITES), None)
+    if found is None or type(module).forward is not found.forward or "forward" in vars(module):
+        return None
+    if isinstance(module, nn.MultiheadAttention):
+        plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+        return attention if plain else None
+    return COMPOSITES[found]
