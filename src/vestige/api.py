@@ -52,6 +52,7 @@ def train(
     request: dict[str, Any] | None = None,
     public: tuple[Tensor, Tensor] | None = None,
     nonprivate_transcript: str | Path | None = None,
+    nonprivate_logs: bool = False,
 ) -> Training:
     """Train `model` in place with differential privacy; iterate over the result to make the steps happen.
 
@@ -94,6 +95,7 @@ def train(
         request=request,
         public=public,
         transcript=nonprivate_transcript,
+        nonprivate_logs=nonprivate_logs,
     )
 
 
@@ -117,6 +119,7 @@ class Training:
         request: dict[str, Any] | None,
         public: tuple[Tensor, Tensor] | None,
         transcript: str | Path | None,
+        nonprivate_logs: bool = False,
     ) -> None:
         self.layout = layout = Layout.of(model, method.grouping)
         device = next(model.parameters()).device
@@ -142,7 +145,7 @@ class Training:
         self.facts = accounting.Facts(
             sampling=sampling,
             noise="secret" if seed is None else "seeded",
-            nonprivate_outputs=transcript is not None,
+            nonprivate_outputs=transcript is not None or nonprivate_logs,
             schedule="filtered" if method.gate.adaptive else "fixed",
             filter_epsilon=self.plan.epsilon if method.gate.adaptive else None,
         )

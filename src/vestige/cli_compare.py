@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -297,13 +298,9 @@ def show(summary: dict[str, Any]) -> None:
                 f"grid: give a wider one",
                 markup=False,
             )
-    for each in summary["failed"][:10]:
-        notes.print(
-            f"failed: {each['label']} on {each['task']}, {each['stage']}, seed {each['seed']}: {each['error']}",
-            markup=False,
-        )
-    if len(summary["failed"]) > 10:
-        notes.print(f"... and {len(summary['failed']) - 10} more failed runs", markup=False)
+    lines = Counter(f"{each['label']} on {each['task']}: {each['error']}" for each in summary["failed"])
+    for line, count in lines.items():
+        notes.print(f"failed ({count} runs): {line}", markup=False)
     for name, why in summary["unreadable"].items():
         notes.print(f"left out: runs/{name} cannot be read ({why}); its run is made again on --resume", markup=False)
 

@@ -54,6 +54,7 @@ class Job:
     device: str = "cpu"
     evaluate_every: int | None = None
     nonprivate_transcript: str | None = None
+    nonprivate_logs: bool = False
 
 
 def method_of(job: Job) -> Method:
@@ -113,6 +114,7 @@ def start(
         request={"job": asdict(job)},
         public=_public_examples(job, method),
         nonprivate_transcript=job.nonprivate_transcript,
+        nonprivate_logs=job.nonprivate_logs,
     )
     return task, training
 

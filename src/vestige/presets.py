@@ -20,8 +20,8 @@ FO_NOTES = (
     "the paper's sigma is kept for every method, as there: a smaller beta has then more accounted noise (sigma "
     "/ beta), "
     "so the rows spend different epsilons, and each row says its own",
-    "one learning rate, 0.8, for every method, as there (absurd for Adam and its kin, which move by the rate itself: see "
-    "the automatic rate beside it); `vestige compare` compares at equal epsilon and tuned rates",
+    "one learning rate, 0.8, for every method, as there (absurd for Adam and its kin, which move by the rate itself: "
+    "see the automatic rate beside it); `vestige compare` compares at equal epsilon and tuned rates",
     "the expected batch 200 is a public constant; sampling is Poisson at rate 0.04",
     "the table's dataset is not named there: CIFAR-10 by its context",
     "the first 500 training and 200 test images of each class stand for its unnamed subset",
@@ -368,7 +368,7 @@ def _sma_presets() -> None:
         roster = [_sma(f"sma {low}-{high}", **deep, interval=[low, high]) for low, high in intervals]
         return _protocol(["cifar10-mlp"], roster, seeds=(0, 1, 2))
 
-    depth, share = "effective_depth", "memory_share"
+    depth, share = "effective_depth", "memory_ratio"
     printed = [
         Printed(f"{word}, interval {name}", value[index], f"sma {name}", quantity)
         for name, value in figures["table3_interval"].items()

@@ -533,7 +533,8 @@ def _panels(drawn: Sequence[Figure], order: Sequence[str]) -> str:
     return (
         '<div class="panels">'
         + "".join(
-            f'<figure id="figure-{figure.key}">{svg(figure, order)}{_numbered(figure)}</figure>' for figure in drawn
+            f'<figure id="figure-{figure.key}">{svg(figure, order)}{_numbered(figure)}{_legend(figure, order)}</figure>'
+            for figure in drawn
         )
         + "</div>"
     )
@@ -545,6 +546,16 @@ def _numbered(figure: Figure) -> str:
         return ""
     names = "".join(f"<li>{_text(name)}</li>" for name in figure.categories)
     return f"<figcaption><ol>{names}</ol></figcaption>"
+
+
+def _legend(figure: Figure, order: Sequence[str]) -> str:
+    """Names of the series that are no methods, such as layers; methods are named once, at the top of the page."""
+    keys = [
+        f'<span class="c{_style(series.name, order, index)[0]}"><i></i>{_text(series.name)}</span>'
+        for index, series in enumerate(figure.series)
+        if series.name not in order
+    ]
+    return f'<figcaption class="keys">{"".join(keys)}</figcaption>' if keys else ""
 
 
 def _tuning(content: Content) -> str:

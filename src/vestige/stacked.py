@@ -31,8 +31,9 @@ SLOPES: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
 """Each activation's derivative, from its output."""
 ROUNDING = 1 + 2**-10
 """How much a tf32 product may exceed its operand, each: an example's share of the sum is kept below the clip anyway."""
-BLOCK = 16
-"""Steps whose samples are drawn together, so that the host waits for the device once per block."""
+BLOCK, LARGEST_BLOCK = 16, 1 << 25
+"""Steps whose samples are drawn together, so that the host waits for the device once per block; and the most coin flips
+that a block may hold."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Network:
         """The input of every layer, and the outputs of the last."""
         values = [inputs]
         for layer in self.layers:
-            out = values[-1] @ parameters[layer.weight].transpose(-1, -2)
+            out = _apply(values[-1], parameters[layer.weight])
             if layer.bias is not None:
                 out = out + parameters[layer.bias].unsqueeze(-2)
             values.append(layer.activation(out) if layer.activation is not None else out)
@@ -160,6 +161,14 @@ class Network:
             views[layer.weight].copy_(scaled.transpose(-1, -2) @ value)
             if layer.bias is not None:
                 views[layer.bias].copy_(scaled.sum(-2))
+
+
+def _apply(inputs: Tensor, weight: Tensor) -> Tensor:
+    """inputs @ weight^T for every run; inputs that all runs share are multiplied once, by all weights side by side."""
+    if inputs.dim() == weight.dim():
+        return inputs @ weight.transpose(-1, -2)
+    runs, width, _ = weight.shape
+    return (inputs @ weight.reshape(runs * width, -1).t()).view(len(inputs), runs, width).transpose(0, 1)
 
 
 def _square(rows: Tensor) -> Tensor:
@@ -324,8 +333,9 @@ class Stack:
 
     def train(self, steps: int) -> Iterator[int]:
         """Yield the number of steps done after each step, until `steps` are done."""
+        largest = max(1, min(BLOCK, LARGEST_BLOCK // (len(self.runs) * self.population)))
         while self.step < steps:
-            block = min(BLOCK, steps - self.step)
+            block = min(largest, steps - self.step)
             for rows, real in self.draws.samples(self.step, block):
                 with torch.no_grad(), _tf32(self._fast):
                     self._advance(rows, real)
@@ -339,8 +349,9 @@ class Stack:
             questions = Here().questions(self.sample_rate, run.noise_multiplier)
             shown.append(Progress(Counter({question: self.asked for question in questions if self.asked}), {}))
         for memory in self.memories:
+            seen = {name: values.cpu() for name, values in memory.seen.items()}
             for row, progress in enumerate(shown[memory.part]):
-                progress.diagnostics.update({name: values[row] for name, values in memory.seen.items()})
+                progress.diagnostics.update({name: values[row] for name, values in seen.items()})
         return [shown[i] for i in self._given()]
 
     @torch.no_grad()
