@@ -3,9 +3,9 @@
     python bench/learning_rate.py --data DATA --out bench/results/learning-rate [--device cuda] [--small]
 
 Every setting trains a grid of multiples of the automatic rate, as stacks, three seeds each, judged on a fifth of the
-training data held out. It can be killed and started again. It writes table.md, table.json and plot.svg: per setting the
-best multiple, the accuracy there and at 1, and the loss between them (which flatters the best: it was chosen by the same
-runs).
+training data held out. It can be killed and started again. It writes table.md, table.json and plot.svg: per setting
+the best multiple, the accuracy there and at 1, and the loss between them (which flatters the best: it was chosen by the
+same runs).
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ class Preset:
         if not small:
             return made
         problems = tuple(replace(p, settings={**p.settings, "steps": self.small["steps"]}) for p in made.problems)
-        return replace(made, problems=problems, **{k: v for k, v in self.small.items() if k != "steps"})
+        few = {"evaluations": min(5, made.evaluations), **{k: v for k, v in self.small.items() if k != "steps"}}
+        return replace(made, problems=problems, **few)
 
 
 PRESETS: dict[str, Preset] = {}
