@@ -601,9 +601,9 @@ def demo(
         table.add_row(row["method"], *cells, f"{row['lr']:.3f}", f"{row['seconds']:.1f}")
     answers.print(table)
     answers.print(
-        f"Both models saw 1,437 digits under the same guarantee: whatever one digit is, anyone's odds of telling whether it "
-        f"was there change by at most a factor e^{epsilon:g}, but for a chance of {results[0]['delta']:g}. One run of each: "
-        f"a difference of a few points may be luck."
+        "Both models saw 1,437 digits under the same guarantee: whatever one digit is, anyone's odds of telling "
+        f"whether it was there change by at most a factor e^{epsilon:g}, but for a chance of {results[0]['delta']:g}. "
+        "One run of each: a difference of a few points may be luck."
     )
     answers.print(f"written to {folder} (check either with: vestige verify {folder / 'fo-dp-sgd'})", markup=False)
 
