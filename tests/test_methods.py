@@ -450,7 +450,7 @@ def test_disk_on_a_quadratic_without_noise_follows_the_exact_gradient():
     look, kept = probe.init(layout, device), memory.init(layout, device)
 
     def gradient(point, *, transform=None, **_):
-        field = lambda parameters: {"weight": parameters["weight"] @ torch.tensor(curvature, dtype=torch.float32)}  # noqa: E731
+        field = lambda parameters: {"weight": parameters["weight"] @ torch.tensor(curvature, dtype=torch.float32)}
         answer = (transform(field) if transform else field)(point)
         return Release(answer["weight"].ravel(), 0.0, 1.0)
 

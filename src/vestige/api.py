@@ -55,6 +55,7 @@ def train(
     public: tuple[Tensor, Tensor] | None = None,
     normalise: PrivateMoments | None = None,
     nonprivate_transcript: str | Path | None = None,
+    nonprivate_logs: bool = False,
 ) -> Training:
     """Train `model` in place with differential privacy; iterate over the result to make the steps happen.
 
@@ -101,6 +102,7 @@ def train(
         public=public,
         normalise=normalise,
         transcript=nonprivate_transcript,
+        nonprivate_logs=nonprivate_logs,
     )
 
 
@@ -125,6 +127,7 @@ class Training:
         public: tuple[Tensor, Tensor] | None,
         normalise: PrivateMoments | None,
         transcript: str | Path | None,
+        nonprivate_logs: bool = False,
     ) -> None:
         self.layout = layout = Layout.of(model, method.grouping)
         device = next(model.parameters()).device
@@ -155,7 +158,7 @@ class Training:
         self.facts = accounting.Facts(
             sampling=sampling,
             noise="secret" if seed is None else "seeded",
-            nonprivate_outputs=transcript is not None,
+            nonprivate_outputs=transcript is not None or nonprivate_logs,
             schedule="filtered" if method.gate.adaptive else "fixed",
             filter_epsilon=self.plan.epsilon if method.gate.adaptive else None,
         )

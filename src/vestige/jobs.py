@@ -62,6 +62,7 @@ class Job:
     moments_noise: float = 8.0
     moments_bound: float = 2.5
     nonprivate_transcript: str | None = None
+    nonprivate_logs: bool = False
 
 
 def method_of(job: Job) -> Method:
@@ -89,13 +90,15 @@ def _divided(method: Method, job: Job) -> Method:
     return by_group(method, grouping, split, job.share or "equal")  # type: ignore[arg-type]
 
 
-def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Task, Training]:
-    """Load the task and prepare its training; nothing is asked of the data yet."""
+def start(
+    job: Job, out: Path | None, *, resume: bool = False, task: tasks.Task | None = None
+) -> tuple[tasks.Task, Training]:
+    """Load the task (unless it is given) and prepare its training; nothing is asked of the data yet."""
     method = method_of(job)
     multiplier = job.noise_multiplier
     if job.paper_sigma is not None and multiplier is not None:
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
-    task = tasks.load(job.task, job.data, job.seed)
+    task = task or tasks.load(job.task, job.data, job.seed)
     moments = _moments(job)
     if moments is not None:
         task = replace(task, model=with_moments(task.model))
@@ -127,6 +130,7 @@ def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Ta
         public=_public_examples(job, method),
         normalise=moments,
         nonprivate_transcript=job.nonprivate_transcript,
+        nonprivate_logs=job.nonprivate_logs,
     )
     return task, training
 

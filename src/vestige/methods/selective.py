@@ -26,7 +26,7 @@ Accounting = Annotated[
 
 
 RELEASES = "per trial: whether it was accepted, and the move if it was"
-PRICE = "M trials x the trial's dominating pair (trial-level), or M x (SGM(q, sigma_t) + SGM(q_v, sigma_v)) (every-trial)"
+PRICE = "M trials x the trial's dominating pair; by every-trial: M x (SGM(q, sigma_t) + SGM(q_v, sigma_v))"
 ACCEPTS = {"threshold": inf, "clip": 1.0, "momentum": 0.0}
 
 
