@@ -37,6 +37,7 @@ def outer_squares(left: Tensor, right: Tensor, rounding: float) -> Tensor:
         tiles,
         TILE=tile,
         PRECISION=_precision(left),
+        num_warps=max(1, tile // 16),
     )
     return torch.maximum(squares.sum(dim=1), rounding * ceilings.sum(dim=1).square())
 
@@ -49,7 +50,7 @@ def _precision(tensor: Tensor) -> str:
 def _tile(positions: int) -> int:
     """The side of a tile: large ones are read less often, small ones waste less on the last, partial tile."""
     padded = {side: -(-positions // side) * side for side in (16, 32, 64)}
-    return min(padded, key=lambda side: (padded[side] ** 2 * (1 + 16 / side), -side))
+    return min(padded, key=lambda side: padded[side] ** 2 * (1 + 32 / side))
 
 
 @triton.jit

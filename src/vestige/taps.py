@@ -146,6 +146,7 @@ class Plan:
         self.holders = _holders(model, layout)
         self.sites = [site for site in _without(sites_of(model, layout), sketch.expanded | sketch.whole) if site.owned]
         self.forwards = [(vars(site.module), self._forward(site)) for site in self.sites]
+        self.inner = {s.name: self._inner(s.module) for s in self.sites if s.layer is None and s.composite is None}
         self.now = Pass()
 
     def gradients(self, batch: Sequence[Tensor], parameters: Parameters) -> dict[str, Gradient]:
@@ -291,7 +292,7 @@ class Plan:
         """The gradients of a module's own parameters, one example at a time, from what went in and what came back."""
         parameters, examples = self.now.parameters, self.now.examples
         own = {attribute: parameters[name] for attribute, name in site.owned.items()}
-        others = {a: parameters[n] for a, n in self._inner(site.module).items() if n not in site.owned.values()}
+        others = {a: parameters[n] for a, n in self.inner[site.name].items() if n not in site.owned.values()}
         batched = self.sketch.batched[site.name]
 
         def outputs(own: Parameters, inputs: Sequence[Tensor]) -> Signals:
