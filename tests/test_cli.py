@@ -79,7 +79,7 @@ def test_the_seed_fixes_weights_but_never_noise_unless_told_so(tmp_path):
         return as_json(*TRAIN, "--out", tmp_path / name, "--nonprivate-transcript", tmp_path / f"{name}.npz", *extra)
 
     run("a"), run("b"), run("c", "--reproducible"), run("d", "--reproducible")
-    load = lambda name: np.load(tmp_path / f"{name}.npz")  # noqa: E731
+    load = lambda name: np.load(tmp_path / f"{name}.npz")
     assert not np.array_equal(load("a")["noise"], load("b")["noise"])
     for key in ("clipped_sum", "noise", "release"):
         assert np.array_equal(load("c")[key], load("d")[key])

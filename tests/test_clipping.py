@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from conftest import clip_and_sum, example_gradients, make_toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from conftest import clip_and_sum, example_gradients, make_toy
 from vestige.clipping import Flat, Reference
 from vestige.layout import Layout
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import make_toy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from conftest import make_toy
 from vestige.doctor import examine
 
 LOSS = nn.functional.cross_entropy

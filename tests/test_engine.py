@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
-from conftest import make_toy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
+from conftest import make_toy
 from vestige import BudgetSpent, PrivacyEngine, accounting
 from vestige.doctor import examine
 from vestige.questions import SampledGaussian
@@ -324,8 +324,8 @@ def test_what_cannot_be_private_is_refused():
     stranger = nn.Parameter(torch.zeros(3))
     make = lambda **o: PrivacyEngine().make_private(
         **{"module": model, "data_loader": loader, "noise_multiplier": 1.0, "max_grad_norm": 1.0, **o}
-    )  # noqa: E731
-    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    )
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     with pytest.raises(ValueError, match="not the module's"):
         make(optimizer=sgd([*model.parameters(), stranger]))
     with pytest.raises(ValueError, match=r"'2.weight' is trainable but not in the optimizer"):

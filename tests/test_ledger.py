@@ -5,10 +5,10 @@ import os
 import shutil
 
 import pytest
-from conftest import make_toy
 from torch import nn
 
 import vestige
+from conftest import make_toy
 from vestige import accounting
 from vestige.curator import BudgetSpent
 from vestige.ledger import Ledger, LedgerError, read

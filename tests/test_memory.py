@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import clip_and_sum, example_gradients, make_toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import vestige
+from conftest import clip_and_sum, example_gradients, make_toy
 from vestige.layout import Layout, Segment
 from vestige.memory import Blend, Exponential, Fractional, Identity, Uniform
 from vestige.noise import Release
@@ -124,7 +124,7 @@ def test_full_confidence_is_approached_when_the_floor_vanishes():
 def test_inconsistency_shortens_the_memory_when_it_is_on():
     depth = lambda tau: run(Blend(Fractional(inconsistency=tau), 0.9, 8), torch.randn(20, SIZE))[1][-1][
         "effective_depth"
-    ]  # noqa: E731
+    ]
     torch.manual_seed(0)
     calm = depth(0.0)
     torch.manual_seed(0)

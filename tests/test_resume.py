@@ -11,10 +11,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import clip_and_sum, example_gradients, make_toy
 from torch import nn
 
 import vestige
+from conftest import clip_and_sum, example_gradients, make_toy
 from vestige import files
 from vestige.ledger import LedgerError, read
 from vestige.verification import verify

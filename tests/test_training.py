@@ -5,11 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from conftest import clip_and_sum, example_gradients, make_toy
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import vestige
+from conftest import clip_and_sum, example_gradients, make_toy
 from vestige.noise import Randomness
 from vestige.sampling import Poisson
 

@@ -35,9 +35,9 @@ def test_sampled_gaussian_distribution_equals_dp_accounting(rate, multiplier):
     ours = accounting.loss_distribution({SampledGaussian(rate, multiplier): 1}, step)
     theirs = from_gaussian_mechanism(multiplier, sampling_prob=rate, value_discretization_interval=step)
     losses = [-0.5, -0.01, 0.0, 0.003, 0.1, 1.0, 5.0]
-    np.testing.assert_allclose(
-        ours.get_delta_for_epsilon(losses), theirs.get_delta_for_epsilon(losses), rtol=1e-9, atol=2e-15
-    )
+    for direction in ("_pmf_remove", "_pmf_add"):
+        delta, reference = (getattr(pld, direction).get_delta_for_epsilon(losses) for pld in (ours, theirs))
+        np.testing.assert_allclose(delta, reference, rtol=1e-9, atol=2e-15)
 
 
 @pytest.mark.parametrize(("rate", "multiplier"), [(0.04, 1.2222), (0.5, 2.0), (1.0, 3.0)])
@@ -140,7 +140,15 @@ def brute_candidate_only(trial: Trial, loss: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "trial", [COARSE_TRIAL, MNIST, replace(COARSE_TRIAL, validation_rate=1.0), replace(COARSE_TRIAL, half_range=2.0)]
+    "trial",
+    [
+        COARSE_TRIAL,
+        MNIST,
+        replace(COARSE_TRIAL, validation_rate=1.0),
+        replace(COARSE_TRIAL, half_range=2.0),
+        replace(COARSE_TRIAL, threshold=1.0),
+        Trial(0.01, 3.0, 0.5, 0.4, 1.2),
+    ],
 )
 def test_candidate_only_equals_the_formula(trial):
     losses = np.array([0.0, 0.004, 0.05, 0.3, 0.8])
@@ -254,6 +262,16 @@ def test_candidate_costs_less_than_with_statistic_costs_less_than_both_samples(
     for lesser, greater in zip(both(trials.profile(alone), grid), both(trials.profile(told), grid), strict=True):
         assert np.all(lesser <= greater + 1e-12)
         assert np.all(np.diff(greater) <= 1e-12)
+
+
+@pytest.mark.parametrize("trial", [COARSE_TRIAL, MNIST, replace(COARSE_TRIAL, multiplier=0.6)])
+def test_renyi_divergence_covers_the_adversary_who_always_flips_the_test(trial):
+    """Accepted with probability `low` without the example and `high` with it: at every order, into the tails."""
+    low, high = trials.acceptance(trial)
+    jump = 1 + trial.validation_rate * (high / low - 1)
+    candidate = renyi.curves([trial.rate], [trial.multiplier])[0]
+    log_moments = (renyi.ORDERS - 1) * candidate + renyi.ORDERS * log(jump) + log(low)
+    assert np.all(trials.curves([trial])[0] >= log_moments / (renyi.ORDERS - 1) * (1 - 1e-9))
 
 
 def test_renyi_epsilon_is_above_the_distribution():

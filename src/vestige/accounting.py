@@ -25,7 +25,7 @@ History = Mapping[Question, int]
 Plan = History | Sequence[tuple[Question, int]]
 """What will be asked: a history, or runs (question, count) in the order in which they will be asked."""
 
-FINE, COARSE = 1e-5, 16e-5
+FINE, COARSE = 2e-5, 16e-5
 """Steps of the loss grid relative to epsilon: reported numbers use the fine one, searches start with the coarse."""
 LARGEST_MULTIPLIER = 1e6
 MANY = 8
@@ -153,8 +153,23 @@ def _epsilon_by_distribution(history: History, delta: float, fineness: float) ->
     if by_renyi == 0.0 or by_renyi > HOPELESS or largest > HOPELESS_ONCE:
         return by_renyi
     interval = grid_step(max(by_renyi, largest), COARSE if len(asked) > MANY else fineness)
-    result = float(loss_distribution(history, interval).get_epsilon_for_delta(delta))
-    assert result >= 0, f"a loss distribution gave epsilon {result}"
+    return _epsilon_of(loss_distribution(history, interval), delta, guess=by_renyi)
+
+
+def _epsilon_of(losses: PrivacyLossDistribution, delta: float, guess: float) -> float:
+    """The smallest epsilon whose delta is no larger, to eight digits from above; dp_accounting's own search is slow."""
+
+    def surplus(loss: float) -> float:
+        return log(max(float(losses.get_delta_for_epsilon(loss)), 1e-300) / delta)
+
+    while surplus(guess) > 0:
+        guess *= 2
+    least = next((loss for loss in (0.75 * guess, 0.0) if surplus(loss) > 0), None)
+    if least is None:
+        return 0.0
+    result = float(brentq(surplus, least, guess, xtol=1e-8 * guess, rtol=1e-8))
+    while not surplus(result) <= 0:
+        result += 1e-8 * guess
     return result
 
 
@@ -214,11 +229,12 @@ def calibrate(history_of: Callable[[float], History], epsilon: float, delta: flo
         raise ValueError(f"epsilon={epsilon} must be positive and finite")
     search = _Calibration(history_of, epsilon, delta)
     if accountant == "rdp":
-        return search.solve(search.by_renyi, *search.bracket())
+        return search.solve(search.by_renyi, *search.bracket(search.by_renyi))
     if accountant != "pld":
         raise ValueError(f'accountant={accountant!r} must be "pld" or "rdp"')
-    low, high = search.bracket()
-    near = search.solve(search.by_distribution(COARSE), low, high)
+    coarse = search.by_distribution(COARSE)
+    low, high = search.bracket(coarse)
+    near = search.solve(coarse, low, high)
     # The coarse grid is never below the fine one and at most about 0.02% above it, so this is usually one evaluation.
     return search.solve(search.by_distribution(FINE), low, high, start=near)
 
@@ -240,18 +256,18 @@ class _Calibration:
 
         return cost
 
-    def bracket(self) -> tuple[float, float]:
-        """Multipliers between which the target lies, found by the Renyi accountant."""
+    def bracket(self, cost: Callable[[float], float]) -> tuple[float, float]:
+        """Multipliers between which the target lies, found by the Renyi accountant and held against `cost`."""
         high = 1.0
         while self.by_renyi(high) > self.target and high < LARGEST_MULTIPLIER:
             high *= 2
-        if high >= LARGEST_MULTIPLIER and (floor_cost := self.by_distribution(COARSE)(high)) > self.target:
+        if high >= LARGEST_MULTIPLIER and (floor_cost := cost(high)) > self.target:
             raise ValueError(
                 f"epsilon={self.target} cannot be reached: with a noise multiplier of {high:.0f} the plan still costs "
                 f"{floor_cost:.4g}; ask fewer questions whose noise is fixed, or allow a larger epsilon"
             )
         low = high / 2
-        while self.by_renyi(low) <= self.target or self.by_distribution(COARSE)(low) <= self.target:
+        while self.by_renyi(low) <= self.target or cost(low) <= self.target:
             low /= 2
             if low < 1 / LARGEST_MULTIPLIER:
                 raise ValueError(
@@ -285,7 +301,7 @@ class _Calibration:
         multiplier, price = known[-1]
         if not 0 < price < inf or slope >= 0:
             return middle
-        guess = exp(log(multiplier) + (aim - log(price)) / slope)
+        guess = exp(min(log(multiplier) + (aim - log(price)) / slope, log(high)))
         return guess if low < guess < high else middle
 
 
@@ -441,14 +457,16 @@ class Budget:
         def prefix(steps: int) -> History:
             return history_of_runs(first(runs, steps))
 
+        def cost(fineness: float) -> Callable[[int], float]:
+            return lambda steps: _epsilon_by_distribution(prefix(steps), self.delta, fineness)
+
         total = sum(count for _, count in runs)
         if self._affords(prefix(total), FINE):
             return prefix(total)
-        fits = _largest(0, total, lambda steps: epsilon(prefix(steps), self.delta, "rdp") <= self.epsilon)
-        fits = _largest(fits, total, lambda steps: self._affords(prefix(steps), COARSE))
+        fits = _largest(0, total, lambda steps: epsilon(prefix(steps), self.delta, "rdp"), self.epsilon)
+        fits = _largest(fits, total, cost(COARSE), self.epsilon)
         # The coarse grid is at most about 0.02% above the fine one, so few steps are left to gain.
-        last = min(total, fits + fits // 1000 + 2)
-        return prefix(_largest(fits, last, lambda steps: self._affords(prefix(steps), FINE)))
+        return prefix(_largest(fits, min(total, fits + fits // 1000 + 2), cost(FINE), self.epsilon))
 
     def _affords(self, history: History, fineness: float) -> bool:
         if epsilon(history, self.delta, "rdp") <= self.epsilon:
@@ -456,11 +474,16 @@ class Budget:
         return _epsilon_by_distribution(history, self.delta, fineness) <= self.epsilon
 
 
-def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The largest number in [low, high) for which a property holds that holds up to some point; `low` if none above."""
+def _largest(low: int, high: int, cost: Callable[[int], float], most: float) -> int:
+    """The largest number in [low, high) whose cost, which rises nearly as a power, is at most `most`; `low` if none."""
+    below, above = cost(low), cost(high)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        if 0 < below < most < above < inf and low > 0:
+            middle = int(low * (high / low) ** (log(most / below) / log(above / below)))
+            middle = min(max(middle, low + 1), high - 1)
+        price = cost(middle)
+        low, below, high, above = (middle, price, high, above) if price <= most else (low, below, middle, price)
     return low
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,19 +16,21 @@ from torch import Tensor, nn
 
 from vestige import accounting
 from vestige.clipping import Engine, Loss
+from vestige.correlated import Stream
 from vestige.curator import Curator, Data
 from vestige.engines import engine_by_name
 from vestige.files import write_atomically
 from vestige.independence import require_independent
 from vestige.layout import Layout
 from vestige.ledger import Ledger, LedgerError, read
+from vestige.losses import example_losses, right_answers
 from vestige.method import Method, build
 from vestige.noise import Randomness
-from vestige.planning import Plan, plan, questions
+from vestige.planning import DEFAULT_STEPS, Filter, Plan, plan, questions
 from vestige.questions import Question
 from vestige.run_folder import RunFolder, paced
 from vestige.sampling import SAMPLINGS
-from vestige.training import Record, State, run
+from vestige.training import Public, Record, State, accuracy, run
 
 
 def train(
@@ -37,7 +40,7 @@ def train(
     *,
     method: Method | str = "fo-dp-sgd",
     sample_rate: float,
-    steps: int,
+    steps: int | None = None,
     delta: float,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
@@ -49,13 +52,16 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     request: dict[str, Any] | None = None,
+    public: tuple[Tensor, Tensor] | None = None,
     nonprivate_transcript: str | Path | None = None,
 ) -> Training:
     """Train `model` in place with differential privacy; iterate over the result to make the steps happen.
 
     `loss(outputs, targets)` is any loss of a batch, such as `nn.functional.cross_entropy`; it is applied to one example
     at a time. `data` is a tuple of tensors (inputs..., targets) or a map-style dataset of such tuples. Give `epsilon`
-    (the noise follows), or `noise_multiplier` (epsilon follows), or both (training stops before epsilon is exceeded).
+    (the noise follows), or `noise_multiplier` (epsilon follows), or both (training stops before epsilon is exceeded;
+    without `steps`, as many are planned as it affords). A step of a selective method is a trial, kept or not. `public`
+    are validation examples that nobody needs to protect, for schedules that look at them.
     `reproducible=seed` makes noise and sampling predictable, for tests: such a run protects nobody and has no epsilon.
     With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
 
@@ -90,6 +96,7 @@ def train(
         folder=RunFolder(out) if out is not None else None,
         resume=resume,
         request=request,
+        public=public,
         transcript=nonprivate_transcript,
     )
 
@@ -112,6 +119,7 @@ class Training:
         folder: RunFolder | None,
         resume: bool,
         request: dict[str, Any] | None,
+        public: tuple[Tensor, Tensor] | None,
         transcript: str | Path | None,
     ) -> None:
         self.layout = layout = Layout.of(model, method.grouping)
@@ -130,24 +138,34 @@ class Training:
             self.ledger.ask,
             device=device,
             physical_batch=physical_batch,
+            losses=example_losses(model, loss),
+            right=right_answers(model),
             nonprivate_witness=self.transcript,
-            noise=None if method.noise.white else method.noise.start(limits["sample_rate"], limits["steps"]),
+            noise=_correlated(method, limits["sample_rate"], limits["steps"] or DEFAULT_STEPS),
         )
+        self.method = method = replace(method, gate=method.gate.at(self._curator.population))
         self.plan: Plan = plan(model, layout, method, self._curator.population, **limits)
         self.state = State(model, method, layout, self.plan.lr)
         self.facts = accounting.Facts(
             sampling=sampling,
             noise="secret" if seed is None else "seeded",
             nonprivate_outputs=transcript is not None,
+            schedule="filtered" if method.gate.adaptive else "fixed",
+            filter_epsilon=self.plan.epsilon if method.gate.adaptive else None,
         )
+        self._public = Public(self._charged, partial(accuracy, model, public) if public is not None else None)
         self.log: dict[str, Any] = {}
         """Released quantities put here while a record is being consumed are written beside it."""
         self._odometer = accounting.Odometer()
         self._counted: Counter[Question] = Counter()
         self._open(resume, request or {})
         if self.plan.epsilon is not None:
-            planned = questions(method, self.plan.sample_rate, self.plan.noise_multiplier, self.plan.steps)
-            self.ledger.budget = accounting.Budget(self.plan.epsilon, self.plan.delta, planned)
+            limit = Filter if method.gate.adaptive else accounting.Budget
+            self.ledger.budget = limit(self.plan.epsilon, self.plan.delta, self._planned)
+
+    @property
+    def _planned(self) -> dict[Question, int]:
+        return questions(self.method, self.plan.sample_rate, self.plan.noise_multiplier, self.plan.steps)
 
     @property
     def expected_batch(self) -> float:
@@ -170,11 +188,9 @@ class Training:
 
     def spent(self) -> float | None:
         """An upper bound on epsilon so far, read in microseconds; None where no epsilon holds."""
-        if self.facts != accounting.Facts():
+        if replace(self.facts, schedule="fixed", filter_epsilon=None) != accounting.Facts():
             return None
-        self._odometer.add_many(self.ledger.spent - self._counted)
-        self._counted = Counter(self.ledger.spent)
-        by_renyi = self._odometer.epsilon(self.plan.delta)
+        by_renyi = self._charged()
         # The loss distribution of the whole plan bounds every part of it, and is tighter than Renyi at the end.
         if self.plan.epsilon is not None:
             return min(by_renyi, self.plan.epsilon)
@@ -183,6 +199,12 @@ class Training:
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the model holds the average that the method keeps for evaluation; without one, nothing changes."""
         return self.state.averaged()
+
+    def _charged(self) -> float:
+        """Epsilon of all that was charged, by Renyi, whether or not it is a guarantee."""
+        self._odometer.add_many(self.ledger.spent - self._counted)
+        self._counted = Counter(self.ledger.spent)
+        return self._odometer.epsilon(self.plan.delta)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result and the final weights beside the ledger."""
@@ -195,7 +217,8 @@ class Training:
         self.ledger.close()
 
     def _records(self) -> Generator[Record, None, None]:
-        for record in run(self.state, self.method, self._curator, self.plan.noise_multiplier, self.plan.steps):
+        plan = self.plan
+        for record in run(self.state, self.method, self._curator, plan.noise_multiplier, plan.steps, self._public):
             if self.transcript is not None:
                 self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
             yield replace(record, epsilon=self.spent())
@@ -210,7 +233,12 @@ class Training:
             "population": self._curator.population,
             "groups": list(self.layout.group_names),
             "adjacency": "add/remove one example",
+            "schedule": self.facts.schedule,
         }
+        if self.facts.schedule == "filtered":
+            # A filter's orders and weights must be fixed before the first answer, and anyone must be able to redo it.
+            public["filter_epsilon"] = self.facts.filter_epsilon
+            public["filter_expects"] = [question.to_json() for question in self._planned]
         if self.folder is None:
             self.ledger.open(public)
             return
@@ -242,6 +270,7 @@ class Training:
             {
                 "state": self.state.state_dict(),
                 "asked": self._curator.asked,
+                "compared": self._curator.compared,
                 "ledger_rows": self.ledger.rows,
                 "ledger_head": self.ledger.head,
             }
@@ -257,9 +286,13 @@ class Training:
             )
         self.state.load_state_dict(saved["state"])
         # A secret run draws from a new key; a reproducible one must meet the same streams again.
-        self._curator.asked = saved["asked"]
+        self._curator.asked, self._curator.compared = saved["asked"], saved["compared"]
         self._curator.replay_noise()
         self.ledger.resume(self.state.step)
+
+
+def _correlated(method: Method, sample_rate: float, steps: int) -> Stream | None:
+    return None if method.noise.white else method.noise.start(sample_rate, steps)
 
 
 class Transcript:

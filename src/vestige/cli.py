@@ -73,7 +73,15 @@ def train(
         float | None, typer.Option(help="The sigma of the method's paper (for FO-DP-SGD, beta times ours).")
     ] = None,
     sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
-    steps: Annotated[int, typer.Option(help="Number of steps.")] = 200,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            "--trials",
+            help="Number of steps; for a selective method, of trials, kept or not. "
+            "[default: as many as --epsilon affords where the noise is given too, otherwise 200]",
+        ),
+    ] = None,
     lr: Annotated[str, typer.Option(help="Learning rate, or auto: chosen without looking at data.")] = "auto",
     optimizer: Annotated[
         str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
@@ -172,7 +180,7 @@ def train(
     loaded, training = start(job, path, resume=resume is not None)
     _announce(job, training)
     with _progress(not as_json) as bar, _graceful() as asked_to_stop:
-        show = bar(job.method, job.steps)
+        show = bar(job.method, training.plan.steps)
 
         def watch(training: Any, record: Any, accuracy: float | None) -> bool:
             show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
@@ -240,6 +248,13 @@ def _summarise(result: dict[str, Any]) -> None:
     if "epsilon_if_noise_were_secret" in result:
         table.add_row("", f"epsilon would be {result['epsilon_if_noise_were_secret']:.4g} if the noise were secret")
     table.add_row("steps", f"{result['steps']} ({result['stopped']})")
+    if "trials" in result:
+        table.add_row(
+            "trials",
+            f"{result['trials']}: {result['accepted']} accepted, {result['rejected']} rejected, {result['updates']} "
+            f"updates, {result['degraded']} of them degraded",
+        )
+        table.add_row("published claim", f"{result['published_claim_epsilon']:.4g}: refuted, see docs/selective.md")
     table.add_row("learning rate", f"{result['lr']:.4g}")
     table.add_row("written to", str(result["run"]))
     answers.print(table)
@@ -299,7 +314,7 @@ app.command("train")(_with_method_options(train))
 @app.command()
 def account(
     sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")],
-    steps: Annotated[int, typer.Option(help="Number of steps.")],
+    steps: Annotated[int, typer.Option("--steps", "--trials", help="Number of steps, or of trials.")],
     delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5,
     noise_multiplier: Annotated[float | None, typer.Option(help="Accounted noise multiplier: gives epsilon.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Budget: gives the noise multiplier.")] = None,
@@ -312,6 +327,34 @@ def account(
     ] = None,
     accountant: Annotated[str, typer.Option(help="pld (tight, what is reported) or rdp (fast).")] = "pld",
     sampling: Annotated[str, typer.Option(help="How batches are drawn; only poisson has a price.")] = "poisson",
+    method: Annotated[
+        str | None, typer.Option(help="dpsur or dpsgd-br: price trials.", rich_help_panel="Selective methods")
+    ] = None,
+    accounting_by: Annotated[
+        str,
+        typer.Option(
+            "--accounting",
+            help="trial-level: each trial is one question whose reject bit and accepted candidate are public "
+            "(dominating pair; dpsgd-br also shows its noisy loss). every-trial: one gradient and one loss question a "
+            "trial, charged in full; the fallback. published: accepted updates only, which is refuted and no epsilon.",
+            rich_help_panel="Selective methods",
+        ),
+    ] = "trial-level",
+    accepted: Annotated[
+        int | None, typer.Option(help="Updates applied, for the published claim.", rich_help_panel="Selective methods")
+    ] = None,
+    sigma_t: Annotated[
+        float | None, typer.Option(help="Noise multiplier of the gradient.", rich_help_panel="Selective methods")
+    ] = None,
+    validation_rate: Annotated[
+        float | None, typer.Option(help="Chance to join a loss test.", rich_help_panel="Selective methods")
+    ] = None,
+    sigma_v: Annotated[
+        float | None, typer.Option(help="Noise multiplier of the loss test.", rich_help_panel="Selective methods")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Accept below this many clip bounds.", rich_help_panel="Selective methods")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Price a plan without training: epsilon from noise, or noise from epsilon.
@@ -325,7 +368,20 @@ def account(
         vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250
 
         vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250 --groups 21
+
+        vestige account --method dpsur --trials 2914 --accepted 1246 --sample-rate 0.01707 --sigma-t 3 \\
+            --validation-rate 0.00427 --sigma-v 1.37 --threshold -1.5 --accounting trial-level
     """
+    if method is not None:
+        facts = {
+            "sample_rate": sample_rate,
+            "sigma_t": sigma_t if sigma_t is not None else noise_multiplier,
+            "validation_rate": validation_rate,
+            "sigma_v": sigma_v,
+            "threshold": threshold,
+        }
+        _account_trials({"method": method, "trials": steps, "delta": delta, **facts}, accepted, accounting_by, as_json)
+        return
     from vestige import accounting, planning
     from vestige.questions import SampledGaussian
     from vestige.sampling import check_rate
@@ -395,6 +451,26 @@ def account(
             f"{groups} groups on one sample, priced jointly "
             f"(nonguarantee_marginal_epsilon {result['nonguarantee_marginal_epsilon']:.4f}: no guarantee)"
         )
+
+
+def _account_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str, as_json: bool) -> None:
+    from vestige.trial_prices import Trials, price
+
+    missing = [name for name, value in facts.items() if value is None]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing: {facts['method']} is priced from {', '.join(facts)}")
+    result = price(Trials(**facts, accepted=accepted), accounting_by)
+    if as_json:
+        _print_json(result)
+        return
+    if "epsilon" in result:
+        answers.print(
+            f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({accounting_by}, {result['trials']} "
+            f"trials; by Renyi {result['epsilon_rdp']:.4f})"
+        )
+    if "published_claim_epsilon" in result:
+        claim = result["published_claim_epsilon"]
+        answers.print(f"published claim {claim:.4f} for {accepted} accepted updates: refuted, not a guarantee")
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------
@@ -519,9 +595,9 @@ def demo(
         table.add_row(row["method"], *cells, f"{row['lr']:.3f}", f"{row['seconds']:.1f}")
     answers.print(table)
     answers.print(
-        f"Both models saw 1,437 digits under the same guarantee: whatever one digit is, anyone's odds of telling whether it "
-        f"was there change by at most a factor e^{epsilon:g}, but for a chance of {results[0]['delta']:g}. One run of each: "
-        f"a difference of a few points may be luck."
+        "Both models saw 1,437 digits under the same guarantee: whatever one digit is, anyone's odds of telling "
+        f"whether it was there change by at most a factor e^{epsilon:g}, but for a chance of {results[0]['delta']:g}. "
+        "One run of each: a difference of a few points may be luck."
     )
     answers.print(f"written to {folder} (check either with: vestige verify {folder / 'fo-dp-sgd'})", markup=False)
 

@@ -15,9 +15,12 @@ from vestige.adaptive import Counted, Thinned
 from vestige.clipping import BoundedSum, Clip, Engine, Flat, Parameters, Transform
 from vestige.correlated import Stream
 from vestige.layout import Layout
+from vestige.losses import LossDifference, Scores
 from vestige.noise import Randomness, Release, draw_noise, normal
-from vestige.questions import Question, SampledGaussian
+from vestige.questions import BudgetSpent, Question, SampledGaussian, Trial
 from vestige.sampling import Poisson, Sampling
+
+__all__ = ["Ask", "BudgetSpent", "Curator", "Data", "Witness"]
 
 Data = Sequence[Tensor] | Dataset[Sequence[Tensor]]
 Witness = Callable[[Tensor, Tensor], None]
@@ -27,10 +30,6 @@ class Ask(Protocol):
     def __call__(self, question: Question, *, step: int, part: int, sensitivity: float) -> None:
         """Record a question, durably, before its answer exists; or raise `BudgetSpent` and record nothing."""
         ...
-
-
-class BudgetSpent(Exception):
-    """The next question would exceed the budget, so it was not asked."""
 
 
 class Curator:
@@ -50,20 +49,32 @@ class Curator:
         *,
         device: torch.device,
         physical_batch: int | None = None,
+        losses: Scores | None = None,
+        right: Scores | None = None,
         nonprivate_witness: Witness | None = None,
         noise: Stream | None = None,
     ) -> None:
+        self._losses, self._right = losses, right
         self._fetch, self.population = _fetcher(data, device)
         self._engine, self._layout, self._device = engine, layout, device
         self._sampling, self._randomness, self._ask = sampling, randomness, ask
         self._physical_batch = physical_batch
         self._nonprivate_witness = nonprivate_witness
         self.expected_batch = sampling.rate * self.population
-        self.rate = sampling.rate
         self._noise = noise
         self.asked = 0
         self._priced: tuple[Clip, float | Tensor, float] | None = None
+        """Gradients asked so far: the index of the next one's streams."""
+        self.compared = 0
+        """Comparisons of two models asked so far; their streams are their own, so they never shift a gradient's."""
+        self._trial: Trial | None = None
+        self._due: list[Question] = []
         self.nonprivate_broken_examples = torch.zeros((), dtype=torch.long, device=device)
+
+    @property
+    def rate(self) -> float:
+        """The probability that an example joins a gradient's sample."""
+        return self._sampling.rate
 
     def gradient(
         self,
@@ -91,7 +102,7 @@ class Curator:
         """
         _, ceiling = self._sensitivity(clip)
         rate = min(1.0, self._sampling.rate * boost)
-        index = self._charge(question or SampledGaussian(rate, multiplier), step, part, ceiling)
+        index = self._number(question or SampledGaussian(rate, multiplier), step, part, ceiling)
         if isinstance(clip, Thinned):
             clip = clip.drawn(self._randomness.stream("thin", index))
         sampling = self._sampling if boost == 1 else Poisson(rate)
@@ -109,7 +120,7 @@ class Curator:
 
         Formal guarantees: one Poisson-subsampled Gaussian mechanism with the sampling's rate and this multiplier.
         """
-        index = self._charge(SampledGaussian(self._sampling.rate, multiplier), step, part, bound)
+        index = self._number(SampledGaussian(self._sampling.rate, multiplier), step, part, bound)
         sample = self._sampling.draw(self.population, index, self._randomness)
         _, norms = self._sum(sample, parameters, Flat(bound), None, index)
         whole = torch.linalg.vector_norm(norms, dim=1)
@@ -136,9 +147,9 @@ class Curator:
         """How many vectors of past noise are kept."""
         return self._noise.held() if self._noise is not None else 0
 
-    def _charge(self, question: Question, step: int, part: int, sensitivity: float) -> int:
-        """Record a question; its number names its random streams."""
-        self._ask(question, step=step, part=part, sensitivity=sensitivity)
+    def _number(self, question: Question, step: int, part: int, sensitivity: float) -> int:
+        """Charge a question about gradients; its number names its random streams."""
+        self._charge(question, step=step, part=part, sensitivity=sensitivity)
         self.asked += 1
         return self.asked - 1
 
@@ -201,6 +212,72 @@ class Curator:
         return self._priced[1:]
 
     @contextlib.contextmanager
+    def trial(self, question: Trial | None) -> Iterator[None]:
+        """Charge the questions asked inside as one trial, when the first of them comes and before it is answered.
+
+        None charges each by itself. A question that is not the trial's own is refused.
+        """
+        self._trial, self._due = question, _questions_of(question) if question is not None else []
+        try:
+            yield
+        finally:
+            self._trial, self._due = None, []
+
+    def _charge(self, question: Question, *, step: int, part: int, sensitivity: float) -> None:
+        if self._trial is None:
+            self._ask(question, step=step, part=part, sensitivity=sensitivity)
+            return
+        if question != self._due.pop(0):
+            raise AssertionError(f"{question} is not what is due in {self._trial}")
+        if len(self._due) == 1:
+            self._ask(self._trial, step=step, part=0, sensitivity=sensitivity)
+
+    def loss_difference(
+        self, before: Parameters, after: Parameters, change: LossDifference, *, step: int, part: int = 1
+    ) -> float:
+        """By how much the mean loss changes from one model to another, both on one fresh sample; bounded and noised.
+
+        An empty sample counts as no change; it is noised and charged like any other.
+
+        Formal guarantees: see `LossDifference`. Inside `trial` only what that trial releases may be used.
+        """
+        assert self._losses is not None, "this curator was not given a loss to compare"
+        self._charge(change.question, step=step, part=part, sensitivity=change.sensitivity)
+        rows, noise = self._comparison(change.rate)
+        return change.of(self._scores(self._losses, rows, before), self._scores(self._losses, rows, after)) + (
+            change.noise_std * noise
+        )
+
+    def count_difference(
+        self, before: Parameters, after: Parameters, *, rate: float, multiplier: float, step: int, part: int
+    ) -> float:
+        """How many more examples of a fresh sample the second model gets right, noised, over the expected sample size.
+
+        Formal guarantees: one Poisson-subsampled Gaussian mechanism: each example contributes -1, 0 or 1.
+        """
+        assert self._right is not None, "this curator was not given answers to count"
+        self._charge(SampledGaussian(rate, multiplier), step=step, part=part, sensitivity=1.0)
+        rows, noise = self._comparison(rate)
+        gained = self._scores(self._right, rows, after).sum() - self._scores(self._right, rows, before).sum()
+        return (float(gained) + multiplier * noise) / (rate * self.population)
+
+    def coin(self, sides: int) -> int:
+        """A fair choice that looks at nothing; at most one for each comparison."""
+        return int(self._randomness.stream("coin", self.compared).integers(sides))
+
+    def _comparison(self, rate: float) -> tuple[Tensor, float]:
+        """The sample of the next comparison, and its noise."""
+        index = self.compared
+        self.compared += 1
+        joined = self._randomness.stream("comparison sample", index).random(self.population) < rate
+        return torch.from_numpy(joined.nonzero()[0]), self._randomness.stream("comparison noise", index).normal()
+
+    def _scores(self, scores: Scores, rows: Tensor, parameters: Parameters) -> Tensor:
+        if len(rows) == 0:
+            return torch.zeros(0, device=self._device)
+        return torch.cat([scores(self._fetch(part), parameters) for part in self._parts(rows)])
+
+    @contextlib.contextmanager
     def _model_randomness(self, index: int) -> Iterator[None]:
         """Dropout and the like draw from torch's global generator, which a reproducible run must fix too."""
         if not self._randomness.predictable:
@@ -214,6 +291,11 @@ class Curator:
         if self._physical_batch is None or len(indices) == 0:
             return [indices]
         return indices.split(self._physical_batch)
+
+
+def _questions_of(trial: Trial) -> list[Question]:
+    candidate = SampledGaussian(trial.rate, trial.multiplier)
+    return [candidate, SampledGaussian(trial.validation_rate, trial.validation_multiplier)]
 
 
 def _fetcher(data: Data, device: torch.device) -> tuple[Callable[[Tensor], Sequence[Tensor]], int]:

@@ -1,4 +1,4 @@
-"""How does a user's own training loop become private? `PrivacyEngine.make_private`, with the names Opacus users know."""
+"""How does a user's own training loop become private? `PrivacyEngine`, with the names that Opacus users know."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class PrivacyEngine:
         )
 
     def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-        """Continue after `make_private` with the same arguments. What was spent by then is added to what is spent now."""
+        """Continue after `make_private` with the same arguments; what was spent by then is added."""
         saved = read_tensors(Path(path))
         module.load_state_dict(saved["module"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -398,8 +398,8 @@ class _PrivateSteps:
             raise ValueError(f"{self.method.name} changes each example's gradient: use vestige.train for it")
         self._gather()
         assert self.total is not None
-        # An example that entered a sum k times (accumulated draws, several losses) may move it by k bounds, and is there
-        # with probability at most 1 - (1 - rate)^draws: a larger rate and a smaller multiplier than planned.
+        # An example that entered a sum k times (accumulated draws, several losses) may move it by k bounds, and is
+        # there with probability at most 1 - (1 - rate)^draws: a larger rate and a smaller multiplier than planned.
         draws = max(1, len({draw for draw, _ in self.uses}))
         often = max(1, sum(self._most(draw) for draw in {draw for draw, _ in self.uses}))
         rate = self.rate if draws == 1 else 1 - (1 - self.rate) ** draws

@@ -11,6 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
+Pair = tuple[int, int]
+ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
+"""Kernel, stride, padding and dilation, each (height, width), and groups."""
 
 
 def outer_squares(left: Tensor, right: Tensor, rounding: float) -> Tensor:
@@ -23,11 +26,24 @@ def outer_squares(left: Tensor, right: Tensor, rounding: float) -> Tensor:
     tiles = triton.cdiv(positions, tile)
     squares = torch.zeros(examples, tiles * tiles, device=left.device)
     ceilings = torch.zeros(examples, tiles, device=left.device)
-    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 or left.dtype != torch.float32 else "ieee"
     _outer_squares[(tiles * tiles, examples)](
-        left, right, squares, ceilings, positions, left.shape[2], right.shape[2], tiles, TILE=tile, PRECISION=precision
+        left,
+        right,
+        squares,
+        ceilings,
+        positions,
+        left.shape[2],
+        right.shape[2],
+        tiles,
+        TILE=tile,
+        PRECISION=_precision(left),
     )
     return torch.maximum(squares.sum(dim=1), rounding * ceilings.sum(dim=1).square())
+
+
+def _precision(tensor: Tensor) -> str:
+    """What the user allows matrix products elsewhere."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 or tensor.dtype != torch.float32 else "tf32x3"
 
 
 def _tile(positions: int) -> int:
@@ -75,6 +91,70 @@ def _outer_squares(
         else:
             total = 2 * total
         tl.store(squares + example * tiles * tiles + pair, total)
+
+
+def convolution_gradients(image: Tensor, signal: Tensor, shape: ConvolutionShape, keep: bool) -> tuple[Tensor, Tensor]:
+    """See `kernels.convolution_gradients`: patches are read where they lie in the image, never written out."""
+    image, signal = image.contiguous(), signal.contiguous()
+    (examples, channels, *space), (_, outputs, *positions) = image.shape, signal.shape
+    kernel, stride, padding, dilation, groups = shape
+    columns = channels // groups * kernel[0] * kernel[1]
+    rows = outputs // groups
+    row_tile, column_tile = _side(rows, 64), _side(columns, 64)
+    column_tiles = triton.cdiv(columns, column_tile)
+    tiles = triton.cdiv(rows, row_tile) * column_tiles
+    gradients = image.new_empty(examples, outputs, columns) if keep else image.new_empty(1)
+    squares = torch.empty(examples, groups * tiles, device=image.device)
+    _convolution_gradients[(examples * groups, tiles)](
+        image, signal, gradients, squares,
+        channels, space[0], space[1], outputs, positions[1], positions[0] * positions[1], columns, column_tiles, tiles,
+        stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1],
+        GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep,
+        ROWS=row_tile, COLUMNS=column_tile, DEPTH=32, PRECISION=_precision(image),
+    )  # fmt: skip
+    return gradients, squares.sum(dim=1)
+
+
+def _side(size: int, largest: int) -> int:
+    return min(largest, max(16, triton.next_power_of_2(size)))
+
+
+@triton.jit
+def _convolution_gradients(
+    image, signal, gradients, squares,
+    channels, height, width, outputs, position_width, positions, columns, column_tiles, tiles,
+    stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
+    GROUPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KEEP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    example, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
+    tile = tl.program_id(1)
+    row = (tile // column_tiles) * ROWS + tl.arange(0, ROWS)
+    column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    rows = outputs // GROUPS
+    signal_rows = signal + (example * outputs + group * rows + row) * positions
+    channel = group * (channels // GROUPS) + column // (HEIGHT * WIDTH)
+    image_columns = image + (example * channels + channel) * height * width
+    offset_h = (column // WIDTH) % HEIGHT * dilation_h - padding_h
+    offset_w = column % WIDTH * dilation_w - padding_w
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, positions, DEPTH):
+        place = start + tl.arange(0, DEPTH)
+        inside = place < positions
+        coming = tl.load(signal_rows[:, None] + place[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        h = (place // position_width * stride_h)[:, None] + offset_h[None, :]
+        w = (place % position_width * stride_w)[:, None] + offset_w[None, :]
+        real = inside[:, None] & (column < columns)[None, :] & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+        patch = tl.load(image_columns[None, :] + h * width + w, mask=real, other=0.0)
+        total = tl.dot(coming, patch, total, input_precision=PRECISION)
+    tl.store(squares + example * GROUPS * tiles + group * tiles + tile, tl.sum(total * total))
+    if KEEP:
+        place = (example * outputs + group * rows + row) * columns
+        tl.store(
+            gradients + place[:, None] + column[None, :],
+            total,
+            mask=(row < rows)[:, None] & (column < columns)[None, :],
+        )
 
 
 def fractional_pass(

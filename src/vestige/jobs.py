@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any, Literal
 
 import torch
 
-from vestige import averaging, tasks
+from vestige import accounting, averaging, tasks
 from vestige.api import Training, train
 from vestige.augmentation import Augment
+from vestige.gates import loss_test, public_file
 from vestige.groups import named_grouping, named_split
 from vestige.layout import Layout
 from vestige.method import Method, build, by_group
 from vestige.planning import accounted_multiplier, paper_groups
+from vestige.questions import Question, SampledGaussian
 from vestige.rules import named
 from vestige.run_folder import RunFolder
 from vestige.training import Record, accuracy
@@ -34,7 +37,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     data: str | None = None
     sample_rate: float = 0.05
-    steps: int = 200
+    steps: int | None = None
     delta: float = 1e-5
     epsilon: float | None = None
     noise_multiplier: float | None = None
@@ -113,6 +116,7 @@ def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Ta
         out=out,
         resume=resume,
         request={"job": asdict(job)},
+        public=_public_examples(job, method),
         nonprivate_transcript=job.nonprivate_transcript,
     )
     return task, training
@@ -126,7 +130,7 @@ def execute(job: Job, out: Path | None, watch: Watch | None = None, *, resume: b
 
 def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None = None) -> dict[str, Any]:
     """Consume a prepared training: evaluate on the public test set now and then, and write the result."""
-    every = job.evaluate_every or max(1, job.steps // 20)
+    every = job.evaluate_every or max(1, training.plan.steps // 20)
     begin = time.perf_counter()
     interrupted = False
     record: Record | None = None
@@ -146,6 +150,7 @@ def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None
         "method": job.method,
         "accuracy": final,
         **statement(training),
+        **selection(training),
         "steps": training.state.step,
         "seed": job.seed,
         "seconds": round(seconds, 3),
@@ -184,6 +189,39 @@ def statement(training: Training) -> dict[str, Any]:
     if promise.epsilon_if_noise_were_secret is not None:
         facts["epsilon_if_noise_were_secret"] = promise.epsilon_if_noise_were_secret
     return facts
+
+
+def selection(training: Training) -> dict[str, Any]:
+    """What a selective method did, and what its paper would claim for it; nothing for the others."""
+    counts, test = training.state.gate, loss_test(training.method.gate)
+    if test is None or test.rate is None:
+        return {}
+    claimed: Counter[Question] = Counter()
+    for gradient, loss, count in counts["updates"]:  # the noise multipliers that so many updates were made with
+        claimed[SampledGaussian(training.plan.sample_rate, gradient)] += count
+        claimed[SampledGaussian(test.rate, loss)] += count
+    return {
+        "trials": counts["accepted"] + counts["rejected"],
+        "accepted": counts["accepted"],
+        "rejected": counts["rejected"],
+        "updates": sum(count for *_, count in counts["updates"]),
+        "degraded": counts["degraded"],
+        "accounting": test.accounting,
+        # Not a guarantee: the papers charge applied updates only, and that is refuted (docs/selective.md).
+        "published_claim_epsilon": accounting.epsilon(claimed, training.plan.delta, "rdp"),
+    }
+
+
+def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
+    """The examples that a schedule may look at without noise: declared public by whoever named their file."""
+    file = public_file(method.gate)
+    if file is None:
+        return None
+    if job.data is not None and Path(file).resolve() == Path(job.data).resolve():
+        raise ValueError(
+            f"progress='public:{file}' is the task's own data: its test examples would both steer and judge the run"
+        )
+    return tasks.load(job.task, file, job.seed).test
 
 
 def _why(training: Training, interrupted: bool) -> str:

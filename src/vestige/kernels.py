@@ -8,6 +8,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+Pair = tuple[int, int]
+
 
 @cache
 def fused_available() -> bool:
@@ -47,6 +49,25 @@ def rounding(tensor: Tensor) -> float:
     if tensor.is_cuda and tensor.dtype != torch.float64 and torch.backends.cuda.matmul.allow_tf32:
         return 2.0**-11
     return 8 * torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
+
+
+def can_fuse_convolution(image: Tensor, signal: Tensor, groups: int) -> bool:
+    """Whether `convolution_gradients` is there and worth it: two axes, float32, and not one channel to a group."""
+    floats = image.dtype == signal.dtype == torch.float32
+    return image.is_cuda and image.dim() == 4 and floats and signal.shape[1] // groups >= 8 and fused_available()
+
+
+def convolution_gradients(
+    image: Tensor, signal: Tensor, shape: tuple[Pair, Pair, Pair, Pair, int], keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Per-example weight gradients [examples, out, in / groups * kernel] (if kept), and their squared norms.
+
+    From image [examples, in, height, width] and the gradient of the output. `shape` is kernel, stride, padding and
+    dilation, each (height, width), and groups.
+    """
+    from vestige import fused
+
+    return fused.convolution_gradients(image, signal, shape, keep)
 
 
 def fractional_pass(

@@ -171,6 +171,8 @@ class Patches:
     def norms(self) -> Tensor:
         if self._ghost_cost() < self._direct_cost():
             return self._ghost_squares().sqrt()
+        if self._fuses():
+            return kernels.convolution_gradients(self.image, self.signal, self._shape(), keep=False)[1].sqrt()
         parts = self._parts(prod(self.shape) + prod(self.shape[1:]) * self.signal.shape[2:].numel())
         return torch.cat([Dense(part._materialised()).norms() for part in parts])
 
@@ -183,8 +185,16 @@ class Patches:
 
     def _direct_cost(self) -> int:
         positions, size = self.signal.shape[2:].numel(), prod(self.shape)
+        if self._fuses():
+            return 2 * positions * size
         columns = self.image.shape[1] * prod(self.geometry.kernel) * positions
         return positions * size + 2 * _move_cost(self.image) * (columns + size)
+
+    def _fuses(self) -> bool:
+        return kernels.can_fuse_convolution(self.image, self.signal, self.geometry.groups)
+
+    def _shape(self) -> Any:
+        return tuple(vars(self.geometry).values())
 
     def _padded_size(self) -> int:
         return prod(size + 2 * p for size, p in zip(self.image.shape[2:], self.geometry.padding, strict=True))
@@ -226,6 +236,9 @@ class Patches:
         into.add_(torch.ops.aten.convolution_backward(signal, image, weight, *arguments)[1])
 
     def dense(self) -> Tensor:
+        if self._fuses():
+            gradients, _ = kernels.convolution_gradients(self.image, self.signal, self._shape(), keep=True)
+            return gradients.view(len(gradients), *self.shape)
         parts = self._parts(prod(self.shape[1:]) * self.geometry.groups * self.signal.shape[2:].numel())
         return torch.cat([part._materialised() for part in parts])
 

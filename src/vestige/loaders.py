@@ -1,4 +1,4 @@
-"""How does a DataLoader draw Poisson samples? Whole or in physical parts, with workers, and safe to leave at any time."""
+"""How does a DataLoader draw Poisson samples? Whole or in parts, with workers, and safe to leave at any time."""
 
 from __future__ import annotations
 

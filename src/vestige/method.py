@@ -13,6 +13,7 @@ from vestige.augmentation import Augment
 from vestige.averaging import Average, Last
 from vestige.clipping import Clip, Flat
 from vestige.correlated import Noise, White
+from vestige.gates import AlwaysAccept, Gate
 from vestige.groups import PerGroup, Share
 from vestige.layout import Grouping
 from vestige.memory import Identity, KnowsNoise, Memory
@@ -26,10 +27,12 @@ PrivacyClass = Literal["post-processing", "extra release", "selection", "correla
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A private optimizer: ask where the probe says, clip each example, remember releases, move by a rule.
+    """A private optimizer: ask where the probe says, clip each example, remember releases, move by a rule, keep the
+    move if the gate lets it pass.
 
-    Formal guarantees: each step asks exactly `questions(rate, multiplier, step)`. Probe, memory, rule and average see
-    releases only: post-processing, whatever they do with them.
+    Formal guarantees: each step asks exactly `questions(rate, multiplier, step)` (a gate with a decay: those, with
+    parameters that follow from releases). Probe, memory, rule and average see releases only: post-processing, whatever
+    they do with them.
     """
 
     name: str
@@ -43,12 +46,25 @@ class Method:
     augment: Augment | None = None
     grouping: Grouping | None = None
     """Which parameters form a group, for parts that work group by group; None: all of them are one."""
+    gate: Gate = field(default_factory=AlwaysAccept)
+    noise_multiplier: float | None = None
+    """The accounted noise, where the method's own options fix it; None leaves it to the plan."""
 
     def __post_init__(self) -> None:
         if self.rule.hears_noise and not isinstance(self.memory, KnowsNoise):
             raise ValueError(
                 f"optimizer {self.rule.name} must know the noise it steps on, and the memory of {self.name} does not "
                 "say how much it leaves; use another optimizer"
+            )
+        if self.gate != AlwaysAccept() and (
+            not self.noise.white
+            or isinstance(self.clip, Adaptive)
+            or self.schedule != Constant()
+            or self.probe.period(0.5) != 1
+        ):
+            raise ValueError(
+                f"method={self.name!r}: a gate has a theorem for one fixed question per candidate; leave out the "
+                "gate, or the adaptive clip, schedule, correlated noise or importance sampling"
             )
         if self.noise.white:
             return
@@ -62,6 +78,10 @@ class Method:
 
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
         """What one step asks, at its own noise multiplier."""
+        return self.gate.questions(self.candidate_questions(rate, multiplier, step))
+
+    def candidate_questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+        """What one move asks, before any gate."""
         if self.noise.white:
             return self.probe.questions(rate, multiplier, step)
         return (self.noise.question(rate, multiplier),)

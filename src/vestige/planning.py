@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import sqrt
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from vestige.method import Method
 from vestige.questions import Question
 from vestige.sampling import check_rate
 from vestige.schedules import Constant, level
+
+DEFAULT_STEPS = 200
 
 
 @dataclass(frozen=True)
@@ -59,24 +62,97 @@ def plan(
     population: int,
     *,
     sample_rate: float,
-    steps: int,
+    steps: int | None,
     delta: float,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     lr: float | Literal["auto"] = "auto",
 ) -> Plan:
-    """Calibrate the noise to the budget (or take it as given), then choose the learning rate."""
+    """Calibrate the noise to the budget (or take it as given), then choose the learning rate.
+
+    Where noise and budget are both given and `steps` is None, as many steps are planned as the budget affords.
+    """
     check_rate(sample_rate)
-    check_steps(steps)
     check_delta(delta, population)
+    noise_multiplier = _one_noise(noise_multiplier, method.noise_multiplier)
+    accountant = check_schedule(method, epsilon)
+    if steps is None:
+        steps = DEFAULT_STEPS
+        if epsilon is not None and noise_multiplier is not None:
+            check_multiplier(noise_multiplier)
+            one = questions(method, sample_rate, noise_multiplier, 1)
+            steps = affordable(one, epsilon, delta, accountant)
+    check_steps(steps)
     if epsilon is None and noise_multiplier is None:
         raise ValueError("epsilon and noise_multiplier are both missing: give the budget, or the noise")
     if noise_multiplier is None:
         assert epsilon is not None
-        noise_multiplier = accounting.calibrate(lambda z: questions(method, sample_rate, z, steps), epsilon, delta)
+        history_at = partial(questions, method, sample_rate, steps=steps)
+        noise_multiplier = accounting.calibrate(history_at, epsilon, delta, accountant)
     check_multiplier(noise_multiplier)
     rate, reason = choose_rate(model, layout, method, population, sample_rate, noise_multiplier, steps, lr)
     return Plan(sample_rate, steps, delta, noise_multiplier, epsilon, rate, reason)
+
+
+def _one_noise(asked: float | None, own: float | None) -> float | None:
+    if asked is not None and own is not None and asked != own:
+        raise ValueError(f"noise_multiplier={asked} and the method's own sigma {own}: give one of them")
+    return asked if asked is not None else own
+
+
+def check_schedule(method: Method, epsilon: float | None) -> str:
+    """The accountant that may price the plan: loss distributions, or Renyi where questions follow from answers."""
+    if not method.gate.adaptive:
+        return "pld"
+    if epsilon is None:
+        raise ValueError(
+            "epsilon is missing: this method's noise follows from earlier answers, and only a filter that knows the "
+            "budget in advance bounds that; give epsilon, or progress='none'"
+        )
+    return "rdp"
+
+
+class Filter:
+    """A Renyi filter as the ledger uses it: told by the ledger what was spent, asked whether one more question may be.
+
+    `expected` are the questions of a step at the start; they choose, before the first answer, the order it is best at.
+    """
+
+    def __init__(self, epsilon: float, delta: float, expected: accounting.History) -> None:
+        self._filter = accounting.RenyiFilter(epsilon, delta, expected)
+
+    def allows(self, spent: accounting.History, question: Question) -> bool:
+        self.admit(spent)
+        return self._filter.allows(question)
+
+    def admit(self, spent: accounting.History) -> None:
+        """Take in what was spent; ValueError if it would not all have been allowed. The total decides, not the order:
+        an order whose budget holds the total holds every part of it."""
+        for question, count in (Counter(spent) - self._filter.history).items():
+            for _ in range(count):
+                self._filter.spend(question)
+
+
+def affordable(step: accounting.History, epsilon: float, delta: float, accountant: str = "pld") -> int:
+    """The largest number of steps that cost at most epsilon; at least one must."""
+
+    def fits(steps: int, accountant: str) -> bool:
+        return accounting.epsilon({q: n * steps for q, n in step.items()}, delta, accountant) <= epsilon
+
+    if not fits(1, accountant):
+        raise ValueError(f"epsilon={epsilon} does not pay for a single step; allow more, or ask with more noise")
+    low = 1
+    for by in dict.fromkeys(("rdp", accountant)):  # Renyi is fast and never far below
+        if not fits(low, by):
+            continue
+        reach = max(1, low // 8)
+        while fits(low + reach, by):
+            low, reach = low + reach, 2 * reach
+        high = low + reach
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle, by) else (low, middle)
+    return low
 
 
 def choose_rate(

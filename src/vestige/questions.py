@@ -6,6 +6,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 
+class BudgetSpent(Exception):
+    """The next question would exceed the budget, so it was not asked."""
+
+
 @dataclass(frozen=True)
 class Question:
     """The public facts of one question that decide its price. Subclasses register under `kind`."""

@@ -16,7 +16,9 @@ FRACTIONAL_ORDERS: Array = 1 + np.concatenate(
     [np.geomspace(0.01, 0.5, 24, endpoint=False), np.arange(0.5, 3, 0.05), np.geomspace(3, 10.5, 24)]
 )
 """Fine where training with small noise has its optimum (about 2.2 at epsilon 18, 1.02 at epsilon 1500)."""
-INTEGER_ORDERS: Array = np.array([*range(12, 65), *range(68, 129, 4), *range(144, 257, 16), 320, 384, 512, 768, 1024.0])
+INTEGER_ORDERS: Array = np.array(
+    [*range(12, 33), *range(34, 65, 2), *range(72, 129, 8), *range(160, 257, 32), 384, 512, 1024.0]
+)
 ORDERS: Array = np.concatenate([FRACTIONAL_ORDERS, INTEGER_ORDERS])
 
 SMALLEST_QUADRATURE_MULTIPLIER = 0.02

@@ -17,10 +17,12 @@ from vestige.adam_bc import AdamBC
 from vestige.adaptive import Adaptive
 from vestige.clipping import Clip, Parameters, Transform
 from vestige.curator import BudgetSpent, Curator
+from vestige.gates import Attempt
 from vestige.layout import Layout
 from vestige.memory import KnowsNoise
 from vestige.method import Method
 from vestige.noise import Release
+from vestige.questions import Question
 from vestige.schedules import level
 
 
@@ -31,10 +33,12 @@ class Record:
     step: int
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
     epsilon: float | None = None
+    accepted: bool = True
 
     def to_json(self) -> dict[str, Any]:
         seen = {name: _plain(value.tolist()) for name, value in self.diagnostics.items()}
-        return {"step": self.step, "epsilon": self.epsilon, **seen}
+        row = {"step": self.step, "epsilon": self.epsilon, **seen}
+        return row if self.accepted else {**row, "accepted": False}
 
 
 def _plain(value: Any) -> Any:
@@ -42,6 +46,18 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(part) for part in value]
     return value if isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Public:
+    """What a schedule may look at besides releases: epsilon so far, and accuracy on public validation data."""
+
+    spent: Callable[[], float] = lambda: 0.0
+    accuracy: Callable[[], float] | None = None
+
+
+NOTHING_PUBLIC = Public()
+Snapshot = dict[str, Any]
 
 
 class State:
@@ -56,8 +72,8 @@ class State:
         self.probe = method.probe.init(layout, device)
         self.clip = method.clip.init() if isinstance(method.clip, Adaptive) else {}
         self.average = averaging.start(method.average, layout, dict(self.parameters))
-        self.lr = lr
-        self.step = 0
+        self.gate = method.gate.init()
+        self.step, self.lr = 0, lr
         self.gradient = torch.zeros(layout.size, device=device)
         for name, view in layout.views(self.gradient).items():
             self.parameters[name].grad = view
@@ -72,14 +88,32 @@ class State:
             "probe": self.probe,
             "clip": self.clip,
             "average": self.average,
+            "gate": self.gate,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._load_moved(saved)
+        self.gate, self.step = copy.deepcopy(saved["gate"]), saved["step"]
+
+    def _load_moved(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         self.memory, self.probe = self._here(saved["memory"]), self._here(saved["probe"])
         self.clip, self.average = saved["clip"], self._here(saved["average"])
-        self.step = saved["step"]
+
+    def snapshot(self) -> Snapshot:
+        """A copy of all that a move changes. Counts, and what the gate learned from releases, are not part of it."""
+        moved = {key: part for key, part in self.state_dict().items() if key not in ("step", "gate")}
+        return copy.deepcopy({**moved, "gradient": self.gradient})
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Undo, bit for bit, every move since the snapshot, which is used up. Noise and questions are never undone."""
+        self.gradient.copy_(snapshot["gradient"])
+        self._load_moved(snapshot)
+
+    def scale_lr(self, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * factor
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -154,7 +188,24 @@ def _after(first: Transform | None, second: Transform | None) -> Transform | Non
     return lambda field: second(first(field))
 
 
-def step(state: State, method: Method, curator: Curator, multiplier: float) -> Record:
+def step(state: State, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC) -> Record:
+    """One candidate move, kept or undone by the gate. A record shows nothing of a candidate that was undone."""
+
+    def move(noise: float, lr: float) -> dict[str, Tensor]:
+        if lr != 1:
+            state.scale_lr(lr)
+        return advance(state, method, curator, multiplier * noise)
+
+    def asks(noise: float) -> tuple[Question, ...]:
+        return method.candidate_questions(curator.rate, multiplier * noise)
+
+    outcome = method.gate.settle(Attempt(state, curator, move, asks, public.spent, public.accuracy))
+    record = Record(state.step, outcome.diagnostics, accepted=outcome.accepted)
+    state.step += 1
+    return record
+
+
+def advance(state: State, method: Method, curator: Curator, multiplier: float) -> dict[str, Tensor]:
     """Ask, remember, move."""
     point = {name: p.detach() for name, p in state.parameters.items()}
     clip, pace = method.clip, 1.0
@@ -168,22 +219,26 @@ def step(state: State, method: Method, curator: Curator, multiplier: float) -> R
         assert isinstance(method.memory, KnowsNoise), "Method refuses such a pair"
         state.optimizer.hear(method.memory.noise_std(release, state.memory) / release.expected_batch)
     if isinstance(method.clip, Adaptive):
-        for group in state.optimizer.param_groups:
-            group["lr"] = state.lr * pace
+        state.scale_lr(pace)
         diagnostics = {**diagnostics, "clip": torch.tensor(state.clip["bound"])}
         state.clip = method.clip.learn(release.unclipped, state.clip)
     state.optimizer.step()
     averaging.update(method.average, state.average, state.layout, dict(state.parameters), state.step)
-    record = Record(state.step, diagnostics)
-    state.step += 1
-    return record
+    return diagnostics
 
 
-def run(state: State, method: Method, curator: Curator, multiplier: float, steps: int) -> Iterator[Record]:
+def run(
+    state: State,
+    method: Method,
+    curator: Curator,
+    multiplier: float,
+    steps: int,
+    public: Public = NOTHING_PUBLIC,
+) -> Iterator[Record]:
     """Steps until `steps` are done or the budget refuses the next one."""
     while state.step < steps:
         try:
-            yield step(state, method, curator, multiplier)
+            yield step(state, method, curator, multiplier, public)
         except BudgetSpent:
             return
 

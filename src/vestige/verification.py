@@ -8,6 +8,8 @@ from typing import Any
 
 from vestige import accounting
 from vestige.ledger import LedgerError, read
+from vestige.planning import Filter
+from vestige.questions import Question
 from vestige.run_folder import RunFolder
 
 
@@ -46,9 +48,15 @@ def verify(path: str | Path) -> Verdict:
         spent,
         facts["delta"],
         accounting.Facts(
-            sampling=facts["sampling"], noise=facts["noise"], nonprivate_outputs=facts["nonprivate_outputs"]
+            sampling=facts["sampling"],
+            noise=facts["noise"],
+            nonprivate_outputs=facts["nonprivate_outputs"],
+            schedule=facts.get("schedule", "fixed"),
+            filter_epsilon=facts.get("filter_epsilon"),
         ),
     )
+    if facts.get("schedule") == "filtered":
+        _check_filtered(folder.ledger, facts, spent)
     if folder.checkpoint.exists():
         saved = folder.load_checkpoint()
         _contains(folder.ledger, history.heads, saved["ledger_rows"], saved["ledger_head"], "the checkpoint")
@@ -62,6 +70,15 @@ def verify(path: str | Path) -> Verdict:
         for key in ("epsilon", "epsilon_if_noise_were_secret"):
             _same(key, result.get(key), getattr(promise, key))
     return Verdict(promise, sum(spent.values()), history.attempts, history.rows)
+
+
+def _check_filtered(ledger: Path, facts: dict[str, Any], spent: accounting.History) -> None:
+    """A filtered run's epsilon is the filter's; hold every question against the filter that its first row describes."""
+    expected = {Question.from_json(row): 1 for row in facts["filter_expects"]}
+    try:
+        Filter(facts["filter_epsilon"], facts["delta"], expected).admit(spent)
+    except ValueError as error:
+        raise LedgerError(f"{ledger}: asks what its filter refuses: {error}") from error
 
 
 def _contains(ledger: Path, heads: list[str], rows: int, head: str, what: str) -> None:

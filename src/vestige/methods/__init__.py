@@ -6,6 +6,7 @@ from vestige.methods.filtered import disk, doppler, kalman_memory
 from vestige.methods.fractional import exponential_memory, fo_dp_sgd, post_fm, uniform_memory
 from vestige.methods.importance import dp_is
 from vestige.methods.plain import dp_auto_clip, dp_quantile, dp_sgd
+from vestige.methods.selective import dpsgd_br, dpsur
 from vestige.methods.sharpness import dp_sam, dp_sat, sa_dp_sgd
 from vestige.methods.spectral import sma_dp_sgd
 
@@ -26,6 +27,8 @@ __all__ = [
     "dp_sam",
     "dp_sat",
     "dp_sgd",
+    "dpsgd_br",
+    "dpsur",
     "exponential_memory",
     "fo_dp_sgd",
     "kalman_memory",

@@ -1,0 +1,113 @@
+"""Which methods keep only the moves that a noisy test lets pass? DPSUR and DPSGD-BR."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Annotated
+
+from vestige.clipping import Flat
+from vestige.decay import Decay, NoDecay, NoisyCount, NoisyLosses, PhasedDecay, Progress, PublicAccuracy
+from vestige.gates import BufferedRejection, NoisyLossTest
+from vestige.method import Method, Neutral, register
+from vestige.methods.options import Bound, Momentum
+from vestige.rules import sgd
+
+SigmaT = Annotated[float | None, "noise multiplier of the gradient (default: from the budget)"]
+SigmaV = Annotated[float, "noise multiplier of the loss difference (sigma_v)"]
+ClipLoss = Annotated[float, "range to which the change of the mean loss is clipped (C_v)"]
+ClipEach = Annotated[float | None, "clip each example's loss difference too, and divide by a constant"]
+Threshold = Annotated[float, "accept below this many --clip-loss (beta); inf accepts everything"]
+ValidationBatch = Annotated[float, "expected number of examples in a loss test"]
+Accounting = Annotated[
+    str,
+    "trial-level: a trial is one question whose reject bit and accepted candidate are public (dominating pair); "
+    "every-trial: one gradient and one loss question each, charged in full",
+]
+
+
+TRIALS = "per trial a reject bit and, if it passes, the noised sum of its candidate"
+TRIAL_PRICE = (
+    "every trial, kept or not: its dominating pair, or SGM(q, z) + SGM(q_v, sigma_v) with accounting every-trial"
+)
+UNTESTED = {"clip": 0.1, "momentum": 0.9}
+
+
+@register(
+    "dpsur",
+    "Fu et al., DPSUR: selective update and release, PVLDB 17(6), 2024; arXiv:2311.14056",
+    "selection",
+    releases=TRIALS,
+    price=TRIAL_PRICE,
+    neutral=Neutral({"threshold": inf}, like_options=UNTESTED),
+)
+def dpsur(
+    *,
+    clip: Bound = 0.1,
+    momentum: Momentum = 0.9,
+    sigma_t: SigmaT = None,
+    sigma_v: SigmaV = 1.3,
+    clip_loss: ClipLoss = 1e-3,
+    clip_each: ClipEach = None,
+    threshold: Threshold = -1.0,
+    validation_batch: ValidationBatch = 256,
+    accounting: Accounting = "trial-level",
+) -> Method:
+    """DP-SGD that keeps a move only if a noisy loss test on a fresh sample passes it."""
+    test = NoisyLossTest(sigma_v, clip_loss, threshold, validation_batch, clip_each, accounting)
+    return Method(name="dpsur", clip=Flat(clip), rule=sgd(momentum), gate=test, noise_multiplier=sigma_t)
+
+
+@register(
+    "dpsgd-br",
+    "Deng et al., Buffered rejection, Scientific Reports, 2026; 10.1038/s41598-026-44009-2",
+    "selection",
+    releases="per trial a reject bit and, if it passes, the noised sum of its candidate and its noised loss change",
+    price=TRIAL_PRICE,
+    neutral=Neutral({"threshold": inf, "buffer": 1, "progress": "none"}, like_options=UNTESTED),
+)
+def dpsgd_br(
+    *,
+    clip: Bound = 0.1,
+    momentum: Momentum = 0.9,
+    sigma_t: SigmaT = None,
+    sigma_v: SigmaV = 1.37,
+    clip_loss: ClipLoss = 1e-3,
+    clip_each: ClipEach = None,
+    threshold: Threshold = -1.5,
+    validation_batch: ValidationBatch = 256,
+    accounting: Accounting = "trial-level",
+    buffer: Annotated[int, "accepted candidates to choose among (n)"] = 2,
+    theta_k: Annotated[float, "changes that differ by less than this many --clip-loss tie (k)"] = 1.0,
+    max_rejects: Annotated[int, "rejections in a row after which one candidate is enough (T_max)"] = 5,
+    as_printed: Annotated[bool, "prefer the larger loss, as the paper's equation 16 prints it"] = False,
+    progress: Annotated[
+        str, "what the decay listens to: noisy-loss (already paid for), public:FILE, noisy-count (charged) or none"
+    ] = "noisy-loss",
+    decay_fast: Annotated[float, "decay per update while the gain exceeds --progress-threshold"] = 0.99,
+    decay_slow: Annotated[float, "decay per update otherwise"] = 0.999,
+    progress_threshold: Annotated[float, "gain that separates the two (p)"] = 0.005,
+    decay_until: Annotated[float, "epsilon at which the decay stops (epsilon_B)"] = inf,
+    count_noise: Annotated[float, "noise of the noisy count, in examples"] = 25.0,
+    count_rate: Annotated[float, "probability that an example joins the noisy count"] = 0.1,
+) -> Method:
+    """Buffered rejection: of several candidates that pass a noisy loss test, the better one; noise decays in phases."""
+    test = NoisyLossTest(sigma_v, clip_loss, threshold, validation_batch, clip_each, accounting)
+    decay: Decay = NoDecay()
+    if progress != "none":
+        signal = _signal(progress, count_rate, count_noise)
+        decay = PhasedDecay(signal, decay_fast, decay_slow, progress_threshold, decay_until)
+    gate = BufferedRejection(test, buffer, theta_k, max_rejects, as_printed, decay)
+    return Method(name="dpsgd-br", clip=Flat(clip), rule=sgd(momentum), gate=gate, noise_multiplier=sigma_t)
+
+
+def _signal(progress: str, count_rate: float, count_noise: float) -> Progress:
+    if progress == "noisy-loss":
+        return NoisyLosses()
+    if progress == "noisy-count":
+        return NoisyCount(count_rate, count_noise)
+    if progress.startswith("public:") and progress != "public:":
+        return PublicAccuracy(progress.removeprefix("public:"))
+    why = ""
+    if "acc" in progress:
+        why = ": the un-noised accuracy of private data may not steer anything, no epsilon would hold"
+    raise ValueError(f"progress={progress!r} must be noisy-loss, public:FILE, noisy-count or none{why}")
