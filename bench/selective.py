@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("selective.json"))
     parser.add_argument("--published", type=Path, help="published.json, for the brackets")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--engine", default="reference")
+    parser.add_argument("--engine", default="bookkeeping")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--datasets", nargs="*", default=list(DATA), choices=list(DATA))
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)

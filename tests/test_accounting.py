@@ -47,9 +47,9 @@ def steps(multiplier: float, count: int = 6250, rate: float = 0.04) -> dict[Ques
     ("multiplier", "classic", "tight", "pld"),
     [
         (1.1, 23.90, 22.64, 21.13),
-        (1.1 / 0.95, 21.80, 20.59, 19.21),
+        pytest.param(1.1 / 0.95, 21.80, 20.59, 19.21, marks=pytest.mark.slow),
         (1.1 / 0.9, 19.86, 18.70, 17.44),
-        (1.1 / 0.8, 16.39, 15.35, 14.29),
+        pytest.param(1.1 / 0.8, 16.39, 15.35, 14.29, marks=pytest.mark.slow),
         (1.1 / 0.65, 12.06, 11.16, 10.37),
     ],
 )
@@ -85,7 +85,7 @@ def test_dp_accounting_agrees_on_a_mixed_history():
         Gaussian(9.0): 2,
         CyclicGaussian(0.1, 2.0, 5): 101,
     }
-    reference = PLDAccountant(value_discretization_interval=1e-3)
+    reference = PLDAccountant(value_discretization_interval=2e-3)
     for rate, multiplier, count in [(0.04, 1.2, 300), (0.01, 0.8, 500), (1.0, 9.0, 2), (0.1, 2.0, 21)]:
         reference.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(multiplier)), count)
     assert epsilon(history, DELTA) == pytest.approx(reference.get_epsilon(DELTA), rel=1e-3)
@@ -197,7 +197,7 @@ def test_renyi_epsilon_is_monotone(question, count, factor, delta):
     assert epsilon({question: count}, delta * factor, "rdp") <= base
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=3)
 @given(sampled, st.integers(1, 3000), st.floats(1.05, 2.0))
 def test_distribution_epsilon_is_monotone_and_below_renyi(question, count, factor):
     spent = epsilon({question: count}, DELTA)
@@ -240,7 +240,7 @@ def test_calibration_reaches_its_target_from_below(target, published):
     assert Budget(target, DELTA, steps(multiplier)).fits
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=3)
 @given(st.floats(0.002, 1.0), st.integers(1, 2000), st.floats(0.05, 30.0))
 def test_calibration_never_exceeds(rate, count, target):
     multiplier = calibrate(lambda z: steps(z, count, rate), target, DELTA)
@@ -337,7 +337,7 @@ def test_a_budget_is_never_exceeded_outside_its_plan():
 
 def test_more_budget_allows_more_steps():
     question = SampledGaussian(1024 / 60_000, 3.0)
-    counts = [Budget(target, DELTA, {question: 5000}).certified[question] for target in (0.5, 1.0)]
+    counts = [Budget(target, DELTA, {question: 2500}).certified[question] for target in (0.3, 1.0)]
     assert counts == sorted(set(counts))
     assert counts[1] == pytest.approx(2045, abs=5)  # spec/privacy.md 3.4
     assert Budget(0.0, DELTA, {question: 5}).certified.get(question, 0) == 0

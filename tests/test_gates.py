@@ -576,7 +576,10 @@ def filtered(tmp_path, **options):
     method = build("dpsgd-br", **{**GENTLE, "decay_fast": 0.8, "decay_slow": 0.9, **options})
     changes = {"noise_multiplier": None, "steps": None, "reproducible": None}
     training = start(method, out=tmp_path / "run", epsilon=6.0, **changes)
+    allows, answers = training.ledger.budget.allows, []
+    training.ledger.budget.allows = lambda *asked: answers.append(allows(*asked)) or answers[-1]
     list(training)
+    training.refusals = answers.count(False)
     training.finish({"epsilon": training.guarantee().epsilon})
     return training
 
@@ -591,8 +594,7 @@ def test_the_filter_stops_a_schedule_that_decays(tmp_path):
     assert len(multipliers) > 2
     assert max(multipliers) == 4.0
     assert promise.epsilon_rdp <= 6.0
-    refused = training.ledger.budget.allows(training.ledger.spent, list(training.ledger.spent)[-1])
-    assert not refused
+    assert training.refusals == 1
     assert verify(tmp_path / "run").guarantee.epsilon == 6.0
 
 
@@ -751,3 +753,33 @@ def test_the_method_is_a_sentence():
     assert method == Method(name="dpsur", clip=Flat(0.1), rule=sgd(0.9), gate=NoisyLossTest(), noise_multiplier=2.0)
     with pytest.raises(ValueError, match=r"noise_multiplier=1\.0 and the method's own sigma 2\.0"):
         start(method)
+
+
+def test_a_users_own_loop_refuses_a_gate():
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model, data = make_toy()
+    with pytest.raises(ValueError, match="has a gate"):
+        vestige.PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(*data), batch_size=10),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            method="dpsur",
+        )
+
+
+def test_an_infinite_threshold_is_written_down_and_read_back(tmp_path):
+    from vestige import jobs
+    from vestige.run_folder import RunFolder
+
+    options = {"threshold": inf, "validation_batch": 50, "accounting": "every-trial"}
+    job = jobs.Job(task="digits-mlp", method="dpsur", options=options, noise_multiplier=2.0, steps=2, lr=0.1)
+    result = jobs.execute(job, tmp_path / "run")
+    assert jobs.load(RunFolder(tmp_path / "run")) == job
+    assert {key: result[key] for key in ("trials", "accepted", "rejected", "updates", "degraded")} == {
+        "trials": 2, "accepted": 2, "rejected": 0, "updates": 2, "degraded": 0,
+    }  # fmt: skip
+    assert "published_claim_epsilon" in result
+    assert verify(tmp_path / "run").guarantee.epsilon == pytest.approx(result["epsilon"])

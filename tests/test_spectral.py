@@ -172,7 +172,7 @@ def test_one_group_without_controls_is_the_raw_fractional_memory():
     raw, state = [], (blend := Blend(Fractional(0.6, 0.0, 0.0), 0.8, 5)).init(layout, torch.device("cpu"))
     for row in releases:
         out, state, _ = blend.step(Release(row.clone(), 1.0, 10.0), state, {})
-        raw.append(out)
+        raw.append(out.clone())
     torch.testing.assert_close(ours, torch.stack(raw), rtol=1e-6, atol=1e-6)
 
 

@@ -65,18 +65,25 @@ def test_masses_are_a_distribution():
     ("releases", "count", "published"),
     [
         ("y", 2914, 1.0467),
-        ("y", 4097, 1.2605),
+        pytest.param("y", 4097, 1.2605, marks=pytest.mark.slow),
         ("y", 6893, 1.6776),
         ("yz", 2914, 1.1254),
-        ("yz", 4097, 1.3543),
-        ("yz", 6893, 1.8009),
+        pytest.param("yz", 4097, 1.3543, marks=pytest.mark.slow),
+        pytest.param("yz", 6893, 1.8009, marks=pytest.mark.slow),
     ],
 )
 def test_certified_values_for_mnist(releases, count, published):
     assert epsilon({replace(MNIST, releases=releases): count}, DELTA) == pytest.approx(published, abs=5e-4)
 
 
-@pytest.mark.parametrize(("count", "published"), [(2914, 1.445), (4097, 1.742), (6893, 2.324)])
+@pytest.mark.parametrize(
+    ("count", "published"),
+    [
+        (2914, 1.445),
+        pytest.param(4097, 1.742, marks=pytest.mark.slow),
+        pytest.param(6893, 2.324, marks=pytest.mark.slow),
+    ],
+)
 def test_charging_both_samples_of_every_trial(count, published):
     full: dict[Question, int] = {
         SampledGaussian(MNIST.rate, 3.0): count,

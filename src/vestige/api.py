@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from vestige import accounting
 from vestige.clipping import Engine, Loss
-from vestige.correlated import Stream
-from vestige.curator import Curator, Data
+from vestige.curator import BudgetSpent, Curator, Data
 from vestige.engines import engine_by_name
 from vestige.files import write_atomically
 from vestige.independence import require_independent
@@ -26,7 +25,8 @@ from vestige.ledger import Ledger, LedgerError, read
 from vestige.losses import example_losses, right_answers
 from vestige.method import Method, build
 from vestige.noise import Randomness
-from vestige.planning import DEFAULT_STEPS, Filter, Plan, plan, questions
+from vestige.normalising import PrivateMoments, fill
+from vestige.planning import Filter, Plan, plan, questions
 from vestige.questions import Question
 from vestige.run_folder import RunFolder, paced
 from vestige.sampling import SAMPLINGS
@@ -53,7 +53,9 @@ def train(
     resume: bool = False,
     request: dict[str, Any] | None = None,
     public: tuple[Tensor, Tensor] | None = None,
+    normalise: PrivateMoments | None = None,
     nonprivate_transcript: str | Path | None = None,
+    nonprivate_logs: bool = False,
 ) -> Training:
     """Train `model` in place with differential privacy; iterate over the result to make the steps happen.
 
@@ -61,7 +63,8 @@ def train(
     at a time. `data` is a tuple of tensors (inputs..., targets) or a map-style dataset of such tuples. Give `epsilon`
     (the noise follows), or `noise_multiplier` (epsilon follows), or both (training stops before epsilon is exceeded;
     without `steps`, as many are planned as it affords). A step of a selective method is a trial, kept or not. `public`
-    are validation examples that nobody needs to protect, for schedules that look at them.
+    are validation examples that nobody needs to protect, for schedules that look at them. `normalise` asks, before the
+    first step, for the moments that the model's first module standardises its inputs with (`with_moments`).
     `reproducible=seed` makes noise and sampling predictable, for tests: such a run protects nobody and has no epsilon.
     With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
 
@@ -97,7 +100,9 @@ def train(
         resume=resume,
         request=request,
         public=public,
+        normalise=normalise,
         transcript=nonprivate_transcript,
+        nonprivate_logs=nonprivate_logs,
     )
 
 
@@ -120,7 +125,9 @@ class Training:
         resume: bool,
         request: dict[str, Any] | None,
         public: tuple[Tensor, Tensor] | None,
+        normalise: PrivateMoments | None,
         transcript: str | Path | None,
+        nonprivate_logs: bool = False,
     ) -> None:
         self.layout = layout = Layout.of(model, method.grouping)
         device = next(model.parameters()).device
@@ -144,12 +151,14 @@ class Training:
             noise=_correlated(method, limits["sample_rate"], limits["steps"] or DEFAULT_STEPS),
         )
         self.method = method = replace(method, gate=method.gate.at(self._curator.population))
-        self.plan: Plan = plan(model, layout, method, self._curator.population, **limits)
+        self._normalise, self._normalised = normalise, normalise is None
+        self._first = () if normalise is None else normalise.questions
+        self.plan: Plan = plan(model, layout, method, self._curator.population, **limits, first=self._first)
         self.state = State(model, method, layout, self.plan.lr)
         self.facts = accounting.Facts(
             sampling=sampling,
             noise="secret" if seed is None else "seeded",
-            nonprivate_outputs=transcript is not None,
+            nonprivate_outputs=transcript is not None or nonprivate_logs,
             schedule="filtered" if method.gate.adaptive else "fixed",
             filter_epsilon=self.plan.epsilon if method.gate.adaptive else None,
         )
@@ -165,7 +174,8 @@ class Training:
 
     @property
     def _planned(self) -> dict[Question, int]:
-        return questions(self.method, self.plan.sample_rate, self.plan.noise_multiplier, self.plan.steps)
+        plan = self.plan
+        return questions(self.method, plan.sample_rate, plan.noise_multiplier, plan.steps, self._first)
 
     @property
     def expected_batch(self) -> float:
@@ -196,15 +206,15 @@ class Training:
             return min(by_renyi, self.plan.epsilon)
         return by_renyi
 
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the model holds the average that the method keeps for evaluation; without one, nothing changes."""
-        return self.state.averaged()
-
     def _charged(self) -> float:
         """Epsilon of all that was charged, by Renyi, whether or not it is a guarantee."""
         self._odometer.add_many(self.ledger.spent - self._counted)
         self._counted = Counter(self.ledger.spent)
         return self._odometer.epsilon(self.plan.delta)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model holds the average that the method keeps for evaluation; without one, nothing changes."""
+        return self.state.averaged()
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the result and the final weights beside the ledger."""
@@ -218,10 +228,24 @@ class Training:
 
     def _records(self) -> Generator[Record, None, None]:
         plan = self.plan
+        with contextlib.suppress(BudgetSpent):
+            self._ask_moments()
+        if not self._normalised:
+            return
         for record in run(self.state, self.method, self._curator, plan.noise_multiplier, plan.steps, self._public):
             if self.transcript is not None:
                 self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
             yield replace(record, epsilon=self.spent())
+
+    def _ask_moments(self) -> None:
+        """What the model's inputs are standardised with, asked once, before the first step."""
+        if self._normalised:
+            return
+        assert self._normalise is not None
+        moments = self._normalise
+        totals = self._curator.sums(moments.of, moments.bounds, moments.multiplier, step=-1)
+        fill(self.model, totals, self._curator.population)
+        self._normalised = True
 
     def _open(self, resume: bool, request: dict[str, Any]) -> None:
         public = {
@@ -234,6 +258,7 @@ class Training:
             "groups": list(self.layout.group_names),
             "adjacency": "add/remove one example",
             "schedule": self.facts.schedule,
+            "normalise": repr(self._normalise),
         }
         if self.facts.schedule == "filtered":
             # A filter's orders and weights must be fixed before the first answer, and anyone must be able to redo it.
@@ -271,6 +296,7 @@ class Training:
                 "state": self.state.state_dict(),
                 "asked": self._curator.asked,
                 "compared": self._curator.compared,
+                "normalised": self._normalised,
                 "ledger_rows": self.ledger.rows,
                 "ledger_head": self.ledger.head,
             }
@@ -285,6 +311,7 @@ class Training:
                 f"{self.folder.ledger} does not contain what the checkpoint was trained on: it was cut or replaced"
             )
         self.state.load_state_dict(saved["state"])
+        self._normalised = saved["normalised"]
         # A secret run draws from a new key; a reproducible one must meet the same streams again.
         self._curator.asked, self._curator.compared = saved["asked"], saved["compared"]
         self._curator.replay_noise()

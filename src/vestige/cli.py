@@ -123,6 +123,18 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="Continue the interrupted run in this folder; takes no other option.")
     ] = None,
+    normalise: Annotated[
+        str, typer.Option(help="Of scattering features: group (asks nothing), or private (noised moments, charged).")
+    ] = "group",
+    moments_noise: Annotated[float, typer.Option(help="Noise multiplier of each private moment.")] = 8.0,
+    moments_bound: Annotated[float, typer.Option(help="Largest norm of one example's moments.")] = 2.5,
+    log_to: Annotated[
+        list[str] | None,
+        typer.Option(help="Also log releases to tensorboard:FOLDER, mlflow:URI or wandb:PROJECT; repeatable."),
+    ] = None,
+    nonprivate_logs: Annotated[
+        bool, typer.Option("--nonprivate-logs", help="VOIDS THE GUARANTEE: log quantities without noise there too.")
+    ] = False,
     nonprivate_transcript: Annotated[
         Path | None, typer.Option(help="VOIDS THE GUARANTEE: write raw clipped sums and noise to this FILE.npz.")
     ] = None,
@@ -139,6 +151,7 @@ def train(
 
         vestige train --resume runs/digits-mlp-fo-dp-sgd-20260101-120000
     """
+    from vestige import sinks
     from vestige.jobs import Job, complete, default_device, load, start
     from vestige.run_folder import RunFolder
 
@@ -174,16 +187,23 @@ def train(
             reproducible=reproducible,
             device=device or default_device(),
             evaluate_every=evaluate_every,
+            normalise=normalise,
+            moments_noise=moments_noise,
+            moments_bound=moments_bound,
             nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
+            nonprivate_logs=nonprivate_logs,
         )
     path = resume or out or Path("runs") / f"{Path(task).stem}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
     loaded, training = start(job, path, resume=resume is not None)
     _announce(job, training)
-    with _progress(not as_json) as bar, _graceful() as asked_to_stop:
+    with _progress(not as_json) as bar, _graceful() as asked_to_stop, sinks.opened(log_to or [], path.name) as logs:
         show = bar(job.method, training.plan.steps)
 
         def watch(training: Any, record: Any, accuracy: float | None) -> bool:
             show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
+            for log in logs:
+                extra = sinks.nonprivate(training) if job.nonprivate_logs else {}
+                log.log(record.step, {**sinks.released(record.to_json(), accuracy), **extra})
             return not asked_to_stop()
 
         result = complete(job, loaded, training, watch)
@@ -231,6 +251,8 @@ def _announce(job: Any, training: Any) -> None:
         )
     if job.nonprivate_transcript:
         notes.print("NOT PRIVATE: --nonprivate-transcript writes raw sums; the guarantee is void", markup=False)
+    if job.nonprivate_logs:
+        notes.print("NOT PRIVATE: --nonprivate-logs logs numbers without noise; the guarantee is void", markup=False)
     if job.sampling != "poisson":
         notes.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
 
@@ -241,7 +263,8 @@ def _summarise(result: dict[str, Any]) -> None:
     if result["epsilon"] is not None:
         table.add_row(
             "privacy",
-            f"epsilon {result['epsilon']:.4g} at delta {result['delta']:g} (PLD; by Renyi {result['epsilon_rdp']:.4g})",
+            f"epsilon {result['epsilon']:.4g} at delta {result['delta']:g} ({result['accountant']}; "
+            f"by Renyi {result['epsilon_rdp']:.4g})",
         )
     else:
         table.add_row("privacy", "none: " + "; ".join(result["reasons"]))
@@ -504,8 +527,8 @@ def verify(run: Annotated[Path, typer.Argument(help="The run's folder.")], as_js
     )
     if promise.epsilon is not None:
         answers.print(
-            f"epsilon {promise.epsilon:.4f} at delta {promise.delta:g} (PLD; by Renyi {promise.epsilon_rdp:.4f}), "
-            f"{promise.adjacency}"
+            f"epsilon {promise.epsilon:.4f} at delta {promise.delta:g} ({promise.accountant}; by Renyi "
+            f"{promise.epsilon_rdp:.4f}), {promise.adjacency}"
         )
     else:
         answers.print("no epsilon: " + "; ".join(promise.reasons), markup=False)
@@ -710,6 +733,10 @@ def _graceful() -> Iterator[Callable[[], bool]]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
+
+from vestige import cli_compare  # noqa: E402  (the commands of comparisons register themselves on `app`)
+
+cli_compare.register(app)
 
 if __name__ == "__main__":
     main()

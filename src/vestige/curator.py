@@ -17,7 +17,7 @@ from vestige.correlated import Stream
 from vestige.layout import Layout
 from vestige.losses import LossDifference, Scores
 from vestige.noise import Randomness, Release, draw_noise, normal
-from vestige.questions import BudgetSpent, Question, SampledGaussian, Trial
+from vestige.questions import BudgetSpent, Gaussian, Question, SampledGaussian, Trial
 from vestige.sampling import Poisson, Sampling
 
 __all__ = ["Ask", "BudgetSpent", "Curator", "Data", "Witness"]
@@ -102,7 +102,7 @@ class Curator:
         """
         _, ceiling = self._sensitivity(clip)
         rate = min(1.0, self._sampling.rate * boost)
-        index = self._number(question or SampledGaussian(rate, multiplier), step, part, ceiling)
+        index = self._numbered(question or SampledGaussian(rate, multiplier), step, part, ceiling)
         if isinstance(clip, Thinned):
             clip = clip.drawn(self._randomness.stream("thin", index))
         sampling = self._sampling if boost == 1 else Poisson(rate)
@@ -120,7 +120,7 @@ class Curator:
 
         Formal guarantees: one Poisson-subsampled Gaussian mechanism with the sampling's rate and this multiplier.
         """
-        index = self._number(SampledGaussian(self._sampling.rate, multiplier), step, part, bound)
+        index = self._numbered(SampledGaussian(self._sampling.rate, multiplier), step, part, bound)
         sample = self._sampling.draw(self.population, index, self._randomness)
         _, norms = self._sum(sample, parameters, Flat(bound), None, index)
         whole = torch.linalg.vector_norm(norms, dim=1)
@@ -147,7 +147,7 @@ class Curator:
         """How many vectors of past noise are kept."""
         return self._noise.held() if self._noise is not None else 0
 
-    def _number(self, question: Question, step: int, part: int, sensitivity: float) -> int:
+    def _numbered(self, question: Question, step: int, part: int, sensitivity: float) -> int:
         """Charge a question about gradients; its number names its random streams."""
         self._charge(question, step=step, part=part, sensitivity=sensitivity)
         self.asked += 1
@@ -260,6 +260,23 @@ class Curator:
         rows, noise = self._comparison(rate)
         gained = self._scores(self._right, rows, after).sum() - self._scores(self._right, rows, before).sum()
         return (float(gained) + multiplier * noise) / (rate * self.population)
+
+    def sums(
+        self, bounded: Callable[[Sequence[Tensor]], Tensor], bounds: Sequence[float], multiplier: float, *, step: int
+    ) -> Tensor:
+        """Sums of bounded rows over every example, noised row by row: [rows, ...]; each row is a question.
+
+        Formal guarantees: as many Gaussian mechanisms with this multiplier as there are rows, if one example moves row
+        k of `bounded` by at most `bounds[k]` in the 2-norm.
+        """
+        for part, bound in enumerate(bounds):
+            self._ask(Gaussian(multiplier), step=step, part=part, sensitivity=bound)
+        everyone = torch.arange(self.population).split(self._physical_batch or 4096)
+        totals = torch.stack([bounded(self._fetch(rows)) for rows in everyone]).sum(dim=0).double().cpu()
+        for part, bound in enumerate(bounds):
+            noise = self._randomness.stream("sums", part).standard_normal(totals[part].shape)
+            totals[part] += torch.from_numpy(noise) * (multiplier * bound)
+        return totals
 
     def coin(self, sides: int) -> int:
         """A fair choice that looks at nothing; at most one for each comparison."""

@@ -174,9 +174,8 @@ class PrivacyEngine:
 def _fit_for_a_loop(method: Method) -> Method:
     """Refuse what a user's own loop cannot answer as priced: it has one batch per step, and asks about it once."""
     plain = Method(name=method.name)
-    wrong = [
-        part for part in ("schedule", "noise", "average", "augment") if getattr(method, part) != getattr(plain, part)
-    ]
+    neutral = ("schedule", "noise", "average", "augment", "gate")
+    wrong = [part for part in neutral if getattr(method, part) != getattr(plain, part)]
     if isinstance(method.clip, Adaptive):
         wrong.append("clip")
     if not isinstance(method.probe, Here | AgainstLastRelease | AlongLastStep):

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from vestige.gates import loss_test, public_file
 from vestige.groups import named_grouping, named_split
 from vestige.layout import Layout
 from vestige.method import Method, build, by_group
+from vestige.normalising import PrivateMoments, with_moments
 from vestige.planning import accounted_multiplier, paper_groups
 from vestige.questions import Question, SampledGaussian
 from vestige.rules import named
@@ -56,7 +58,11 @@ class Job:
     reproducible: bool = False
     device: str = "cpu"
     evaluate_every: int | None = None
+    normalise: str = "group"
+    moments_noise: float = 8.0
+    moments_bound: float = 2.5
     nonprivate_transcript: str | None = None
+    nonprivate_logs: bool = False
 
 
 def method_of(job: Job) -> Method:
@@ -84,13 +90,18 @@ def _divided(method: Method, job: Job) -> Method:
     return by_group(method, grouping, split, job.share or "equal")  # type: ignore[arg-type]
 
 
-def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Task, Training]:
-    """Load the task and prepare its training; nothing is asked of the data yet."""
+def start(
+    job: Job, out: Path | None, *, resume: bool = False, task: tasks.Task | None = None
+) -> tuple[tasks.Task, Training]:
+    """Load the task (unless it is given) and prepare its training; nothing is asked of the data yet."""
     method = method_of(job)
     multiplier = job.noise_multiplier
     if job.paper_sigma is not None and multiplier is not None:
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
-    task = tasks.load(job.task, job.data, job.seed)
+    task = task or tasks.load(job.task, job.data, job.seed)
+    moments = _moments(job)
+    if moments is not None:
+        task = replace(task, model=with_moments(task.model))
     if job.paper_sigma is not None:
         groups = paper_groups(method, Layout.of(task.model, method.grouping))
         multiplier = accounted_multiplier(job.paper_sigma, method.memory.fresh_share, groups)
@@ -115,9 +126,11 @@ def start(job: Job, out: Path | None, *, resume: bool = False) -> tuple[tasks.Ta
         reproducible=job.seed if job.reproducible else None,
         out=out,
         resume=resume,
-        request={"job": asdict(job)},
+        request={"job": {**asdict(job), "options": {key: _written(value) for key, value in job.options.items()}}},
         public=_public_examples(job, method),
+        normalise=moments,
         nonprivate_transcript=job.nonprivate_transcript,
+        nonprivate_logs=job.nonprivate_logs,
     )
     return task, training
 
@@ -212,6 +225,12 @@ def selection(training: Training) -> dict[str, Any]:
     }
 
 
+def _moments(job: Job) -> PrivateMoments | None:
+    if job.normalise not in ("group", "private"):
+        raise ValueError(f"normalise={job.normalise!r} must be group (asks nothing) or private (two charged questions)")
+    return PrivateMoments(job.moments_noise, (job.moments_bound,) * 2) if job.normalise == "private" else None
+
+
 def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
     """The examples that a schedule may look at without noise: declared public by whoever named their file."""
     file = public_file(method.gate)
@@ -237,7 +256,13 @@ def load(folder: RunFolder) -> Job:
         raise ValueError(
             f"{str(folder.path)!r} was started from Python: resume it there, with the same call and resume=True"
         )
-    return Job(**request["job"])
+    job = request["job"]
+    return Job(**{**job, "options": {key: inf if value == "inf" else value for key, value in job["options"].items()}})
+
+
+def _written(option: Any) -> Any:
+    """JSON has no infinity, which is a threshold that accepts everything."""
+    return "inf" if option == inf else option
 
 
 def default_device() -> str:

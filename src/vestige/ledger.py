@@ -140,7 +140,7 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
         os.truncate(path, whole)
         text = text[:whole]
     history: LedgerHistory | None = None
-    due = {(0, 0)}
+    due = {(-1, 0), (0, 0)}  # what is asked before the first step is step -1
     for number, row in enumerate(_rows(path, text), start=1):
         _check_chain(path, number, row, history)
         if history is None:
@@ -155,7 +155,7 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
             if row.get("attempt") != history.attempts or not 0 <= row["from_step"] <= history.last_step + 1:
                 raise LedgerError(f"{path}, line {number}: a resume from step {row['from_step']} that cannot follow")
             history.attempts += 1
-            due = {(row["from_step"], 0)}
+            due = {(row["from_step"], 0)} | ({(-1, 0)} if row["from_step"] == 0 else set())
         elif row.get("row") == "ask":
             place = (row["step"], row["part"])
             if row["attempt"] != history.attempts - 1 or place not in due:

@@ -30,9 +30,9 @@ class Method:
     """A private optimizer: ask where the probe says, clip each example, remember releases, move by a rule, keep the
     move if the gate lets it pass.
 
-    Formal guarantees: each step asks exactly `questions(rate, multiplier, step)` (a gate with a decay: those, with
-    parameters that follow from releases). Probe, memory, rule and average see releases only: post-processing, whatever
-    they do with them.
+    Formal guarantees: each step asks exactly `gate.questions(questions(rate, multiplier, step))` (a gate with a decay:
+    those, with parameters that follow from releases). Probe, memory, rule and average see releases only:
+    post-processing, whatever they do with them.
     """
 
     name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import sqrt
+from math import exp, log, sqrt
 from typing import Any, Literal
 
 from torch import nn
@@ -20,6 +20,7 @@ from vestige.sampling import check_rate
 from vestige.schedules import Constant, level
 
 DEFAULT_STEPS = 200
+MOST_STEPS = 10**8
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ class Plan:
         return asdict(self)
 
 
-def questions(method: Method, sample_rate: float, noise_multiplier: float, steps: int) -> dict[Question, int]:
-    """What a whole run will ask: each question with how often."""
+def questions(
+    method: Method, sample_rate: float, noise_multiplier: float, steps: int, first: tuple[Question, ...] = ()
+) -> dict[Question, int]:
+    """What a whole run will ask, `first` before its steps: each question with how often."""
     period = method.probe.period(sample_rate)
     kinds: Counter[tuple[float, int]] = Counter()
     if method.schedule == Constant():
@@ -48,9 +51,9 @@ def questions(method: Method, sample_rate: float, noise_multiplier: float, steps
     else:
         for step in range(steps):
             kinds[level(method.schedule, noise_multiplier, step, sample_rate), step % period] += 1
-    history: Counter[Question] = Counter()
+    history: Counter[Question] = Counter(first)
     for (multiplier, phase), count in kinds.items():
-        for question in method.questions(sample_rate, multiplier, phase):
+        for question in method.gate.questions(method.questions(sample_rate, multiplier, phase)):
             history[question] += count
     return history
 
@@ -67,6 +70,7 @@ def plan(
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     lr: float | Literal["auto"] = "auto",
+    first: tuple[Question, ...] = (),
 ) -> Plan:
     """Calibrate the noise to the budget (or take it as given), then choose the learning rate.
 
@@ -81,13 +85,13 @@ def plan(
         if epsilon is not None and noise_multiplier is not None:
             check_multiplier(noise_multiplier)
             one = questions(method, sample_rate, noise_multiplier, 1)
-            steps = affordable(one, epsilon, delta, accountant)
+            steps = affordable(one, epsilon, delta, accountant, first)
     check_steps(steps)
     if epsilon is None and noise_multiplier is None:
         raise ValueError("epsilon and noise_multiplier are both missing: give the budget, or the noise")
     if noise_multiplier is None:
         assert epsilon is not None
-        history_at = partial(questions, method, sample_rate, steps=steps)
+        history_at = partial(questions, method, sample_rate, steps=steps, first=first)
         noise_multiplier = accounting.calibrate(history_at, epsilon, delta, accountant)
     check_multiplier(noise_multiplier)
     rate, reason = choose_rate(model, layout, method, population, sample_rate, noise_multiplier, steps, lr)
@@ -133,26 +137,42 @@ class Filter:
                 self._filter.spend(question)
 
 
-def affordable(step: accounting.History, epsilon: float, delta: float, accountant: str = "pld") -> int:
-    """The largest number of steps that cost at most epsilon; at least one must."""
+def affordable(
+    step: accounting.History,
+    epsilon: float,
+    delta: float,
+    accountant: str = "pld",
+    first: tuple[Question, ...] = (),
+) -> int:
+    """The largest number of steps that cost at most epsilon, with what is asked first; at least one must."""
 
-    def fits(steps: int, accountant: str) -> bool:
-        return accounting.epsilon({q: n * steps for q, n in step.items()}, delta, accountant) <= epsilon
+    def cost(steps: int) -> float:
+        history = Counter(first)
+        history.update({question: count * steps for question, count in step.items()})
+        return accounting.epsilon(history, delta, accountant)
 
-    if not fits(1, accountant):
+    known = {1: cost(1)}
+    if known[1] > epsilon:
         raise ValueError(f"epsilon={epsilon} does not pay for a single step; allow more, or ask with more noise")
-    low = 1
-    for by in dict.fromkeys(("rdp", accountant)):  # Renyi is fast and never far below
-        if not fits(low, by):
-            continue
-        reach = max(1, low // 8)
-        while fits(low + reach, by):
-            low, reach = low + reach, 2 * reach
-        high = low + reach
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle, by) else (low, middle)
+    low, high = 1, MOST_STEPS
+    while high - low > 1:
+        # Prices grow about as the square root of the steps. Every third look halves what is left, come what may.
+        guess = round(_power_law(known, epsilon)) if len(known) % 3 else round((low * high) ** 0.5)
+        guess = low + 1 if guess == low else high - 1 if guess == high else guess  # the neighbour settles it
+        middle = guess if low < guess < high else (low + high) // 2 if high < MOST_STEPS else 2 * low
+        known[middle] = cost(middle)
+        low, high = (middle, high) if known[middle] <= epsilon else (low, middle)
     return low
+
+
+def _power_law(known: dict[int, float], epsilon: float) -> float:
+    """Where a power law through the two known prices nearest to epsilon meets it."""
+    near = sorted((item for item in known.items() if item[1] > 0), key=lambda item: abs(item[1] - epsilon))[:2]
+    if not near:
+        return 2.0 * max(known)
+    (x0, y0), (x1, y1) = near if len(near) == 2 else (near[0], near[0])
+    slope = log(y1 / y0) / log(x1 / x0) if y0 != y1 else 0.5
+    return x0 * exp(min(log(epsilon / y0) / max(slope, 0.1), 20.0))
 
 
 def choose_rate(

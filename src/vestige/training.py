@@ -70,9 +70,9 @@ class State:
         self.optimizer = method.rule.build(list(self.parameters.values()), lr)
         self.memory = method.memory.init(layout, device)
         self.probe = method.probe.init(layout, device)
+        self.gate = method.gate.init()
         self.clip = method.clip.init() if isinstance(method.clip, Adaptive) else {}
         self.average = averaging.start(method.average, layout, dict(self.parameters))
-        self.gate = method.gate.init()
         self.step, self.lr = 0, lr
         self.gradient = torch.zeros(layout.size, device=device)
         for name, view in layout.views(self.gradient).items():
@@ -86,9 +86,9 @@ class State:
             "optimizer": self.optimizer.state_dict(),
             "memory": self.memory,
             "probe": self.probe,
+            "gate": self.gate,
             "clip": self.clip,
             "average": self.average,
-            "gate": self.gate,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class State:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         self.memory, self.probe = self._here(saved["memory"]), self._here(saved["probe"])
-        self.clip, self.average = saved["clip"], self._here(saved["average"])
+        self.clip, self.average = dict(saved["clip"]), self._here(saved["average"])
 
     def snapshot(self) -> Snapshot:
         """A copy of all that a move changes. Counts, and what the gate learned from releases, are not part of it."""
@@ -197,7 +197,7 @@ def step(state: State, method: Method, curator: Curator, multiplier: float, publ
         return advance(state, method, curator, multiplier * noise)
 
     def asks(noise: float) -> tuple[Question, ...]:
-        return method.candidate_questions(curator.rate, multiplier * noise)
+        return method.questions(curator.rate, multiplier * noise, state.step)
 
     outcome = method.gate.settle(Attempt(state, curator, move, asks, public.spent, public.accuracy))
     record = Record(state.step, outcome.diagnostics, accepted=outcome.accepted)

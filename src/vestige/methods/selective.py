@@ -25,20 +25,18 @@ Accounting = Annotated[
 ]
 
 
-TRIALS = "per trial a reject bit and, if it passes, the noised sum of its candidate"
-TRIAL_PRICE = (
-    "every trial, kept or not: its dominating pair, or SGM(q, z) + SGM(q_v, sigma_v) with accounting every-trial"
-)
-UNTESTED = {"clip": 0.1, "momentum": 0.9}
+RELEASES = "per trial: whether it was accepted, and the move if it was"
+PRICE = "M trials x the trial's dominating pair; by every-trial: M x (SGM(q, sigma_t) + SGM(q_v, sigma_v))"
+ACCEPTS = {"threshold": inf, "clip": 1.0, "momentum": 0.0}
 
 
 @register(
     "dpsur",
     "Fu et al., DPSUR: selective update and release, PVLDB 17(6), 2024; arXiv:2311.14056",
     "selection",
-    releases=TRIALS,
-    price=TRIAL_PRICE,
-    neutral=Neutral({"threshold": inf}, like_options=UNTESTED),
+    releases=RELEASES,
+    price=PRICE,
+    neutral=Neutral(ACCEPTS),
 )
 def dpsur(
     *,
@@ -61,9 +59,9 @@ def dpsur(
     "dpsgd-br",
     "Deng et al., Buffered rejection, Scientific Reports, 2026; 10.1038/s41598-026-44009-2",
     "selection",
-    releases="per trial a reject bit and, if it passes, the noised sum of its candidate and its noised loss change",
-    price=TRIAL_PRICE,
-    neutral=Neutral({"threshold": inf, "buffer": 1, "progress": "none"}, like_options=UNTESTED),
+    releases=RELEASES + ", with its noisy loss",
+    price=PRICE,
+    neutral=Neutral({**ACCEPTS, "buffer": 1, "progress": "none"}),
 )
 def dpsgd_br(
     *,

@@ -1,0 +1,129 @@
+"""What must be shown? Every comparison and reproduction that docs/ reports, by one command that can be started again.
+
+    python bench/arena.py --data DATA --out bench/results/arena --device cuda [--only cifar10 ...] [--small]
+
+`cifar10`: the FO-DP-SGD paper's protocol at epsilon 1, 3, 8 and at its own budget of 17.4, every method there is, five
+seeds, seven learning rates. `svhn`, `cifar100`: the same at 17.4. `presets`: every preset whose methods exist.
+`stack`: how fast 600 stacked runs are. Reports are written beside the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vestige import experiments, presets, stacked, tasks
+from vestige.cli_compare import contenders, summarised, write_report
+from vestige.comparison import Budget, Contender, Problem, Specification
+from vestige.method import METHODS, build
+from vestige.performing import Place
+
+OWN_BUDGET = 17.4
+"""What the FO-DP-SGD paper's own settings cost, by loss distributions; the paper does not say it."""
+
+
+def protocol(task: str, epsilons: list[float], data: str, small: bool) -> Specification:
+    return Specification(
+        problems=(Problem(task, data),),
+        contenders=tuple(Contender(label, name, options) for label, name, options in contenders(["all"])),
+        budgets=tuple(Budget("epsilon", value) for value in epsilons),
+        seeds=(0, 1) if small else (0, 1, 2, 3, 4),
+        steps=40 if small else 6250,
+        sample_rate=0.04,
+        factors=(0.5, 1.0) if small else (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
+    )
+
+
+def compare(name: str, specification: Specification, arguments: argparse.Namespace) -> None:
+    folder = arguments.out / name
+    begin = time.perf_counter()
+    shown = [0.0]
+
+    def watch(status: experiments.Status) -> None:
+        if time.perf_counter() - shown[0] > 20:
+            shown[0] = time.perf_counter()
+            left = "?" if status.seconds_left is None else f"{status.seconds_left:.0f} s"
+            print(
+                f"{name}: {status.done}/{status.total}, {status.failed} failed, {left} left; {status.best}", flush=True
+            )
+
+    home = experiments.compare(
+        folder, specification, place=Place(arguments.device), workers=arguments.workers, watch=watch
+    )
+    (folder / "summary.json").write_text(json.dumps(summarised(home), indent=1))
+    write_report(folder, None, None, f"{name}: private optimizers at one budget")
+    print(f"{name}: {len(home.records())} runs in {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def reproduce(arguments: argparse.Namespace) -> None:
+    printed: dict[str, Any] = {}
+    for name, preset in presets.PRESETS.items():
+        if arguments.preset and name not in arguments.preset:
+            continue
+        try:
+            specification = preset.specification(arguments.data, small=arguments.small)
+        except ValueError as error:
+            print(f"{name}: {error}")
+            continue
+        compare(name, specification, arguments)
+        home = experiments.ComparisonFolder(arguments.out / name)
+        printed[name] = presets.beside(preset, list(home.records().values()))
+        (arguments.out / "beside.json").write_text(json.dumps(printed, indent=1))
+
+
+def stack(arguments: argparse.Namespace) -> None:
+    """The goal: 600 runs of the paper's protocol in three minutes on one H200."""
+    runs, steps = (8, 20) if arguments.small else (600, 6250)
+    device = torch.device(arguments.device)
+    task = tasks.load("cifar10-mlp", arguments.data, 0)
+    method = build("fo-dp-sgd")
+    starts = [tasks.load("cifar10-mlp", arguments.data, seed).model for seed in range(5)]
+    chosen = [
+        stacked.StackedRun(copy.deepcopy(starts[i % 5]), method, (1.2222, 2.0, 4.5)[i % 3], 0.05 * 1.5 ** (i % 8))
+        for i in range(runs)
+    ]
+    begin = time.perf_counter()
+    together = stacked.Stack(chosen, task.train, sample_rate=0.04, device=device)
+    for done in together.train(steps):
+        if done % max(1, steps // 10) == 0:
+            print(f"stack: {done}/{steps} steps, {time.perf_counter() - begin:.1f} s", flush=True)
+    shares = together.accuracies(task.test)
+    seconds = time.perf_counter() - begin
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+    row = {"runs": runs, "steps": steps, "seconds": seconds, "best": max(shares), "device": str(device), "gib": memory}
+    (arguments.out / "stack.json").write_text(json.dumps(row))
+    print(f"stack: {runs} runs of {steps} steps in {seconds:.1f} s; best accuracy {max(shares):.4f}; {memory} GiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--data", required=True, help="folder with the datasets")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/arena"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=["stack", "cifar10", "svhn", "cifar100", "presets"])
+    parser.add_argument("--preset", nargs="*", help="with presets: only these")
+    parser.add_argument("--small", action="store_true", help="a rehearsal of everything, with next to no steps")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    print(f"{len(METHODS)} methods: {', '.join(METHODS)}")
+    for part in arguments.only:
+        if part == "stack":
+            stack(arguments)
+        elif part == "presets":
+            reproduce(arguments)
+        elif part in ("cifar10", "svhn", "cifar100"):
+            epsilons = [1.0, 3.0, 8.0, OWN_BUDGET] if part == "cifar10" else [OWN_BUDGET]
+            compare(part, protocol(f"{part}-mlp", epsilons, arguments.data, arguments.small), arguments)
+        else:
+            raise SystemExit(f"--only {part}: choose stack, cifar10, svhn, cifar100 or presets")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""How are many runs made? From a folder, by processes or a Ray cluster; killed and started again, nothing is lost."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vestige import accounting, comparison
+from vestige.comparison import Record, Run, Specification
+from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
+from vestige.method import METHODS
+from vestige.performing import Place, capacity, explain, failure, perform, stackable
+from vestige.questions import Question
+
+PAUSE = 0.3
+"""Seconds between two looks at the folder."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a progress display shows."""
+
+    done: int
+    failed: int
+    total: int
+    seconds_left: float | None
+    best: str
+
+
+Watch = Callable[[Status], None]
+
+
+def compare(
+    folder: str | Path,
+    specification: Specification | None = None,
+    *,
+    place: Place | None = None,
+    engine: str = "local",
+    workers: int = 1,
+    address: str | None = None,
+    watch: Watch | None = None,
+) -> ComparisonFolder:
+    """Make every run of a comparison that is not on record yet; without a specification, continue the folder's own.
+
+    Formal guarantees: each record states the guarantee of its own run, released alone. Publishing several runs, or
+    choosing by them, costs more: `prices` says how much the choice of a learning rate does.
+    """
+    home = ComparisonFolder(folder)
+    if specification is not None:
+        home.create(specification)
+    agreed = home.specification()
+    _check_methods(agreed)
+    data = {problem.task: problem.data for problem in agreed.problems}
+    place = place or Place()
+    place = replace(place, data={**data, **place.data})
+    meter = Meter(home, watch)
+    if engine == "local":
+        _by_processes(home, place, workers, meter)
+    elif engine == "ray":
+        _by_ray(home, place, workers, address, meter)
+    else:
+        raise ValueError(f"engine={engine!r} is unknown; choose local or ray")
+    meter.show()
+    return home
+
+
+def grid_of(specification: Specification) -> dict[str, list[comparison.Trial]]:
+    return comparison.trials(specification, {name: entry.options for name, entry in METHODS.items()})
+
+
+def prices(home: ComparisonFolder) -> list[dict[str, Any]]:
+    """What tuning costs with and without charging it, by the Papernot-Steinke bound."""
+    specification = home.specification()
+    made = len(next(iter(grid_of(specification).values())))
+
+    def price(charged: Sequence[dict[str, Any]], delta: float, expected: float) -> float | None:
+        history = {Question.from_json(row): row["count"] for row in charged}
+        try:
+            return accounting.tuned_epsilon(history, delta, expected)
+        except ValueError:
+            return None  # a question without a Renyi curve has no such bound
+
+    return comparison.tuning_price(home.records().values(), made, price)
+
+
+def _check_methods(specification: Specification) -> None:
+    for contender in specification.contenders:
+        if contender.method not in METHODS:
+            raise ValueError(
+                f"methods={contender.method!r} is unknown; choose from {', '.join(METHODS)} (or: all of them, 'all')"
+            )
+
+
+class Meter:
+    """Counts what is on record, guesses the time left, and tells the watcher."""
+
+    def __init__(self, home: ComparisonFolder, watch: Watch | None) -> None:
+        self.home, self.watch = home, watch
+        self.specification = home.specification()
+        self.grid = grid_of(self.specification)
+        self.total = comparison.total(self.specification, self.grid)
+        self._begin, self._before = time.monotonic(), len(home.records())
+
+    def show(self) -> None:
+        if self.watch is None:
+            return
+        records = self.home.records()
+        made = len(records) - self._before
+        left = max(0, self.total - len(records))
+        seconds = (time.monotonic() - self._begin) / made * left if made else None
+        failed = sum(record["status"] == "failed" for record in records.values())
+        self.watch(Status(len(records), failed, self.total, seconds, _best(records.values(), self.specification)))
+
+
+def _best(records: Any, specification: Specification) -> str:
+    """The best final row of the last task and largest budget that has one."""
+    rows = [row for row in comparison.rows(records, specification.baseline) if row["mean"] is not None]
+    if not rows:
+        return ""
+    last = max(rows, key=lambda row: (row["budget_value"], row["mean"]))
+    return f"{last['method']} ({last['rate']}) {last['mean']:.1%} at {last['budget']}, {last['task']}"
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def work(home: ComparisonFolder, place: Place, workers: int = 1, after: Callable[[], None] | None = None) -> None:
+    """Make runs until none is left; several processes or machines may do so in one folder at once."""
+    specification = home.specification()
+    grid = grid_of(specification)
+    while True:
+        waiting = comparison.due(specification, grid, home.records())
+        if not waiting:
+            return
+        batch = _claimed(home, waiting, place, workers)
+        if not batch:
+            time.sleep(PAUSE)  # the rest is in other hands
+            continue
+        try:
+            with home.alive(batch):
+                for record in perform(batch, place):
+                    home.keep(record)
+        finally:
+            for run in batch:
+                home.release(run)
+        if after is not None:
+            after()
+
+
+def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, workers: int) -> list[Run]:
+    """The next run that nobody has claimed, and as many others as may be stacked on it."""
+    batch: list[Run] = []
+    common, room = None, 1
+    for run in waiting:
+        if batch and (common is None or len(batch) >= room):
+            break
+        key = stackable(run, place) if not batch or run.task == batch[0].task else None
+        if batch and key != common:
+            continue
+        attempt = home.claim(run)
+        if attempt is None:
+            continue
+        if attempt > ATTEMPTS:
+            line = f"its process died {ATTEMPTS} times: most likely it does not fit in memory; give --physical-batch"
+            home.keep(failure(run, line))
+            home.release(run)
+            continue
+        if run.id in home.records():  # finished between our look and our claim
+            home.release(run)
+            continue
+        batch.append(run)
+        if len(batch) == 1 and key is not None and attempt == 1:
+            common, alike = key, sum(stackable(other, place) == key for other in waiting)
+            room = min(capacity(run, place), -(-alike // workers))
+    return batch
+
+
+def _by_processes(home: ComparisonFolder, place: Place, workers: int, meter: Meter) -> None:
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be a whole number from 1 up")
+    if workers == 1:
+        work(home, place, after=meter.show)
+        return
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, (os.cpu_count() or workers) // workers)
+
+    def hire() -> Any:
+        process = context.Process(target=_worker, args=(str(home.path), place, workers, threads), daemon=True)
+        process.start()
+        return process
+
+    staff = [hire() for _ in range(workers)]
+    deaths = 0
+    try:
+        while any(process.is_alive() for process in staff):
+            time.sleep(PAUSE)
+            meter.show()
+            for index, process in enumerate(staff):
+                if not process.is_alive() and process.exitcode and deaths < 20 * workers:
+                    deaths += 1
+                    staff[index] = hire()
+    finally:
+        for process in staff:
+            if process.is_alive():
+                process.terminate()
+        for process in staff:
+            process.join()
+    if any(process.exitcode for process in staff):
+        raise OSError("the worker processes keep dying; what they finished is on record: run the command again")
+
+
+def _worker(path: str, place: Place, workers: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    work(ComparisonFolder(path), place, workers)
+
+
+# --- Ray -------------------------------------------------------------------------------------------------------------
+
+
+def _by_ray(home: ComparisonFolder, place: Place, workers: int, address: str | None, meter: Meter) -> None:
+    """Send the runs to a Ray cluster. Only this process writes to the folder, so the nodes need not share a disk."""
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError as error:
+        raise ValueError("engine='ray' needs Ray: pip install 'vestige[ray]'") from error
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, include_dashboard=False, configure_logging=False)
+    needs = {"num_cpus": 1, "num_gpus": 1 if place.device.startswith("cuda") else 0}
+    # A run is repeated elsewhere when its node dies: its record was never written, so nothing was released.
+    remote = ray.remote(max_retries=ATTEMPTS, **needs)(_perform_there)
+    specification, grid = home.specification(), meter.grid
+    under_way: dict[Any, list[Run]] = {}
+    while True:
+        busy = {run.id for runs in under_way.values() for run in runs}
+        waiting = [run for run in comparison.due(specification, grid, home.records()) if run.id not in busy]
+        slots = max(1, workers)
+        while waiting and len(under_way) < 2 * slots:
+            batch = _claimed(home, waiting, place, max(2, slots))
+            if not batch:
+                break
+            under_way[remote.remote(batch, place)] = batch
+            taken = {run.id for run in batch}
+            waiting = [run for run in waiting if run.id not in taken]
+        if not under_way:
+            if not waiting:
+                return
+            time.sleep(PAUSE)
+            continue
+        everything = [run for runs in under_way.values() for run in runs]
+        with home.alive(everything):
+            ready, _ = ray.wait(list(under_way), timeout=2.0)
+        for reference in ready:
+            batch = under_way.pop(reference)
+            for record in _fetched(ray, reference, batch):
+                home.keep(record)
+            for run in batch:
+                home.release(run)
+        meter.show()
+
+
+def _perform_there(runs: Sequence[Run], place: Place) -> list[Record]:
+    return list(perform(runs, place))
+
+
+def _fetched(ray: Any, reference: Any, batch: Sequence[Run]) -> list[Record]:
+    try:
+        records: list[Record] = ray.get(reference)
+    except Exception as error:  # the node died too often, or the cluster cannot run it at all
+        return [failure(run, explain(error)) for run in batch]
+    return records

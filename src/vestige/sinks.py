@@ -1,0 +1,116 @@
+"""Where else may a run be watched? TensorBoard, MLflow, Weights & Biases: released quantities unless asked for more."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+LARGEST = 64
+"""Vectors longer than this are not logged coordinate by coordinate."""
+
+
+class Sink(Protocol):
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """`tensorboard:FOLDER`, by torch's own writer."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        module = _need("torch.utils.tensorboard", "tensorboard")
+        self._writer: Any = module.SummaryWriter(folder)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MLflow:
+    """`mlflow:TRACKING-URI`, one MLflow run per run."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self._mlflow: Any = _need("mlflow", "mlflow")
+        self._mlflow.set_tracking_uri(address)
+        self._mlflow.start_run(run_name=name)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class WeightsAndBiases:
+    """`wandb:PROJECT`, without uploading code or the machine's state."""
+
+    def __init__(self, project: str, name: str) -> None:
+        wandb = _need("wandb", "wandb")
+        # System metrics and code are nobody's business here; only what `log` is given leaves.
+        settings = wandb.Settings(x_disable_stats=True, disable_code=True, disable_git=True)
+        self._run: Any = wandb.init(project=project, name=name, settings=settings)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+SINKS: dict[str, Any] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WeightsAndBiases}
+
+
+def _need(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"log_to={package!r} needs a package: pip install {package}") from error
+
+
+def open_sink(text: str, name: str) -> Sink:
+    """KIND:PLACE, such as tensorboard:runs/board."""
+    kind, _, place = text.partition(":")
+    if kind not in SINKS or not place:
+        raise ValueError(f"log_to={text!r} must be KIND:PLACE with a kind of {', '.join(SINKS)}")
+    sink: Sink = SINKS[kind](place, name)
+    return sink
+
+
+@contextmanager
+def opened(texts: Sequence[str], name: str) -> Iterator[list[Sink]]:
+    """Several sinks, all of them closed whatever happens."""
+    with ExitStack() as stack:
+        sinks = []
+        for text in texts:
+            sinks.append(open_sink(text, name))
+            stack.callback(sinks[-1].close)
+        yield sinks
+
+
+def released(record: Mapping[str, Any], accuracy: float | None = None) -> dict[str, float]:
+    """What one step's record may show anywhere: releases and public facts, as numbers.
+
+    Formal guarantees: post-processing of the run's releases, and accuracy on public test data; nothing else.
+    """
+    values: dict[str, float] = {}
+    for key, value in record.items():
+        if key == "step" or key.startswith("nonprivate"):
+            continue
+        if isinstance(value, int | float):
+            values[key] = float(value)
+        elif isinstance(value, list) and len(value) <= LARGEST:
+            values |= {f"{key}/{i}": float(each) for i, each in enumerate(value) if isinstance(each, int | float)}
+    if accuracy is not None:
+        values["accuracy"] = accuracy
+    return values
+
+
+def nonprivate(training: Any) -> dict[str, float]:
+    """NOT PRIVATE: computed from data without noise. Logging it voids the guarantee."""
+    return {"nonprivate_broken_examples": float(training.nonprivate_broken_examples)}

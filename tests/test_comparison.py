@@ -1,0 +1,442 @@
+"""A comparison as a value and as a folder: what it needs, what it survives, and that its tables come from records."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from vestige import comparison, experiments, performing
+from vestige.comparison import Budget, Contender, Problem, Run, Specification
+from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
+from vestige.performing import Place
+
+TINY = Specification(
+    problems=(Problem("digits-mlp"),),
+    contenders=(Contender("dp-sgd", "dp-sgd"), Contender("fo", "fo-dp-sgd", {"beta": 0.8})),
+    budgets=(Budget("epsilon", 3.0), Budget("epsilon", 8.0)),
+    seeds=(0, 1, 2),
+    steps=6,
+    factors=(0.5, 1.0, 2.0),
+)
+
+
+def known():
+    return {"dp-sgd": ["clip", "momentum"], "fo-dp-sgd": ["beta", "window"]}
+
+
+def fake(run: Run, accuracy: float, **more):
+    """A record as performing writes it, without training anything."""
+    return {
+        "version": comparison.VERSION,
+        "id": run.id,
+        "run": run.to_json(),
+        "status": "done",
+        "accuracy": accuracy,
+        "epsilon": run.budget.value,
+        "lr": 0.1,
+        "noise_multiplier": 1.0,
+        "seconds": 1.0,
+        "memory_mb": 1.0,
+        "stacked": 1,
+        "curve": [],
+        "pictures": {},
+        "charged": [],
+        **more,
+    }
+
+
+# --- what is needed --------------------------------------------------------------------------------------------------
+
+
+def test_every_contender_has_the_same_number_of_trials_over_the_same_range():
+    tuned = replace(TINY, tune={"beta": (0.8, 0.9), "window": (4, 8)})
+    grid = comparison.trials(tuned, known())
+    assert {label: len(points) for label, points in grid.items()} == {"dp-sgd": 12, "fo": 12}
+    for points in grid.values():
+        rates = [trial.factor for trial in points]
+        assert (min(rates), max(rates)) == pytest.approx((0.5, 2.0))
+    assert {tuple(trial.options.items()) for trial in grid["dp-sgd"]} == {()}
+    assert len({tuple(trial.options.items()) for trial in grid["fo"]}) == 4
+    absolute = comparison.trials(replace(TINY, learning_rates=(0.1, 0.3)), known())
+    assert [(trial.lr, trial.factor) for trial in absolute["fo"]] == [(0.1, 1.0), (0.3, 1.0)]
+
+
+def test_final_runs_wait_for_the_whole_grid_and_use_the_best_of_it():
+    grid = comparison.trials(TINY, known())
+    records = {}
+    first = comparison.due(TINY, grid, records)
+    assert sum(run.stage == "tuning" for run in first) == 2 * 2 * 3
+    assert {run.stage for run in first} == {"tuning", "auto"}
+    assert all(run.holdout == 0.2 for run in first if run.stage == "tuning")
+    assert all(run.holdout == 0 and run.evaluations == 0 for run in first if run.stage == "auto")
+    for run in first:
+        if run.stage == "tuning" and run.label == "fo":
+            records[run.id] = fake(run, {0.5: 0.6, 1.0: 0.7, 2.0: 0.9}[run.factor])
+    second = [run for run in comparison.due(TINY, grid, records) if run.stage == "tuned"]
+    assert {(run.label, run.factor) for run in second} == {("fo", 2.0)}
+    assert {run.seed for run in second} == {0, 1, 2}
+    edge = comparison.choices(TINY, grid, records)
+    assert all(choice["at_edge"] for choice in edge)
+
+
+def test_a_failed_trial_loses_and_a_grid_that_failed_whole_gives_no_final_run():
+    grid = comparison.trials(TINY, known())
+    tuning = list(comparison.tuning_runs(TINY, grid))
+    records = {run.id: performing.failure(run, "broke") for run in tuning}
+    assert not [run for run in comparison.due(TINY, grid, records) if run.stage == "tuned"]
+    one = next(run for run in tuning if run.factor == 0.5)
+    records[one.id] = fake(one, 0.4)
+    assert {run.factor for run in comparison.due(TINY, grid, records) if run.stage == "tuned"} == {0.5}
+
+
+def test_identity_is_the_job_not_the_machine():
+    grid = comparison.trials(TINY, known())
+    moved = replace(TINY, problems=(Problem("digits-mlp", "/elsewhere"),))
+    ids = [run.id for run in comparison.tuning_runs(TINY, grid)]
+    assert ids == [run.id for run in comparison.tuning_runs(moved, grid)]
+    assert len(set(ids)) == len(ids)
+    longer = [run.id for run in comparison.tuning_runs(replace(TINY, steps=7), grid)]
+    assert not set(ids) & set(longer)
+
+
+def test_specification_survives_json():
+    content = json.loads(json.dumps(replace(TINY, tune={"beta": (0.8,)}).to_json()))
+    assert Specification.from_json(content) == replace(TINY, tune={"beta": (0.8,)})
+    with pytest.raises(ValueError, match="another version"):
+        Specification.from_json({**content, "colour": 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"budgets": ()}, "budgets=.* is empty"),
+        ({"seeds": ()}, "seeds=.* is empty"),
+        ({"contenders": ()}, "contenders=.* is empty"),
+        ({"factors": ()}, "grid of learning rates"),
+        ({"factors": (-1.0,)}, "must all be positive"),
+        ({"tune": {"beta": ()}}, "empty grid"),
+        ({"validation": 1.0}, "validation=1.0"),
+        ({"tuning_seeds": (2,)}, "fresh"),
+        ({"rates": ("given",)}, "lr is missing"),
+        ({"rates": ("best",)}, "unknown"),
+        ({"contenders": (Contender("a", "dp-sgd"), Contender("a", "dp-sgd"))}, "twice"),
+    ],
+)
+def test_bad_specifications_are_refused_with_a_line(change, words):
+    with pytest.raises(ValueError, match=words):
+        replace(TINY, **change)
+
+
+def test_a_budget_must_be_positive_and_known():
+    with pytest.raises(ValueError, match="epsilon=-1"):
+        Budget("epsilon", -1)
+    with pytest.raises(ValueError, match="unknown"):
+        Budget("gold", 1)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_tables_come_from_raw_records_alone():
+    """Regenerated by hand, with scipy, from the records of two methods and one budget."""
+    grid = comparison.trials(TINY, known())
+    finals = [run for run in comparison.final_runs(TINY, grid, {}) if run.stage == "auto"]
+    generator = np.random.default_rng(3)
+    records = [fake(run, float(generator.normal(0.8 + 0.1 * (run.label == "fo"), 0.01))) for run in finals]
+    rows = comparison.rows(records, "dp-sgd")
+    tests = {}
+    for row in rows:
+        mine = [
+            r
+            for r in records
+            if r["run"]["label"] == row["method"] and r["run"]["budget"]["value"] == row["budget_value"]
+        ]
+        values = [r["accuracy"] for r in sorted(mine, key=lambda r: r["run"]["seed"])]
+        assert row["mean"] == pytest.approx(np.mean(values))
+        assert row["sd"] == pytest.approx(np.std(values, ddof=1))
+        assert sorted(row["runs"]) == sorted(r["id"] for r in mine)
+        tests[row["method"], row["budget_value"]] = (values, row)
+    for budget in (3.0, 8.0):
+        ours, row = tests["fo", budget]
+        base, base_row = tests["dp-sgd", budget]
+        assert row["p"] == pytest.approx(stats.ttest_rel(ours, base).pvalue)
+        assert base_row["sentence"] == "the baseline"
+        assert row["difference"] == pytest.approx(np.mean(ours) - np.mean(base))
+    ps = sorted(tests["fo", budget][1]["p"] for budget in (3.0, 8.0))
+    adjusted = sorted(tests["fo", budget][1]["p_holm"] for budget in (3.0, 8.0))
+    assert adjusted == pytest.approx([2 * ps[0], max(2 * ps[0], ps[1])])
+    assert comparison.rows(list(reversed(records)), "dp-sgd") == rows
+
+
+def test_rows_without_runs_or_epsilon_say_so():
+    grid = comparison.trials(TINY, known())
+    finals = [run for run in comparison.final_runs(TINY, grid, {}) if run.stage == "auto"]
+    records = [fake(run, 0.5, epsilon=None) for run in finals if run.label == "dp-sgd"]
+    records += [performing.failure(run, "no valid accountant") for run in finals if run.label == "fo"]
+    rows = {row["method"]: row for row in comparison.rows(records, "dp-sgd")}
+    assert rows["dp-sgd"]["epsilon"] is None
+    assert rows["fo"]["sentence"] == "every run failed: no valid accountant"
+    assert len(rows["fo"]["failed"]) == 3
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_comparison_and_its_continuation(tmp_path):
+    seen = []
+    home = experiments.compare(tmp_path / "c", TINY, watch=seen.append)
+    records = home.records()
+    assert len(records) == comparison.total(TINY, experiments.grid_of(TINY)) == 12 + 2 * 2 * 2 * 3
+    assert all(record["status"] == "done" for record in records.values())
+    assert seen[-1].done == seen[-1].total
+    assert "at epsilon" in seen[-1].best
+    for record in records.values():
+        budget = record["run"]["budget"]["value"]
+        assert 0.99 * budget < record["epsilon"] <= budget
+        assert record["charged"][0]["count"] == record["asked"] == 6
+    before = {path: path.stat().st_mtime_ns for path in home.runs.iterdir()}
+    experiments.compare(tmp_path / "c")
+    assert before == {path: path.stat().st_mtime_ns for path in home.runs.iterdir()}
+    lost = next(iter(before))
+    lost.unlink()
+    experiments.compare(tmp_path / "c", TINY)
+    assert set(home.runs.iterdir()) == set(before)
+    assert sum(path.stat().st_mtime_ns != stamp for path, stamp in before.items()) == 1
+    priced = experiments.prices(home)
+    assert all(row["epsilon_best_of_trials"] > row["epsilon_one_run"] for row in priced)
+    assert not list(home.claims.iterdir())
+
+
+def test_stacked_and_alone_agree_in_reproducible_mode(tmp_path):
+    plain = replace(TINY, reproducible=True, rates=("auto",), budgets=(Budget("paper_sigma", 1.1),), evaluations=2)
+    stacked = experiments.compare(tmp_path / "a", plain, place=Place(stack=True)).records()
+    alone = experiments.compare(tmp_path / "b", plain, place=Place(stack=False)).records()
+    assert stacked.keys() == alone.keys()
+    for key, record in stacked.items():
+        other = alone[key]
+        assert record["stacked"] == 6
+        assert other["stacked"] == 1
+        assert record["accuracy"] == pytest.approx(other["accuracy"], abs=0.01)
+        assert [point[:2] for point in record["curve"]] == [
+            pytest.approx(point[:2], abs=0.01) for point in other["curve"]
+        ]
+        for field in ("lr", "noise_multiplier", "epsilon_if_noise_were_secret", "expected_batch"):
+            assert record[field] == pytest.approx(other[field], rel=2e-3), field
+        for field in (
+            "epsilon",
+            "charged",
+            "asked",
+            "adjacency",
+            "sampling",
+            "noise",
+            "assumptions",
+            "reasons",
+            "steps",
+        ):
+            if field == "charged":
+                assert record[field][0]["count"] == other[field][0]["count"]
+            else:
+                assert record[field] == other[field], field
+
+
+def test_a_failing_run_is_recorded_and_the_rest_go_on(tmp_path):
+    mixed = replace(
+        TINY,
+        rates=("auto",),
+        contenders=(
+            Contender("dp-sgd", "dp-sgd"),
+            Contender("broken", "fo-dp-sgd", {"beta": 7}),
+            Contender("odd", "dp-sgd", {"colour": 1}),
+        ),
+    )
+    records = experiments.compare(tmp_path / "c", mixed).records().values()
+    errors = {record["run"]["label"]: record["error"] for record in records if record["status"] == "failed"}
+    assert "beta=7" in errors["broken"]
+    assert "colour" in errors["odd"]
+    assert all(record["status"] == "done" for record in records if record["run"]["label"] == "dp-sgd")
+    home = ComparisonFolder(tmp_path / "c")
+    assert home.forget_failures() == 12
+    assert len(home.records()) == 6
+
+
+def test_a_budget_without_a_valid_accountant_is_one_line(tmp_path, monkeypatch):
+    from vestige import accounting
+
+    def refuse(*arguments, **options):
+        raise ValueError("epsilon=3.0 cannot be reached: no theorem prices this")
+
+    monkeypatch.setattr(accounting, "calibrate", refuse)
+    performing._multiplier.cache_clear()
+    records = experiments.compare(tmp_path / "c", replace(TINY, rates=("auto",))).records().values()
+    assert {record["error"] for record in records} == {"epsilon=3.0 cannot be reached: no theorem prices this"}
+
+
+def test_a_task_too_big_for_memory_says_so_and_a_stack_is_halved(tmp_path, monkeypatch):
+    sizes = []
+    real = performing.stacked.Stack
+
+    def small(runs, *arguments, **options):
+        sizes.append(len(runs))
+        if len(runs) > 2:
+            raise MemoryError
+        return real(runs, *arguments, **options)
+
+    monkeypatch.setattr(performing.stacked, "Stack", small)
+    records = experiments.compare(tmp_path / "c", replace(TINY, rates=("auto",))).records()
+    assert len(records) == 12
+    assert max(sizes) == 12
+    assert all(record["status"] == "done" for record in records.values())
+
+    def never(*arguments, **options):
+        raise MemoryError("cannot allocate 10 GiB")
+
+    monkeypatch.setattr(performing, "start", never)
+    failed = experiments.compare(tmp_path / "d", replace(TINY, rates=("auto",)), place=Place(stack=False)).records()
+    assert all("does not fit in memory" in record["error"] for record in failed.values())
+
+
+def test_torn_and_foreign_records_are_left_out_named_and_made_again(tmp_path):
+    spec = replace(TINY, rates=("auto",))
+    home = experiments.compare(tmp_path / "c", spec)
+    torn, foreign, *_ = sorted(home.runs.iterdir())
+    torn.write_text(torn.read_text()[:100])
+    content = json.loads(foreign.read_text())
+    foreign.write_text(json.dumps({**content, "version": 99}))
+    again = ComparisonFolder(tmp_path / "c")
+    assert len(again.records()) == 10
+    assert set(again.unreadable) == {torn.name, foreign.name}
+    assert "99" in again.unreadable[foreign.name]
+    experiments.compare(tmp_path / "c", spec)
+    assert len(ComparisonFolder(tmp_path / "c").records()) == 12
+
+
+def test_folders_of_another_version_or_purpose_are_refused(tmp_path):
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(TINY)
+    home.create(TINY)
+    with pytest.raises(ValueError, match="another comparison"):
+        home.create(replace(TINY, steps=7))
+    (tmp_path / "c" / "spec.json").write_text(json.dumps({"version": 0, "specification": {}}))
+    with pytest.raises(ValueError, match="another version of vestige"):
+        ComparisonFolder(tmp_path / "c").specification()
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not an empty folder"):
+        ComparisonFolder(tmp_path / "d").create(TINY)
+    with pytest.raises(ValueError, match="holds no comparison"):
+        ComparisonFolder(tmp_path / "e").specification()
+
+
+def test_an_unknown_method_or_engine_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'nosuch' is unknown"):
+        experiments.compare(tmp_path / "a", replace(TINY, contenders=(Contender("x", "nosuch"),)))
+    with pytest.raises(ValueError, match="engine='moon'"):
+        experiments.compare(tmp_path / "b", TINY, engine="moon")
+    with pytest.raises(ValueError, match="workers=0"):
+        experiments.compare(tmp_path / "c", TINY, workers=0)
+
+
+def test_claims_are_exclusive_and_dead_ones_are_taken_over(tmp_path):
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(TINY)
+    run = next(comparison.tuning_runs(TINY, experiments.grid_of(TINY)))
+    assert home.claim(run) == 1
+    assert ComparisonFolder(home.path).claim(run) is None
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead.wait()
+    claim = home.claims / run.id
+    content = json.loads(claim.read_text())
+    for attempt in range(2, ATTEMPTS + 2):
+        claim.write_text(json.dumps({**json.loads(claim.read_text()), "pid": dead.pid}))
+        assert home.claim(run) == attempt
+    claim.write_text(json.dumps({**content, "host": "elsewhere"}))
+    assert home.claim(run) is None
+    os.utime(claim, (time.time() - 10_000, time.time() - 10_000))
+    assert home.claim(run) == 2
+    claim.write_text("")  # a claim torn at birth is judged by its age alone
+    assert home.claim(run) is None
+
+
+def test_a_run_whose_process_keeps_dying_is_recorded_as_failed(tmp_path):
+    spec = replace(TINY, rates=("auto",), seeds=(0,), budgets=(Budget("epsilon", 3.0),))
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(spec)
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead.wait()
+    run = comparison.due(spec, experiments.grid_of(spec), {})[0]
+    home.claim(run)
+    claim = home.claims / run.id
+    claim.write_text(json.dumps({**json.loads(claim.read_text()), "pid": dead.pid, "attempt": ATTEMPTS}))
+    experiments.compare(home.path)
+    records = ComparisonFolder(home.path).records()
+    assert "does not fit in memory" in records[run.id]["error"]
+    assert len(records) == 2
+
+
+SCRIPT = """
+import sys
+from vestige import experiments
+from vestige.performing import Place
+if __name__ == "__main__":
+    experiments.compare(sys.argv[1], place=Place(stack=False), workers=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_killed_in_mid_run_and_started_again_nothing_is_lost_or_repeated(tmp_path, workers):
+    spec = replace(TINY, rates=("auto",), seeds=tuple(range(8)), budgets=(Budget("noise_multiplier", 1.0),))
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(spec)
+    script = tmp_path / "work.py"
+    script.write_text(SCRIPT)
+    source = str(Path(performing.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(home.path), str(workers)], env=environment, start_new_session=True
+    )
+    deadline = time.time() + 120
+    while len(list(home.runs.glob("[!.]*.json"))) < 3 and time.time() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = {path: path.read_bytes() for path in home.runs.glob("[!.]*.json")}
+    assert 3 <= len(done) < 16
+    experiments.compare(home.path)
+    assert len(home.records()) == 16
+    assert all(path.read_bytes() == content for path, content in done.items() if path.stem in home.records())
+    assert not [path for path in home.runs.iterdir() if path.name.startswith(".") and path.suffix == ".json"]
+
+
+@pytest.mark.slow
+def test_ray_on_two_nodes_with_one_killed_in_mid_run(tmp_path):
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    node = cluster.add_node(num_cpus=1)
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        spec = replace(TINY, rates=("auto",), steps=60, seeds=tuple(range(6)))
+        killed = []
+
+        def watch(status):
+            if status.done >= 2 and not killed:
+                killed.append(status.done)
+                cluster.remove_node(node, allow_graceful=False)
+
+        home = experiments.compare(tmp_path / "c", spec, engine="ray", workers=2, place=Place(stack=False), watch=watch)
+        assert killed
+        records = home.records()
+        assert len(records) == 24
+        assert all(record["status"] == "done" for record in records.values())
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

@@ -1,0 +1,304 @@
+"""The page in a real browser: drawn, sortable, filterable, silent and offline; and its numbers against the records."""
+
+import csv
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from vestige import cli, experiments, presets, report
+from vestige.cli_compare import contenders, price_lines, summarised
+from vestige.comparison import Budget, Contender, Problem, Specification
+from vestige.comparison_folder import ComparisonFolder
+from vestige.method import METHODS
+
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SMALL = Specification(
+    problems=(Problem("digits-mlp"),),
+    contenders=(
+        Contender("dp-sgd", "dp-sgd"),
+        Contender("fo", "fo-dp-sgd"),
+        Contender("bad", "fo-dp-sgd", {"beta": 9}),
+    ),
+    budgets=(Budget("noise_multiplier", 1.0), Budget("noise_multiplier", 2.0)),
+    seeds=(0, 1, 2),
+    steps=8,
+    factors=(0.5, 1.0),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    home = experiments.compare(tmp_path_factory.mktemp("comparison") / "c", SMALL)
+    return home.path
+
+
+@pytest.fixture(scope="module")
+def content(folder):
+    home = ComparisonFolder(folder)
+    summary = summarised(home)
+    summary["price_lines"] = price_lines(summary["prices"])
+    records = list(home.records().values())
+    return {"title": "A <test> & more", "specification": SMALL.to_json(), "summary": summary, "records": records}
+
+
+def test_the_page_is_one_small_file_that_asks_nobody(content):
+    page = report.page(content)
+    assert len(page.encode()) < 5_000_000
+    assert "A &lt;test&gt; &amp; more" in page
+    outside = re.findall(r"""(?:src|href)=["']([^"'#][^"']*)""", page)
+    assert set(outside) <= {"data:,"}
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org)", page)
+
+
+def test_every_number_has_its_run_and_comes_from_the_records(content):
+    rows = report._row_table(content)
+    by_id = {record["id"][:8]: record for record in content["records"]}
+    for row in rows:
+        values = [by_id[name]["accuracy"] for name in row["its runs"].split()]
+        assert len(values) == row["seeds"]
+        if values:
+            assert row["accuracy"] == pytest.approx(sum(values) / len(values))
+    assert len(report._run_table(content)) == len(content["records"])
+
+
+def test_the_privacy_section_says_what_an_officer_asks(content):
+    words = report._privacy(content)
+    for needed in ("add/remove one example", "One row of the data", "poisson", "pld", "sampled-gaussian", "1e-05"):
+        assert needed in words
+    assert "released alone" in words
+    assert "Validation accuracies" in words
+    for line in content["records"][0]["assumptions"] if content["records"][0]["status"] == "done" else ():
+        assert line in words.replace("&#x27;", "'")
+    seeded = [
+        {**record, "epsilon": None, "noise": "seeded", "reasons": ["known seed"]} for record in content["records"]
+    ]
+    assert "known seed" in report._privacy({**content, "records": seeded})
+
+
+def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
+    drawn = {figure.key: figure for figure in report.figures(content)}
+    for start in ("accuracy-", "steps-", "rates-", "seconds-", "memory-mb-", "weights-", "effective-depth-"):
+        assert any(key.startswith(start) for key in drawn), start
+    lines = report.export(content, tmp_path)
+    for key in drawn:
+        tree = ElementTree.fromstring((tmp_path / f"{key}.svg").read_text())
+        assert tree.tag.endswith("svg")
+        numbers = re.findall(r'(?:cx|cy|x|y|d)="([^"]*)"', (tmp_path / f"{key}.svg").read_text())
+        assert not any("nan" in number or "inf" in number for number in numbers)
+    if "PNG" in lines[-1] and "no PNG" not in lines[-1]:
+        assert {path.stem for path in tmp_path.glob("*.png")} == set(drawn)
+
+
+def test_ticks_are_round_and_enclose():
+    for low, high in ((0.123, 0.987), (0.0, 1e-7), (5.0, 5.0), (-3.0, 40.0), (1e4, 9e5)):
+        ticks = report._ticks(low, high)
+        assert ticks[0] <= low
+        assert ticks[-1] >= high - 1e-12
+        assert 2 <= len(ticks) <= 12
+
+
+def test_commands(folder, tmp_path):
+    run = CliRunner()
+    made = run.invoke(
+        cli.app, ["report", str(folder), "--out", str(tmp_path / "r.html"), "--figures", str(tmp_path / "f")]
+    )
+    assert made.exit_code == 0, made.output
+    assert (tmp_path / "r.html").stat().st_size > 10_000
+    assert list((tmp_path / "f").glob("*.svg"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no comparison"):
+        run.invoke(cli.app, ["report", str(tmp_path / "empty")], catch_exceptions=False)
+    ComparisonFolder(tmp_path / "new").create(SMALL)
+    with pytest.raises(ValueError, match="no finished run"):
+        run.invoke(cli.app, ["report", str(tmp_path / "new")], catch_exceptions=False)
+    again = run.invoke(cli.app, ["compare", "--resume", str(folder), "--json", "--workers", "1"])
+    summary = json.loads(again.stdout)
+    assert summary["done"] == 2 * 2 * (2 + 3 + 3)
+    assert {row["label"] for row in summary["failed"]} == {"bad"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--method", "dp-sdg"], "did you mean 'dp-sgd'"),
+        (["--method", "dp-sgd:clip"], "option=value"),
+        (["--lrs", ""], "empty grid"),
+        (["--factors", "1,two"], "must be numbers"),
+        (["--tune", "beta="], "empty grid"),
+        (["--seeds", "0"], "seeds=0"),
+        (["--epsilon", "-3"], "epsilon=-3"),
+        (["--stack", "high"], "stack='high'"),
+        (["--engine", "moon"], "engine='moon'"),
+        (["--rates", "given"], "lr is missing"),
+        (["--resume", "/nonexistent"], "holds no comparison"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(arguments, words, tmp_path):
+    options = [] if "--resume" in arguments else ["--out", str(tmp_path / "c"), "--workers", "1"]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        CliRunner().invoke(cli.app, ["compare", *options, *arguments], catch_exceptions=False)
+    assert not list((tmp_path / "c" / "runs").glob("*")) if (tmp_path / "c").exists() else True
+
+
+def test_contenders_on_the_command_line():
+    found = contenders(["fo-dp-sgd:beta=0.8,window=4", "dp-sgd"])
+    assert found == [("fo-dp-sgd:beta=0.8,window=4", "fo-dp-sgd", {"beta": 0.8, "window": 4}), ("dp-sgd", "dp-sgd", {})]
+    everything = contenders(["all"])
+    assert {name for _, name, _ in everything} == set(METHODS)
+    assert len({label for label, _, _ in everything}) == len(everything)
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_table_and_figure_is_there_and_its_methods_take_its_options():
+    names = set(presets.PRESETS)
+    assert {f"fo-table{i}" for i in (1, 2, 3)} | {f"fo-fig{i}" for i in range(1, 9)} <= names
+    assert {"sma-table2", "sma-table3", "sma-table4", "sma-fig2", "sma-fig3", "sma-fig4", "sma-fig5"} <= names
+    assert {"br-table2", "br-table4", "br-fig4", "br-fig5", "br-fig6", "br-fig7", "br-fig8"} <= names
+    for preset in presets.PRESETS.values():
+        assert preset.notes
+        whole = preset.make()
+        labels = {contender.label for contender in whole.contenders}
+        assert {printed.label for printed in preset.printed} <= labels
+        for contender in whole.contenders:
+            if contender.method in METHODS:
+                METHODS[contender.method].make(**contender.options)
+        if all(contender.method not in METHODS for contender in whole.contenders):
+            with pytest.raises(ValueError, match="no such method"):
+                preset.specification(None)
+            continue
+        full, small = preset.specification(None), preset.specification(None, small=True)
+        assert small.problems[0].settings["steps"] < full.steps
+        assert full.baseline in {contender.label for contender in full.contenders}
+
+
+def test_the_printed_figures_are_the_papers():
+    finals = {printed.label: printed.value for printed in presets.find("fo-table3").printed}
+    assert finals["fo beta 0.90"] == 0.3654
+    assert finals["fo beta 1.00"] == 0.3241
+    br = {printed.name: printed.value for printed in presets.find("br-table2").printed}
+    assert br["cifar10, epsilon 3, dpsgd-br"] == 71.52
+    with pytest.raises(ValueError, match="did you mean 'fo-table3'"):
+        presets.find("fo-tabel3")
+
+
+def test_ours_stands_beside_the_printed(content):
+    preset = replace(
+        presets.find("fo-table3"),
+        printed=(
+            presets.Printed("a", 0.5, "dp-sgd"),
+            presets.Printed("b", 50.0, "dp-sgd", "accuracy in percent", "digits-mlp", Budget("noise_multiplier", 1.0)),
+            presets.Printed("c", 1.0, "nobody"),
+        ),
+    )
+    records = [r for r in content["records"] if r["run"]["stage"] == "auto" and r["run"]["label"] == "dp-sgd"]
+    rows = presets.beside(preset, content["records"])
+    mean = sum(record["accuracy"] for record in records) / len(records)
+    assert rows[0]["ours_at_auto"] == pytest.approx(mean)
+    assert rows[0]["ours"] is None
+    loud = [100 * record["accuracy"] for record in records if record["run"]["budget"]["value"] == 1.0]
+    assert rows[1]["ours_at_auto"] == pytest.approx(sum(loud) / 3)
+    assert rows[2]["ours_at_auto"] is None
+    ratio = replace(
+        preset,
+        printed=(
+            presets.Printed("x", 1.0, "dp-sgd", "relative seconds"),
+            presets.Printed("y", 1.02, "fo", "relative seconds"),
+        ),
+    )
+    assert presets.beside(ratio, content["records"])[0]["ours_at_auto"] == pytest.approx(1.0)
+
+
+# --- a real browser --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium on this machine")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        profile = tmp_path_factory.mktemp("profile")
+        context = driver.chromium.launch_persistent_context(str(profile), executable_path=chromium, args=FLAGS)
+        yield context
+        context.close()
+
+
+def test_in_a_browser(browser, content, tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text(report.page(content), encoding="utf-8")
+    page = browser.new_page()
+    complaints, requests = [], []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(path.as_uri())
+
+    assert page.locator("figure svg").count() == len(report.figures(content))
+    boxes = page.eval_on_selector_all("figure svg", "all => all.map(s => s.getBoundingClientRect().height)")
+    assert min(boxes) > 100
+    marks = page.eval_on_selector_all("g.s", "all => all.map(g => g.getBBox().width + g.getBBox().height)")
+    assert min(marks) > 0
+
+    table = page.locator("#table-runs")
+    column = page.locator("#table-runs th").all_text_contents().index("accuracy")
+    head = table.locator("th").nth(column).locator("button")
+
+    def values():
+        return page.eval_on_selector_all(
+            "#table-runs tbody tr:not(.hidden)", f"rows => rows.map(r => r.cells[{column}].dataset.v)"
+        )
+
+    head.click()
+    rising = [float(value) for value in values() if value]
+    assert rising == sorted(rising)
+    head.click()
+    falling = [float(value) for value in values() if value]
+    assert falling == sorted(rising, reverse=True)
+    assert values()[-1] == ""  # failed runs have no accuracy and stay at the end
+
+    search = page.locator("input[data-table=table-runs]")
+    search.fill("fo tuned")
+    assert 0 < len(values()) < len(content["records"])
+    assert all("tuned" in text for text in page.locator("#table-runs tbody tr:not(.hidden)").all_text_contents())
+    with page.expect_download() as waiting:
+        page.locator(".csv[data-table=table-runs]").click()
+    saved = tmp_path / "runs.csv"
+    waiting.value.save_as(saved)
+    with open(saved, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["accuracy"] for row in rows] == values()
+    search.fill("no such thing")
+    assert values() == []
+
+    chip = page.locator(".chip[data-series=fo]")
+    chip.click()
+    assert page.locator("g.s[data-series=fo]:visible").count() == 0
+    assert page.locator("g.s[data-series=dp-sgd]:visible").count() > 0
+    chip.click()
+    assert page.locator("g.s[data-series=fo]:visible").count() > 0
+
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    assert complaints == []
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in requests), requests
+    page.close()

@@ -1,0 +1,130 @@
+"""What leaves through a sink: released quantities only, unless the user gives the guarantee up."""
+
+import json
+import sys
+import types
+
+import pytest
+from typer.testing import CliRunner
+
+from vestige import cli, sinks
+
+BASE = ["train", "--task", "digits-mlp", "--noise-multiplier", "1.0", "--steps", "4", "--evaluate-every", "2", "--json"]
+
+
+class Fake:
+    """Keeps what it is given."""
+
+    made: list = []  # noqa: RUF012
+
+    def __init__(self, place, name):
+        self.place, self.rows, self.closed = place, [], False
+        Fake.made.append(self)
+
+    def log(self, step, values):
+        self.rows.append((step, dict(values)))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    Fake.made = []
+    monkeypatch.setitem(sinks.SINKS, "tensorboard", Fake)
+    return Fake
+
+
+def test_a_run_logs_releases_and_keeps_its_guarantee(fake, tmp_path):
+    made = CliRunner().invoke(cli.app, [*BASE, "--out", str(tmp_path / "r"), "--log-to", "tensorboard:board"])
+    assert made.exit_code == 0, made.output
+    (sink,) = fake.made
+    assert sink.place == "board"
+    assert sink.closed
+    assert [step for step, _ in sink.rows] == [0, 1, 2, 3]
+    assert "accuracy" in sink.rows[1][1]
+    assert "accuracy" not in sink.rows[0][1]
+    names = {name for _, values in sink.rows for name in values}
+    assert {"epsilon", "effective_depth", "weights/0"} <= names
+    assert not any(name.startswith("nonprivate") for name in names)
+    assert json.loads(made.stdout)["epsilon"] is not None
+
+
+def test_nonprivate_logs_void_the_guarantee(fake, tmp_path):
+    arguments = [*BASE, "--out", str(tmp_path / "r"), "--log-to", "tensorboard:board", "--nonprivate-logs"]
+    made = CliRunner().invoke(cli.app, arguments)
+    assert made.exit_code == 0, made.output
+    assert all("nonprivate_broken_examples" in values for _, values in fake.made[0].rows)
+    result = json.loads(made.stdout.strip().splitlines()[-1])
+    assert result["epsilon"] is None
+    assert any("without noise" in reason for reason in result["reasons"])
+    checked = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "r"), "--json"])
+    assert json.loads(checked.stdout)["epsilon"] is None
+
+
+def test_released_drops_what_is_not():
+    row = {"step": 3, "epsilon": 1.5, "nonprivate_x": 1.0, "w": [1, 2], "long": [0.0] * 100, "word": "a", "none": None}
+    assert sinks.released(row, 0.5) == {"epsilon": 1.5, "w/0": 1.0, "w/1": 2.0, "accuracy": 0.5}
+
+
+def test_sinks_close_even_when_training_fails(fake):
+    def fail():
+        with sinks.opened(["tensorboard:a"], "run"):
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert fake.made[0].closed
+
+
+@pytest.mark.parametrize("text", ["tensorboard", "tensorboard:", "paper:x", ""])
+def test_a_place_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="log_to="):
+        sinks.open_sink(text, "run")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        sinks.open_sink("wandb:project", "run")
+
+
+def test_mlflow_and_wandb_are_called_as_they_document(monkeypatch):
+    calls = []
+    mlflow = types.SimpleNamespace(
+        set_tracking_uri=lambda uri: calls.append(("uri", uri)),
+        start_run=lambda run_name: calls.append(("start", run_name)),
+        log_metrics=lambda values, step: calls.append(("log", values, step)),
+        end_run=lambda: calls.append(("end",)),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    sink = sinks.open_sink("mlflow:http://localhost:5000", "run")
+    sink.log(2, {"epsilon": 1.0})
+    sink.close()
+    assert calls == [("uri", "http://localhost:5000"), ("start", "run"), ("log", {"epsilon": 1.0}, 2), ("end",)]
+    seen = {}
+    run = types.SimpleNamespace(log=lambda v, step: seen.update(v, step=step), finish=lambda: seen.update(done=True))
+    wandb = types.SimpleNamespace(
+        Settings=lambda **options: options, init=lambda **options: seen.update(options) or run
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sink = sinks.open_sink("wandb:mine", "run")
+    sink.log(1, {"epsilon": 2.0})
+    sink.close()
+    assert seen["project"] == "mine"
+    assert seen["settings"] == {"x_disable_stats": True, "disable_code": True, "disable_git": True}
+    assert seen["epsilon"] == 2.0
+    assert seen["done"]
+
+
+def test_real_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = sinks.open_sink(f"tensorboard:{tmp_path}", "run")
+    for step in range(3):
+        sink.log(step, {"epsilon": float(step)})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.value for event in events.Scalars("epsilon")] == [0.0, 1.0, 2.0]
