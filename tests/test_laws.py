@@ -30,8 +30,6 @@ from vestige.training import Asking, State
 LOSS = nn.functional.cross_entropy
 NAMES = [name for name, entry in METHODS.items() if entry.neutral is not None]
 STEPS, RATE, NOISE = 6, 0.25, 1.0
-FIXED = {"dpsgd-br": {"progress": "none"}}
-"""Options that make the questions of a run known in advance: a decay needs a budget and a filter instead."""
 
 
 def test_every_method_declares_a_neutral_setting():
@@ -195,7 +193,7 @@ def test_the_law_of_sensitivity_rejects_an_understated_one():
 
 def law_of_the_price_list(method, steps=STEPS):
     _, run = finished(method, steps=steps)
-    assert run.ledger.spent == Counter(questions(run.method, RATE, NOISE, steps))
+    assert run.ledger.spent == Counter(questions(method, RATE, NOISE, steps))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -311,8 +309,6 @@ def formula(name, rate, z, steps):
     defaults = METHODS[name].defaults
     if name in ("dp-sam", "sa-dp-sgd"):
         return [(rate, z, 2 * steps)]
-    if name in ("dpsur", "dpsgd-br"):
-        return [(rate, z, steps), (0.05, 2.0, steps)]
     if name == "dp-is":
         return [(2 * rate, z, steps), (rate, 5 * z, -(-steps // round(1 / rate)))]
     if name == "adp-adamw":

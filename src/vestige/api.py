@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vestige import accounting
 from vestige.clipping import Engine, Loss
+from vestige.correlated import Stream
 from vestige.curator import BudgetSpent, Curator, Data
 from vestige.engines import engine_by_name
 from vestige.files import write_atomically
@@ -26,7 +27,7 @@ from vestige.losses import example_losses, right_answers
 from vestige.method import Method, build
 from vestige.noise import Randomness
 from vestige.normalising import PrivateMoments, fill
-from vestige.planning import Filter, Plan, plan, questions
+from vestige.planning import DEFAULT_STEPS, Filter, Plan, plan, questions
 from vestige.questions import Question
 from vestige.run_folder import RunFolder, paced
 from vestige.sampling import SAMPLINGS

@@ -78,10 +78,6 @@ class Method:
 
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
         """What one step asks, at its own noise multiplier."""
-        return self.gate.questions(self.candidate_questions(rate, multiplier, step))
-
-    def candidate_questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
-        """What one move asks, before any gate."""
         if self.noise.white:
             return self.probe.questions(rate, multiplier, step)
         return (self.noise.question(rate, multiplier),)
