@@ -18,10 +18,19 @@ from torch.utils.checkpoint import checkpoint
 
 from vestige.bookkeeping import BookKeeping
 from vestige.clipping import Flat, Reference
+from vestige.layers import Geometry, Patches
 from vestige.layout import Layout
 
-settings.register_profile("engine", max_examples=12, deadline=None, derandomize=True)
-settings.load_profile("engine")
+property_test = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Tiny tensors: a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,7 @@ def run(model: nn.Module, batch, clip, **options):
     return silent(model, batch, clip=clip, **options)
 
 
+@property_test
 @given(sizes, st.lists(st.integers(1, 6), max_size=3), st.integers(1, 7), st.integers(1, 7), st.booleans(), clips)
 def test_linear_of_any_rank(examples, axes, width, out, bias, clip):
     torch.manual_seed(0)
@@ -151,6 +161,7 @@ def test_linear_of_any_rank(examples, axes, width, out, bias, clip):
     run(model, (torch.randn(examples, *axes, width), targets(examples)), clip)
 
 
+@property_test
 @given(sizes, st.integers(2, 40), st.integers(1, 30), st.integers(1, 30))
 def test_linear_over_long_and_short_sequences(examples, positions, width, out):
     """Both ways to a norm: from inner products, and from gradients."""
@@ -159,6 +170,7 @@ def test_linear_over_long_and_short_sequences(examples, positions, width, out):
     run(model, (torch.randn(examples, positions, width), targets(examples)), None)
 
 
+@property_test
 @given(st.data())
 def test_convolutions(data):
     torch.manual_seed(2)
@@ -183,19 +195,25 @@ def test_convolutions(data):
     run(Out(layer, width=width), (torch.randn(examples, channels, *space), targets(examples)), data.draw(clips))
 
 
-@pytest.mark.parametrize("size", [2, 4, 12])
-def test_convolution_norms_by_either_way(size):
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2}, {"groups": 4, "dilation": 2}])
+@pytest.mark.parametrize(("size", "by_pixels"), [(3, True), (4, True), (12, False)])
+def test_convolution_norms_by_either_way(size, by_pixels, options):
     """Few positions and many channels: by inner products of pixels; many positions: by gradients."""
     torch.manual_seed(3)
-    model = Out(
-        nn.Conv2d(8, 24, 3, padding=1, stride=2),
-        nn.Tanh(),
-        nn.Conv2d(24, 8, 3, padding=1),
-        width=8 * ((size + 1) // 2) ** 2,
-    )
-    silent(model, (torch.randn(4, 8, size, size), targets(4)))
+    layer = nn.Conv2d(32, 64, 3, padding=1, **options)
+    image = torch.randn(4, 32, size, size)
+    signal = torch.randn_like(layer(image))
+    pairs = [(n, n) for n in (3, options.get("stride", 1), 1, options.get("dilation", 1))]
+    patches = Patches(image.double(), signal.double(), Geometry(*pairs, layer.groups))
+    want = patches.dense().flatten(1).norm(dim=1)
+    close(patches._ghost_squares().sqrt(), want, 1e-10)
+    close(patches.norms(), want, 1e-10)
+    if not options:
+        assert (patches._ghost_cost() < patches._direct_cost()) == by_pixels
+    silent(Out(layer, width=signal[0].numel()), (image, targets(4)))
 
 
+@property_test
 @given(sizes, st.lists(st.integers(1, 6), max_size=2), st.booleans(), clips)
 def test_embedding(examples, axes, padded, clip):
     torch.manual_seed(4)
@@ -204,6 +222,7 @@ def test_embedding(examples, axes, padded, clip):
     run(model, (torch.randint(0, 5, (examples, *axes)), targets(examples)), clip)
 
 
+@property_test
 @given(sizes, st.lists(st.integers(1, 5), max_size=2), st.sampled_from(["layer", "layer2", "rms", "nobias"]), clips)
 def test_layer_norms(examples, axes, kind, clip):
     torch.manual_seed(5)
@@ -219,6 +238,7 @@ def test_layer_norms(examples, axes, kind, clip):
     run(Out(layer, width=torch.Size(shape).numel()), (torch.randn(examples, *shape) + 1, targets(examples)), clip)
 
 
+@property_test
 @given(sizes, st.integers(1, 3), st.sampled_from(["group", "one", "instance"]), clips)
 def test_group_and_instance_norms(examples, rank, kind, clip):
     torch.manual_seed(6)
@@ -255,6 +275,7 @@ class Last(nn.Module):
         return torch.cat([output.flatten(1), *(state.transpose(0, 1).flatten(1) for state in finals)], dim=1)
 
 
+@property_test
 @given(st.data())
 def test_recurrent_layers(data):
     torch.manual_seed(7)
@@ -318,11 +339,11 @@ class Attending(nn.Module):
         return output.flatten(1) if scores is None else torch.cat([output.flatten(1), scores.flatten(1)], dim=1)
 
 
+@property_test
 @given(
     sizes, st.sampled_from(["self", "cross", "three"]), st.booleans(), st.booleans(), st.booleans(),
     st.sampled_from(["", "causal", "float", "padding", "float padding"]), clips,
 )  # fmt: skip
-@settings(max_examples=25)
 def test_attention(examples, kind, batch_first, bias, weights, mask, clip):
     torch.manual_seed(9)
     layer = Attending(nn.MultiheadAttention(4, 2, bias=bias, batch_first=batch_first), kind, weights, mask)
@@ -347,10 +368,10 @@ def test_transformer_layers_in_either_mode():
 class Positions(nn.Module):
     """A small language model with everything: tokens, positions without a batch axis, tied or separate head."""
 
-    def __init__(self, tied: bool, leading: bool = False) -> None:
+    def __init__(self, tied: bool, leading: bool = False, words: int = 6, width: int = 4) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(6, 4), nn.Embedding(8, 4)
-        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 6, bias=False)
+        self.tokens, self.positions = nn.Embedding(words, width), nn.Embedding(8, width)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         self.leading = leading
         if tied:
             self.head.weight = self.tokens.weight
@@ -368,10 +389,12 @@ def token_loss(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("examples", [1, 3, 5])  # as many as positions: the axes must not be confused
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("leading", [False, True])
-def test_language_model(examples, tied, leading):
+@pytest.mark.parametrize("width", [4, 24])  # narrow: gradients are materialised; wide: they stay factored
+def test_language_model(examples, tied, leading, width):
     torch.manual_seed(12)
-    model = Positions(tied, leading)
-    batch = (torch.randint(0, 6, (examples, 5)), torch.randint(0, 6, (examples, 5)))
+    model = Positions(tied, leading, words=30, width=width)
+    batch = (torch.randint(0, 30, (examples, 5)), torch.randint(0, 30, (examples, 5)))
+    batch[0][:, 2:] = batch[1][:, :3]  # the words read are the words predicted: the two gradients overlap
     silent(model, batch, loss=token_loss)
 
 
@@ -567,12 +590,12 @@ def test_time_first_models_are_not_misread(steps):
 class Mixing(nn.Module):
     """Subtracts the batch's mean, with or without letting the gradient through."""
 
-    def __init__(self, detached: bool, first: bool) -> None:
+    def __init__(self, detached: bool, first: bool, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layer, self.detached, self.first = nn.Linear(3, 2), detached, first
+        self.layer, self.detached, self.first, self.drop = nn.Linear(3, 2), detached, first, nn.Dropout(dropout)
 
     def forward(self, input: Tensor) -> Tensor:
-        x = input if self.first else self.layer(input)
+        x = self.drop(input) if self.first else self.layer(self.drop(input))
         mean = x.mean(dim=0, keepdim=True)
         x = x - 0.5 * (mean.detach() if self.detached else mean)
         return self.layer(x) if self.first else x
@@ -584,6 +607,21 @@ def test_models_that_mix_examples_are_left_to_the_reference(detached, first):
     torch.manual_seed(21)
     with pytest.warns(UserWarning, match="another|beside"):
         check(Mixing(detached, first), (torch.randn(4, 3), targets(4)))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_mixing_is_found_from_gradients_where_dropout_hides_it_from_losses(first):
+    torch.manual_seed(21)
+    model = Mixing(detached=False, first=first, dropout=0.5)
+    layout = Layout.of(model)
+    engine = BookKeeping(model, square, layout)
+    with pytest.warns(UserWarning, match="depends on another"):
+        assert engine.plan((torch.randn(4, 3), targets(4)), layout.parameters(model)) is None
+    model = nn.Sequential(nn.Embedding(5, 3), model)  # the inputs have no gradient: only the layers can tell
+    layout = Layout.of(model)
+    engine = BookKeeping(model, square, layout)
+    with pytest.warns(UserWarning, match="in module '0' an example's loss depends on another"):
+        assert engine.plan((torch.arange(4), targets(4)), layout.parameters(model)) is None
 
 
 def test_running_statistics_are_refused_by_name():

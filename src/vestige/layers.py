@@ -174,7 +174,7 @@ class Patches:
         if self._fuses():
             return kernels.convolution_gradients(self.image, self.signal, self._shape(), keep=False)[1].sqrt()
         parts = self._parts(prod(self.shape) + prod(self.shape[1:]) * self.signal.shape[2:].numel())
-        return torch.cat([Dense(part._materialised()).norms() for part in parts])
+        return torch.cat([Dense(part.dense()).norms() for part in parts])
 
     def _ghost_cost(self) -> int:
         """Multiplications per example, counting a number moved to or from memory as several."""
@@ -240,7 +240,10 @@ class Patches:
             gradients, _ = kernels.convolution_gradients(self.image, self.signal, self._shape(), keep=True)
             return gradients.view(len(gradients), *self.shape)
         parts = self._parts(prod(self.shape[1:]) * self.geometry.groups * self.signal.shape[2:].numel())
-        return torch.cat([part._materialised() for part in parts])
+        out = _wide(self.image[:0]).new_empty(len(self.image), *self.shape)
+        for part, place in zip(parts, out.split([len(part.image) for part in parts]), strict=True):
+            part._materialise(place)
+        return out
 
     def _parts(self, each: int) -> list[Patches]:
         """The batch in pieces whose working memory, `each` numbers an example, stays small."""
@@ -248,7 +251,7 @@ class Patches:
         pieces = zip(self.image.split(chunk), self.signal.split(chunk), strict=True)
         return [Patches(image, signal, self.geometry) for image, signal in pieces]
 
-    def _materialised(self) -> Tensor:
+    def _materialise(self, out: Tensor) -> None:
         g = self.geometry
         windows = self._padded()
         for axis, (size, step, gap) in enumerate(zip(g.kernel, g.stride, g.dilation, strict=True)):
@@ -257,7 +260,7 @@ class Patches:
         windows = windows.permute(0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank))
         columns = windows.reshape(examples * g.groups, -1, positions)
         signal = _wide(self.signal).reshape(examples * g.groups, -1, positions)
-        return torch.bmm(signal, columns.transpose(1, 2)).view(examples, *self.shape)
+        torch.bmm(signal, columns.transpose(1, 2), out=out.view(examples * g.groups, -1, columns.shape[1]))
 
 
 def _move_cost(tensor: Tensor) -> int:

@@ -498,7 +498,7 @@ def _findings(content: Content) -> str:
             for rate, words in STAGES.items():
                 chosen = [r for r in rows if (r["task"], r["budget"], r["rate"]) == (task, budget, rate)]
                 others = [row for row in chosen if row["method"] != baseline and row["mean"] is not None]
-                if not others:
+                if not chosen:
                     continue
                 lines.append(_finding(task, budget, words, others, baseline, chosen))
     note = (
@@ -524,6 +524,9 @@ def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline
     if same:
         verb = "is" if len(same) == 1 else "are"
         rest = f"{_text(', '.join(same))} {verb} not distinguishable from {_text(baseline)}."
+    broken = [row["method"] for row in chosen if row["mean"] is None]
+    if broken:
+        rest += f" Every run of {_text(', '.join(broken))} failed; the table says why."
     return f"<li>{start}{told + '. ' if told else ''}{rest}</li>"
 
 
@@ -683,7 +686,8 @@ def _td(value: Any, numeric: bool) -> str:
         return "<td data-v=''>-</td>"
     if isinstance(value, float):
         return f'<td class="n" data-v="{value!r}">{value:.4g}</td>'
-    return f'<td{" class=n" if numeric else ""} data-v="{_text(value)}">{_text(value)}</td>'
+    kind = " class=n" if numeric else " class=w" if len(str(value)) > 60 else ""
+    return f'<td{kind} data-v="{_text(value)}">{_text(value)}</td>'
 
 
 # --- privacy ---------------------------------------------------------------------------------------------------------

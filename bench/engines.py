@@ -1,0 +1,369 @@
+"""What does a private step cost over a plain one? Every engine on the same models, in one process, in one table.
+
+usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--kernels]
+       [--threads N] [--json FILE]
+
+A step is forward, backward, clipping, noise and the update. Peak memory is what the step allocates on the GPU; on the
+CPU there is no such count, so only time is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vestige import kernels, models
+from vestige.bookkeeping import BookKeeping
+from vestige.clipping import Engine, Flat, Reference
+from vestige.layers import Geometry, Patches
+from vestige.layout import Layout
+from vestige.memory import Blend
+from vestige.noise import Release
+
+Step = Callable[[], object]
+BOUND, MULTIPLIER, RATE = 1.0, 1.0, 0.1
+
+
+class Block(nn.Module):
+    """A transformer block as GPT-2 and ViT have it: norms first, one projection for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.project, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.project(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=self.causal)
+        x = x + self.merge(mixed.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.widen(self.between(x))))
+
+
+class Transformer(nn.Module):
+    """Blocks over an embedded sequence, averaged into classes. Positions are fixed: Opacus takes no bare parameters."""
+
+    positions: Tensor
+
+    def __init__(self, embed: nn.Module, length: int, width: int, heads: int, depth: int, causal: bool) -> None:
+        super().__init__()
+        self.embed = embed
+        self.register_buffer("positions", 0.02 * torch.randn(1, length, width))
+        self.blocks = nn.Sequential(*[Block(width, heads, causal) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(x) + self.positions)).mean(dim=1))
+
+
+class Patch(nn.Module):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, width, size, stride=size)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.convolution(image).flatten(2).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], Tensor]
+    batch: int
+    cpu_batch: int | None = None
+    """None: too slow to be worth the wait on a CPU."""
+
+
+def images(size: int) -> Callable[[int], Tensor]:
+    return lambda batch: torch.randn(batch, 3, size, size)
+
+
+CASES = {
+    "CIFAR MLP": Case(lambda: models.mlp(3072, 10), lambda batch: torch.randn(batch, 3072), 256, 256),
+    "tanh CNN": Case(lambda: models.tanh_cnn_32(10), images(32), 2048, 64),
+    "ResNet-18 GN": Case(lambda: models.resnet18(10), images(32), 512),
+    "ViT-S": Case(lambda: Transformer(Patch(384, 4), 64, 384, 6, 12, causal=False), images(32), 512),
+    "GPT-2 blocks": Case(
+        lambda: Transformer(nn.Identity(), 256, 768, 12, 12, causal=True),
+        lambda batch: torch.randn(batch, 256, 768),
+        32,
+    ),
+}
+
+
+def plain(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return step
+
+
+def opacus_hooks(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+    from opacus.grad_sample import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    watched = GradSampleModule(model)
+    inner = torch.optim.SGD(watched.parameters(), lr=1e-3)
+    options = {"noise_multiplier": MULTIPLIER, "max_grad_norm": BOUND, "expected_batch_size": len(batch[1])}
+    optimizer = DPOptimizer(inner, **options)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(watched(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return step
+
+
+def opacus_ghost(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+    from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    watched = GradSampleModuleFastGradientClipping(model, max_grad_norm=BOUND, use_ghost_clipping=True)
+    inner = torch.optim.SGD(watched.parameters(), lr=1e-3)
+    options = {"noise_multiplier": MULTIPLIER, "max_grad_norm": BOUND, "expected_batch_size": len(batch[1])}
+    optimizer = DPOptimizerFastGradientClipping(inner, **options)
+    criterion = DPLossFastGradientClipping(watched, optimizer, nn.CrossEntropyLoss())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        criterion(watched(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return step
+
+
+def private(make: Callable[..., Engine], memory: bool = False) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Step]:
+    def build(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+        layout = Layout.of(model)
+        parameters = layout.parameters(model)
+        engine, clip, total = (
+            make(model, F.cross_entropy, layout),
+            Flat(BOUND),
+            torch.zeros(layout.size, device=batch[0].device),
+        )
+        blend = Blend(window=8)
+        state = blend.init(layout, total.device) if memory else {}
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        expected = float(len(batch[1]))
+
+        def step() -> None:
+            total.zero_()
+            engine(batch, parameters, clip, total)
+            total.add_(torch.randn_like(total), alpha=BOUND * MULTIPLIER)
+            direction = (
+                blend.step(Release(total, MULTIPLIER, expected, RATE), state, parameters).direction if memory else total
+            )
+            for name, view in layout.views(direction.div_(expected)).items():
+                parameters[name].grad = view
+            optimizer.step()
+
+        return step
+
+    return build
+
+
+ROWS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Step]] = {
+    "plain SGD": plain,
+    "Opacus hooks": opacus_hooks,
+    "Opacus ghost": opacus_ghost,
+    "vmap": private(Reference),
+    "ours, DP-SGD": private(BookKeeping),
+    "ours, FO-DP-SGD K=8": private(BookKeeping, memory=True),
+}
+
+
+def measure(step: Step, device: str, seconds: float, rounds: int) -> tuple[float, float | None]:
+    """The best of some rounds, each the mean of enough steps to be timed, and the peak memory of a step."""
+    step(), step()
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    step()
+    if cuda:
+        torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
+    count = max(1, min(200, int(seconds / rounds / (time.perf_counter() - start + 1e-9))))
+    means = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        if cuda:
+            torch.cuda.synchronize()
+        means.append((time.perf_counter() - start) / count)
+    return min(means) * 1e3, peak
+
+
+def compare(name: str, case: Case, device: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    size = case.batch if device == "cuda" else case.cpu_batch
+    assert size is not None
+    size = max(1, size // 4) if options.quick else size
+    base: dict[str, Any] = {}
+    for row in options.rows:
+        torch.manual_seed(0)
+        result: dict[str, Any] = {"model": name, "batch": size, "row": row}
+        try:
+            model = case.build().to(device)
+            batch = (case.inputs(size).to(device), torch.randint(10, (size,), device=device))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                step = ROWS[row](model, batch)
+                result["ms"], result["MiB"] = measure(step, device, options.seconds, options.rounds)
+        except ImportError:
+            result["failed"] = "not installed"
+        except (RuntimeError, NotImplementedError, ValueError) as problem:
+            result["failed"] = f"{type(problem).__name__}: {str(problem).splitlines()[0][:80]}"
+        model = batch = step = None  # type: ignore[assignment]
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        base = base or result
+        if "failed" not in result and "failed" not in base:
+            result["time"] = result["ms"] / base["ms"]
+            result["memory"] = result["MiB"] / base["MiB"] if result["MiB"] else None
+        yield result
+
+
+def line(result: dict[str, Any]) -> str:
+    head = f"| {result['model']} [{result['batch']}] | {result['row']} |"
+    if "failed" in result:
+        return f"{head} {result['failed']} | | | |"
+    memory = "" if result["MiB"] is None else f"{result['MiB']:.0f}"
+    ratio = "" if result["memory"] is None else f"{result['memory']:.2f}x"
+    return f"{head} {result['ms']:.2f} | {result['time']:.2f}x | {memory} | {ratio} |"
+
+
+def kernel_rows() -> Iterator[dict[str, Any]]:
+    """Fused kernels beside what they replace, and beside the copy speed of this GPU."""
+    one, other = torch.empty(2**28, device="cuda"), torch.empty(2**28, device="cuda")
+    bandwidth = 2 * one.numel() * 4 / timed(lambda: other.copy_(one)) / 1e6
+    yield {"kernel": "copy", "GB/s": bandwidth}
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from fractional_rows(7, 11_200_000, dtype, bandwidth)
+    for sequences in ((512, 64, 384, 1536), (512, 64, 1152, 384), (32, 256, 768, 3072), (32, 256, 2304, 768)):
+        yield from norm_rows(*sequences)
+    for layer in ((2048, 3, 32, 32), (2048, 32, 32, 32), (2048, 64, 64, 16), (2048, 128, 128, 8)):
+        yield from convolution_rows(*layer)
+    for layer in ((512, 64, 64, 32), (512, 128, 128, 16), (512, 256, 256, 8), (512, 512, 512, 4)):
+        yield from convolution_rows(*layer)
+
+
+def timed(step: Step) -> float:
+    return measure(step, "cuda", 0.2, 3)[0]
+
+
+def fractional_rows(rows: int, size: int, dtype: torch.dtype, bandwidth: float) -> Iterator[dict[str, Any]]:
+    history, weights = torch.randn(rows, size, device="cuda").to(dtype), torch.rand(rows, device="cuda")
+    fresh = torch.randn(size, device="cuda")
+    least = size * ((rows + 1) * history.element_size() + 8) / bandwidth / 1e6
+    for way, function in (("fused", kernels.fractional_pass), ("plain", kernels.plain_fractional_pass)):
+        spent = timed(partial(function, history, weights, fresh, 0.7, 0))
+        yield {
+            "kernel": f"fractional pass {rows} x {size} {dtype}",
+            "way": way,
+            "ms": spent,
+            "over its bytes": spent / least,
+        }
+
+
+def norm_rows(examples: int, positions: int, out: int, width: int) -> Iterator[dict[str, Any]]:
+    left = torch.randn(examples, positions, out, device="cuda")
+    right = torch.randn(examples, positions, width, device="cuda")
+    ways: dict[str, Step] = {
+        "fused": lambda: kernels.outer_squares(left, right),
+        "plain": lambda: kernels.plain_outer_squares(left, right),
+        "the weight's own gradient": lambda: left.flatten(0, 1).t() @ right.flatten(0, 1),
+    }
+    for way, function in ways.items():
+        yield {"kernel": f"norms {out}x{width}, {examples} x {positions}", "way": way, "ms": timed(function)}
+
+
+def plain_gradients(patches: Patches) -> Tensor:
+    """What `Patches.dense` does where there is no fused kernel."""
+    out = patches.image.new_empty(len(patches.image), *patches.shape)
+    parts = patches._parts(prod(patches.shape[1:]) * patches.signal.shape[2:].numel())
+    for part, place in zip(parts, out.split([len(part.image) for part in parts]), strict=True):
+        part._materialise(place)
+    return out
+
+
+def convolution_rows(examples: int, channels: int, outputs: int, size: int) -> Iterator[dict[str, Any]]:
+    image = torch.randn(examples, channels, size, size, device="cuda")
+    signal = torch.randn(examples, outputs, size, size, device="cuda")
+    shape = ((3, 3), (1, 1), (1, 1), (1, 1), 1)
+    patches = Patches(image, signal, Geometry(*shape))
+    into, factors = torch.zeros(outputs, channels, 3, 3, device="cuda"), torch.ones(examples, device="cuda")
+    ways: dict[str, Step] = {
+        "fused, norms only": lambda: kernels.convolution_gradients(image, signal, shape, False),
+        "fused, kept": lambda: kernels.convolution_gradients(image, signal, shape, True),
+        "plain": lambda: plain_gradients(patches),
+        "weighted sum": lambda: patches.add(into, factors),
+    }
+    if size <= 16:
+        ways["ghost"] = patches._ghost_squares
+    chosen = "ghost" if patches._ghost_cost() < patches._direct_cost() else "direct"
+    for way, function in ways.items():
+        label = f"convolution {channels}->{outputs}, {examples} x {size}x{size}"
+        yield {"kernel": label, "way": way, "ms": timed(function), "the rule takes": chosen}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the batch, fewer repetitions")
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--kernels", action="store_true", help="also the fused kernels one by one (GPU)")
+    parser.add_argument("--threads", type=int, help="threads of the CPU")
+    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    options = parser.parse_args()
+    options.seconds, options.rounds = (0.5, 2) if options.quick else (3.0, 5)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    print(f"torch {torch.__version__}, {machine}, TF32 on a GPU; over plain SGD\n")
+    print("| model [batch] | step | ms | time | peak MiB | memory |\n|---|---|---|---|---|---|")
+    results = []
+    for name in options.models:
+        if options.device == "cuda" or CASES[name].cpu_batch is not None:
+            for result in compare(name, CASES[name], options.device, options):
+                print(line(result), flush=True)
+                results.append(result)
+    kernel_results: list[dict[str, Any]] = []
+    if options.kernels and options.device == "cuda":
+        print()
+        for result in kernel_rows():
+            print(", ".join(f"{k}: {v:.4g}" if isinstance(v, float) else str(v) for k, v in result.items()), flush=True)
+            kernel_results.append(result)
+    if options.json:
+        options.json.write_text(
+            json.dumps({"machine": machine, "torch": torch.__version__, "steps": results, "kernels": kernel_results})
+        )
+
+
+if __name__ == "__main__":
+    main()
