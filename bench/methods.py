@@ -49,12 +49,17 @@ def subjects(examples: int) -> dict[str, tuple[Any, tuple[torch.Tensor, torch.Te
     return {"mlp": (lambda: mlp(3072, 10), (images.flatten(1), labels)), "cnn": (small_cnn, (images, labels))}
 
 
+def made(name: str) -> vestige.Method:
+    """With its defaults, but for a decay that needs a budget to follow."""
+    return build(name, **({"progress": "none"} if "progress" in METHODS[name].options else {}))
+
+
 def prepared(name: str, model: nn.Module, data: Any, steps: int, rate: float, device: str) -> vestige.Training:
     return vestige.train(
         model.to(device),
         nn.functional.cross_entropy,
         data,
-        method=build(name),
+        method=made(name),
         sample_rate=rate,
         steps=steps,
         noise_multiplier=1.1,
@@ -92,7 +97,7 @@ def measure(names: list[str], steps: int, examples: int, rate: float, device: st
                     "method": name,
                     "step_ms": 1000 * median,
                     "ratio": median / base,
-                    "copies": build(name).copies(rate, steps + 3),
+                    "copies": made(name).copies(rate, steps + 3),
                     "published": {table: values.get(name) for table, values in PUBLISHED.items()},
                 }
             )

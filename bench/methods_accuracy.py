@@ -16,6 +16,7 @@ import math
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,11 @@ from scipy.stats import t as student
 
 import vestige
 from vestige import tasks
-from vestige.layout import Layout
 from vestige.method import METHODS, build
-from vestige.planning import plan
 
 GRID = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 LIMITS = ("sample_rate", "steps", "delta")
-_PLANS: dict[Any, Any] = {}
+_NOISE: dict[Any, float] = {}
 
 
 def one(cell: dict[str, Any]) -> dict[str, Any]:
@@ -38,24 +37,23 @@ def one(cell: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     task = tasks.load(cell["task"], cell["data"], cell["seed"])
     method = build(cell["method"])
-    limits = {key: cell[key] for key in LIMITS}
-    key = (cell["method"], cell["epsilon"], cell["task"], *limits.values())
-    if key not in _PLANS:
-        known = plan(task.model, Layout.of(task.model), method, len(task.train[0]), epsilon=cell["epsilon"], **limits)
-        _PLANS[key] = known.noise_multiplier
-    common = {"method": method, **limits, "noise_multiplier": _PLANS[key]}
-    rate = plan(
-        task.model, Layout.of(task.model), method, len(task.train[0]), noise_multiplier=_PLANS[key], **limits
-    ).lr * cell["multiple"]  # fmt: skip
-    task.model.to(cell["device"])
+    fixed: dict[str, Any] = {"method": method, **{key: cell[key] for key in LIMITS}}
+    if method.gate.adaptive:  # only a filter that knows the budget bounds questions that follow from answers
+        fixed["epsilon"] = cell["epsilon"]
+    key = tuple(cell[name] for name in ("task", "method", "epsilon", *LIMITS))
+    prepare = partial(vestige.train, task.model.to(cell["device"]), task.loss, task.train)
+    if key not in _NOISE:
+        _NOISE[key] = prepare(**{**fixed, "epsilon": cell["epsilon"]}).plan.noise_multiplier
+    fixed["noise_multiplier"] = _NOISE[key]
+    rate = prepare(**fixed).plan.lr * cell["multiple"]
     begin = time.perf_counter()
-    training = vestige.train(task.model, task.loss, task.train, lr=rate, **common)
+    training = prepare(**fixed, lr=rate)
     for _ in training:
         pass
     with training.averaged():
         found = vestige.accuracy(task.model, task.test)
     seconds = time.perf_counter() - begin
-    return {**cell, "accuracy": found, "lr": rate, "noise_multiplier": _PLANS[key], "seconds": round(seconds, 2)}
+    return {**cell, "accuracy": found, "lr": rate, "noise_multiplier": _NOISE[key], "seconds": round(seconds, 2)}
 
 
 def interval(values: list[float]) -> tuple[float, float]:

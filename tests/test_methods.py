@@ -226,7 +226,7 @@ def test_the_joint_release_costs_the_accounted_multiplier_and_no_more():
     gradient = clip.gradient_multiplier(1.1, 200)
     assert gradient == pytest.approx(1.1017, abs=1e-4)  # the spec's example
     assert (gradient**-2 + 20.0**-2) ** -0.5 == pytest.approx(1.1, rel=1e-12)
-    with pytest.raises(ValueError, match=r"count_noise=0\.5"):
+    with pytest.raises(ValueError, match=r"quantile_noise=0\.5"):
         Counted(1.0, 0.5).gradient_multiplier(1.1, 200)
 
 
@@ -271,7 +271,7 @@ def test_the_pace_of_dp_adam_ac_follows_the_released_fraction():
 
 
 def test_the_learning_rate_really_follows_the_pace():
-    training = run(build("dp-adam-ac", count_noise=1.0), steps=6, lr=0.01)
+    training = run(build("dp-adam-ac", quantile_noise=1.0), steps=6, lr=0.01)
     for _ in training:
         pass
     assert training.state.clip["pace"] != 1.0
@@ -755,6 +755,14 @@ def test_the_table_and_the_pages_say_what_the_registry_knows():
     wrong = vestige_command("methods", "dp-satt")
     assert wrong.returncode == 2
     assert "did you mean 'dp-sat'" in wrong.stderr
+
+
+def test_one_option_has_one_type_whichever_method_takes_it():
+    types = {}
+    for entry in METHODS.values():
+        for name, option in entry.options.items():
+            kind = option.annotation.__origin__ if hasattr(option.annotation, "__metadata__") else option.annotation
+            assert types.setdefault(name, kind) == kind, f"{entry.name}: --{name}"
 
 
 @pytest.mark.slow

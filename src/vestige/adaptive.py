@@ -98,7 +98,7 @@ class Counted:
             return multiplier
         if not 2 * deviation > multiplier:
             raise ValueError(
-                f"count_noise={deviation} must exceed half the noise multiplier {multiplier:.4g}: the count alone "
+                f"quantile_noise={deviation} must exceed half the noise multiplier {multiplier:.4g}: the count alone "
                 "would cost more than the step may"
             )
         return float((multiplier**-2 - (2 * deviation) ** -2) ** -0.5)
@@ -129,7 +129,7 @@ class Quantile:
         if not self.speed >= 0:
             raise ValueError(f"clip_speed={self.speed} must not be negative")
         if self.count_noise != "auto" and not self.count_noise > 0:
-            raise ValueError(f"count_noise={self.count_noise} must be positive, or 'auto'")
+            raise ValueError(f"quantile_noise={self.count_noise} must be positive, or 'auto'")
 
     def factors(self, norms: Tensor) -> Tensor:
         return Flat(self.start).factors(norms)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vestige import accounting
 from vestige.clipping import Engine, Loss
+from vestige.correlated import Stream
 from vestige.curator import BudgetSpent, Curator, Data
 from vestige.engines import engine_by_name
 from vestige.files import write_atomically
@@ -26,7 +27,7 @@ from vestige.losses import example_losses, right_answers
 from vestige.method import Method, build
 from vestige.noise import Randomness
 from vestige.normalising import PrivateMoments, fill
-from vestige.planning import Filter, Plan, plan, questions
+from vestige.planning import DEFAULT_STEPS, Filter, Plan, plan, questions
 from vestige.questions import Question
 from vestige.run_folder import RunFolder, paced
 from vestige.sampling import SAMPLINGS
@@ -148,7 +149,7 @@ class Training:
             losses=example_losses(model, loss),
             right=right_answers(model),
             nonprivate_witness=self.transcript,
-            noise=None if method.noise.white else method.noise.start(limits["sample_rate"], limits["steps"]),
+            noise=_correlated(method, limits["sample_rate"], limits["steps"] or DEFAULT_STEPS),
         )
         self.method = method = replace(method, gate=method.gate.at(self._curator.population))
         self._normalise, self._normalised = normalise, normalise is None
@@ -316,6 +317,10 @@ class Training:
         self._curator.asked, self._curator.compared = saved["asked"], saved["compared"]
         self._curator.replay_noise()
         self.ledger.resume(self.state.step)
+
+
+def _correlated(method: Method, sample_rate: float, steps: int) -> Stream | None:
+    return None if method.noise.white else method.noise.start(sample_rate, steps)
 
 
 class Transcript:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from vestige.method import METHODS, Entry, nearest
@@ -61,12 +62,17 @@ def _row(entry: Entry) -> dict[str, Any]:
         "releases": entry.releases,
         "price": entry.price,
         "parts": {part: str(value) for part, value in entry.parts.items()},
-        "defaults": entry.defaults,
+        "defaults": {name: _plain(value) for name, value in entry.defaults.items()},
         "copies": entry.make().copies(RATE, STEPS),
         "neutral": _neutral(entry),
         "reference": entry.reference,
         "bibtex": BIBTEX.get(entry.name, ""),
     }
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON can say it."""
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def _neutral(entry: Entry) -> str:

@@ -56,6 +56,16 @@ class Method:
                 f"optimizer {self.rule.name} must know the noise it steps on, and the memory of {self.name} does not "
                 "say how much it leaves; use another optimizer"
             )
+        if self.gate != AlwaysAccept() and (
+            not self.noise.white
+            or isinstance(self.clip, Adaptive)
+            or self.schedule != Constant()
+            or self.probe.period(0.5) != 1
+        ):
+            raise ValueError(
+                f"method={self.name!r}: a gate has a theorem for one fixed question per candidate; leave out the "
+                "gate, or the adaptive clip, schedule, correlated noise or importance sampling"
+            )
         if self.noise.white:
             return
         if isinstance(self.clip, Adaptive) or self.schedule != Constant():

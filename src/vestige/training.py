@@ -219,8 +219,7 @@ def advance(state: State, method: Method, curator: Curator, multiplier: float) -
         assert isinstance(method.memory, KnowsNoise), "Method refuses such a pair"
         state.optimizer.hear(method.memory.noise_std(release, state.memory) / release.expected_batch)
     if isinstance(method.clip, Adaptive):
-        for group in state.optimizer.param_groups:
-            group["lr"] = state.lr * pace
+        state.scale_lr(pace)
         diagnostics = {**diagnostics, "clip": torch.tensor(state.clip["bound"])}
         state.clip = method.clip.learn(release.unclipped, state.clip)
     state.optimizer.step()

@@ -11,7 +11,16 @@ from vestige.adam_bc import AdamBC
 from vestige.adaptive import Paced, Quantile
 from vestige.clipping import Flat
 from vestige.method import Method, Neutral, register
-from vestige.methods.options import Beta1, Beta2, Bound, ClipSpeed, CountNoise, Target, WeightDecay, count_noise_of
+from vestige.methods.options import (
+    Beta1,
+    Beta2,
+    Bound,
+    ClipSpeed,
+    QuantileNoise,
+    Target,
+    WeightDecay,
+    quantile_noise_of,
+)
 from vestige.rules import Rule
 
 Floor = Annotated[
@@ -101,8 +110,8 @@ def adp_adamw(
     "Yang, DP-Adam-AC, 2025, arXiv:2510.05288, in a valid form: the quantile of Andrew et al. 2021 for raw norms",
     "extra release",
     releases="per step a noised sum and, on the same sample, a noised count of unclipped examples",
-    price="T x SGM(q, z), z^-2 = z_gradient^-2 + (2 count_noise)^-2: both answers are one question",
-    neutral=Neutral({"clip_speed": 0.0, "count_noise": "inf"}, like="dp-adam", like_options={"clip": 3.0}),
+    price="T x SGM(q, z), z^-2 = z_gradient^-2 + (2 quantile_noise)^-2: both answers are one question",
+    neutral=Neutral({"clip_speed": 0.0, "quantile_noise": "inf"}, like="dp-adam", like_options={"clip": 3.0}),
 )
 def dp_adam_ac(
     *,
@@ -111,14 +120,14 @@ def dp_adam_ac(
     beta2: Beta2 = 0.999,
     quantile: Target = 0.8,
     clip_speed: ClipSpeed = 0.2,
-    count_noise: CountNoise = "auto",
+    quantile_noise: QuantileNoise = "auto",
 ) -> Method:
     """Adam with a clip and a learning rate that follow a noised quantile, and an average for evaluation.
 
     The published rule reads raw norms and clips micro-batches: no epsilon holds for it, so it is not offered. Here
     every example is clipped, the bound follows the noised fraction of unclipped examples, and so does the rate.
     """
-    bound = Quantile(clip, quantile, clip_speed, count_noise_of(count_noise), lowest=0.1, highest=10.0)
+    bound = Quantile(clip, quantile, clip_speed, quantile_noise_of(quantile_noise), lowest=0.1, highest=10.0)
     return Method(
         name="dp-adam-ac",
         clip=Paced(bound),

@@ -9,14 +9,14 @@ Beta2 = Annotated[float, "decay of Adam's second moment"]
 WeightDecay = Annotated[float, "decoupled weight decay"]
 Target = Annotated[float, "fraction of examples to leave unclipped"]
 ClipSpeed = Annotated[float, "how fast the bound follows the released fraction (eta_C)"]
-CountNoise = Annotated[str | float, "noise of the count, in examples; auto: a twentieth of the expected batch"]
+QuantileNoise = Annotated[str | float, "noise of the count, in examples; auto: a twentieth of the expected batch"]
 Radius = Annotated[float, "length of the ascent step (rho)"]
 
 
-def count_noise_of(text: str | float) -> float | Literal["auto"]:
+def quantile_noise_of(text: str | float) -> float | Literal["auto"]:
     if text == "auto":
         return "auto"
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"count_noise={text!r} must be a positive number or 'auto'") from None
+        raise ValueError(f"quantile_noise={text!r} must be a positive number or 'auto'") from None

@@ -7,7 +7,7 @@ from typing import Annotated
 from vestige.adaptive import Automatic, Quantile
 from vestige.clipping import Flat
 from vestige.method import Method, Neutral, register
-from vestige.methods.options import Bound, ClipSpeed, CountNoise, Momentum, Target, count_noise_of
+from vestige.methods.options import Bound, ClipSpeed, Momentum, QuantileNoise, Target, quantile_noise_of
 from vestige.rules import sgd
 
 QUANTILE_REFERENCE = "Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021"
@@ -24,8 +24,8 @@ def dp_sgd(*, clip: Bound = 1.0, momentum: Momentum = 0.0) -> Method:
     QUANTILE_REFERENCE,
     "extra release",
     releases="per step a noised sum and, on the same sample, a noised count of unclipped examples",
-    price="T x SGM(q, z), z^-2 = z_gradient^-2 + (2 count_noise)^-2: both answers are one question",
-    neutral=Neutral({"clip_speed": 0.0, "count_noise": "inf", "clip": 1.0}),
+    price="T x SGM(q, z), z^-2 = z_gradient^-2 + (2 quantile_noise)^-2: both answers are one question",
+    neutral=Neutral({"clip_speed": 0.0, "quantile_noise": "inf", "clip": 1.0}),
 )
 def dp_quantile(
     *,
@@ -33,13 +33,13 @@ def dp_quantile(
     momentum: Momentum = 0.0,
     quantile: Target = 0.5,
     clip_speed: ClipSpeed = 0.2,
-    count_noise: CountNoise = "auto",
+    quantile_noise: QuantileNoise = "auto",
     steady_steps: Annotated[
         bool, "divide the learning rate by the bound's growth, so that steps keep their length"
     ] = True,
 ) -> Method:
     """Quantile clipping: the bound follows a noised count of the examples it leaves unclipped."""
-    bound = Quantile(clip, quantile, clip_speed, count_noise_of(count_noise), steady_steps=steady_steps)
+    bound = Quantile(clip, quantile, clip_speed, quantile_noise_of(quantile_noise), steady_steps=steady_steps)
     return Method(name="dp-quantile", clip=bound, rule=sgd(momentum))
 
 
