@@ -486,6 +486,28 @@ def test_class_token_and_positions_need_no_fallback(examples):
     silent(Tokens(), (torch.randn(examples, 1, 4, 4), targets(examples)))
 
 
+class Biased(nn.Module):
+    """A class token that may be expanded, beside a table of scores without examples whose output may not be repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.scores = nn.Parameter(torch.randn(1, 1, 4)), nn.Embedding(5, 2)
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.first(torch.cat([self.token.expand(len(input), -1, -1), input], dim=1))
+        distance = (torch.arange(3)[:, None] - torch.arange(3)).abs()
+        scores = self.scores(distance).permute(2, 0, 1)[None]  # [1, heads, queries, keys], as T5 has them
+        mixed = torch.softmax(scores, dim=-1) @ x[:, None]
+        return self.head(torch.tanh(mixed.mean(dim=(1, 2))))
+
+
+def test_one_failed_hope_does_not_end_another():
+    torch.manual_seed(16)
+    with pytest.warns(UserWarning, match=r"gradients of scores\.weight come from the reference"):
+        check(Biased(), (torch.randn(4, 2, 4), targets(4)))
+
+
 class Scale(nn.Module):
     """A module without a rule, called with a tensor that has no examples besides one that has."""
 

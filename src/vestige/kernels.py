@@ -55,9 +55,9 @@ def rounding(tensor: Tensor) -> float:
 
 
 def can_fuse_convolution(image: Tensor, signal: Tensor, groups: int) -> bool:
-    """Whether `convolution_gradients` is there and worth it: two axes, float32, and not one channel to a group."""
-    floats = image.dtype == signal.dtype == torch.float32
-    return image.is_cuda and image.dim() == 4 and floats and signal.shape[1] // groups >= 8 and fused_available()
+    """Whether `convolution_gradients` is there and worth it: two axes, not float64, several channels to a group."""
+    plain = image.dim() != 4 or torch.float64 in (image.dtype, signal.dtype) or signal.shape[1] // groups < 8
+    return image.is_cuda and not plain and fused_available()
 
 
 def convolution_gradients(
@@ -70,7 +70,7 @@ def convolution_gradients(
     """
     from vestige import fused
 
-    return fused.convolution_gradients(image, signal, shape, keep)
+    return fused.convolution_gradients(image.float(), signal.float(), shape, keep)
 
 
 def fractional_pass(

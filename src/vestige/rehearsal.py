@@ -34,8 +34,8 @@ def rehearsed(
     """A plan that held on these three examples, or None where only the reference engine will do; raises `Unclear`."""
     require_independent(model)
     sites = list(sites_of(model, layout))
-    sketch = _first_sketch(sites, parameters)
-    while True:
+    sketch, reason = _first_sketch(sites, parameters), "its calls keep changing"
+    for _ in range(10 + 3 * len(sites)):  # every round but the last gives something up
         plan = Plan(model, loss, layout, sketch)
         try:
             devices = sorted({p.device.index for p in parameters.values() if p.is_cuda})
@@ -47,18 +47,20 @@ def rehearsed(
         except Misfit as misfit:
             revised = _without(sketch, sites, {misfit.site})
         except Exception as problem:
-            revised = _cautious(sketch, sites)
+            revised, reason = _cautious(sketch, sites), str(problem)
             if revised == sketch:
-                warnings.warn(
-                    f"the model cannot be taken apart into examples ({problem}): every step is left to the reference "
-                    "engine, which is exact but slow",
-                    stacklevel=4,
-                )
-                return None
-        if revised == sketch:
-            _say(plan)
-            return plan
+                break
+        else:
+            if revised == sketch:
+                _say(plan)
+                return plan
         sketch = revised
+    warnings.warn(
+        f"the model cannot be taken apart into examples ({reason}): every step is left to the reference engine, which "
+        "is exact but slow",
+        stacklevel=4,
+    )
+    return None
 
 
 def _first_sketch(sites: Sequence[Site], parameters: Parameters) -> Sketch:
@@ -75,8 +77,10 @@ def _rooted(sketch: Sketch, sites: Sequence[Site]) -> Sketch:
 
 
 def _cautious(sketch: Sketch, sites: Sequence[Site]) -> Sketch:
-    """The same without its hopes."""
-    return _without(replace(sketch, expanded=frozenset(), shared=frozenset()), sites, sketch.shared)
+    """The same without its latest hope."""
+    if sketch.shared:
+        return _without(sketch, sites, sketch.shared)
+    return _rooted(replace(sketch, expanded=frozenset()), sites)
 
 
 def _without(sketch: Sketch, sites: Sequence[Site], names: set[str] | frozenset[str]) -> Sketch:
