@@ -94,7 +94,7 @@ def test_one_pass_keeps_the_gram_matrix(dtype, tolerance):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_fused_norms(shape, dtype, tf32, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.manual_seed(3)
     examples, positions, out, width = shape
     left = torch.randn(examples, positions, out, device="cuda").to(dtype)
@@ -119,7 +119,7 @@ def test_fused_norms(shape, dtype, tf32, monkeypatch):
 def test_fused_convolution(
     channels, outputs, groups, kernel, stride, padding, dilation, space, keep, tf32, monkeypatch
 ):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.manual_seed(4)
     image = torch.randn(5, channels, *space)
     weight = torch.randn(outputs, channels // groups, *kernel)
