@@ -219,9 +219,8 @@ class Blend:
 
     def _memory_share(self, fresh: Tensor, blend: Tensor) -> Tensor:
         """|blend - share * fresh| / |blend| without forming the difference."""
-        square = _norm(blend).square()
-        cross = 2 * self.share * (blend @ fresh).double()
-        recalled = square - cross + self.share**2 * _norm(fresh).square()
+        square = _square(blend)
+        recalled = square - 2 * self.share * (blend @ fresh).double() + self.share**2 * _square(fresh)
         return (recalled.clamp(min=0) / square.clamp(min=1e-300)).sqrt()
 
     def _compare(self, state: State, filled: int) -> tuple[Tensor, Tensor]:
@@ -230,7 +229,7 @@ class Blend:
             nothing = torch.zeros((), dtype=torch.float64, device=state["past"].device)
             return nothing, nothing.expand(filled)
         trend = state["trend"]
-        square = _norm(trend).square()
+        square = _square(trend)
         products = (state["past"][:filled] @ trend).double()
         distances = (state["squares"][:filled] - 2 * products + square).clamp(min=0).sqrt()
         return square.sqrt(), distances
@@ -239,13 +238,13 @@ class Blend:
         slot = state["count"] % state["past"].shape[-2]
         state["past"][slot].copy_(kept)
         if self.kernel.smoothing is not None:
-            state["squares"][slot] = _norm(kept).square()
+            state["squares"][slot] = _square(kept)
             state["trend"].lerp_(kept, self.kernel.smoothing if state["count"] else 1.0)
         state["count"] += 1
 
 
-def _norm(vector: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vector, dim=-1).double()
+def _square(vector: Tensor) -> Tensor:
+    return (vector @ vector).double()
 
 
 def _check(name: str, value: object, holds: bool, must: str) -> None:

@@ -14,6 +14,8 @@ from vestige.training import Record
 
 CHECKPOINT_SHARE = 0.01
 """Checkpoints are written as often as keeps their cost under this share of the training time."""
+CHECKPOINT_AFTER = 0.5
+"""Seconds before the first of them; the one of step 0 is written before anything is asked."""
 
 
 class RunFolder:
@@ -91,12 +93,13 @@ class RunFolder:
 
 
 def paced(records: Iterator[Record], save: Callable[[], None]) -> Generator[Record, None, None]:
-    """Pass records through, saving a checkpoint whenever its cost is small beside the time since the last one.
+    """Pass records through, saving a checkpoint whenever all saving stays a small share of the time since the start.
 
     The last save is at the end, or where the consumer stops asking: breaking out of a loop loses nothing. An error
     inside a step saves nothing, since its state may be half moved.
     """
-    cost, since = 0.0, time.perf_counter()
+    begin = time.perf_counter()
+    cost = spent = 0.0
     whole = True
     try:
         while True:
@@ -106,11 +109,11 @@ def paced(records: Iterator[Record], save: Callable[[], None]) -> Generator[Reco
             if record is None:
                 return
             yield record
-            if time.perf_counter() - since > cost / CHECKPOINT_SHARE:
-                begin = time.perf_counter()
+            now = time.perf_counter()
+            if now - begin > CHECKPOINT_AFTER and spent + cost < CHECKPOINT_SHARE * (now - begin):
                 save()
-                since = time.perf_counter()
-                cost = since - begin
+                cost = time.perf_counter() - now
+                spent += cost
     finally:
         if whole:
             save()
