@@ -573,58 +573,6 @@ def doctor(
         sys.exit(1)
 
 
-# --- demo ------------------------------------------------------------------------------------------------------------
-
-
-@app.command()
-def demo(
-    epsilon: Annotated[float, typer.Option(help="Privacy budget of each run.")] = 3.0,
-    steps: Annotated[int, typer.Option(help="Number of steps.")] = 600,
-    out: Annotated[Path | None, typer.Option(help="Folder for the runs (default: runs/demo-TIME).")] = None,
-    as_json: Json = False,
-) -> None:
-    """Train FO-DP-SGD and plain DP-SGD to the same epsilon on handwritten digits, and compare.
-
-    Example:
-
-        vestige demo --epsilon 3
-    """
-    from vestige.jobs import Job, complete, start
-
-    folder = out or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    results = []
-    with _progress(not as_json) as bar:
-        for method in ("fo-dp-sgd", "dp-sgd"):
-            job = Job(task="digits-mlp", method=method, epsilon=epsilon, sample_rate=0.1, steps=steps)
-            task, training = start(job, folder / method)
-            show = bar(method, steps)
-
-            def watch(training: Any, record: Any, accuracy: float | None, show: Any = show) -> bool:
-                show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
-                return True
-
-            results.append(complete(job, task, training, watch))
-    if as_json:
-        _print_json({"runs": results})
-        return
-    table = Table("method", "test accuracy", "epsilon", "delta", "noise multiplier", "learning rate (auto)", "seconds")
-    for row in results:
-        cells = (
-            f"{row['accuracy']:.1%}",
-            f"{row['epsilon']:.3f}",
-            f"{row['delta']:g}",
-            f"{row['noise_multiplier']:.3f}",
-        )
-        table.add_row(row["method"], *cells, f"{row['lr']:.3f}", f"{row['seconds']:.1f}")
-    answers.print(table)
-    answers.print(
-        "Both models saw 1,437 digits under the same guarantee: whatever one digit is, anyone's odds of telling "
-        f"whether it was there change by at most a factor e^{epsilon:g}, but for a chance of {results[0]['delta']:g}. "
-        "One run of each: a difference of a few points may be luck."
-    )
-    answers.print(f"written to {folder} (check either with: vestige verify {folder / 'fo-dp-sgd'})", markup=False)
-
-
 # --- lists -----------------------------------------------------------------------------------------------------------
 
 
