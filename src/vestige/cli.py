@@ -545,6 +545,10 @@ def doctor(
     ],
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
+    parity: Annotated[
+        bool, typer.Option("--parity", help="Also prove, on one batch, that the fast engine equals the reference.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Examples in that batch.")] = 64,
     as_json: Json = False,
 ) -> None:
     """Examine a model and its data before training; name what is at fault (exit code 1 if anything is).
@@ -555,22 +559,45 @@ def doctor(
 
         vestige doctor digits-mlp
 
-        vestige doctor my_project.py:make
+        vestige doctor my_project.py:make --parity
     """
     from vestige import tasks
-    from vestige.doctor import examine
+    from vestige.doctor import examine, first_examples
+    from vestige.parity import compare_engines
 
-    findings = examine(*tasks.subject(task, data, seed))
-    wrong = [finding for finding in findings if finding.level == "error"]
+    model, loss, examples = tasks.subject(task, data, seed)
+    findings = examine(model, loss, examples)
+    wrong = any(finding.level == "error" for finding in findings)
+    result: dict[str, Any] = {"healthy": not wrong, "findings": [vars(finding) for finding in findings]}
+    if parity and not wrong:
+        agreement = compare_engines(model, loss, first_examples(examples, batch))
+        result["parity"] = agreement.to_json()
+        wrong = not agreement.agrees
     if as_json:
-        _print_json({"healthy": not wrong, "findings": [vars(finding) for finding in findings]})
+        _print_json(result)
     else:
-        for finding in findings:
-            answers.print(f"{finding.level}: {finding.where}: {finding.what}", markup=False)
-        if not findings:
-            answers.print(f"{task}: nothing found; every example has a gradient of its own", markup=False)
+        _print_diagnosis(task, result)
     if wrong:
         sys.exit(1)
+
+
+def _print_diagnosis(task: str, result: dict[str, Any]) -> None:
+    for finding in result["findings"]:
+        answers.print(f"{finding['level']}: {finding['where']}: {finding['what']}", markup=False)
+    if not result["findings"]:
+        answers.print(f"{task}: nothing found; every example has a gradient of its own", markup=False)
+    if "parity" not in result:
+        return
+    parity = result["parity"]
+    word = "agree" if parity["agrees"] else "DISAGREE"
+    answers.print(
+        f"the engines {word} on {parity['examples']} examples; relative error of each clipped sum:", markup=False
+    )
+    for name, error in parity["errors"].items():
+        answers.print(f"  {name}: {error:.1e}", markup=False)
+    for name, cost in parity["engines"].items():
+        memory = "" if cost["peak_mib"] is None else f", {cost['peak_mib']:.0f} MiB at most"
+        answers.print(f"{name}: {cost['seconds'] * 1e3:.2f} ms a batch{memory}", markup=False)
 
 
 # --- lists -----------------------------------------------------------------------------------------------------------

@@ -49,6 +49,11 @@ def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
     return findings
 
 
+def first_examples(data: Any, count: int) -> list[Tensor]:
+    """The first examples of a tuple of tensors, a dataset or a loader, as one batch."""
+    return _some(data.dataset if isinstance(data, DataLoader) else data, count)[0]
+
+
 def _trainable(model: nn.Module) -> list[Finding]:
     found = []
     named = list(model.named_parameters())
@@ -101,13 +106,13 @@ def _loader(loader: DataLoader[Any]) -> list[Finding]:
     return []
 
 
-def _some(data: Any) -> tuple[list[Tensor], int]:
+def _some(data: Any, wanted: int = PROBED) -> tuple[list[Tensor], int]:
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, Dataset):
         count = len(data)  # type: ignore[arg-type]
-        return list(default_collate([data[i] for i in range(min(PROBED, count))])), count
-    return [part[:PROBED] for part in data], len(data[0])
+        return list(default_collate([data[i] for i in range(min(wanted, count))])), count
+    return [part[:wanted] for part in data], len(data[0])
 
 
 def _inputs(data: Any, batch: Sequence[Tensor]) -> list[Finding]:
