@@ -629,11 +629,12 @@ def methods(
     if as_json:
         _print_json({"methods": rows})
         return
-    table = Table("method", "what it does", "privacy", "price", "copies", "reference")
+    table = Table("method", "privacy", "copies", "what it does, its price, its reference", show_lines=True)
     for row in rows:
-        cells = (row["name"], row["summary"], row["privacy"], row["price"], f"{row['copies']:g}", row["reference"])
-        table.add_row(*cells)
+        words = f"{row['summary']}\n{row['price']}\n[dim]{row['reference']}[/dim]"
+        table.add_row(row["name"], row["privacy"], f"{row['copies']:g}", words)
     answers.print(table)
+    answers.print("copies: extra state, in copies of the parameters. A page on one: vestige methods NAME")
 
 
 @app.command("tasks")
