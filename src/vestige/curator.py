@@ -62,8 +62,8 @@ class Curator:
         self._nonprivate_witness = nonprivate_witness
         self.expected_batch = sampling.rate * self.population
         self._noise = noise
-        self.asked = 0
         self._priced: tuple[Clip, float | Tensor, float] | None = None
+        self.asked = 0
         """Gradients asked so far: the index of the next one's streams."""
         self.compared = 0
         """Comparisons of two models asked so far; their streams are their own, so they never shift a gradient's."""
