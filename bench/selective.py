@@ -139,7 +139,7 @@ def selective(
 
 
 def table(results: list[dict[str, Any]], published: dict[str, Any]) -> str:
-    """Mean test accuracy in percent over seeds; the seed paper's Table 2 in brackets."""
+    """Mean test accuracy in percent over seeds; the DPSGD-BR paper's Table 2 in brackets."""
     lines = []
     for dataset in DATA:
         lines += [f"\n{dataset}", "| method | " + " | ".join(f"epsilon {e}" for e in EPSILONS) + " |"]

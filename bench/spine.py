@@ -26,7 +26,7 @@ BATCH, EXAMPLES = 200, 5000
 
 
 def cifar_mlp_run(method: vestige.Method, engine: str, out: Path | None = None) -> vestige.Training:
-    """The seed's protocol on random images: the cost does not depend on what they show."""
+    """The FO-DP-SGD paper's protocol on random images: the cost does not depend on what they show."""
     torch.manual_seed(0)
     data = torch.rand(EXAMPLES, 3072) * 2 - 1, torch.randint(10, (EXAMPLES,))
     return vestige.train(

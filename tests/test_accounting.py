@@ -339,7 +339,7 @@ def test_more_budget_allows_more_steps():
     question = SampledGaussian(1024 / 60_000, 3.0)
     counts = [Budget(target, DELTA, {question: 2500}).certified[question] for target in (0.3, 1.0)]
     assert counts == sorted(set(counts))
-    assert counts[1] == pytest.approx(2045, abs=5)  # spec/privacy.md 3.4
+    assert counts[1] == pytest.approx(2045, abs=5)
     assert Budget(0.0, DELTA, {question: 5}).certified.get(question, 0) == 0
     assert Budget(inf, DELTA, {SampledGaussian(0.1, 0.0): 5}).fits
 

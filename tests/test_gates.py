@@ -230,7 +230,7 @@ def test_acceptance_frequencies_are_the_normal_tails(sign):
     def tail(multiplier):
         return float(ndtr((threshold - sign) / (2 * multiplier)))
 
-    assert tail(sigma) == pytest.approx({-1: 0.5, 1: 0.221}[sign], abs=1e-3)  # the figures of methods.md 5
+    assert tail(sigma) == pytest.approx({-1: 0.5, 1: 0.221}[sign], abs=1e-3)  # DPSUR's own figures
     assert binomtest(accepted, 1500, tail(sigma)).pvalue > 1e-3
     assert kstest(answers / bound, "norm", (sign, 2 * sigma)).pvalue > 1e-3
     for wrong in (2 / 3 * sigma, 3 / 2 * sigma):
@@ -393,7 +393,7 @@ def test_the_number_of_trials_follows_from_the_budget():
 
 
 def test_prices_of_the_note():
-    """spec/privacy.md 3.4: MNIST of Table 4, 2,914 trials, delta 1e-5; from above, to 0.003."""
+    """MNIST of Table 4, 2,914 trials, delta 1e-5; from above, to 0.003."""
     facts = {"trials": 2914, "accepted": 1246, "sample_rate": 1024 / 60000, "sigma_t": 3.0, "sigma_v": 1.37}
     facts |= {"validation_rate": 256 / 60000, "threshold": -1.5}
     found = {}
@@ -669,7 +669,7 @@ def test_what_makes_no_sense_is_refused_by_name(options, message):
         build("dpsgd-br", **options)
 
 
-# --- the adversary of spec/privacy.md 3.2 ----------------------------------------------------------------------------
+# --- the adversary of docs/theorems.md 3 ---------------------------------------------------------------------------
 
 
 def kappa_of(threshold, sigma):
@@ -696,14 +696,14 @@ def test_one_record_without_a_gradient_moves_what_is_accepted(present):
     low, high = float(ndtr(-2.5 / 2.74)), float(ndtr(-0.5 / 2.74))
     assert binomtest(ups + downs, 600, (low + high) / 2).pvalue > 1e-3
     kappa = kappa_of(-1.5, 1.37)
-    assert kappa == pytest.approx(2.37, abs=0.01)  # privacy.md 3.3
+    assert kappa == pytest.approx(2.37, abs=0.01)
     chance = kappa / (1 + kappa) if present else 1 / (1 + kappa)
     assert binomtest(ups, ups + downs, chance).pvalue > 1e-3
     assert binomtest(ups, ups + downs, 1 - chance).pvalue < 1e-6
 
 
 def test_the_adversary_beats_the_published_claim_and_no_accountant_of_ours():
-    """privacy.md 3.2: threshold -40, sigma_v 10, until 100 updates are accepted; a million runs on each side.
+    """Threshold -40, sigma_v 10, until 100 updates are accepted; a million runs on each side.
 
     A trial is accepted with probability hi or lo, so the number of trials to the next update is geometric and the
     update's direction is a biased coin: the literal loop, drawn update by update instead of trial by trial.

@@ -31,7 +31,7 @@ cross_entropy = nn.functional.cross_entropy
 
 def oracle(fresh, exponents, owner, *, beta=0.95, alpha=0.7, window=4, interval=(2, 6), c=1.0, gamma=0.1, warm=0.0,
            cap=1.0, gate="paper"):  # fmt: skip
-    """methods.md section 9.2 on y = s + Z / beta, one group, one step and one lag at a time, in float64."""
+    """The recursion of the paper on y = s + Z / beta, one group, one step and one lag at a time, in float64."""
     out = np.zeros(fresh.shape)
     seen = {key: np.zeros(exponents.shape) for key in ("depth", "gate", "scale", "ratio")}
     for g in range(exponents.shape[1]):

@@ -15,7 +15,7 @@ from vestige import spectrum
 
 
 def literal(values: np.ndarray) -> float:
-    """The fit as methods.md section 8 writes it, one candidate and one point at a time."""
+    """The fit as WeightWatcher defines it, one candidate and one point at a time."""
     x, (best, found) = np.sort(values), (math.inf, math.nan)
     for i in range(len(x) - 1):
         n = len(x) - i

@@ -113,7 +113,7 @@ def test_renyi_divergence_of_one_trial():
     assert curve[32.0] == pytest.approx(4.4e-4, rel=0.01)
 
 
-# --- the formula of spec/privacy.md, integrated by brute force ---
+# --- the formula of docs/theorems.md, integrated by brute force ---
 
 
 def ratio(trial: Trial, points: np.ndarray) -> np.ndarray:
@@ -227,7 +227,7 @@ def test_no_adversary_exceeds_the_candidate_profile(acceptances, loss, shrink):
 
 
 def test_the_published_total_fails_its_counterexample_and_ours_covers_it():
-    """Candidates of pure noise; one record flips which half of them the test prefers (spec/privacy.md 3.2)."""
+    """Candidates of pure noise; one record flips which half of them the test prefers (docs/theorems.md 3)."""
     accepted, noise, threshold = 100, 10.0, -40.0
     trial = Trial(1e-6, 1e3, 1.0, noise, threshold)
     low, high = trials.acceptance(trial)

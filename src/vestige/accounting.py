@@ -73,7 +73,7 @@ THEOREMS: dict[type[Question], Theorem] = {
         lambda question, count: -(-count // question.bands),
     ),
     Trial: Theorem(
-        "spec/privacy.md 3.4 (d); a convex profile has a dominating pair: Zhu, Dong & Wang 2022",
+        "docs/theorems.md 4; a convex profile has a dominating pair: Zhu, Dong & Wang 2022",
         trials.profile,
         trials.curves,
     ),
@@ -309,7 +309,7 @@ def whitened_multiplier(multipliers: Sequence[float]) -> float:
     """The one multiplier of several Gaussian answers on the same sample: (sum multiplier^-2)^(-1/2).
 
     Formal guarantees: exact, because one example can saturate every answer at once and the whitened shift is then one
-    vector (spec/privacy.md 2.1). Answers on independently drawn samples are separate questions: their costs add.
+    vector (docs/theorems.md 2). Answers on independently drawn samples are separate questions: their costs add.
     """
     if not multipliers or not all(multiplier >= 0 for multiplier in multipliers):
         raise ValueError(f"multipliers={list(multipliers)} must be one or more numbers, none negative")
@@ -364,7 +364,7 @@ def published_claim_epsilon(
 ) -> float:
     """What the papers on selective updates claim: the Renyi total of the accepted trials alone.
 
-    Formal guarantees: none. Rejected trials are not free (spec/privacy.md 3.1 to 3.3): this is for comparison with
+    Formal guarantees: none. Rejected trials are not free (docs/theorems.md 3): this is for comparison with
     published tables, and never an epsilon of ours. Price trials as `Trial` questions.
     """
     return epsilon(
@@ -527,7 +527,7 @@ class RenyiFilter:
 
     Formal guarantees: a run whose every question was allowed is (epsilon, delta)-differentially private, even if rates,
     multipliers and the stopping time depend on earlier answers: exp((a-1)(loss - spent)) is a supermartingale, and the
-    first order within its budget at the end has delta at most weight_a delta (spec/privacy.md 3.4 e2; one order is
+    first order within its budget at the end has delta at most weight_a delta (docs/theorems.md 5; one order is
     Feldman & Zrnic 2021). Orders and weights are fixed before the first question.
     """
 

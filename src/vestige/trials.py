@@ -1,4 +1,4 @@
-"""What does one accept-or-reject trial cost, whether or not it accepts? Its dominating pair (spec/privacy.md 3.4 d)."""
+"""What does one accept-or-reject trial cost, whether or not it accepts? Its dominating pair (docs/theorems.md 4)."""
 
 from __future__ import annotations
 
