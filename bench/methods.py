@@ -2,8 +2,9 @@
 
     python bench/methods.py --steps 30 --out bench/results/methods
 
-Random data of CIFAR-10's shape; the FO-DP-SGD paper's MLP and a small CNN. A ratio is the median step time over that of our DP-SGD
-on the same model, measured in the same run: the methods take turns, so that a slow moment of the machine hits all.
+Random data of CIFAR-10's shape; the FO-DP-SGD paper's MLP and a small CNN. A ratio is the median step time over that
+of our DP-SGD on the same model, measured in the same run: the methods take turns, so that a slow moment of the
+machine hits all.
 """
 
 from __future__ import annotations
