@@ -16,14 +16,14 @@ test-slow: $(READY)  ## all tests, the slow ones too
 	$(BIN)/python -m pytest -m ""
 
 check: $(READY)  ## formatting, lint, types, doctests and tests
-	$(BIN)/ruff format --check src tests bench
-	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --doctest-modules src/vestige tests
+	$(BIN)/python -m pytest --doctest-modules --doctest-ignore-import-errors src/vestige tests
 
 format: $(READY)
-	$(BIN)/ruff format src tests bench
-	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests bench examples
+	$(BIN)/ruff check --fix src tests bench examples
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

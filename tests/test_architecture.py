@@ -49,7 +49,9 @@ def test_only_accounting_knows_dp_accounting():
     assert users <= {"accounting", "profiles", "trials"}
 
 
-@pytest.mark.parametrize("room", ["memory", "spectral", "groups", "probes", "rules", "learning_rate", "layout", "method"])
+@pytest.mark.parametrize(
+    "room", ["memory", "spectral", "groups", "probes", "rules", "learning_rate", "layout", "method"]
+)
 def test_what_remembers_and_moves_never_sees_data(room):
     assert not {"vestige.curator", "vestige.tasks"} & reach(ROOT / f"{room}.py")
 

@@ -40,7 +40,9 @@ def epoch(model, optimizer, loader, loss=LOSS):
         optimizer.step()
 
 
-@pytest.mark.parametrize("method", ["dp-sgd", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory", "sma-dp-sgd"])
+@pytest.mark.parametrize(
+    "method", ["dp-sgd", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory", "sma-dp-sgd"]
+)
 @pytest.mark.parametrize("engine", ["bookkeeping", "reference"])
 def test_the_loop_equals_vestige_train(method, engine):
     alone, data = make_toy()

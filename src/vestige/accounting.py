@@ -123,6 +123,9 @@ def curves(questions: Iterable[Question]) -> dict[Question, Array]:
 def epsilon(history: History, delta: float, accountant: str = "pld") -> float:
     """The epsilon of a history at `delta`: by loss distributions ("pld", what is reported) or Renyi ("rdp", faster).
 
+    >>> round(epsilon({SampledGaussian(rate=0.04, multiplier=1.2222): 6250}, delta=1e-5), 2)
+    17.44
+
     Formal guarantees: asking these questions, in any order fixed in advance, is (epsilon, delta)-differentially private
     for adding or removing one example; both accountants round upwards (Doroshenko et al. 2022; Canonne et al. 2020).
     """

@@ -88,7 +88,11 @@ class Layout:
         return {s.name: named[s.name] for s in self.segments}
 
     def expand(self, per_group: Tensor) -> Tensor:
-        """A value per group, repeated over that group's coordinates: [..., groups] -> [..., size]."""
+        """A value per group, repeated over that group's coordinates: [..., groups] -> [..., size].
+
+        >>> Layout((Segment("a", 0, (2,), group=1), Segment("b", 2, (1,), group=0))).expand(torch.tensor([5, 7]))
+        tensor([7, 7, 5])
+        """
         lengths = torch.tensor([s.stop - s.start for s in self.segments], device=per_group.device)
         owners = torch.tensor([s.group for s in self.segments], device=per_group.device)
         return per_group[..., owners].repeat_interleave(lengths, dim=-1)

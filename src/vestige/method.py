@@ -183,7 +183,12 @@ def register(
 
 
 def build(name: str, **options: Any) -> Method:
-    """A method by name, with its options; an unknown name or option is refused with the nearest known one."""
+    """A method by name, with its options; an unknown name or option is refused with the nearest known one.
+
+    >>> import vestige
+    >>> vestige.build("fo-dp-sgd", beta=0.8).memory.share
+    0.8
+    """
     entry = METHODS.get(name)
     if entry is None:
         raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {', '.join(METHODS)}")
