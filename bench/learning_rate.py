@@ -17,7 +17,7 @@ from typing import Any
 
 from vestige import experiments, report
 from vestige.cli_compare import contenders
-from vestige.comparison import Budget, Contender, Problem, Specification
+from vestige.comparison import VALIDATION, Budget, Contender, Problem, Specification
 from vestige.performing import Place
 
 FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.6, 2.5, 5.0, 10.0)
@@ -64,7 +64,7 @@ def losses(folder: Path) -> list[dict[str, Any]]:
             failed += 1
             continue
         key = (run["task"], f"{run['budget']['value']:g}", run["label"])
-        cells.setdefault(key, {}).setdefault(run["factor"], []).append(record["accuracy"])
+        cells.setdefault(key, {}).setdefault(run["factor"], []).append(record[VALIDATION])
     rows = []
     for (task, epsilon, method), found in sorted(cells.items()):
         means = {factor: sum(values) / len(values) for factor, values in found.items()}

@@ -75,6 +75,15 @@ def test_every_number_has_its_run_and_comes_from_the_records(content):
     assert len(report._run_table(content)) == len(content["records"])
 
 
+def test_a_score_on_private_examples_is_never_called_accuracy(content):
+    trials = [r for r in content["records"] if r["run"]["stage"] == "tuning" and r["status"] == "done"]
+    assert trials
+    for record in trials:
+        assert not {"accuracy", "curve"} & set(record)
+        assert 0 <= record["nonprivate_validation_accuracy"] <= 1
+    assert all("accuracy" in r for r in content["records"] if r["run"]["stage"] != "tuning" and r["status"] == "done")
+
+
 def test_the_privacy_section_says_what_an_officer_asks(content):
     words = report._privacy(content)
     for needed in ("add/remove one example", "One row of the data", "poisson", "pld", "sampled-gaussian", "1e-05"):

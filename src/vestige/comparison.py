@@ -12,7 +12,10 @@ from typing import Any, Literal, get_args
 
 from vestige.statistics import Difference, holm, paired, sentence, summarise
 
-VERSION = 1
+VERSION = 2
+VALIDATION = "nonprivate_validation_accuracy"
+"""A tuning trial's score: measured on held-out private examples without noise, so never called accuracy."""
+VALIDATION_CURVE = "nonprivate_validation_curve"
 """Of the folder's format: a record or specification of another version is refused."""
 
 Rate = Literal["tuned", "auto", "given"]
@@ -283,7 +286,7 @@ def choose(
         found = [records.get(run.id) for run in runs]
         if any(record is None for record in found):
             return None
-        values = [record["accuracy"] for record in found if record and record["status"] == "done"]
+        values = [record[VALIDATION] for record in found if record and record["status"] == "done"]
         if values:
             scores.append((sum(values) / len(values), trial))
     if not scores:

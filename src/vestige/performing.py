@@ -17,7 +17,7 @@ import torch
 
 from vestige import accounting, planning, stacked, tasks
 from vestige.api import Training
-from vestige.comparison import VERSION, Budget, Record, Run
+from vestige.comparison import VALIDATION, VALIDATION_CURVE, VERSION, Budget, Record, Run
 from vestige.jobs import Job, complete, start
 from vestige.layout import Layout
 from vestige.method import Method, build
@@ -209,6 +209,8 @@ def _record(
 ) -> Record:
     made = {"version": VERSION, "id": run.id, "run": run.to_json(), "status": "done", **result}
     made |= {"curve": curve, "pictures": pictures, "stacked": together, "memory_mb": round(memory, 1)}
+    if run.stage == "tuning":
+        made |= {VALIDATION: made.pop("accuracy"), VALIDATION_CURVE: made.pop("curve")}
     return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in made.items()}
 
 

@@ -116,7 +116,8 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
     by_cell: dict[tuple[str, str, str], dict[str, list[list[Any]]]] = {}
     for record in content["records"]:
         run = record["run"]
-        if record["status"] != "done" or not record["curve"]:
+        curve = record.get("curve") or record.get("nonprivate_validation_curve")
+        if record["status"] != "done" or not curve:
             continue
         budget = _budget(run)
         if run["stage"] == "tuning":
@@ -126,7 +127,7 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
             if any(run["options"].get(key) != value for key, value in (options or {}).items()):
                 continue
         key = (run["task"], budget, run["stage"])
-        by_cell.setdefault(key, {}).setdefault(run["label"], []).append(record["curve"])
+        by_cell.setdefault(key, {}).setdefault(run["label"], []).append(curve)
     for (task, budget, stage), found in sorted(by_cell.items()):
         where = "validation accuracy" if stage == "tuning" else f"{STAGES[stage]}, test accuracy"
         series = [Series(name, _mean_curve(found[name])) for name in _names(content) if name in found]
@@ -149,7 +150,7 @@ def _accuracy_by_rate(content: Content) -> Iterable[Figure]:
         if run["stage"] == "tuning" and record["status"] == "done":
             rate = run["lr"] if run["lr"] is not None else run["factor"]
             by_method = cells.setdefault((run["task"], _budget(run)), {}).setdefault(run["label"], {})
-            by_method.setdefault(float(rate), []).append(record["accuracy"])
+            by_method.setdefault(float(rate), []).append(record["nonprivate_validation_accuracy"])
     absolute = bool(content["specification"]["learning_rates"])
     for (task, budget), found in sorted(cells.items()):
         series = [
@@ -652,6 +653,7 @@ def _run_table(content: Content) -> list[dict[str, Any]]:
                 "seed": run["seed"],
                 "learning rate": record.get("lr"),
                 "accuracy": record.get("accuracy"),
+                "nonprivate validation accuracy": record.get("nonprivate_validation_accuracy"),
                 "epsilon": record.get("epsilon"),
                 "noise multiplier": record.get("noise_multiplier"),
                 "questions": record.get("asked"),
