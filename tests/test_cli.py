@@ -141,6 +141,9 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
         (["account", "--sample-rate", "0.1", "--steps", "10", "--noise-multiplier", "-1"], "noise_multiplier=-1"),
         (["verify", "/nowhere"], "no such folder"),
         (["train", "--resume", "/nowhere"], "holds no run"),
+        (["compare", "--quick", "--method", "fo-dp-sgd"], "--method cannot be given too: --quick is one fixed"),
+        (["compare", "--resume", "/nowhere", "--steps", "3"], "--steps cannot be given too"),
+        (["compare", "--resume", "/nowhere"], "/nowhere"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_two(tmp_path, words, message):

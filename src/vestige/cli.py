@@ -20,6 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from vestige import cli_compare
+from vestige.cli_compare import refuse_others
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -156,7 +159,7 @@ def train(
     from vestige.run_folder import RunFolder
 
     if resume is not None:
-        _refuse_other_options(context)
+        refuse_others(context, ("resume", "as_json"), "a run continues with the options it was started with")
         folder = RunFolder(resume)
         job = load(folder)
         if folder.result() is not None:
@@ -225,14 +228,6 @@ def _lr(text: str) -> Any:
         return float(text)
     except ValueError:
         raise ValueError(f"lr={text!r} must be a number or 'auto'") from None
-
-
-def _refuse_other_options(context: typer.Context) -> None:
-    given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
-    extra = [name for name in given if name not in ("resume", "as_json")]
-    if extra:
-        flag = "--" + extra[0].replace("_", "-")
-        raise ValueError(f"resume: {flag} cannot be given too; a run continues with the options it was started with")
 
 
 def _announce(job: Any, training: Any) -> None:
@@ -709,8 +704,6 @@ def _graceful() -> Iterator[Callable[[], bool]]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-
-from vestige import cli_compare  # noqa: E402  (the commands of comparisons register themselves on `app`)
 
 cli_compare.register(app)
 

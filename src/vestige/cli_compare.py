@@ -39,7 +39,20 @@ def register(app: typer.Typer) -> None:
 # --- compare ---------------------------------------------------------------------------------------------------------
 
 
+WHERE = ("engine", "ray_address", "workers", "stack", "device", "as_json")
+"""Options that say where runs are made, and go with any comparison."""
+
+
+def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) -> None:
+    """An option that would be ignored is refused by name."""
+    given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    extra = [name for name in given if name not in allowed]
+    if extra:
+        raise ValueError(f"--{extra[0].replace('_', '-')} cannot be given too: {why}")
+
+
 def compare(
+    context: typer.Context,
     task: Annotated[list[str] | None, typer.Option(help="A task of `vestige tasks`; repeat for several.")] = None,
     method: Annotated[
         list[str] | None,
@@ -98,6 +111,8 @@ def compare(
     from vestige.comparison_folder import ComparisonFolder
 
     if resume is not None:
+        allowed = ("resume", "retry", "data", *WHERE)
+        refuse_others(context, allowed, "a comparison continues with the options it was started with")
         folder = ComparisonFolder(resume)
         specification = folder.specification()
         if retry:
@@ -108,6 +123,9 @@ def compare(
     budgets += [Budget("noise_multiplier", value) for value in noise_multiplier or ()]
     budgets += [Budget("paper_sigma", value) for value in paper_sigma or ()]
     if quick:
+        refuse_others(
+            context, ("quick", "out", *WHERE), "--quick is one fixed comparison; leave --quick out for your own"
+        )
         specification = quick_specification()
     else:
         kinds = tuple(rates.split(",")) if rates else (("tuned", "auto", "given") if lr else ("tuned", "auto"))
