@@ -27,10 +27,10 @@ class Release:
     """The noised fraction of examples that the clip left alone, where the clip counts them."""
 
     @property
-    def noise_norm(self) -> float:
-        """The root mean square norm of the noise in `total`."""
+    def noise_norm(self) -> float | Tensor:
+        """The root mean square norm of the noise in `total`; on the device, where the deviations are."""
         if isinstance(self.noise_std, Tensor):
-            return float(torch.linalg.vector_norm(self.noise_std))
+            return torch.linalg.vector_norm(self.noise_std)
         return float(self.noise_std * self.total.shape[-1] ** 0.5)
 
 

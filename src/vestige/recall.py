@@ -1,0 +1,122 @@
+"""How is a window of past vectors read once per step? One pass that mixes, remembers and compares: fused on a GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vestige.kernels import fused_available
+
+HOT = 2**19
+"""As many numbers of the window fit a CPU's second cache, give or take: a stretch of columns is cut to that."""
+MOST_ROWS = 128
+"""A GPU program holds its columns of every row in registers; a longer window is left to plain PyTorch."""
+
+
+class Ring(NamedTuple):
+    """A window of past vectors, newest over oldest, and the numbers that compare it with its running trend."""
+
+    past: Tensor
+    """[depth, d] in any float type; `count % depth` is the slot of the oldest row, written next."""
+    count: int
+    """How many vectors were ever remembered."""
+    trend: Tensor | None = None
+    """[d] in float32, where there is a trend; then both of the following are there too, in float64."""
+    squares: Tensor | None = None
+    """[depth]: each row's inner product with itself."""
+    products: Tensor | None = None
+    """[depth + 1]: the trend's inner product with each row, then with itself."""
+
+    @property
+    def slot(self) -> int:
+        return self.count % len(self.past)
+
+    @property
+    def filled(self) -> int:
+        return min(self.count, len(self.past))
+
+    @property
+    def slots(self) -> Tensor:
+        """The slots of lags 1, 2, ... A view: it costs no kernel."""
+        first = len(self.past) - self.slot
+        return _falling(len(self.past), self.past.device)[first : first + self.filled]
+
+    @property
+    def lags(self) -> Tensor:
+        return _rising(len(self.past), self.past.device)[: self.filled]
+
+    def compared(self) -> tuple[Tensor, Tensor]:
+        """The norm of the trend, and the distance from it of each row by lag, by |a|^2 - 2ab + |b|^2: numbers only."""
+        assert self.squares is not None and self.products is not None
+        square = self.products[-1]
+        apart = torch.sub(self.squares, self.products[:-1], alpha=2)[self.slots] + square
+        return square.clamp(min=0).sqrt(), apart.clamp(min=0).sqrt()
+
+
+@cache
+def _falling(depth: int, device: torch.device) -> Tensor:
+    """depth - 1, ..., 0 twice over: walking back from any slot of the ring is a stretch of it."""
+    return torch.arange(depth - 1, -1, -1, device=device).repeat(2)
+
+
+@cache
+def _rising(depth: int, device: torch.device) -> Tensor:
+    return torch.arange(1, depth + 1, dtype=torch.float64, device=device)
+
+
+def recall(
+    ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, share: float, pace: float, keep: Tensor
+) -> Tensor:
+    """Write share * fresh + (1 - share) * (weights over the lags) into `blend`, and remember `keep`: one pass.
+
+    `keep` is `fresh` or `blend`, and `blend` may be the ring's next row itself. The trend moves by `pace` towards what
+    is kept, and the ring's numbers become those of the new window and the new trend. They are computed, in this same
+    pass, from the vectors as they are stored; none is carried over, so no rounding error outlives its step.
+
+    Returns |(1 - share) * recalled| / |blend|, how much of the blend is memory. The caller counts.
+    """
+    if fused(ring):
+        from vestige import fused_recall
+
+        return fused_recall.recall(ring, fresh, weights, blend, share, pace, keep is fresh)
+    return plain_recall(ring, fresh, weights, blend, share, pace, keep)
+
+
+def fused(ring: Ring) -> bool:
+    return ring.past.is_cuda and len(ring.past) <= MOST_ROWS and fused_available()
+
+
+def plain_recall(
+    ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, share: float, pace: float, keep: Tensor
+) -> Tensor:
+    """The same, a stretch of columns at a time: what was just read is still in the cache when it is read again."""
+    by_slot = weights[ring.slots].to(fresh.dtype)
+    width = max(2**12, HOT // len(ring.past))
+    scratch = fresh.new_empty(min(width, len(fresh)))
+    trends = ring.trend.split(width) if ring.trend is not None else repeat(None)
+    scalars, products = [], []
+    for rows, trend, new, mixed, kept in zip(
+        ring.past.split(width, dim=1), trends, fresh.split(width), blend.split(width), keep.split(width), strict=False
+    ):
+        window, recalled = rows.to(new.dtype), scratch[: len(new)]
+        torch.mv(window[: ring.filled].t(), by_slot, out=recalled)
+        torch.lerp(recalled, new, share, out=mixed)
+        scalars += [recalled @ recalled, mixed @ mixed]
+        written, held = rows[ring.slot], window[ring.slot]
+        if written.data_ptr() != kept.data_ptr():
+            written.copy_(kept)
+        if trend is not None:
+            held.copy_(written)
+            trend.lerp_(kept, pace)
+            scalars += [held @ held, trend @ trend]
+            products.append(torch.mv(window, trend))
+    numbers = torch.stack(scalars).view(-1, 4 if products else 2).sum(0, dtype=torch.float64)
+    if ring.squares is not None and ring.products is not None:
+        ring.squares[ring.slot] = numbers[2]
+        ring.products[-1] = numbers[3]
+        torch.sum(torch.stack(products), 0, dtype=torch.float64, out=ring.products[:-1])
+    return (1 - share) * (numbers[0] / numbers[1].clamp(min=1e-300)).sqrt()
