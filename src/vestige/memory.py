@@ -12,7 +12,7 @@ from torch import Tensor
 from vestige.clipping import Parameters
 from vestige.layout import Layout
 from vestige.noise import Release
-from vestige.recall import Ring, recall
+from vestige.recall import Ring, fused, recall
 
 State = dict[str, Any]
 """Tensors and integers only, so that it checkpoints and rewinds."""
@@ -155,11 +155,22 @@ class Fractional:
     def weigh(
         self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
     ) -> tuple[Tensor, Tensor]:
-        floor = noise_norm * (self.smoothing / (2 - self.smoothing)) ** 0.5 if self.floor == "auto" else self.floor
+        floor = self._floor(noise_norm)
         confidence = trend_norm / (trend_norm + floor).clamp(min=1e-300)
-        scale = trend_norm.clamp(min=self.smallest_scale) + 1e-12
-        tempering = self.baseline + confidence[..., None] * self.inconsistency * (distances / scale[..., None])
-        return torch.softmax((self.order - 1) * torch.log1p(lags) - tempering * lags, dim=-1), confidence
+        pull = confidence * self.inconsistency / (trend_norm.clamp(min=self.smallest_scale) + 1e-12)
+        prior = torch.sub((self.order - 1) * torch.log1p(lags), lags, alpha=self.baseline)
+        return torch.softmax(torch.addcmul(prior, pull[..., None] * distances, lags, value=-1), dim=-1), confidence
+
+    def weigh_fused(self, ring: Ring, noise_norm: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same from a ring on a GPU in one launch, with the mean lag before the confidence and the trend's norm."""
+        from vestige import fused_recall
+
+        floor = float(self._floor(noise_norm))
+        constants = self.order, self.baseline, self.inconsistency, self.smallest_scale, floor
+        return fused_recall.tempered(ring, *map(float, constants))
+
+    def _floor(self, noise_norm: float | Tensor) -> float | Tensor:
+        return noise_norm * (self.smoothing / (2 - self.smoothing)) ** 0.5 if self.floor == "auto" else self.floor
 
 
 @dataclass(frozen=True)
@@ -244,10 +255,14 @@ class Blend:
             weights, _ = self.kernel.weigh(lags, nothing.expand(len(lags)), nothing, 0.0)
             return weights, {"weights": weights, "effective_depth": weights @ lags}
         noise_norm = release.noise_norm * self.fresh_share
-        trend_norm, distances = ring.compared()
-        weights, confidence = self.kernel.weigh(lags, distances, trend_norm, noise_norm)
-        seen = {"weights": weights, "effective_depth": weights @ lags}
-        return weights, seen | {"confidence": confidence, "trend_norm": trend_norm}
+        if fused(ring) and isinstance(self.kernel, Fractional) and isinstance(noise_norm, float):
+            weights, depth, confidence, trend_norm = self.kernel.weigh_fused(ring, noise_norm)
+        else:
+            trend_norm, distances = ring.compared()
+            weights, confidence = self.kernel.weigh(lags, distances, trend_norm, noise_norm)
+            depth = weights @ lags
+        numbers = {"confidence": confidence, "trend_norm": trend_norm}
+        return weights, {"weights": weights, "effective_depth": depth, **numbers}
 
 
 def _check(name: str, value: object, holds: bool, must: str) -> None:

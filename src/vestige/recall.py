@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vestige.kernels import fused_available
 
-HOT = 2**19
-"""As many numbers of the window fit a CPU's second cache, give or take: a stretch of columns is cut to that."""
+HOT = 2**20
+"""So many numbers of a window stay near enough to a CPU to be read twice: a stretch of columns is cut to that."""
 MOST_ROWS = 128
 """A GPU program holds its columns of every row in registers; a longer window is left to plain PyTorch."""
 
@@ -51,7 +51,8 @@ class Ring(NamedTuple):
 
     def compared(self) -> tuple[Tensor, Tensor]:
         """The norm of the trend, and the distance from it of each row by lag, by |a|^2 - 2ab + |b|^2: numbers only."""
-        assert self.squares is not None and self.products is not None
+        assert self.squares is not None
+        assert self.products is not None
         square = self.products[-1]
         apart = torch.sub(self.squares, self.products[:-1], alpha=2)[self.slots] + square
         return square.clamp(min=0).sqrt(), apart.clamp(min=0).sqrt()
@@ -95,7 +96,7 @@ def plain_recall(
 ) -> Tensor:
     """The same, a stretch of columns at a time: what was just read is still in the cache when it is read again."""
     by_slot = weights[ring.slots].to(fresh.dtype)
-    width = max(2**12, HOT // len(ring.past))
+    width = max(2**14, HOT // len(ring.past))
     scratch = fresh.new_empty(min(width, len(fresh)))
     trends = ring.trend.split(width) if ring.trend is not None else repeat(None)
     scalars, products = [], []
@@ -105,14 +106,15 @@ def plain_recall(
         window, recalled = rows.to(new.dtype), scratch[: len(new)]
         torch.mv(window[: ring.filled].t(), by_slot, out=recalled)
         torch.lerp(recalled, new, share, out=mixed)
-        scalars += [recalled @ recalled, mixed @ mixed]
-        written, held = rows[ring.slot], window[ring.slot]
+        square = mixed @ mixed
+        scalars += [recalled @ recalled, square]
+        written = rows[ring.slot]
         if written.data_ptr() != kept.data_ptr():
-            written.copy_(kept)
+            window[ring.slot] = written.copy_(kept)
+            square = window[ring.slot] @ window[ring.slot]
         if trend is not None:
-            held.copy_(written)
             trend.lerp_(kept, pace)
-            scalars += [held @ held, trend @ trend]
+            scalars += [square, trend @ trend]
             products.append(torch.mv(window, trend))
     numbers = torch.stack(scalars).view(-1, 4 if products else 2).sum(0, dtype=torch.float64)
     if ring.squares is not None and ring.products is not None:
