@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vestige.recall import Ring
+from vestige.ring import Ring
 
 HELD = 128
 """Numbers of the window that one thread may hold in registers."""
@@ -49,7 +49,7 @@ def recall(
 
 
 def _shape(rows: int) -> tuple[int, int]:
-    """Columns of a program and its warps: two float4 loads of each row to a thread, as long as its registers hold them."""
+    """Columns of a program, and its warps: eight columns to a thread, as long as its registers hold every row."""
     warps = 4
     return 32 * warps * max(1, min(8, HELD // rows)), warps
 
@@ -129,7 +129,7 @@ def _settle(
 
 
 def tempered(ring: Ring, *constants: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`Fractional.weigh` on the ring's numbers: the weights by lag, their mean lag, the confidence, the trend's norm."""
+    """`Fractional.weigh` on the ring's numbers: weights by lag, their mean lag, the confidence, the trend's norm."""
     shown = torch.empty(ring.filled + 3, dtype=torch.float64, device=ring.past.device)
     depth = len(ring.past)
     rows = triton.next_power_of_2(depth)

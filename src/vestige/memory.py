@@ -12,7 +12,8 @@ from torch import Tensor
 from vestige.clipping import Parameters
 from vestige.layout import Layout
 from vestige.noise import Release
-from vestige.recall import Ring, fused, recall
+from vestige.recall import fused, recall
+from vestige.ring import Ring
 
 State = dict[str, Any]
 """Tensors and integers only, so that it checkpoints and rewinds."""
