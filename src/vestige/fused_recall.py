@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vestige.ring import Ring
 
-HELD = 128
-"""Numbers of the window that one thread may hold in registers."""
+TILE, WARPS = 4096, 4
+"""Numbers of the window that one program holds in registers, and its warps."""
 PROGRAMS = 1024
 """Most partial sums of a number: more blocks than that share programs."""
 
@@ -27,7 +27,7 @@ def recall(
     """
     depth, size = ring.past.shape
     rows = triton.next_power_of_2(depth)
-    block, warps = _shape(rows)
+    block = min(TILE // 8, TILE // rows)
     blocks = triton.cdiv(size, block)
     turns = triton.cdiv(blocks, PROGRAMS)
     programs = triton.cdiv(blocks, turns)
@@ -35,9 +35,9 @@ def recall(
     partial = torch.empty(programs, rows + 4 if follows else 2, device=fresh.device)
     _recall[(programs,)](
         ring.past, weights, fresh, blend, ring.trend if follows else fresh, partial,
-        float(share), float(pace), ring.count, size, turns,
+        float(share), float(pace), ring.count, size, size // 16 * 16, ring.past.stride(0), turns,
         DEPTH=depth, ROWS=rows, BLOCK=block, FOLLOWS=follows, FRESH=keeps_fresh,
-        APART=keeps_fresh or ring.past.dtype != torch.float32, num_warps=warps,
+        APART=keeps_fresh or ring.past.dtype != torch.float32, num_warps=WARPS,
     )  # fmt: skip
     memory_share = torch.empty((), dtype=torch.float64, device=fresh.device)
     squares, products = (ring.squares, ring.products) if follows else (memory_share, memory_share)
@@ -48,61 +48,80 @@ def recall(
     return memory_share
 
 
-def _shape(rows: int) -> tuple[int, int]:
-    """Columns of a program, and its warps: eight columns to a thread, as long as its registers hold every row."""
-    warps = 4
-    return 32 * warps * max(1, min(8, HELD // rows)), warps
-
-
-@triton.jit(do_not_specialize=["count", "turns"])
+@triton.jit(do_not_specialize=["count", "size", "turns"])
 def _recall(
-    past, weights, fresh, blend, trend, partial, share, pace, count, size, turns,
+    past, weights, fresh, blend, trend, partial, share, pace, count, size, even, stride, turns,
     DEPTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr, FRESH: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
+    """`even` is the size without its last few columns: a mask that falls on a multiple of 16 leaves loads wide."""
     program = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
     slot = count % DEPTH
     filled = row < tl.minimum(count, DEPTH)
     weight = tl.load(weights + (slot - 1 - row + DEPTH) % DEPTH, mask=filled, other=0.0).to(tl.float32)
-    products = tl.zeros((ROWS,), dtype=tl.float64)
-    recalled_square = tl.zeros((), dtype=tl.float64)
-    blend_square = tl.zeros((), dtype=tl.float64)
-    kept_square = tl.zeros((), dtype=tl.float64)
-    trend_square = tl.zeros((), dtype=tl.float64)
+    products = tl.zeros((ROWS,), dtype=tl.float32)
+    zeros = tl.zeros((BLOCK,), dtype=tl.float32)
+    recalled_squares, blend_squares, kept_squares, trend_squares = zeros, zeros, zeros, zeros
     for turn in range(turns):
-        place = (program * turns + turn) * BLOCK + tl.arange(0, BLOCK)
-        inside = place < size
-        window = tl.load(
-            past + row[:, None].to(tl.int64) * size + place[None, :], mask=filled[:, None] & inside[None, :], other=0.0
-        ).to(tl.float32)
-        new = tl.load(fresh + place, mask=inside, other=0.0)
-        recalled = tl.sum(window * weight[:, None], axis=0)
-        mixed = share * new + (1 - share) * recalled
-        kept = new if FRESH else mixed
-        tl.store(past + slot.to(tl.int64) * size + place, kept.to(past.dtype.element_ty), mask=inside)
-        if APART:
-            tl.store(blend + place, mixed, mask=inside)
+        recalled, mixed, held, mean, product = _columns(
+            past, fresh, blend, trend, weight, row, filled, slot, share, pace,
+            (program * turns + turn) * BLOCK, even, stride, BLOCK, FOLLOWS, FRESH, APART,
+        )  # fmt: skip
+        recalled_squares += recalled * recalled
+        blend_squares += mixed * mixed
+        if FOLLOWS:
+            kept_squares += held * held
+            trend_squares += mean * mean
+            products += product
+    recalled_square, blend_square = tl.sum(recalled_squares), tl.sum(blend_squares)
+    kept_square, trend_square = tl.sum(kept_squares), tl.sum(trend_squares)
+    if program == tl.num_programs(0) - 1:
+        recalled, mixed, held, mean, product = _columns(
+            past, fresh, blend, trend, weight, row, filled, slot, share, pace,
+            even.to(tl.int64), size, stride, 16, FOLLOWS, FRESH, APART,
+        )  # fmt: skip
         recalled_square += tl.sum(recalled * recalled)
         blend_square += tl.sum(mixed * mixed)
         if FOLLOWS:
-            old = tl.load(trend + place, mask=inside, other=0.0)
-            mean = old + pace * (kept - old)
-            tl.store(trend + place, mean, mask=inside)
-            held = kept.to(past.dtype.element_ty).to(tl.float32)
-            window = tl.where(row[:, None] == slot, held[None, :], window)
-            products += tl.sum(window * mean[None, :], axis=1)
             kept_square += tl.sum(held * held)
             trend_square += tl.sum(mean * mean)
+            products += product
+    numbers = partial + program * (ROWS + 4 if FOLLOWS else 2)
+    tl.store(numbers, recalled_square)
+    tl.store(numbers + 1, blend_square)
     if FOLLOWS:
-        numbers = partial + program * (ROWS + 4)
-        tl.store(numbers + 4 + row, products.to(tl.float32))
-        tl.store(numbers + 2, kept_square.to(tl.float32))
-        tl.store(numbers + 3, trend_square.to(tl.float32))
-    else:
-        numbers = partial + program * 2
-    tl.store(numbers, recalled_square.to(tl.float32))
-    tl.store(numbers + 1, blend_square.to(tl.float32))
+        tl.store(numbers + 2, kept_square)
+        tl.store(numbers + 3, trend_square)
+        tl.store(numbers + 4 + row, products)
+
+
+@triton.jit
+def _columns(
+    past, fresh, blend, trend, weight, row, filled, slot, share, pace, first, size, stride,
+    BLOCK: tl.constexpr, FOLLOWS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Mix, remember and compare one block of columns; what is beyond the size counts as zero."""
+    place = first + tl.arange(0, BLOCK)
+    inside = place < size
+    there = filled[:, None] & inside[None, :]
+    window = tl.load(past + row[:, None].to(tl.int64) * stride + place[None, :], mask=there, other=0.0).to(tl.float32)
+    new = tl.load(fresh + place, mask=inside, other=0.0)
+    recalled = tl.sum(window * weight[:, None], axis=0)
+    mixed = share * new + (1 - share) * recalled
+    kept = new if FRESH else mixed
+    stored = kept.to(past.dtype.element_ty)
+    tl.store(past + slot.to(tl.int64) * stride + place, stored, mask=inside)
+    if APART:
+        tl.store(blend + place, mixed, mask=inside)
+    held, mean, product = kept, kept, weight
+    if FOLLOWS:
+        old = tl.load(trend + place, mask=inside, other=0.0)
+        mean = old + pace * (kept - old)
+        tl.store(trend + place, mean, mask=inside)
+        held = stored.to(tl.float32)
+        product = tl.sum(tl.where(row[:, None] == slot, held[None, :], window) * mean[None, :], axis=1)
+    return recalled, mixed, held, mean, product
 
 
 @triton.jit(do_not_specialize=["slot", "programs"])

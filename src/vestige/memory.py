@@ -225,7 +225,9 @@ class Blend:
         if not depth:
             return {}
         zeros = partial(torch.zeros, device=device)
-        state: State = {"count": 0, "past": zeros(depth, layout.size, dtype=HISTORIES[self.history])}
+        # On a GPU every row begins on a boundary of 64 numbers, so that it is read in wide pieces whatever the size.
+        width = layout.size if device.type == "cpu" else -(-layout.size // 64) * 64
+        state: State = {"count": 0, "past": zeros(depth, width, dtype=HISTORIES[self.history])}
         if not self._steps_on_a_row:
             state["blend"] = zeros(layout.size)
         if self._follows_trend:
@@ -238,9 +240,10 @@ class Blend:
         fresh = release.total
         if self.window == 1:
             return Filtered(fresh * self.share, state, {})
-        ring = Ring(state["past"], state["count"], state.get("trend"), state.get("squares"), state.get("products"))
+        past = state["past"][:, : len(fresh)]
+        ring = Ring(past, state["count"], state.get("trend"), state.get("squares"), state.get("products"))
         weights, seen = self._weigh(release, ring)
-        blend = ring.past[ring.slot] if self._steps_on_a_row else state["blend"]
+        blend = past[ring.slot] if self._steps_on_a_row else state["blend"]
         pace = (self.kernel.smoothing or 0.0) if ring.count else 1.0
         memory_share = recall(
             ring, fresh, weights, blend, self.share, pace, fresh if self.remembers == "fresh" else blend
