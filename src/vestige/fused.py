@@ -146,10 +146,8 @@ def _convolution_gradients(
         h = (place // position_width * stride_h)[:, None] + offset_h[None, :]
         w = (place % position_width * stride_w)[:, None] + offset_w[None, :]
         real = inside[:, None] & (column < columns)[None, :] & (h >= 0) & (h < height) & (w >= 0) & (w < width)
-        if ALIKE:  # h * width + w, in a form that shows the compiler that neighbours lie side by side
-            offset = place[:, None] + (offset_h * width + offset_w)[None, :]
-        else:
-            offset = h * width + w
+        # The first form is the second where it applies, and shows the compiler that neighbours lie side by side.
+        offset = place[:, None] + (offset_h * width + offset_w)[None, :] if ALIKE else h * width + w
         patch = tl.load(image_columns[None, :] + offset, mask=real, other=0.0)
         total = tl.dot(coming, patch, total, input_precision=PRECISION)
     tl.store(squares + example * GROUPS * tiles + group * tiles + tile, tl.sum(total * total))

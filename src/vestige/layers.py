@@ -408,9 +408,11 @@ def whole_group_norm(
     module: Any, wanted: Collection[str], saved: Saved, signal: Tensor, examples: int
 ) -> tuple[Tensor, Uses]:
     """Both at once, where there is a kernel for it: what the layer passes back, and its own gradients."""
+    input, mean, scale = saved
     weight = None if module.weight is None else module.weight.detach()
-    back, *found = kernels.group_norm_backward(saved[0], _wide(signal), *saved[1:], weight, _groups(module, saved[0]))
-    rows = dict(zip(("weight", "bias"), found, strict=True))
+    groups = _groups(module, input)
+    back, weights, biases = kernels.group_norm_backward(input, _wide(signal), mean, scale, weight, groups)
+    rows = {"weight": weights, "bias": biases}
     return back, {name: Dense(rows[name].view(examples, -1, signal.shape[1]).sum(dim=1)) for name in wanted}
 
 
