@@ -171,12 +171,17 @@ class Padded:
 
     def _recorded(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self.total.device.index]
+        spare = generator.clone_state()
         # cuBLAS keeps a workspace for each stream. The recording's own must not outlive its memory pool, and the one
         # that it replaces would lie idle.
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with torch.cuda.graph(graph, pool=self.pool):
                 self._run()
+        except RuntimeError:
+            generator.graphsafe_set_state(spare)  # a recording that breaks off leaves the generator unusable
+            raise
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         return graph

@@ -101,7 +101,7 @@ def convolution_gradients(image: Tensor, signal: Tensor, shape: ConvolutionShape
     kernel, stride, padding, dilation, groups = shape
     columns = channels // groups * kernel[0] * kernel[1]
     rows = outputs // groups
-    row_tile, column_tile = _side(rows, 64), _side(columns, 64)
+    row_tile, column_tile = _side(rows, 128), _side(columns, 64)
     column_tiles = triton.cdiv(columns, column_tile)
     tiles = triton.cdiv(rows, row_tile) * column_tiles
     gradients = image.new_empty(examples, outputs, columns) if keep else image.new_empty(1)
@@ -112,6 +112,7 @@ def convolution_gradients(image: Tensor, signal: Tensor, shape: ConvolutionShape
         stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1],
         GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep, ALIKE=stride == (1, 1) and space == positions,
         ROWS=row_tile, COLUMNS=column_tile, DEPTH=32, PRECISION=_precision(image),
+        num_warps=8 if row_tile == 128 else 4,
     )  # fmt: skip
     return gradients, squares.sum(dim=1)
 
