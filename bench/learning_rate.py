@@ -4,8 +4,8 @@
     python bench/learning_rate.py --out bench/results/learning-rate --render docs [--also FOLDER ...]
 
 Every setting trains a grid of multiples of the automatic rate, stacked where it can be, two seeds each, judged on a
-fifth of the training data held out. It can be killed and started again. `--render` writes learning-rate.md and .svg from what
-is there, and takes in the tuning trials of further comparisons (`--also`).
+fifth of the training data held out. It can be killed and started again. `--render` writes learning-rate.md and .svg
+from what is there, and takes in the tuning trials of further comparisons (`--also`).
 
 Two losses are stated. `loss`: the best mean of the grid less the mean at 1, which flatters the best, chosen by the very
 runs that judge it. `honest`: the best by the other seeds, judged on the seed left out; it can be negative.
