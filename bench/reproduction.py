@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import signal
+import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -114,21 +117,28 @@ def labour(out: str, data: str | None, small: bool, device: str, largest: int, a
     home, plan = learning_rate.pooled(Path(out)), parts(data, small)
     there = Place(device, {problem.task: problem.data for part in plan for problem in part.specification.problems})
 
+    avoided: set[str] = set()
+    batch: list[Run] = []
+
     def mine(records: Mapping[str, Record]) -> dict[str, Run]:
-        wanted = due(plan, records)
         return {
             key: run
-            for key, run in wanted.items()
-            if (run.task.endswith("-mlp") and stackable(run, there) is None) == alone
+            for key, run in due(plan, records).items()
+            if key not in avoided and (run.task.endswith("-mlp") and stackable(run, there) is None) == alone
         }
 
     def next_batch(records: dict[str, Record]) -> list[Run]:
         free = [run for key, run in mine(records).items() if not (home.claims / key).exists()]
         kind = stackable(free[0], there) if free else None
-        return free[:1] if kind is None else [run for run in free if stackable(run, there) == kind][:largest]
+        batch[:] = free[:1] if kind is None else [run for run in free if stackable(run, there) == kind][:largest]
+        return list(batch)
 
     while time.time() < until:
-        experiments.work(home, replace(there, device="cpu", stack=False) if alone else there, due=next_batch)
+        try:
+            experiments.work(home, replace(there, device="cpu", stack=False) if alone else there, due=next_batch)
+        except Exception:  # whatever happened to one stack, the others go on
+            traceback.print_exc()
+            avoided.update(run.id for run in batch)
         if not mine(home.records()):
             return
         time.sleep(2)  # the rest is in other hands, or waits for the tuning of its row
@@ -148,6 +158,7 @@ def make(arguments: argparse.Namespace) -> None:
         process.start()
         return process
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that whoever is hired is also dismissed
     staff = [hire(False) for _ in range(arguments.hands)] + [hire(True) for _ in range(arguments.alone)]
     begin = told = time.time()
     try:
