@@ -67,7 +67,8 @@ def _ours(run: Run) -> bool:
 
 
 def _printed(run: Run) -> bool:
-    return run.stage == "given" and run.budget == presets.SIGMA
+    """What stands beside printed figures: the paper's sigma, and its rate where it gives one."""
+    return run.budget == presets.SIGMA and run.stage == ("given" if _ours(run) else "auto")
 
 
 def _telling(run: Run) -> bool:

@@ -247,6 +247,9 @@ def test_the_papers_terms_and_one_epsilon_are_never_mixed():
     records.append(record(epsilon, "given", 0.4))
     row = next(row for row in presets.beside(preset, records) if row["printed"] == 0.3654)
     assert (row["ours"], row["ours_at_auto"], row["ours_at_equal_epsilon"]) == (0.1, 0.2, 0.3)
+    rivals = [{**each, "run": {**each["run"], "label": "dp-adam"}} for each in records]
+    row = next(row for row in presets.beside(preset, rivals) if row["printed"] == 0.2438)
+    assert row["ours"] == 0.2  # the paper gives no rate for dp-adam
 
 
 @pytest.mark.parametrize("name", [f"fo-fig{i}" for i in (1, 2, 3, 4, 5, 6, 8)] + ["fo-table3", "fo-alpha"])
