@@ -114,8 +114,8 @@ def find(name: str) -> Preset:
 
 
 def beside(preset: Preset, records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Each printed number with ours on the paper's terms, at the automatic one, and at the automatic one where all spend
-    one epsilon; None where no run matches."""
+    """Each printed number with ours on the paper's terms, at the automatic rate, and at that rate where all spend one
+    epsilon; None where no run matches."""
     rows = []
     equal = next((budget for budget in preset.make().budgets if budget.kind == "epsilon"), None)
     for printed in preset.printed:
