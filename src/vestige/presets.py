@@ -528,7 +528,7 @@ def _br_presets() -> None:
     )
     sensitivity = [
         *(Contender(f"T_max {value}", "dpsgd-br", {"max_rejects": value}) for value in (1, 3, 5, 7, 9)),
-        *(Contender(f"p {value:g}", "dpsgd-br", {"progress_threshold": value / 100}) for value in (0.1, 0.5, 1.0, 2.0)),
+        *(Contender(f"p {value:g}", "dpsgd-br", {"progress_threshold": value}) for value in (0.1, 0.3, 0.5, 0.7, 0.9)),
         *(Contender(f"k {value:g}", "dpsgd-br", {"theta_k": value}) for value in (0.0, 0.5, 1.0, 2.0, 4.0)),
     ]
     _add(
