@@ -144,7 +144,7 @@ def plain(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
         noise = SIGMA_T[dataset][EPSILONS.index(cell.epsilon)]
         plan = {"steps": None, "noise_multiplier": noise, "epsilon": cell.epsilon}
     rate = min(batch, examples // 4) / examples
-    common = {"delta": DELTA, "engine": given.engine}
+    common: dict[str, Any] = {"delta": DELTA, "engine": given.engine}
     training = vestige.train(
         task.model, task.loss, task.train, method=method, sample_rate=rate, lr=lr, **plan, **common
     )
