@@ -61,7 +61,7 @@ Snapshot = dict[str, Any]
 
 
 def copied(part: Any) -> Any:
-    """A deep copy of a state: dicts, lists and tuples of tensors and plain values. Several times faster than deepcopy."""
+    """A deep copy of a state (dicts, lists and tuples of tensors and plain values), faster than deepcopy."""
     if isinstance(part, Tensor):
         return part.detach().clone()
     if isinstance(part, dict):
