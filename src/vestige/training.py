@@ -210,7 +210,7 @@ def advance(state: State, method: Method, curator: Curator, multiplier: float) -
     point = {name: p.detach() for name, p in state.parameters.items()}
     clip, pace = method.clip, 1.0
     if isinstance(method.clip, Adaptive):
-        clip, pace = method.clip.now(state.clip), method.clip.pace(state.clip)
+        clip, pace = method.clip.now(state.clip), float(method.clip.pace(state.clip))
     now = level(method.schedule, multiplier, state.step, curator.rate)
     release, state.probe = method.probe.ask(Asking(curator, method, clip, now, state.step), point, state.probe)
     direction, state.memory, diagnostics = method.memory.step(release, state.memory, point)
