@@ -17,7 +17,7 @@ from vestige import accounting, comparison
 from vestige.comparison import Record, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
 from vestige.method import METHODS
-from vestige.performing import Place, capacity, explain, failure, perform, stackable
+from vestige.performing import Place, explain, failure, footprint, perform, room, stackable
 from vestige.questions import Question
 
 PAUSE = 0.3
@@ -172,9 +172,9 @@ def _own(home: ComparisonFolder) -> Callable[[dict[str, Record]], list[Run]]:
 def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, workers: int) -> list[Run]:
     """The next run that nobody has claimed, and as many others as may be stacked on it."""
     batch: list[Run] = []
-    common, room = None, 1
+    common, most, free = None, 1, 0
     for run in waiting:
-        if batch and (common is None or len(batch) >= room):
+        if batch and (common is None or len(batch) >= most or free <= 0):
             break
         key = stackable(run, place) if not batch or run.task == batch[0].task else None
         if batch and key != common:
@@ -193,7 +193,9 @@ def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, worke
         batch.append(run)
         if len(batch) == 1 and key is not None and attempt == 1:
             common, alike = key, sum(stackable(other, place) == key for other in waiting)
-            room = min(capacity(run, place), -(-alike // workers))
+            most, free = -(-alike // workers), room(place)
+        if common is not None:
+            free -= footprint(run, place)
     return batch
 
 

@@ -223,7 +223,7 @@ def advance(state: State, method: Method, curator: Curator, multiplier: float) -
     clip, pace = method.clip, 1.0
     adaptive = cast(Adaptive, method.clip) if state.clip else None  # a protocol is slow to check
     if adaptive:
-        clip, pace = adaptive.now(state.clip), adaptive.pace(state.clip)
+        clip, pace = adaptive.now(state.clip), float(adaptive.pace(state.clip))
     now = level(method.schedule, multiplier, state.step, curator.rate)
     release, state.probe = method.probe.ask(Asking(curator, method, clip, now, state.step), point, state.probe)
     direction, state.memory, diagnostics = method.memory.step(release, state.memory, point)
