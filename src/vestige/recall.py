@@ -10,7 +10,7 @@ from torch import Tensor
 from vestige.kernels import fused_available
 from vestige.ring import Ring
 
-HOT = 2**20
+HOT = 2**19
 """So many numbers of a window stay near enough to a CPU to be read twice: a stretch of columns is cut to that."""
 MOST_ROWS = 128
 """A GPU program holds its columns of every row in registers; a longer window is left to plain PyTorch."""
