@@ -199,7 +199,7 @@ class Curator:
         noise = float(self._randomness.stream("count", index).normal(0, deviation))
         if self._nonprivate_witness is not None:
             self._nonprivate_witness(torch.tensor([count]), torch.tensor([noise]))
-        return min(1.0, max(0.0, (count + noise) / self.expected_batch + 0.5))
+        return float(clip.fraction(count + noise, self.expected_batch))
 
     def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
         """The clip's sensitivity, on the device, and its largest value; kept while the clip stays the same."""
