@@ -84,7 +84,7 @@ class Remembering:
             blend.add_(recalled, alpha=1 - share)
             seen = {"weights": weights[:, torch.argsort(lags)], "effective_depth": (weights * lags).sum(-1)}
             if self._follows_trend:
-                seen["confidence"] = confidence
+                seen |= {"confidence": confidence, "trend_norm": trend_norm}
         if depth:
             self._remember(blend if self.memory.remembers == "blend" else fresh, state)
         return Filtered(blend, state, seen)

@@ -27,6 +27,7 @@ from vestige.sequences import Block, composite_of
 Forward = Callable[..., Any]
 Signals = tuple[Tensor, ...]
 Record = Callable[[Saved, Signals], None]
+Settle = Callable[[Saved, Tensor], Tensor]
 Holder = tuple[dict[str, Any], str]
 """Where a module keeps a parameter: its dictionary, and the key there."""
 
@@ -55,6 +56,23 @@ class Tap(torch.autograd.Function):
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
         ctx.record(saved, signals)
         return (None, None, None, *signals, *[None] * len(saved))
+
+
+class Whole(torch.autograd.Function):
+    """A layer run with its tap as one: `settle` records its gradients and returns that of its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[[Tensor], tuple[Tensor, Saved]], settle: Settle, anchor: Tensor, input: Tensor
+    ) -> Tensor:
+        output, saved = run(input)
+        ctx.settle, ctx.dtype = settle, input.dtype
+        ctx.save_for_backward(*saved)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> Any:
+        return None, None, None, ctx.settle(ctx.saved_tensors, signals[0]).to(ctx.dtype)
 
 
 @dataclass(frozen=True)
@@ -224,6 +242,10 @@ class Plan:
 
         def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
             (input,) = (*args, *kwargs.values())
+            if self._settles_whole(site, layer, input):
+                assert layer.run is not None
+                whole: Tensor = Whole.apply(partial(layer.run, module), settle, self.anchor, input)
+                return whole
             with self._constants(site):
                 output, saved = layer.run(module, input) if layer.run else (original(input), (input,))
             return self._tap(site, record, [output], saved if saves else ())[0]
@@ -235,7 +257,18 @@ class Plan:
             with full_precision(signals[0]):
                 self.now.add(_renamed(layer.gradients(module, owned, saved, signals[0], examples), owned))
 
+        def settle(saved: Saved, signal: Tensor) -> Tensor:
+            assert layer.whole is not None
+            with full_precision(signal):
+                back, uses = layer.whole(module, owned, saved, signal, self.now.examples)
+            self.now.add(_renamed(uses, owned))
+            return back
+
         return forward
+
+    def _settles_whole(self, site: Site, layer: Layer, input: Tensor) -> bool:
+        plain = self.now.notes is None and site.name not in self.sketch.shared and len(input) % self.now.examples == 0
+        return plain and layer.whole is not None and layer.fuses(site.module, input)
 
     def _composite_forward(self, site: Site, composite: Forward) -> Forward:
         """A module spelled out in `sequences`: each of its linear maps is tapped."""

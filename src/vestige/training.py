@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -209,8 +209,9 @@ def advance(state: State, method: Method, curator: Curator, multiplier: float) -
     """Ask, remember, move."""
     point = {name: p.detach() for name, p in state.parameters.items()}
     clip, pace = method.clip, 1.0
-    if isinstance(method.clip, Adaptive):
-        clip, pace = method.clip.now(state.clip), float(method.clip.pace(state.clip))
+    adaptive = cast(Adaptive, method.clip) if state.clip else None  # a protocol is slow to check
+    if adaptive:
+        clip, pace = adaptive.now(state.clip), float(adaptive.pace(state.clip))
     now = level(method.schedule, multiplier, state.step, curator.rate)
     release, state.probe = method.probe.ask(Asking(curator, method, clip, now, state.step), point, state.probe)
     direction, state.memory, diagnostics = method.memory.step(release, state.memory, point)
@@ -218,10 +219,10 @@ def advance(state: State, method: Method, curator: Curator, multiplier: float) -
     if isinstance(state.optimizer, AdamBC):
         assert isinstance(method.memory, KnowsNoise), "Method refuses such a pair"
         state.optimizer.hear(method.memory.noise_std(release, state.memory) / release.expected_batch)
-    if isinstance(method.clip, Adaptive):
+    if adaptive:
         state.scale_lr(pace)
         diagnostics = {**diagnostics, "clip": torch.tensor(state.clip["bound"])}
-        state.clip = method.clip.learn(release.unclipped, state.clip)
+        state.clip = adaptive.learn(release.unclipped, state.clip)
     state.optimizer.step()
     averaging.update(method.average, state.average, state.layout, dict(state.parameters), state.step)
     return diagnostics
