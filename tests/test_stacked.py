@@ -283,6 +283,16 @@ def test_secret_noise_has_its_multiplier_and_no_other(name, multiplier):
     assert not torch.equal(rows[0], rows[1])
 
 
+def test_the_noise_of_counts_is_standard_and_each_runs_own():
+    """The standard error is 0.011: two thirds and three halves would be rejected."""
+    draws = Draws([None] * 4000, 10, Poisson(0.5), CPU)
+    first, second = draws.numbers("count", 0), draws.numbers("count", 1)
+    assert first.shape == (4000, 1)
+    assert float(first.std()) == pytest.approx(1.0, abs=0.06)
+    assert abs(float(torch.corrcoef(torch.cat([first, second], dim=1).t())[0, 1])) < 0.1
+    assert len(first.unique()) == 4000
+
+
 def test_non_finite_examples_add_exactly_zero_and_empty_samples_are_charged():
     inputs, targets = data()
     broken = inputs.clone()

@@ -112,7 +112,7 @@ def train(
     engine: Annotated[
         str,
         typer.Option(
-            help="bookkeeping (fast), unrecorded (the same without CUDA graphs) or reference (one by one): same results."
+            help="bookkeeping (fast), unrecorded (without CUDA graphs) or reference (one by one); same results."
         ),
     ] = "bookkeeping",
     seed: Annotated[

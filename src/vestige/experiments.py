@@ -134,12 +134,20 @@ def _best(records: Any, specification: Specification) -> str:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def work(home: ComparisonFolder, place: Place, workers: int = 1, after: Callable[[], None] | None = None) -> None:
-    """Make runs until none is left; several processes or machines may do so in one folder at once."""
-    specification = home.specification()
-    grid = grid_of(specification)
+def work(
+    home: ComparisonFolder,
+    place: Place,
+    workers: int = 1,
+    after: Callable[[], None] | None = None,
+    due: Callable[[dict[str, Record]], list[Run]] | None = None,
+) -> None:
+    """Make runs until none is left; several processes or machines may do so in one folder at once.
+
+    `due` names the runs wanted, given those on record: the folder's own comparison unless it is said otherwise.
+    """
+    wanted = due or _own(home)
     while True:
-        waiting = comparison.due(specification, grid, home.records())
+        waiting = wanted(home.records())
         if not waiting:
             return
         batch = _claimed(home, waiting, place, workers)
@@ -155,6 +163,12 @@ def work(home: ComparisonFolder, place: Place, workers: int = 1, after: Callable
                 home.release(run)
         if after is not None:
             after()
+
+
+def _own(home: ComparisonFolder) -> Callable[[dict[str, Record]], list[Run]]:
+    specification = home.specification()
+    grid = grid_of(specification)
+    return lambda records: comparison.due(specification, grid, records)
 
 
 def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, workers: int) -> list[Run]:

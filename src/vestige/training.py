@@ -60,6 +60,17 @@ NOTHING_PUBLIC = Public()
 Snapshot = dict[str, Any]
 
 
+def copied(part: Any) -> Any:
+    """A deep copy of a state (dicts, lists and tuples of tensors and plain values), faster than deepcopy."""
+    if isinstance(part, Tensor):
+        return part.detach().clone()
+    if isinstance(part, dict):
+        return {key: copied(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return type(part)(copied(value) for value in part)
+    return copy.deepcopy(part)
+
+
 class State:
     """Everything that a step changes: parameters, optimizer, memory, and the count of steps and questions."""
 
@@ -92,19 +103,20 @@ class State:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        saved = copied(saved)
         self._load_moved(saved)
-        self.gate, self.step = copy.deepcopy(saved["gate"]), saved["step"]
+        self.gate, self.step = saved["gate"], saved["step"]
 
     def _load_moved(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        self.optimizer.load_state_dict(saved["optimizer"])
         self.memory, self.probe = self._here(saved["memory"]), self._here(saved["probe"])
         self.clip, self.average = dict(saved["clip"]), self._here(saved["average"])
 
     def snapshot(self) -> Snapshot:
         """A copy of all that a move changes. Counts, and what the gate learned from releases, are not part of it."""
         moved = {key: part for key, part in self.state_dict().items() if key not in ("step", "gate")}
-        return copy.deepcopy({**moved, "gradient": self.gradient})
+        return copied({**moved, "gradient": self.gradient})
 
     def restore(self, snapshot: Snapshot) -> None:
         """Undo, bit for bit, every move since the snapshot, which is used up. Noise and questions are never undone."""
