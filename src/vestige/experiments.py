@@ -23,7 +23,7 @@ from vestige.questions import Question
 PAUSE = 0.3
 """Seconds between two looks at the folder."""
 LARGEST_STACK = 256
-"""Runs trained together: more would keep no device busier, and they would all be lost together."""
+"""Runs trained together at most: they are on record when the last step is done, so a kill loses them all."""
 
 
 @dataclass(frozen=True)
