@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from vestige import accounting
 from vestige.adaptive import Adaptive
@@ -21,11 +21,12 @@ from vestige.clipping import BoundedSum, Flat, Parameters, Transform
 from vestige.curator import BudgetSpent
 from vestige.engines import engine_by_name
 from vestige.files import read_tensors, write_tensors
+from vestige.fitting import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.groups import PerGroup
 from vestige.independence import require_independent
 from vestige.layout import Grouping, Layout
 from vestige.ledger import Ledger
-from vestige.loaders import Part, PrivateLoader, private_loader
+from vestige.loaders import CollateEmpty, Part, PrivateLoader, private_loader
 from vestige.method import Method, build
 from vestige.noise import Randomness, Release, draw_noise
 from vestige.planning import check_multiplier
@@ -62,14 +63,14 @@ class PrivacyEngine:
         method: str | Method = "dp-sgd",
         loss_reduction: str = "mean",
         poisson_sampling: bool = True,
-        max_physical_batch_size: int | None = None,
+        max_physical_batch_size: PhysicalBatch = None,
         engine: str = "bookkeeping",
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """Private training with a given noise multiplier; the memory of any method, the moves of your own optimizer.
 
         `max_physical_batch_size` splits each sampled batch: keep calling `optimizer.step()` after every part, and only
-        the last one moves. A method that asks somewhere else than at the parameters takes a closure:
-        `optimizer.step(closure)`.
+        the last one moves; "auto" finds the largest that fits (`fitting`), for batches (inputs..., targets). A method
+        that asks somewhere else than at the parameters takes a closure: `optimizer.step(closure)`.
         """
         if self._steps is not None:
             raise ValueError("make_private was called before: use a new PrivacyEngine for each model")
@@ -78,8 +79,11 @@ class PrivacyEngine:
             raise ValueError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
         require_independent(module)
         _require_covered(module, optimizer)
-        rate, loader = self._loader(data_loader, poisson_sampling, max_physical_batch_size)
+        check_physical_batch(max_physical_batch_size, "max_physical_batch_size")
         chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
+        if max_physical_batch_size == "auto":
+            max_physical_batch_size = _largest_part(module, data_loader, chosen, engine)
+        rate, loader = self._loader(data_loader, poisson_sampling, max_physical_batch_size)
         if isinstance(chosen.clip, Flat | PerGroup):
             chosen = replace(chosen, clip=replace(chosen.clip, bound=max_grad_norm))
         self._ledger.open({"noise": self._facts.noise, "sampling": self._facts.sampling, "method": repr(chosen)})
@@ -163,8 +167,6 @@ class PrivacyEngine:
         self, loader: DataLoader[Any], poisson: bool, physical_batch: int | None
     ) -> tuple[float, DataLoader[Any]]:
         rate = _rate(loader)
-        if physical_batch is not None and physical_batch < 1:
-            raise ValueError(f"max_physical_batch_size={physical_batch} must be a whole number from 1 up")
         if not poisson:
             self._facts = replace(self._facts, sampling="shuffled")
             return rate, loader
@@ -193,6 +195,24 @@ def _rate(loader: DataLoader[Any]) -> float:
     if loader.batch_size is None:
         raise ValueError("data_loader has no batch_size: the sampling rate is batch_size / len(dataset)")
     return min(1.0, loader.batch_size / len(loader.dataset))  # type: ignore[arg-type]
+
+
+def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method, engine: str) -> int:
+    collate = CollateEmpty(loader.dataset, loader.collate_fn or default_collate)
+    blank = collate([])
+    if not (isinstance(blank, list | tuple) and len(blank) > 1 and all(isinstance(part, Tensor) for part in blank)):
+        raise ValueError("max_physical_batch_size='auto' tries out batches (inputs..., targets): give a number")
+    population = len(loader.dataset)  # type: ignore[arg-type]
+    layout = Layout.of(module, method.grouping)
+    return part_of_a_run(
+        module, engine_by_name(engine), _stand_in, layout, method, blank, population, _rate(loader), steps=1
+    )
+
+
+def _stand_in(outputs: Any, targets: Tensor) -> Tensor:
+    """A loss that takes about as much memory as the user's, which is not known yet: as much as a cross-entropy."""
+    floating = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.flatten(1).log_softmax(dim=1).square().sum() for leaf in floating]).sum()
 
 
 def _require_covered(module: nn.Module, optimizer: Optimizer) -> None:
