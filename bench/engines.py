@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vestige import kernels, models
-from vestige.bookkeeping import BookKeeping
+from vestige.capture import Captured
 from vestige.clipping import Engine, Flat, Reference
 from vestige.layers import Geometry, Patches
 from vestige.layout import Layout
@@ -187,8 +187,8 @@ ROWS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Step]] = {
     "Opacus hooks": opacus_hooks,
     "Opacus ghost": opacus_ghost,
     "vmap": private(Reference),
-    "ours, DP-SGD": private(BookKeeping),
-    "ours, FO-DP-SGD K=8": private(BookKeeping, memory=True),
+    "ours, DP-SGD": private(Captured),
+    "ours, FO-DP-SGD K=8": private(Captured, memory=True),
 }
 
 

@@ -66,14 +66,26 @@ class BookKeeping:
         return self._plans[mode]
 
 
-def add_weighted(gradients: Mapping[str, Gradient], clip: Clip, layout: Layout, into: Tensor, examples: int) -> Tensor:
-    """Clip gradients in factored form and add their sum to `into`; return the norms, as an `Engine` does."""
+def add_weighted(
+    gradients: Mapping[str, Gradient],
+    clip: Clip,
+    layout: Layout,
+    into: Tensor,
+    examples: int,
+    real: Tensor | None = None,
+) -> Tensor:
+    """Clip gradients in factored form and add their sum to `into`; return the norms, as an `Engine` does.
+
+    `real` says which examples are there; the others count as unusable.
+    """
     with torch.no_grad(), full_precision(into):
         norms = _norms(gradients, layout, into, examples)
+        if real is not None:
+            norms = torch.where(real[:, None], norms, torch.inf)
         suspect = ~norms.isfinite().all(dim=1)
         # Zero times infinity is NaN, so what an unusable example saved must be blanked. To look whether there is one
         # would end the capture of a CUDA graph; there every example is blanked or kept, at the price of a copy.
-        blank = into.is_cuda and torch.cuda.is_current_stream_capturing()
+        blank = real is not None or (into.is_cuda and torch.cuda.is_current_stream_capturing())
         if not blank and bool(suspect.any()):
             norms[suspect] = _norms(_selected(gradients, suspect), layout, into, int(suspect.sum()))
             suspect, blank = ~norms.isfinite().all(dim=1), True

@@ -7,10 +7,15 @@ from collections.abc import Callable
 from torch import nn
 
 from vestige.bookkeeping import BookKeeping
+from vestige.capture import Captured
 from vestige.clipping import Engine, Loss, Reference
 from vestige.layout import Layout
 
-ENGINES: dict[str, Callable[[nn.Module, Loss, Layout], Engine]] = {"bookkeeping": BookKeeping, "reference": Reference}
+ENGINES: dict[str, Callable[[nn.Module, Loss, Layout], Engine]] = {
+    "bookkeeping": Captured,
+    "unrecorded": BookKeeping,
+    "reference": Reference,
+}
 
 
 def engine_by_name(name: str) -> Callable[[nn.Module, Loss, Layout], Engine]:

@@ -1,0 +1,194 @@
+"""Is a recorded step the step, for every batch size, bound and accident, and is what cannot be recorded left alone?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vestige.adaptive import Automatic, Counted
+from vestige.bookkeeping import BookKeeping
+from vestige.capture import Captured, Padded, padded_size
+from vestige.clipping import Flat, Reference
+from vestige.groups import Layers, PerGroup
+from vestige.layout import Layout
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+MODELS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), (6,)),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+        ),
+        (2, 6, 6),
+    ),
+    "sequence": (lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Flatten(), nn.Linear(15, 3)), (3, 4)),
+}
+CLIPS = [Flat(0.3), Counted(0.3), Automatic(0.3), PerGroup(0.3)]
+
+
+def build(name: str, device: str = "cpu") -> tuple[nn.Module, tuple[int, ...]]:
+    torch.manual_seed(1)
+    make, shape = MODELS[name]
+    return make().to(device), shape
+
+
+def draw(shape: tuple[int, ...], count: int, device: str = "cpu", seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, *shape, generator=generator)
+    return [inputs.to(device), torch.randint(3, (count,), generator=generator).to(device)]
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance * float(want.abs().max()))
+
+
+def test_sizes_are_few_and_at_most_a_quarter_larger():
+    sizes = [padded_size(count) for count in range(1, 5000)]
+    assert all(count <= size <= max(count + 7, 1.25 * count) for count, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 45
+    assert padded_size(256) == 256
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: type(clip).__name__)
+@pytest.mark.parametrize("name", MODELS)
+def test_padding_adds_nothing(name, clip):
+    model, shape = build(name)
+    layout = Layout.of(model, Layers() if isinstance(clip, PerGroup) else None)
+    parameters = layout.parameters(model)
+    first = draw(shape, 16)
+    plan = BookKeeping(model, F.cross_entropy, layout).plan(first, parameters)
+    padded = Padded(plan, layout, first, parameters, clip)
+    for count, seed in ((16, 0), (9, 1), (13, 2)):  # the rows of the batch before stay behind as padding
+        batch = draw(shape, count, seed=seed)
+        got, want = torch.full((layout.size,), 0.5), torch.zeros(layout.size)
+        norms = padded(batch, clip, got)
+        want_norms = Reference(model, F.cross_entropy, layout)(batch, parameters, clip, want)
+        close(got - 0.5, want)
+        close(norms, want_norms)
+
+
+def test_not_even_what_is_not_finite_passes_from_the_padding():
+    model, shape = build("cnn")
+    layout = Layout.of(model)
+    parameters, clip = layout.parameters(model), Flat(0.3)
+    batch = draw(shape, 12)
+    batch[0][10:] = torch.nan
+    plan = BookKeeping(model, F.cross_entropy, layout).plan(batch, parameters)
+    padded, into = Padded(plan, layout, batch, parameters, clip), torch.zeros(layout.size)
+    assert padded(batch, clip, into).isinf().squeeze(1).tolist() == [False] * 10 + [True] * 2
+    for count in (12, 10):  # the broken rows, then the same rows as padding
+        into, want = torch.zeros(layout.size), torch.zeros(layout.size)
+        padded([part[:count] for part in batch], clip, into)
+        Reference(model, F.cross_entropy, layout)([part[:count] for part in batch], parameters, clip, want)
+        close(into, want)
+
+
+def test_a_bound_may_change_from_step_to_step():
+    model, shape = build("mlp")
+    layout = Layout.of(model)
+    parameters, batch = layout.parameters(model), draw(shape, 8)
+    plan = BookKeeping(model, F.cross_entropy, layout).plan(batch, parameters)
+    padded = Padded(plan, layout, batch, parameters, Flat(1.0))
+    for bound in (0.5, 0.01, 100.0):
+        into, want = torch.zeros(layout.size), torch.zeros(layout.size)
+        padded(batch, Flat(bound), into)
+        Reference(model, F.cross_entropy, layout)(batch, parameters, Flat(bound), want)
+        close(into, want)
+
+
+def test_a_model_that_draws_random_numbers_is_noticed():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    layout = Layout.of(model)
+    parameters, batch = layout.parameters(model), draw((6,), 8)
+    plan = BookKeeping(model, F.cross_entropy, layout).plan(batch, parameters)
+    for training in (True, False):
+        model.train(training)
+        padded = Padded(plan, layout, batch, parameters, Flat(1.0))
+        padded(batch, Flat(1.0), torch.zeros(layout.size))
+        assert padded.worth is not training
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@gpu
+@pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: type(clip).__name__)
+@pytest.mark.parametrize("name", MODELS)
+def test_replays_follow_the_data_the_parameters_and_the_size(name, clip):
+    model, shape = build(name, "cuda")
+    layout = Layout.of(model, Layers() if isinstance(clip, PerGroup) else None)
+    engine, parameters = Captured(model, F.cross_entropy, layout), layout.parameters(model)
+    for step, count in enumerate([16, 9, 13, 16, 12, 40, 33, 40, 0, 1, 2, 1]):
+        batch = draw(shape, count, "cuda", seed=step)
+        if step == 6:
+            batch[0][3] = torch.nan
+        got, want = torch.zeros(layout.size, device="cuda"), torch.zeros(layout.size, device="cuda")
+        norms = engine(batch, parameters, clip, got)
+        want_norms = Reference(model, F.cross_entropy, layout)(batch, parameters, clip, want)
+        assert norms.isinf().equal(want_norms.isinf())
+        if count:
+            close(got, want, 5e-3)
+            close(norms.nan_to_num(posinf=1.0), want_norms.nan_to_num(posinf=1.0), 5e-3)
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    assert sum(padded.graph is not None for padded in engine._padded.values()) == 3
+
+
+@gpu
+def test_what_cannot_be_recorded_runs_unrecorded():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).cuda()
+    layout = Layout.of(model)
+    engine, batch = Captured(model, F.cross_entropy, layout), draw((6,), 8, "cuda")
+    results = []
+    for _ in range(3):
+        into = torch.zeros(layout.size, device="cuda")
+        engine(batch, layout.parameters(model), Flat(0.1), into)
+        results.append(into)
+    assert not engine._padded
+    assert not torch.equal(results[1], results[2])  # another mask each time
+
+
+@gpu
+def test_another_point_than_the_models_own_runs_unrecorded():
+    model, shape = build("mlp", "cuda")
+    layout = Layout.of(model)
+    engine, batch = Captured(model, F.cross_entropy, layout), draw(shape, 8, "cuda")
+    for step in range(3):
+        point = {name: p.detach() + 0.1 * step for name, p in layout.parameters(model).items()}
+        got, want = torch.zeros(layout.size, device="cuda"), torch.zeros(layout.size, device="cuda")
+        engine(batch, point, Flat(0.1), got)
+        Reference(model, F.cross_entropy, layout)(batch, point, Flat(0.1), want)
+        close(got, want, 5e-3)
+    assert not engine._padded
+
+
+@gpu
+def test_a_model_that_looks_at_its_data_runs_unrecorded():
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x if float(x.detach().abs().max()) < 1e9 else 0 * x)
+
+    model = Looks().cuda()
+    layout = Layout.of(model)
+    engine, batch = Captured(model, F.cross_entropy, layout), draw((6,), 8, "cuda")
+    results = []
+    for step in range(3):
+        got = torch.zeros(layout.size, device="cuda")
+        if step == 1:
+            with pytest.warns(UserWarning, match="cannot be recorded"):
+                engine(batch, layout.parameters(model), Flat(0.1), got)
+        else:
+            engine(batch, layout.parameters(model), Flat(0.1), got)
+        results.append(got)
+    close(results[1], results[0])
+    close(results[2], results[0])
