@@ -43,7 +43,7 @@ class BookKeeping:
         into: Tensor,
         transform: Transform | None = None,
     ) -> Tensor:
-        with _eagerly():
+        with eagerly():
             plan = None if transform is not None or len(batch[0]) == 0 else self.plan(batch, parameters)
             if plan is None:
                 return self.reference(batch, parameters, clip, into, transform)
@@ -53,6 +53,11 @@ class BookKeeping:
                 warnings.warn(f"{misfit}; this batch is left to the reference engine", stacklevel=2)
                 return self.reference(batch, parameters, clip, into)
         return add_weighted(gradients, clip, self.layout, into, len(batch[0]))
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether it is known how, or that not, the model is taken apart in its present mode."""
+        return self.model.training in self._plans
 
     def plan(self, batch: Sequence[Tensor], parameters: Parameters) -> Plan | None:
         """How this model is taken apart, rehearsed on the first batch of each mode; None if it cannot be."""
@@ -140,7 +145,7 @@ def _rehearsal_examples(batch: Sequence[Tensor]) -> list[Tensor]:
     return [part[chosen.repeat(3)[:3].sort().values] for part in batch]
 
 
-def _eagerly() -> AbstractContextManager[object]:
+def eagerly() -> AbstractContextManager[object]:
     """Compiled models run uncompiled here: a compiled graph would run past the layers that are watched."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     backends = getattr(dynamo, "cached_backends", {0: dynamo})  # who has ever called torch.compile

@@ -107,6 +107,7 @@ def _revised(plan: Plan, examples: Sequence[Tensor], parameters: Parameters) -> 
     if sketch == plan.sketch:
         sketch = _by_gradients(plan, examples, parameters)
     if sketch == plan.sketch:
+        plan.called = frozenset(three.notes.outputs)
         plan.gradients(examples, parameters)  # as it will be run; whatever this raises is a finding, too
     return sketch
 
