@@ -24,8 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from vestige import kernels, models
+import vestige
+from vestige import PrivacyEngine, kernels, models
 from vestige.capture import Captured
 from vestige.clipping import Engine, Flat, Reference
 from vestige.layers import Geometry, Patches
@@ -93,6 +95,12 @@ def images(size: int) -> Callable[[int], Tensor]:
 
 
 CASES = {
+    "digits MLP": Case(
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)),
+        lambda batch: torch.randn(batch, 64),
+        150,
+        150,
+    ),
     "CIFAR MLP": Case(lambda: models.mlp(3072, 10), lambda batch: torch.randn(batch, 3072), 256, 256),
     "tanh CNN": Case(lambda: models.tanh_cnn_32(10), images(32), 2048, 64),
     "ResNet-18 GN": Case(lambda: models.resnet18(10), images(32), 512),
@@ -182,6 +190,29 @@ def private(make: Callable[..., Engine], memory: bool = False) -> Callable[[nn.M
     return build
 
 
+def whole_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+    """What `vestige.train` does: sampling, the step, the ledger and the record."""
+    options: dict[str, Any] = {"method": "dp-sgd", "noise_multiplier": MULTIPLIER, "delta": 1e-5, "lr": 1e-3}
+    records = iter(vestige.train(model, F.cross_entropy, batch, sample_rate=1.0, steps=10**6, **options))
+    return lambda: next(records)
+
+
+def privacy_engine(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+    """A user's own loop, with the ledger and the accountant's rows that it keeps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = DataLoader(TensorDataset(*batch), batch_size=len(batch[1]))
+    PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=MULTIPLIER, max_grad_norm=BOUND
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return step
+
+
 ROWS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Step]] = {
     "plain SGD": plain,
     "Opacus hooks": opacus_hooks,
@@ -189,6 +220,8 @@ ROWS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Step]] = {
     "vmap": private(Reference),
     "ours, DP-SGD": private(Captured),
     "ours, FO-DP-SGD K=8": private(Captured, memory=True),
+    "ours, PrivacyEngine": privacy_engine,
+    "ours, vestige.train": whole_step,
 }
 
 

@@ -431,7 +431,10 @@ class _PrivateSteps:
     def _abandon(self) -> None:
         """Close passes that were interrupted before their end."""
         while self._open:
-            self._close(self._open.pop())
+            one = self._open.pop()
+            self._close(one)
+            if one.watch is not None:
+                one.watch.drop()
 
     def _close(self, one: _Pass) -> None:
         if one.watch is None:
@@ -468,6 +471,7 @@ class _PrivateSteps:
                 self._twice(doubt)
             elif usual and all(len(output) == one.watch.examples for output in outputs):
                 return one.watch.rooted(outputs)
+            one.watch.drop()
             one.watch = None
         part = self.part
 
@@ -505,8 +509,9 @@ class _PrivateSteps:
         release, self.probe = self.method.probe.ask(gradient, point, self.probe)
         direction, self.memory, _ = self.method.memory.step(release, self.memory, point)
         mean = direction / release.expected_batch
+        parameters = self.layout.parameters(self.adapter)
         for name, view in self.layout.views(mean).items():
-            self.layout.parameters(self.adapter)[name].grad = view
+            parameters[name].grad = view
         self.step_number += 1
         original()
         return value

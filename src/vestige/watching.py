@@ -59,7 +59,7 @@ class Watch:
         self._plan, self._finished = plan, finished
         self._pass = Pass(examples, point, deliver=self._deliver)
         self._backwards: dict[int, Uses] = {}
-        self._stack = ExitStack()
+        self._stack, self._dropped = ExitStack(), False
 
     @property
     def examples(self) -> int:
@@ -69,6 +69,10 @@ class Watch:
         self._plan.now = self._pass
         self._stack.enter_context(eagerly())
         self._stack.enter_context(self._plan.installed({**self._pass.parameters, **self._expanded()}))
+
+    def drop(self) -> None:
+        """Whatever a backward pass through it may still bring is ignored: the pass is run again, or was broken off."""
+        self._dropped = True
 
     def close(self) -> None:
         """The model is as it was."""
@@ -94,6 +98,8 @@ class Watch:
 
     def _deliver(self, uses: Mapping[str, Gradient]) -> None:
         """Sorted by backward pass: two losses of one forward pass are clipped apart. One that fails leaves nothing."""
+        if self._dropped:
+            return
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
             self._backwards[task] = {}
