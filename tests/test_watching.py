@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+import vestige
 from conftest import clip_and_sum, make_toy
 from vestige import PrivacyEngine
 
@@ -612,3 +613,55 @@ def test_a_call_of_another_form_is_run_again():
         np.testing.assert_allclose(moved(before, flat(model)), expected, rtol=1e-3, atol=3e-5)
         counts.append(steps.again)
     assert counts == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "later", "inner"])
+def test_compiled_models_train_uncompiled_and_say_so_once(how):
+    base, data = fresh("mlp")
+
+    def trained(how):
+        model = copy.deepcopy(base)
+        given = torch.compile(model, backend="eager") if how == "wrapped" else model
+        if how in ("in place", "inner"):
+            (model if how == "in place" else model[0]).compile(backend="eager")
+        steps, given, optimizer, loader = private(given, data, multiplier=1.0)
+        if how == "later":
+            given.compile(backend="eager")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for x, y in [*loader, *loader]:
+                optimizer.zero_grad()
+                LOSS(given(x), y).backward()
+                optimizer.step()
+        assert steps.again == 0
+        assert list(model.state_dict()) == list(base.state_dict())
+        seen = given.eval()(data[0])  # compiled, where nothing is private
+        torch.testing.assert_close(seen, plain(model).eval()(data[0]))
+        return flat(model), [str(w.message) for w in said]
+
+    want, nothing = trained("not at all")
+    got, said = trained(how)
+    torch._dynamo.reset()
+    assert torch.equal(got, want)
+    assert nothing == []
+    assert ["compiled" in line for line in said] == [True]
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_vestige_train_of_compiled_models(how):
+    base, data = fresh("mlp")
+    common = {"method": "fo-dp-sgd", "noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.3, "steps": 4, "lr": 0.1}
+    ends = []
+    for compiled in (False, True):
+        model = copy.deepcopy(base)
+        given = torch.compile(model, backend="eager") if compiled and how == "wrapped" else model
+        if compiled and how == "in place":
+            model.compile(backend="eager")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            list(vestige.train(given, LOSS, data, reproducible=1, **common))
+        ends.append((flat(model), ["compiled" in str(w.message) for w in said], list(model.state_dict())))
+    torch._dynamo.reset()
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert [said for _, said, _ in ends] == [[], [True]]
+    assert ends[0][2] == ends[1][2]

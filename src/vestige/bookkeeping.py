@@ -11,10 +11,8 @@ be is left to the reference engine, parameter by parameter, and said.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -24,7 +22,7 @@ from vestige.clipping import Clip, Loss, Parameters, Reference, Transform, usabl
 from vestige.layers import Gradient, change
 from vestige.layout import Layout
 from vestige.rehearsal import Unclear, rehearsed
-from vestige.taps import Misfit, Plan, full_precision
+from vestige.taps import Misfit, Plan, eagerly, full_precision
 
 
 class BookKeeping:
@@ -143,11 +141,3 @@ def _rehearsal_examples(batch: Sequence[Tensor]) -> list[Tensor]:
     if len(chosen) == 0:
         raise Unclear
     return [part[chosen.repeat(3)[:3].sort().values] for part in batch]
-
-
-def eagerly() -> AbstractContextManager[object]:
-    """Compiled models run uncompiled here: a compiled graph would run past the layers that are watched."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    backends = getattr(dynamo, "cached_backends", {0: dynamo})  # who has ever called torch.compile
-    compiling = any(backend is not None for backend in backends.values())
-    return torch.compiler.set_stance("force_eager") if compiling else nullcontext()

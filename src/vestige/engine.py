@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 from vestige import accounting
 from vestige.adaptive import Adaptive
 from vestige.bookkeeping import BookKeeping
-from vestige.clipping import BoundedSum, Flat, Parameters, Transform
+from vestige.clipping import BoundedSum, Engine, Flat, Loss, Parameters, Transform
 from vestige.curator import BudgetSpent
 from vestige.engines import engine_by_name
 from vestige.files import read_tensors, write_tensors
@@ -34,7 +34,7 @@ from vestige.noise import Randomness, Release, draw_noise
 from vestige.planning import check_multiplier
 from vestige.probes import AgainstLastRelease, AlongLastStep, Here
 from vestige.questions import Question, SampledGaussian
-from vestige.taps import Plan
+from vestige.taps import Plan, eagerly
 from vestige.watching import Scaled, Uses, Watch, add_watched, unwatchable
 
 Closure = Callable[[], Any]
@@ -44,7 +44,9 @@ class PrivacyEngine:
     """Makes a model, an optimizer and a loader private, in place: `loss.backward(); optimizer.step()` as ever.
 
     The model keeps its class, its state_dict and its methods; the optimizer stays the same object; the loader draws
-    Poisson samples. Every step charges a ledger (in the file `ledger`, if given) before its release exists.
+    Poisson samples. `loss.backward()` leaves each example's gradient in factored form and `p.grad` empty; the step
+    clips, sums and adds noise. Where the model's own passes cannot be watched, it is run a second time, and that is
+    said (docs/loop.md). Every step charges a ledger (in the file `ledger`, if given) before its release exists.
 
     Formal guarantees: after any number of steps, everything the optimizer did is (get_epsilon(delta), delta)-private
     for adding or removing one example, provided that the loss of a batch is a sum or mean of losses of its examples.
@@ -208,9 +210,12 @@ def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method, en
         raise ValueError("max_physical_batch_size='auto' tries out batches (inputs..., targets): give a number")
     population = len(loader.dataset)  # type: ignore[arg-type]
     layout = Layout.of(module, method.grouping)
-    return part_of_a_run(
-        module, engine_by_name(engine), _stand_in, layout, method, blank, population, _rate(loader), steps=1
-    )
+    return part_of_a_run(module, _engine(engine), _stand_in, layout, method, blank, population, _rate(loader), steps=1)
+
+
+def _engine(name: str) -> Callable[[nn.Module, Loss, Layout], Engine]:
+    """Never recorded as a CUDA graph: what a user's call has beside its examples would be frozen in the recording."""
+    return engine_by_name("unrecorded" if name == "bookkeeping" else name)
 
 
 def _stand_in(outputs: Any, targets: Tensor) -> Tensor:
@@ -317,6 +322,18 @@ def _inside(grouping: Grouping) -> Grouping:
     return lambda adapter: [[f"module.{name}" for name in group] for group in grouping(cast(_Adapter, adapter).module)]
 
 
+@dataclass(frozen=True)
+class _Uncompiled:
+    """Calls a module as it is where gradients are asked of it, and its compiled form elsewhere."""
+
+    module: nn.Module
+    compiled: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        private = self.module.training and torch.is_grad_enabled()
+        return self.module._call_impl(*args, **kwargs) if private else self.compiled(*args, **kwargs)
+
+
 class _PrivateSteps:
     """What happens between the user's forward pass and the optimizer's move."""
 
@@ -338,10 +355,7 @@ class _PrivateSteps:
         self.reduction, self.ledger, self.randomness = reduction, ledger, randomness
         self.adapter = _Adapter(module)
         self.layout = Layout.of(self.adapter, method.grouping and _inside(method.grouping))
-        # Not recorded as a CUDA graph: what a user's call has beside its examples would be frozen in the recording.
-        self.engine = engine_by_name("unrecorded" if engine == "bookkeeping" else engine)(
-            self.adapter, _along, self.layout
-        )
+        self.engine = _engine(engine)(self.adapter, _along, self.layout)
         self.plan: Plan | None = None
         self.form: _Form | None = None
         self.second_passes: str | None = None
@@ -356,6 +370,7 @@ class _PrivateSteps:
         self._anchor = torch.zeros((), requires_grad=True)
         self._open: list[_Pass] = []
         self._busy = False
+        self._run_eagerly()
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         self._patch()
@@ -384,7 +399,15 @@ class _PrivateSteps:
         if self.part is not None and part.draw != self.part.draw and not self.part.last:
             self._forget()
         self._abandon()
+        self._run_eagerly()
         self.part = part
+
+    def _run_eagerly(self) -> None:
+        """`module.compile()` puts a compiled graph around our hooks too; private passes go past it, others do not."""
+        compiled: Any = self.module._compiled_call_impl
+        if compiled is None or isinstance(compiled, _Uncompiled):
+            return
+        self.module._compiled_call_impl = _Uncompiled(self.module, compiled)  # type: ignore[assignment]
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         asks = module.training and torch.is_grad_enabled()
@@ -404,7 +427,7 @@ class _PrivateSteps:
         # Detached: what is before the model gets no gradients, which would be of examples and without noise.
         kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         one = _Pass(kept, call, _random_state(self._device))
-        if self.form is None and isinstance(self.engine, BookKeeping):
+        if self.form is None and self.second_passes is None and isinstance(self.engine, BookKeeping):
             self._rehearse(one)
         self._open.append(one)
         if not self._watches(one):
@@ -486,6 +509,7 @@ class _PrivateSteps:
     def step(self, original: Callable[..., Any], closure: Closure | None) -> Any:
         """Move, if the draw is complete; else only bound and add what this part brought."""
         self._abandon()
+        self._run_eagerly()
         if self.part is not None and not self.part.last:
             self._gather()
             return None
@@ -613,11 +637,13 @@ class _PrivateSteps:
         """Before the first pass: can the user's passes be watched? With made-up signals, in place of a loss's."""
         assert isinstance(self.engine, BookKeeping)
         with torch.random.fork_rng(self._cuda):
-            with self._as_called(one), torch.no_grad():
+            with self._as_called(one), torch.no_grad(), eagerly():
                 args, kwargs = tree_unflatten(one.leaves, one.call)
                 found = tree_flatten(self.module(*args, **kwargs))[0]
             places = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             rows = {len(found[i]) if found[i].dim() else 0 for i in places}
+            if len(rows) > 1 and 0 not in rows:
+                self._twice("the model's outputs have different numbers of rows")
             if len(rows) != 1 or 0 in rows:
                 return
             first = replace(one, outputs=places, rows=rows.pop())

@@ -7,6 +7,7 @@ saves through autograd, activation checkpointing drops and recomputes what it sa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -202,7 +203,8 @@ class Plan:
                 holder[key] = tensor
             for attributes, forward in self.forwards:
                 attributes["forward"] = forward
-            yield
+            with eagerly():
+                yield
         finally:
             for holder, key, parameter, _ in parameters:
                 holder[key] = parameter
@@ -436,6 +438,14 @@ def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
     """Norms and sums are float32 whatever autocast says."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _UNCHANGED
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """Compiled models run uncompiled here: a compiled graph would run past the layers that are watched."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(dynamo, "cached_backends", {0: dynamo})  # who has ever called torch.compile
+    compiling = any(backend is not None for backend in backends.values())
+    return torch.compiler.set_stance("force_eager") if compiling else nullcontext()
 
 
 def _renamed(uses: Uses, owned: Mapping[str, str]) -> Uses:

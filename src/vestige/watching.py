@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from vestige.bookkeeping import add_weighted, eagerly
+from vestige.bookkeeping import add_weighted
 from vestige.clipping import Clip, Parameters
 from vestige.layers import Dense, Gradient, Saved, combine
 from vestige.layout import Layout
@@ -67,7 +67,6 @@ class Watch:
 
     def open(self) -> None:
         self._plan.now = self._pass
-        self._stack.enter_context(eagerly())
         self._stack.enter_context(self._plan.installed({**self._pass.parameters, **self._expanded()}))
 
     def drop(self) -> None:
