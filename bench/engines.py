@@ -1,7 +1,7 @@
 """What does a private step cost over a plain one? Every engine on the same models, in one process, in one table.
 
 usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--kernels]
-       [--threads N] [--json FILE]
+       [--threads N] [--cpu-time] [--json FILE]
 
 A step is forward, backward, clipping, noise and the update. Peak memory is what the step allocates on the GPU; on the
 CPU there is no such count, so only time is given.
@@ -225,27 +225,29 @@ ROWS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Step]] = {
 }
 
 
-def measure(step: Step, device: str, seconds: float, rounds: int) -> tuple[float, float | None]:
+def measure(
+    step: Step, device: str, seconds: float, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float | None]:
     """The best of some rounds, each the mean of enough steps to be timed, and the peak memory of a step."""
     step(), step()
     cuda = device == "cuda"
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
+    start = clock()
     step()
     if cuda:
         torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else None
-    count = max(1, min(200, int(seconds / rounds / (time.perf_counter() - start + 1e-9))))
+    count = max(1, min(200, int(seconds / rounds / (clock() - start + 1e-9))))
     means = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = clock()
         for _ in range(count):
             step()
         if cuda:
             torch.cuda.synchronize()
-        means.append((time.perf_counter() - start) / count)
+        means.append((clock() - start) / count)
     return min(means) * 1e3, peak
 
 
@@ -263,7 +265,7 @@ def compare(name: str, case: Case, device: str, options: argparse.Namespace) -> 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 step = ROWS[row](model, batch)
-                result["ms"], result["MiB"] = measure(step, device, options.seconds, options.rounds)
+                result["ms"], result["MiB"] = measure(step, device, options.seconds, options.rounds, options.clock)
         except ImportError:
             result["failed"] = "not installed"
         except (RuntimeError, NotImplementedError, ValueError) as problem:
@@ -370,8 +372,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--kernels", action="store_true", help="also the fused kernels one by one (GPU)")
     parser.add_argument("--threads", type=int, help="threads of the CPU")
+    parser.add_argument("--cpu-time", action="store_true", help="the process's time, not the clock's: a busy machine")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
+    options.clock = time.process_time if options.cpu_time else time.perf_counter
     options.seconds, options.rounds = (0.5, 2) if options.quick else (3.0, 5)
     if options.threads:
         torch.set_num_threads(options.threads)
