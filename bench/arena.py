@@ -89,8 +89,8 @@ def stack(arguments: argparse.Namespace) -> None:
         for i in range(runs)
     ]
     begin = time.perf_counter()
-    together = stacked.Stack(chosen, task.train, sample_rate=0.04, device=device)
-    for done in together.train(steps):
+    together = stacked.Stack(chosen, task.train, sample_rate=0.04, steps=steps, device=device)
+    for done in together.train():
         if done % max(1, steps // 10) == 0:
             print(f"stack: {done}/{steps} steps, {time.perf_counter() - begin:.1f} s", flush=True)
     shares = together.accuracies(task.test)

@@ -1,62 +1,124 @@
 """What do selective updates buy under a guarantee that holds? Accuracy at epsilon 1 to 4, beside the published table.
 
-usage: python bench/selective.py --data DIR [--device cuda] [--engine NAME] [--seeds 3] [--out selective.json]
+usage: python bench/selective.py --data DIR [--device cuda] [--jobs 14] [--budget-seconds 450] [--out selective.json]
+       python bench/selective.py --out selective.json --into docs/benchmarks.md
 
 Every cell (dataset, method, epsilon, seed) is one run and is written when it is done; started again with the same
 --out, only the missing ones are run. Selective methods give two accuracies: where the valid accountant has spent
 epsilon, and, further on in the same run, where the papers' accepted-only claim has. Settings are those of the papers
-(batch, noise, rate, clip, momentum); nothing was tuned here.
+(batch, noise, rate, clip, momentum); nothing was tuned here. The second form runs nothing: it writes the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import multiprocessing
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import vestige
 from vestige import accounting, planning, tasks
+from vestige.decay import PhasedDecay
 from vestige.files import write_json
+from vestige.gates import BufferedRejection
 from vestige.jobs import selection
 from vestige.method import Method, build
+from vestige.presets import published
+from vestige.rules import named
 from vestige.training import accuracy
 
 DELTA = 1e-5
 EPSILONS = (1, 2, 3, 4)
-DATA = {"mnist": "mnist.npz", "fmnist": "fashion_mnist.npz"}
-METHODS = ("dpsgd", "dpsgd-ts", "dpsgd-hf", "dpsur", "dpsgd-br")
+DATA = {"mnist": "mnist.npz", "fmnist": "fashion_mnist.npz", "imdb": "imdb.jsonl.gz"}
+TITLE = {"mnist": "MNIST", "fmnist": "Fashion-MNIST", "imdb": "IMDb"}
+STILL = "dpsgd-br without decay"
+METHODS = ("dpsgd", "dpsgd-ts", "dpsgd-hf", "dpsur", "dpsgd-br", STILL)
+SELECTIVE = ("dpsur", "dpsgd-br", STILL)
 TASK = {"dpsgd": "cnn", "dpsgd-ts": "ts"}
-"""The model: a small CNN, DPSGD-TS's tanh CNN, and for the others scattering features with a CNN."""
+"""The model: a small CNN, DPSGD-TS's tanh CNN, and for the others scattering features with a CNN; IMDb has one."""
 
-BATCH = {"mnist": 1024, "fmnist": 2048}
+BATCH = {"mnist": 1024, "fmnist": 2048, "imdb": 1024}
 END_TO_END = {"mnist": (512, 0.5, 40), "fmnist": (2048, 4.0, 40)}
 """Batch, rate and epochs of the end-to-end CNNs (Tramer & Boneh 2021)."""
-RATE = {"dpsgd-hf": {"mnist": 1.0, "fmnist": 4.0}, "dpsur": {"mnist": 2.0, "fmnist": 4.0}}
-RATE["dpsgd-br"] = {"mnist": 2.75, "fmnist": 6.0}
-SIGMA_T = {"mnist": (2.0, 1.5, 1.35, 1.35), "fmnist": (4.0, 2.15, 2.15, 2.15)}
-SIGMA_V = {"mnist": (1.3, 1.0, 0.9, 0.8), "fmnist": (1.3, 1.3, 0.8, 0.8)}
+RATE = {
+    "dpsgd-ts": {"imdb": 0.02},
+    "dpsgd-hf": {"mnist": 1.0, "fmnist": 4.0},
+    "dpsur": {"mnist": 2.0, "fmnist": 4.0, "imdb": 0.02},
+    "dpsgd-br": {"mnist": 2.75, "fmnist": 6.0, "imdb": 0.03},
+}
+SIGMA_T = {"mnist": (2.0, 1.5, 1.35, 1.35), "fmnist": (4.0, 2.15, 2.15, 2.15), "imdb": (2.0, 1.8, 1.35, 1.23)}
+SIGMA_V = {"mnist": (1.3, 1.0, 0.9, 0.8), "fmnist": (1.3, 1.3, 0.8, 0.8), "imdb": (1.3, 1.2, 1.0, 0.9)}
 """DPSUR's noise by epsilon; DPSGD-HF takes the same sigma_t, and as many steps as it then affords."""
-BUFFERED = {"mnist": (3.0, 1.37), "fmnist": (6.0, 1.3)}
+BUFFERED = {"mnist": (3.0, 1.37), "fmnist": (6.0, 1.3), "imdb": (2.3, 1.37)}
 """DPSGD-BR's noise at epsilon 1 (its Table 4); at larger epsilon it shrinks as DPSUR's does, since none is printed."""
-SELECTIVE = ("dpsur", "dpsgd-br")
+VALIDATION = {"mnist": 256, "fmnist": 256, "imdb": 128}
+CLAIM_SEEDS = {"dpsur": 3, "dpsgd-br": 1, STILL: 1}
+"""So many seeds go on to the published claim, which for a buffer takes three times as many trials as epsilon buys."""
 
 
-def method_of(name: str, dataset: str, epsilon: int, options: dict[str, Any]) -> Method:
+class Cell(NamedTuple):
+    dataset: str
+    method: str
+    epsilon: int
+    seed: int
+
+    @property
+    def task(self) -> str:
+        return "imdb-lstm" if self.dataset == "imdb" else f"{self.dataset}-{TASK.get(self.method, 'hf')}"
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Which cells come first: the five rows on images, then the ablation, then IMDb."""
+        if self.dataset == "imdb":
+            return 3, self.seed
+        return (4 if self.seed else 2) if self.method == STILL else int(self.method == "dpsgd-br"), self.seed
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Cell:
+        return cls(row["dataset"], row["method"], row["epsilon"], row["seed"])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how a cell is run."""
+
+    data: Path
+    device: str
+    engine: str
+    progress: str
+    accounting: str
+    examples: int | None
+    finish_by: float
+    """On the clock of time.time(): a run that has its valid accuracy by then does not go on to the claim."""
+
+
+def method_of(cell: Cell, given: Setting) -> Method:
     """A method with the noise of its paper at this epsilon."""
-    place = EPSILONS.index(epsilon)
+    dataset, place = cell.dataset, EPSILONS.index(cell.epsilon)
     sigma_t, sigma_v = SIGMA_T[dataset][place], SIGMA_V[dataset][place]
-    if name not in SELECTIVE:
-        return vestige.dp_sgd(clip=0.1, momentum=0.9)
-    if name == "dpsgd-br":
-        first_t, first_v = BUFFERED[dataset]
-        sigma_t, sigma_v = first_t * sigma_t / SIGMA_T[dataset][0], first_v * sigma_v / SIGMA_V[dataset][0]
-    return build(name, sigma_t=sigma_t, sigma_v=sigma_v, **options)
+    if cell.method not in SELECTIVE:
+        made = vestige.dp_sgd(clip=0.1, momentum=0.9)
+    else:
+        options: dict[str, Any] = {"accounting": given.accounting, "validation_batch": VALIDATION[dataset]}
+        if cell.method != "dpsur":
+            first_t, first_v = BUFFERED[dataset]
+            sigma_t, sigma_v = first_t * sigma_t / SIGMA_T[dataset][0], first_v * sigma_v / SIGMA_V[dataset][0]
+            options["progress"] = "none" if cell.method == STILL else given.progress
+        made = build(cell.method.split()[0], sigma_t=sigma_t, sigma_v=sigma_v, **options)
+    return replace(made, rule=named("adam", {})) if dataset == "imdb" else made
+
+
+def decay_of(method: Method) -> list[float] | None:
+    """What tells two versions of DPSGD-BR apart: results with other factors are not resumed."""
+    decay = method.gate.decay if isinstance(method.gate, BufferedRejection) else None
+    return [decay.fast, decay.slow] if isinstance(decay, PhasedDecay) else None
 
 
 class Passing:
@@ -72,18 +134,19 @@ class Passing:
         return True
 
 
-def plain(name: str, dataset: str, epsilon: int, task: tasks.Task, common: dict[str, Any]) -> dict[str, Any]:
-    method = method_of(name, dataset, epsilon, {})
-    examples = len(task.train[1])
-    if name in TASK:
+def plain(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
+    method, examples, dataset = method_of(cell, given), len(task.train[1]), cell.dataset
+    if cell.method in TASK and dataset in END_TO_END:
         batch, lr, epochs = END_TO_END[dataset]
-        plan: dict[str, Any] = {"steps": epochs * examples // min(batch, examples // 4), "epsilon": epsilon}
+        plan: dict[str, Any] = {"steps": epochs * examples // min(batch, examples // 4), "epsilon": cell.epsilon}
     else:
-        batch, lr = BATCH[dataset], RATE[name][dataset]
-        plan = {"steps": None, "noise_multiplier": SIGMA_T[dataset][EPSILONS.index(epsilon)], "epsilon": epsilon}
+        batch, lr = BATCH[dataset], RATE[cell.method][dataset]
+        noise = SIGMA_T[dataset][EPSILONS.index(cell.epsilon)]
+        plan = {"steps": None, "noise_multiplier": noise, "epsilon": cell.epsilon}
     rate = min(batch, examples // 4) / examples
+    common: dict[str, Any] = {"delta": DELTA, "engine": given.engine}
     training = vestige.train(
-        task.model, task.loss, task.train, method=method, sample_rate=rate, lr=lr, delta=DELTA, **plan, **common
+        task.model, task.loss, task.train, method=method, sample_rate=rate, lr=lr, **plan, **common
     )
     for _ in training:
         pass
@@ -91,11 +154,9 @@ def plain(name: str, dataset: str, epsilon: int, task: tasks.Task, common: dict[
     return {"accuracy": accuracy(task.model, task.test), "epsilon_valid": promise.epsilon, "steps": training.state.step}
 
 
-def selective(
-    name: str, dataset: str, epsilon: int, task: tasks.Task, common: dict[str, Any], options: dict[str, Any]
-) -> dict[str, Any]:
-    method, examples = method_of(name, dataset, epsilon, options), len(task.train[1])
-    rate = min(BATCH[dataset], examples // 4) / examples
+def selective(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
+    method, examples, epsilon = method_of(cell, given), len(task.train[1]), cell.epsilon
+    rate = min(BATCH[cell.dataset], examples // 4) / examples
     gate = method.gate.at(examples)
     asked = gate.questions(method.probe.questions(rate, method.noise_multiplier or 0.0))
     one = {question: 1 for question in asked}
@@ -107,13 +168,13 @@ def selective(
         task.train,
         method=method,
         sample_rate=rate,
-        lr=RATE[name][dataset],
+        lr=RATE[cell.method.split()[0]][cell.dataset],
         delta=DELTA,
         steps=50 * trials,
         epsilon=1000.0 if adaptive else None,
-        **common,
+        engine=given.engine,
     )
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"decay": decay_of(method)}
 
     def note(suffix: str = "") -> None:
         seen = selection(training)
@@ -125,7 +186,7 @@ def selective(
     limit = planning.Filter(epsilon, DELTA, one) if adaptive else accounting.Budget(epsilon, DELTA, planned)
     passing = Passing(limit, note)
     training.ledger.budget = passing
-    claimed = False
+    claimed = cell.seed >= CLAIM_SEEDS[cell.method]
     for record in training:
         if record.accepted and not claimed and selection(training)["published_claim_epsilon"] >= epsilon:
             claimed = True
@@ -133,92 +194,184 @@ def selective(
             result["renyi_epsilon_at_claim"] = accounting.epsilon(training.ledger.spent, DELTA, "rdp")
             if not adaptive:
                 result["epsilon_at_claim"] = accounting.epsilon(training.ledger.spent, DELTA)
-        if claimed and passing.passed:
+        if passing.passed and (claimed or time.time() > given.finish_by):
             break
     return {"epsilon_valid": epsilon, "accountant": "renyi filter" if adaptive else "pld", **result}
 
 
-def table(results: list[dict[str, Any]], published: dict[str, Any]) -> str:
-    """Mean test accuracy in percent over seeds; the DPSGD-BR paper's Table 2 in brackets."""
-    lines = []
+# --- running cells ---------------------------------------------------------------------------------------------------
+
+EXAMPLES: dict[str, tuple[Any, Any]] = {}
+
+
+def load(cell: Cell, given: Setting) -> tasks.Task:
+    """The task with this seed's initial weights; its examples are moved to the device once per process."""
+    task = tasks.load(cell.task, given.data / DATA[cell.dataset], cell.seed)
+    kind = cell.task if cell.task.endswith("hf") else cell.dataset
+    if kind not in EXAMPLES:
+        first = slice(given.examples)
+        train, test = (tuple(part[first].to(given.device) for part in parts) for parts in (task.train, task.test))
+        EXAMPLES[kind] = (train, test)
+    train, test = EXAMPLES[kind]
+    return replace(task, model=task.model.to(given.device), train=train, test=test)
+
+
+def run(cell: Cell, given: Setting) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    task = load(cell, given)
+    since = time.perf_counter()
+    found = (selective if cell.method in SELECTIVE else plain)(cell, task, given)
+    seconds = round(time.perf_counter() - since, 1)
+    return {**cell._asdict(), "examples": len(task.train[1]), **found, "seconds": seconds}
+
+
+def prepare(task: str, file: Path, threads: int) -> None:
+    """Fill the cache of scattering features."""
+    torch.set_num_threads(threads)
+    tasks.load(task, file)
+
+
+def run_all(
+    cells: list[Cell],
+    given: Setting,
+    jobs: int,
+    deadline: float,
+    usual: dict[Cell, float],
+    done: Callable[[Future[dict[str, Any]], Cell], None],
+) -> None:
+    """Cells side by side, the first ones first; none that usually takes longer than what is left."""
+    features = sorted({(cell.task, given.data / DATA[cell.dataset]) for cell in cells if cell.task.endswith("hf")})
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        preparing = {pool.submit(prepare, *what, max(1, jobs // 3)): what[0] for what in features}
+        running: dict[Future[Any], Cell] = {}
+        while time.perf_counter() < deadline:
+            left = deadline - time.perf_counter()
+            for cell in list(cells):
+                if len(running) + len(preparing) >= jobs:
+                    break
+                if cell.task not in preparing.values() and usual.get(cell, 0.0) < left:
+                    cells.remove(cell)
+                    running[pool.submit(run, cell, given)] = cell
+            if not running and not preparing:
+                break
+            finished, _ = wait([*preparing, *running], timeout=left, return_when=FIRST_COMPLETED)
+            for future in finished:
+                if future in preparing:
+                    future.result()
+                    del preparing[future]
+                else:
+                    done(future, running.pop(future))
+        for child in multiprocessing.active_children():
+            child.terminate()  # what is not finished at the deadline is left for the next time
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def tables(results: list[dict[str, Any]]) -> str:
+    """Mean test accuracy in percent over (n) seeds; the DPSGD-BR paper's Table 2 in brackets."""
+    printed = published()["dpsgd_br"]["table2_accuracy_percent"]
+    parts = []
     for dataset in DATA:
-        lines += [f"\n{dataset}", "| method | " + " | ".join(f"epsilon {e}" for e in EPSILONS) + " |"]
+        known = [row for row in results if row["dataset"] == dataset]
+        if not known:
+            continue
+        first, *others = EPSILONS
+        lines = [f"| {TITLE[dataset]} | epsilon {first} | " + " | ".join(map(str, others)) + " |"]
         lines.append("|---" * (1 + len(EPSILONS)) + "|")
-        for name in METHODS:
-            rows = [("", "accuracy")] + [(" until the claim", "accuracy_at_claim")] * (name in SELECTIVE)
+        for method in METHODS:
+            if dataset == "imdb" and method not in {row["method"] for row in known}:
+                continue
+            rows = [("", "accuracy")] + [(", until the claim", "accuracy_at_claim")] * (method in SELECTIVE)
             for label, key in rows:
-                cells = []
-                for place, epsilon in enumerate(EPSILONS):
-                    found = [
-                        100 * row[key]
-                        for row in results
-                        if (row["dataset"], row["method"], row["epsilon"]) == (dataset, name, epsilon) and key in row
-                    ]
-                    paper = published.get(dataset, {}).get(name, [float("nan")] * 4)[place]
-                    ours = f"{sum(found) / len(found):.2f} (n={len(found)})" if found else "not run"
-                    cells.append(f"{ours} [{paper:.2f}]")
-                lines.append(f"| {name}{label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+                cells = [
+                    mean_of([row for row in known if (row["method"], row["epsilon"]) == (method, epsilon)], key)
+                    + (f" [{printed[dataset][method][place]:.2f}]" if method in printed[dataset] else "")
+                    for place, epsilon in enumerate(EPSILONS)
+                ]
+                lines.append(f"| {method}{label} | " + " | ".join(cells) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def mean_of(rows: list[dict[str, Any]], key: str) -> str:
+    found = [100 * row[key] for row in rows if key in row]
+    return f"{sum(found) / len(found):.2f} ({len(found)})" if found else "not run"
+
+
+BEGIN, END = "<!-- selective tables: begin -->", "<!-- selective tables: end -->"
+
+
+def write_into(page: Path, text: str) -> None:
+    """Put the tables between their marks in a Markdown page."""
+    before, rest = page.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with mnist.npz and fashion_mnist.npz")
+    parser.add_argument("--data", type=Path, help=f"folder with {', '.join(DATA.values())}; without it nothing is run")
     parser.add_argument("--out", type=Path, default=Path("selective.json"))
-    parser.add_argument("--published", type=Path, help="published.json, for the brackets")
+    parser.add_argument("--into", type=Path, help="Markdown page whose tables are replaced")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--engine", default="bookkeeping")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--seeds", type=int, default=3, help="on IMDb always one")
     parser.add_argument("--datasets", nargs="*", default=list(DATA), choices=list(DATA))
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--epsilons", nargs="*", type=int, default=list(EPSILONS), choices=EPSILONS)
     parser.add_argument("--progress", default="noisy-loss", help="what DPSGD-BR's decay listens to")
     parser.add_argument("--accounting", default="trial-level", choices=("trial-level", "every-trial"))
     parser.add_argument("--examples", type=int, help="only the first so many training examples: a rehearsal")
-    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="start no run after so long")
-    given = parser.parse_args()
-
-    results: list[dict[str, Any]] = json.loads(given.out.read_text()) if given.out.exists() else []
-    published = (
-        json.loads(given.published.read_text())["dpsgd_br"]["table2_accuracy_percent"] if given.published else {}
-    )
-    done = {(row["dataset"], row["method"], row["epsilon"], row["seed"]) for row in results}
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="stop after so long")
+    options = parser.parse_args()
     begin = time.perf_counter()
-    cells = itertools.product(range(given.seeds), given.datasets, given.methods, given.epsilons)
-    for seed, dataset, name, epsilon in cells:
-        if (dataset, name, epsilon, seed) in done or time.perf_counter() - begin > given.budget_seconds:
-            continue
-        task = load(f"{dataset}-{TASK.get(name, 'hf')}", given.data / DATA[dataset], seed, given)
-        common = {"engine": given.engine}
-        since = time.perf_counter()
-        if name in SELECTIVE:
-            options: dict[str, Any] = {"accounting": given.accounting}
-            if name == "dpsgd-br":
-                options["progress"] = given.progress
-            found = selective(name, dataset, epsilon, task, common, options)
-        else:
-            found = plain(name, dataset, epsilon, task, common)
-        cell = {"dataset": dataset, "method": name, "epsilon": epsilon, "seed": seed, "examples": len(task.train[1])}
-        results.append({**cell, **found, "seconds": round(time.perf_counter() - since, 1)})
-        write_json(given.out, results)
-        print(json.dumps(results[-1]), flush=True)
-    print(table(results, published))
+
+    known: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
+    now = decay_of(build("dpsgd-br"))
+    results = [row for row in known if row["method"] != "dpsgd-br" or row.get("decay") == now]
+    if len(results) < len(known):
+        print(f"{len(known) - len(results)} results of dpsgd-br had other decay factors and are dropped", flush=True)
+
+    failed: list[Cell] = []
+
+    def done(finished: Future[dict[str, Any]], cell: Cell) -> None:
+        error = finished.exception()
+        if error is not None:
+            failed.append(cell)
+            print(f"{cell} failed: {error!r}", flush=True)
+            return
+        row = finished.result()
+        results.append(row)
+        write_json(options.out, results)
+        print(json.dumps(row), flush=True)
+
+    if options.data:
+        device = (options.device, options.engine)
+        chosen = (options.progress, options.accounting, options.examples)
+        given = Setting(options.data, *device, *chosen, finish_by=time.time() + options.budget_seconds - 10)
+        usual = {Cell.of(row)._replace(seed=seed): row["seconds"] for row in results for seed in range(options.seeds)}
+        cells = missing(options, {Cell.of(row) for row in results}, usual)
+        run_all(cells, given, options.jobs, begin + options.budget_seconds, usual, done)
+    print(tables(results))
+    if options.into:
+        write_into(options.into, tables(results))
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed: {failed}")
 
 
-EXAMPLES: dict[str, tuple[Any, Any]] = {}
-
-
-def load(name: str, data: Path, seed: int, given: argparse.Namespace) -> tasks.Task:
-    """The task with this seed's initial weights; its examples are read and moved to the device once."""
-    task = tasks.load(name, data, seed)
-    kind = name if name.endswith("hf") else name.split("-")[0]
-    if kind not in EXAMPLES:
-        first = slice(given.examples)
-        train, test = (tuple(part[first].to(given.device) for part in parts) for parts in (task.train, task.test))
-        EXAMPLES[kind] = (train, test)
-    train, test = EXAMPLES[kind]
-    model = task.model.to(given.device)
-    return tasks.Task(name, model, task.loss, train, test, task.classes, task.notes)
+def missing(options: argparse.Namespace, known: set[Cell], usual: dict[Cell, float]) -> list[Cell]:
+    """The cells to run, most wanted first; of equals the longest, so that none is left alone at the end."""
+    wanted = {
+        Cell(dataset, method, epsilon, seed)
+        for dataset in options.datasets
+        if (options.data / DATA[dataset]).exists()
+        for method in (options.methods if dataset != "imdb" else {"dpsgd-ts", *SELECTIVE} & set(options.methods))
+        for epsilon in options.epsilons
+        for seed in range(options.seeds if dataset != "imdb" else 1)
+    }
+    return sorted(wanted - known, key=lambda cell: (cell.turn, -usual.get(cell, 100.0 * cell.epsilon), cell))
 
 
 if __name__ == "__main__":

@@ -352,7 +352,7 @@ def test_a_filter_spends_nearly_a_plan():
     while door.allows(question):
         door.spend(question)
         count += 1
-    assert 0.96 * 3000 < count <= 3000
+    assert 0.95 * 3000 < count <= 3000
     assert door.history == {question: count}
     with pytest.raises(ValueError, match="stop here"):
         door.spend(question)

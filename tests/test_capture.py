@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from vestige.adaptive import Automatic, Counted
 from vestige.bookkeeping import BookKeeping
-from vestige.capture import Captured, Padded, padded_size
+from vestige.capture import LITTLE, Captured, Padded, Unsteady, padded_size
 from vestige.clipping import Flat, Reference
 from vestige.groups import Layers, PerGroup
 from vestige.layout import Layout
@@ -50,6 +52,8 @@ def test_sizes_are_few_and_at_most_a_quarter_larger():
     assert all(count <= size <= max(count + 7, 1.25 * count) for count, size in enumerate(sizes, 1))
     assert len(set(sizes)) < 45
     assert padded_size(256) == 256
+    fine = [padded_size(count, LITTLE) for count in range(256, 5000)]
+    assert all(count <= size <= 1.04 * count for count, size in enumerate(fine, 256))
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: type(clip).__name__)
@@ -107,9 +111,10 @@ def test_a_model_that_draws_random_numbers_is_noticed():
     plan = BookKeeping(model, F.cross_entropy, layout).plan(batch, parameters)
     for training in (True, False):
         model.train(training)
-        padded = Padded(plan, layout, batch, parameters, Flat(1.0))
-        padded(batch, Flat(1.0), torch.zeros(layout.size))
-        assert padded.worth is not training
+        padded, state = Padded(plan, layout, batch, parameters, Flat(1.0)), torch.get_rng_state()
+        with pytest.raises(Unsteady) if training else nullcontext():
+            padded(batch, Flat(1.0), torch.zeros(layout.size))
+        assert torch.equal(torch.get_rng_state(), state)  # as if it had not been tried
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -192,3 +197,4 @@ def test_a_model_that_looks_at_its_data_runs_unrecorded():
         results.append(got)
     close(results[1], results[0])
     close(results[2], results[0])
+    assert torch.randn(3, device="cuda").isfinite().all()  # the generator survived the attempt

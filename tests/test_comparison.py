@@ -274,7 +274,7 @@ def test_a_budget_without_a_valid_accountant_is_one_line(tmp_path, monkeypatch):
         raise ValueError("epsilon=3.0 cannot be reached: no theorem prices this")
 
     monkeypatch.setattr(accounting, "calibrate", refuse)
-    performing._multiplier.cache_clear()
+    performing._calibrated.cache_clear()
     records = experiments.compare(tmp_path / "c", replace(TINY, rates=("auto",))).records().values()
     assert {record["error"] for record in records} == {"epsilon=3.0 cannot be reached: no theorem prices this"}
 

@@ -45,6 +45,74 @@ def test_a_norm_is_never_below_what_rounding_hides():
     assert ((grams[0] * grams[1]).sum(dim=(1, 2)).double() < 0.9 * exact).any(), "rounding never mattered here"
 
 
+def norm_gradients(layer, inputs, signals):
+    """One example at a time, in float64, by autograd: the gradients of input, weight and bias."""
+    exact, found = layer.double(), []
+    for x, signal in zip(inputs.double(), signals.double(), strict=True):
+        x = x[None].requires_grad_()
+        found.append(torch.autograd.grad(exact(x), [x, exact.weight, exact.bias], signal[None]))
+    layer.float()
+    return torch.cat([x for x, _, _ in found]), *(torch.stack(parts) for parts in list(zip(*found, strict=True))[1:])
+
+
+def layer_norm_case(examples, positions, width, device="cpu"):
+    torch.manual_seed(positions)
+    layer = torch.nn.LayerNorm(width)
+    torch.nn.init.normal_(layer.weight)
+    inputs, signals = 3 + 2 * torch.randn(examples, positions, width), torch.randn(examples, positions, width)
+    _, *statistics = torch.native_layer_norm(inputs, (width,), layer.weight, layer.bias, layer.eps)
+    _, *want = norm_gradients(layer, inputs, signals)
+    return [tensor.to(device) for tensor in (inputs, signals, *statistics)], [part.to(device) for part in want]
+
+
+@given(st.integers(1, 4), lengths, lengths)
+@settings(max_examples=25, deadline=None, derandomize=True)
+def test_layer_norm_sums_one_example_at_a_time(examples, positions, width):
+    case, want = layer_norm_case(examples, positions, width + 1)
+    for got, exact in zip(kernels.layer_norm_sums(*case), want, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4 * positions)
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(3, 1, 5), (5, 70, 768), (2, 256, 100), (700, 3, 384), (32, 256, 64)])
+def test_fused_layer_norm_sums(shape):
+    case, want = layer_norm_case(*shape, device="cuda")
+    for got, exact in zip(kernels.layer_norm_sums(*case), want, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4 * shape[1])
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(3, 4, 2, 7, 7), (5, 64, 32, 32, 32), (4, 6, 6, 5, 3), (2, 8, 1, 16, 16)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_fused_group_norm_backward(shape, affine):
+    examples, channels, groups, *space = shape
+    torch.manual_seed(0)
+    layer = torch.nn.GroupNorm(groups, channels)
+    if affine:
+        torch.nn.init.normal_(layer.weight)
+    inputs, signals = 1 + torch.randn(examples, channels, *space), torch.randn(examples, channels, *space)
+    sizes = (examples, channels, space[0] * space[1], groups, layer.eps)
+    _, *statistics = torch.native_group_norm(inputs, layer.weight, layer.bias, *sizes)
+    want = norm_gradients(layer, inputs, signals)
+    weight = layer.weight.detach().cuda() if affine else None
+    assert kernels.can_fuse_group_norm(inputs.cuda(), groups)
+    arguments = [tensor.cuda() for tensor in (inputs, signals, *statistics)]
+    for got, exact in zip(kernels.group_norm_backward(*arguments, weight, groups), want, strict=True):
+        torch.testing.assert_close(got.cpu().double(), exact, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.long, torch.double])
+def test_blanked_rows(device, dtype):
+    tensor = torch.arange(1, 6 * 10001).to(dtype)[: 6 * 10000].view(6, 100, 100).to(device)
+    rows = torch.tensor([True, False, False, True, False, True], device=device)
+    want = tensor.clone()
+    want[rows] = 0
+    assert torch.equal(kernels.blanked(tensor, rows), want)
+    assert not torch.equal(tensor, want)
+    assert torch.equal(kernels.blanked(tensor, rows, in_place=True), want)
+
+
 @given(st.integers(1, 9), st.integers(1, 300), st.floats(0.0, 1.0), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_fractional_pass_against_float64(rows, size, beta, dtype):

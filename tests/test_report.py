@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from vestige import cli, experiments, presets, report
-from vestige.cli_compare import contenders, price_lines, summarised
+from vestige import accounting, cli, experiments, presets, report
+from vestige.cli_compare import contenders, price_lines, reproduce, summarised, write_report
 from vestige.comparison import Budget, Contender, Problem, Specification
 from vestige.comparison_folder import ComparisonFolder
 from vestige.method import METHODS
+from vestige.questions import SampledGaussian
 
 FLAGS = [
     "--headless",
@@ -231,6 +232,71 @@ def test_ours_stands_beside_the_printed(content):
         ),
     )
     assert presets.beside(ratio, content["records"])[0]["ours_at_auto"] == pytest.approx(1.0)
+
+
+def test_the_papers_terms_and_one_epsilon_are_never_mixed():
+    """Accuracy 0.1 at the paper's sigma and rate, 0.2 there at auto, 0.3 at the one epsilon: each in its own column."""
+    preset = presets.find("fo-table3")
+
+    def record(budget, stage, accuracy):
+        run = {"task": "cifar10-mlp", "label": "fo beta 0.90", "stage": stage, "budget": budget}
+        return {"status": "done", "run": run, "accuracy": accuracy, "pictures": {}}
+
+    sigma, epsilon = {"kind": "paper_sigma", "value": 1.1}, {"kind": "epsilon", "value": 17.4}
+    records = [record(sigma, "given", 0.1), record(sigma, "auto", 0.2), record(epsilon, "auto", 0.3)]
+    records.append(record(epsilon, "given", 0.4))
+    row = next(row for row in presets.beside(preset, records) if row["printed"] == 0.3654)
+    assert (row["ours"], row["ours_at_auto"], row["ours_at_equal_epsilon"]) == (0.1, 0.2, 0.3)
+    rivals = [{**each, "run": {**each["run"], "label": "dp-adam"}} for each in records]
+    row = next(row for row in presets.beside(preset, rivals) if row["printed"] == 0.2438)
+    assert row["ours"] == 0.2  # the paper gives no rate for dp-adam
+
+
+@pytest.mark.parametrize("name", [f"fo-fig{i}" for i in (1, 2, 3, 4, 5, 6, 8)] + ["fo-table3", "fo-alpha"])
+def test_accuracies_are_compared_at_one_sigma_and_at_one_epsilon(name):
+    budgets = presets.find(name).make().budgets
+    assert [budget.kind for budget in budgets] == ["paper_sigma", "epsilon"]
+    spent = accounting.epsilon({SampledGaussian(0.04, budgets[0].value / 0.9): 6250}, 1e-5)
+    assert budgets[1].value == pytest.approx(spent, abs=0.05)
+
+
+def test_runs_that_are_timed_are_made_alone(tmp_path, monkeypatch):
+    seen = {}
+
+    def watch(path, specification, *, place, workers, **_):
+        seen[path.name] = (place.stack, workers)
+        raise ValueError("enough seen")
+
+    monkeypatch.setattr(experiments, "compare", watch)
+    for name in ("fo-table2", "fo-fig8"):
+        with pytest.raises(ValueError, match="enough seen"):
+            reproduce(name, small=True, device="cpu", out=tmp_path / name)
+    assert seen["fo-table2"] == (False, 1)
+    assert seen["fo-fig8"][0] is True
+
+
+def test_the_report_of_a_reproduction_sets_the_paper_beside_it(folder, tmp_path):
+    copied = tmp_path / "again"
+    shutil.copytree(folder, copied)
+    (copied / "preset.json").write_text('{"preset": "fo-table3", "small": true}')
+    page = write_report(copied, None, None, None).read_text()
+    for words in ('id="paper"', "0.3654", "Made with --small", presets.find("fo-table3").notes[1]):
+        assert words in page
+    assert 'id="paper"' not in write_report(folder, tmp_path / "plain.html", None, None).read_text()
+
+
+def test_accuracy_against_the_epsilon_spent_so_far():
+    def record(label, curve):
+        run = {"task": "t", "label": label, "stage": "given", "budget": {"kind": "epsilon", "value": 8.0}}
+        return {"status": "done", "run": run, "curve": curve}
+
+    records = [record("a", [[10, 0.2, 1.0], [20, 0.4, 2.0]]), record("a", [[10, 0.4, 1.0], [20, 0.6, 2.0]])]
+    records.append(record("b", [[10, 0.1, None]]))  # a reproducible run has no epsilon to be drawn at
+    contenders = [{"label": "a"}, {"label": "b"}]
+    content = {"records": records, "specification": {"contenders": contenders, "baseline": "a"}}
+    (figure,) = report._accuracy_by_epsilon(content)
+    (series,) = figure.series
+    assert [point[:2] for point in series.points] == [(1.0, pytest.approx(0.3)), (2.0, pytest.approx(0.5))]
 
 
 # --- a real browser --------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A run in a stack against the same run alone, and what padding, clipping and noise do in a stack."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,13 +9,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vestige import models, train
+from vestige import averaging, models, train
+from vestige.augmentation import Augment
+from vestige.chains import Network
+from vestige.draws import Draws
+from vestige.groups import Layers, Patterns
 from vestige.layout import Layout
-from vestige.method import METHODS, build
+from vestige.method import METHODS, build, by_group
 from vestige.noise import Randomness
 from vestige.questions import SampledGaussian
-from vestige.sampling import Poisson
-from vestige.stacked import Draws, Network, Stack, StackedRun, why_not
+from vestige.rules import named, sgd
+from vestige.sampling import CyclicPoisson, Poisson
+from vestige.stacked import Stack, StackedRun, check_noise, footprint, why_not
 
 CPU = torch.device("cpu")
 MIXTURE = [
@@ -29,6 +35,30 @@ MIXTURE = [
     ("fo-dp-sgd", {"window": 1, "beta": 0.8}, 1.0, 0.5, 10),
     ("fo-dp-sgd", {"momentum": 0.5, "zeta": 2.0}, 1.0, 0.2, 11),
 ]
+VARIANTS = [
+    ("doppler", {"order": 2}, 1.0, 0.5, 3),
+    ("doppler", {"order": 0}, 1.0, 0.5, 3),
+    ("disk", {"kappa": 1.0}, 1.0, 0.5, 4),
+    ("kalman-memory", {"memory": "tensor", "clip": 0.2}, 1.3, 0.5, 5),
+    ("dp-adambc", {"floor": 1e-3, "weight_decay": 0.1, "beta1": 0.5}, 1.1, 0.02, 6),
+    ("dp-adamw", {"weight_decay": 0.5}, 1.1, 0.03, 7),
+    ("adp-adamw", {"schedule": "step", "noise_decay": 0.5}, 3.0, 0.02, 8),
+    ("adp-adamw", {"schedule": "linear", "noise_decay": 0.1}, 2.0, 0.02, 9),
+    ("dp-quantile", {"clip": 0.3, "quantile_noise": 8.0, "steady_steps": False}, 1.0, 0.3, 3),
+    ("dp-quantile", {"quantile_noise": "inf"}, 1.0, 0.3, 3),
+    ("dp-adam-ac", {"quantile": 0.9, "clip": 0.5, "clip_speed": 1.0}, 1.0, 0.02, 4),
+    ("dp-auto-clip", {"stability": 0.0, "momentum": 0.5}, 1.0, 0.2, 5),
+    ("dp-bandmf", {"bands": 2, "momentum": 0.5}, 1.0, 0.2, 6),
+    ("dp-bandmf", {"bands": 1}, 1.0, 0.2, 6),
+    ("dp-blt", {"buffers": 1}, 1.0, 0.2, 7),
+    ("dp-ftrl", {"restart": 2}, 1.0, 0.2, 8),
+    ("dp-sam", {"ascent": "same", "rho": 0.2}, 1.0, 0.4, 9),
+    ("dp-sat", {"along": "move", "rho": 0.3}, 1.0, 0.4, 10),
+    ("sma-dp-sgd", {"gate": "disjoint", "refresh_spectrum": 3, "warm_up": 0}, 1.0, 0.4, 3),
+    ("sma-dp-sgd", {"gate": "open", "beta": 0.5, "norm_cap": "off", "window": 6}, 1.0, 0.4, 4),
+]
+"""What the defaults of the registered methods leave untried."""
+STACKABLE = [name for name, entry in METHODS.items() if name not in ("dp-is", "dpsur", "dpsgd-br")]
 
 
 def data(examples=120, width=12, classes=4):
@@ -43,49 +73,100 @@ def network(seed):
         return models.mlp(12, 4, (8, 6))
 
 
-def stack(mixture, seeded=True, examples=None, rate=0.2):
+def stack(mixture, seeded=True, examples=None, rate=0.2, steps=25, start=None):
     runs = [
-        StackedRun(network(seed), build(name, **options), z, lr, seed if seeded else None)
+        StackedRun((start or network)(seed), build(name, **options), z, lr, seed if seeded else None)
         for name, options, z, lr, seed in mixture
     ]
-    return runs, Stack(runs, examples or data(), sample_rate=rate, device=CPU)
+    return runs, Stack(runs, examples or data(), sample_rate=rate, steps=steps, device=CPU)
+
+
+def same_as_alone(runs, together, start, steps=25, rate=0.2):
+    """Every run of a trained stack against the same run alone: weights, charges, what may be looked at, accuracy."""
+    fresh = [StackedRun(start(run.seed), run.method, run.noise_multiplier, run.lr, run.seed) for run in runs]
+    shares = together.accuracies(data())
+    for run, again, progress, share in zip(runs, fresh, together.progress(), shares, strict=True):
+        alone = train(
+            again.model,
+            functional.cross_entropy,
+            data(),
+            method=run.method,
+            sample_rate=rate,
+            steps=steps,
+            delta=1e-3,
+            noise_multiplier=run.noise_multiplier,
+            lr=run.lr,
+            reproducible=run.seed,
+        )
+        last = list(alone)[-1].diagnostics
+        for ours, theirs in zip(run.model.parameters(), again.model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5, msg=run.method.name)
+        assert progress.asked == alone.ledger.spent
+        for key, value in progress.diagnostics.items():
+            torch.testing.assert_close(
+                value.double(), last[key].double(), rtol=1e-3, atol=1e-4, equal_nan=True, msg=f"{run.method.name} {key}"
+            )
+        with alone.averaged():
+            right = (again.model(data()[0]).argmax(1) == data()[1]).double().mean()
+        assert share == pytest.approx(float(right), abs=1.5 / len(data()[1]))
+
+
+def finished(runs, together):
+    for _ in together.train():
+        pass
+    return runs, together
 
 
 def test_each_run_of_a_stack_equals_the_same_run_alone():
-    runs, together = stack(MIXTURE)
-    for _ in together.train(25):
-        pass
-    for run, (name, options, z, lr, seed), progress in zip(runs, MIXTURE, together.progress(), strict=True):
-        model = network(seed)
-        alone = train(
-            model,
-            functional.cross_entropy,
-            data(),
-            method=build(name, **options),
-            sample_rate=0.2,
-            steps=25,
-            delta=1e-3,
-            noise_multiplier=z,
-            lr=lr,
-            reproducible=seed,
-        )
-        records = list(alone)
-        for ours, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5)
-        assert progress.asked == alone.ledger.spent
-        for key in progress.diagnostics:
-            torch.testing.assert_close(
-                progress.diagnostics[key].double(), records[-1].diagnostics[key].double(), rtol=1e-3, atol=1e-4
-            )
+    same_as_alone(*finished(*stack(MIXTURE)), network)
+
+
+def wide(seed):
+    """Wide enough for a spectrum: an exponent needs ten eigenvalues."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return models.mlp(12, 4, (14, 12))
+
+
+@pytest.mark.parametrize("name", STACKABLE)
+def test_every_registered_method_stacks_and_equals_itself_alone(name):
+    assert why_not(wide(0), functional.cross_entropy, build(name)) is None
+    rate = 0.02 if build(name).rule.scale_free else 0.5
+    mixture = [(name, {}, 1.0, rate, 3), (name, {}, 1.7, 0.6 * rate, 4), (name, {}, 1.0, 0.3 * rate, 5)]
+    same_as_alone(*finished(*stack(mixture, start=wide)), wide)
+
+
+def test_all_methods_and_their_variants_in_one_stack():
+    everything = [(name, {}, 1.2, 0.02 if build(name).rule.scale_free else 0.4, 5) for name in STACKABLE]
+    same_as_alone(*finished(*stack(everything + VARIANTS, start=wide)), wide)
+
+
+def test_a_method_divided_in_groups_and_other_options_of_the_optimizers():
+    methods = [
+        by_group(build("dp-sgd"), Layers(), (1.0, 2.0, 1.0), "isotropic"),
+        by_group(build("dp-adam"), Layers()),
+        replace(build("fo-dp-sgd"), rule=sgd(0.5, weight_decay=0.1)),
+        replace(build("dp-sgd"), rule=sgd(weight_decay=0.1)),
+        replace(build("dp-sgd"), rule=named("adamw", {})),
+        replace(build("doppler"), rule=named("adambc", {"weight_decay": 0.1})),
+        replace(build("disk"), rule=named("adambc", {})),
+        replace(build("kalman-memory", memory="tensor"), rule=named("adambc", {})),
+        replace(build("dp-quantile"), memory=build("disk").memory),
+        replace(build("dp-quantile"), memory=build("fo-dp-sgd").memory),
+        replace(build("dp-sgd"), rule=named("adam", {"amsgrad": True, "weight_decay": 0.1})),
+        replace(build("dp-sgd"), average=averaging.Polyak()),
+    ]
+    runs = [
+        StackedRun(wide(seed), method, 1.0, 0.02 if method.rule.scale_free else 0.3, seed)
+        for seed, method in enumerate(methods)
+    ]
+    together = Stack(runs, data(), sample_rate=0.2, steps=25, device=CPU)
+    same_as_alone(*finished(runs, together), wide)
 
 
 def test_the_stack_does_not_depend_on_its_company():
-    runs, together = stack(MIXTURE)
-    for _ in together.train(10):
-        pass
-    one, alone = stack(MIXTURE[2:3])
-    for _ in alone.train(10):
-        pass
+    runs, _ = finished(*stack(MIXTURE, steps=10))
+    one, _ = finished(*stack(MIXTURE[2:3], steps=10))
     for ours, theirs in zip(runs[2].model.parameters(), one[0].model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -95,8 +176,9 @@ def test_clipped_sums_against_one_example_at_a_time_in_float64():
     inputs, targets = data()
     rows = torch.tensor([[0, 5, 9, 0], [1, 2, 3, 4], [7, 0, 0, 0]])
     real = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    asking = together.parts[0][0]
     with torch.no_grad():
-        together._clipped_sums(rows, real)
+        asking.sum(rows, real, together.layout.views(together.parameters))
     layout = Layout.of(runs[0].model)
     for place, run in enumerate(together.runs):
         expected = np.zeros(layout.size)
@@ -107,19 +189,20 @@ def test_clipped_sums_against_one_example_at_a_time_in_float64():
             functional.cross_entropy(model(inputs[row : row + 1].double()), targets[row : row + 1]).backward()
             gradient = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
             expected += gradient * min(1.0, run.method.clip.bound / np.linalg.norm(gradient))
-        np.testing.assert_allclose(together.fresh[place].numpy(), expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(asking.fresh[place].numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_samples_keep_every_row_and_pad_with_nothing():
-    draws = Draws([1, 2, 3], 50, 0.3, CPU)
-    for step, (rows, real) in enumerate(draws.samples(4, 5)):
-        for run, seed in enumerate((1, 2, 3)):
-            expected = Poisson(0.3).draw(50, 4 + step, Randomness.reproducible(seed))
-            assert rows[run][real[run]].tolist() == expected.tolist()
+    for sampling in (Poisson(0.3), CyclicPoisson(0.1, 4)):
+        draws = Draws([1, 2, 3], 50, sampling, CPU)
+        for step, (rows, real) in enumerate(draws.samples(4, 5)):
+            for run, seed in enumerate((1, 2, 3)):
+                expected = sampling.draw(50, 4 + step, Randomness.reproducible(seed))
+                assert rows[run][real[run]].tolist() == expected.tolist()
 
 
 def test_secret_samples_are_poisson_and_independent_between_runs():
-    draws = Draws([None] * 40, 500, 0.1, CPU)
+    draws = Draws([None] * 40, 500, Poisson(0.1), CPU)
     counts = torch.stack([real.sum(1) for _, real in draws.samples(0, 20)]).double()
     assert abs(float(counts.mean()) - 50) < 1
     assert 0.8 < float(counts.var()) / 45 < 1.2
@@ -130,17 +213,39 @@ def test_secret_samples_are_poisson_and_independent_between_runs():
     assert a != c
 
 
+def test_secret_parts_take_turns():
+    """An example joins only in the turn of its part, which it keeps, and there with the rate times the bands."""
+    draws = Draws([None] * 8, 400, CyclicPoisson(0.1, 5), CPU)
+    joined = torch.zeros(60, 8, 400)
+    for step, (rows, real) in enumerate(draws.samples(0, 60)):
+        for run in range(8):
+            joined[step, run, rows[run][real[run]]] = 1
+    by_turn = joined.view(12, 5, 8, 400).mean(0)  # [turn, run, example]
+    assert int((by_turn > 0).sum(0).max()) == 1
+    in_turn = by_turn.amax(0)
+    assert abs(float(in_turn.mean()) - 0.5) < 0.03
+    sizes = torch.bincount(by_turn.argmax(0).flatten(), minlength=5)  # 640 each, give or take 23
+    assert 520 < int(sizes.min()) <= int(sizes.max()) < 760
+    assert not torch.equal(by_turn[:, 0].argmax(0), by_turn[:, 1].argmax(0))
+
+
+@pytest.mark.parametrize("name", ["dp-sgd", "dp-bandmf", "dp-quantile", "dp-sam"])
 @pytest.mark.parametrize("multiplier", [0.7, 3.0])
-def test_secret_noise_has_its_multiplier_and_no_other(multiplier):
+def test_secret_noise_has_its_multiplier_and_no_other(name, multiplier):
     """Accepts the right standard deviation, and would reject two thirds or three halves of it."""
     silent = (torch.zeros(40, 12), torch.zeros(40, dtype=torch.long))
-    runs = [StackedRun(network(0), build("dp-sgd", clip=0.5), multiplier, 1e-9) for _ in range(30)]
-    together = Stack(runs, silent, sample_rate=1e-9, device=CPU)
-    for _ in together.train(1):
-        pass
-    std = float((together.fresh * together.expected_batch).std())
-    assert std == pytest.approx(0.5 * multiplier, rel=0.05)
-    rows = together.fresh
+    method = build(name, clip=0.5)
+    runs = [StackedRun(network(0), method, multiplier, 1e-9) for _ in range(30)]
+    together = Stack(runs, silent, sample_rate=1e-9 if method.noise.white else 0.2, steps=1, device=CPU)
+    finished(runs, together)
+    asking = together.parts[0][0]
+    share = multiplier
+    if name == "dp-quantile":
+        share = (multiplier**-2 - (2 * max(asking.expected_batch / 20, 2 * multiplier)) ** -2) ** -0.5
+    scale = 1.0 if asking.stream is None else asking.stream.scale * asking.stream.gain(0)
+    rows = asking.fresh * asking.expected_batch
+    rows = rows[:, : 12 * 8]  # the first layer's weights: the inputs are zero, so all that is there is noise
+    assert float(rows.std()) == pytest.approx(0.5 * share * scale, rel=0.06)
     assert abs(float(torch.corrcoef(rows)[0, 1])) < 0.5
     assert not torch.equal(rows[0], rows[1])
 
@@ -151,33 +256,23 @@ def test_non_finite_examples_add_exactly_zero_and_empty_samples_are_charged():
     broken[::2] = torch.nan
     broken[1::4] = torch.inf
     zeroed = torch.where(broken.isfinite(), broken, 0.0)
-    runs, together = stack(MIXTURE[:2], examples=(broken, targets), rate=0.9)
-    for _ in together.train(5):
-        pass
+    runs, _ = finished(*stack(MIXTURE[:2], examples=(broken, targets), rate=0.9, steps=5))
     assert all(p.isfinite().all() for run in runs for p in run.model.parameters())
     assert not torch.equal(zeroed, inputs)
-    _, empty = stack(MIXTURE[:1], rate=1e-9)
-    for _ in empty.train(3):
-        pass
+    _, empty = finished(*stack(MIXTURE[:1], rate=1e-9, steps=3))
     assert empty.progress()[0].asked == Counter({SampledGaussian(1e-9, 1.0): 3})
 
 
 def test_a_diverged_run_does_not_spoil_its_neighbours():
     wild = [("dp-sgd", {}, 1.0, 1e30, 3), MIXTURE[1]]
-    runs, together = stack(wild)
-    for _ in together.train(8):
-        pass
-    alone, single = stack(MIXTURE[1:2])
-    for _ in single.train(8):
-        pass
+    runs, _ = finished(*stack(wild, steps=8))
+    alone, _ = finished(*stack(MIXTURE[1:2], steps=8))
     for ours, theirs in zip(runs[1].model.parameters(), alone[0].model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_accuracies_come_in_the_order_given():
-    runs, together = stack(MIXTURE)
-    for _ in together.train(3):
-        pass
+    runs, together = finished(*stack(MIXTURE, steps=3))
     inputs, targets = data()
     found = together.accuracies((inputs, targets), chunk=50)
     for run, share in zip(runs, found, strict=True):
@@ -197,12 +292,44 @@ def test_coverage_is_said_and_refused():
             [StackedRun(nn.Sequential(nn.Conv2d(1, 2, 3)), build("dp-sgd"), 1.0, 1.0)],
             data(),
             sample_rate=0.1,
+            steps=1,
             device=CPU,
         )
     runs = [StackedRun(network(0), build("dp-sgd"), 1.0, 1.0, seed) for seed in (1, None)]
     with pytest.raises(ValueError, match="every run"):
-        Stack(runs, data(), sample_rate=0.1, device=CPU)
-    assert all(isinstance(why_not(good, loss, entry.make()), str | None) for entry in METHODS.values())
+        Stack(runs, data(), sample_rate=0.1, steps=1, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        (build("dpsur"), "gates"),
+        (build("dpsgd-br"), "gates"),
+        (build("dp-is"), "asks in a way of its own"),
+        (build("disk", extrapolation=0.5), "two gradients"),
+        (build("dp-sam", ascent="own"), "point of its own"),
+        (replace(build("dp-quantile"), probe=build("dp-sam", ascent="same").probe), "twice on one sample"),
+        (replace(build("dp-sgd"), augment=Augment(2)), "augments"),
+        (by_group(build("dp-sgd"), Patterns(("*.weight", "*"))), "weight and the bias of a layer apart"),
+        (by_group(build("dp-sgd"), Layers(), share="least-noise"), "noise of its own"),
+        (replace(build("dp-sgd"), rule=named("adagrad", {})), "moves by Adagrad"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_what_does_not_stack_says_why(method, reason):
+    assert reason in why_not(network(0), functional.cross_entropy, method)
+
+
+def test_a_count_that_costs_more_than_the_step_is_refused_before_the_stack_starts():
+    run = StackedRun(network(0), build("dp-quantile", quantile_noise=0.4), 1.0, 0.1)
+    with pytest.raises(ValueError, match="quantile_noise=0.4"):
+        check_noise(run, 20.0)
+
+
+def test_footprints_grow_with_what_a_method_keeps():
+    sizes = {name: footprint(network(0), build(name), 0.2, 120, 50) for name in STACKABLE}
+    assert sizes["dp-sgd"] < sizes["dp-adam"] < sizes["fo-dp-sgd"]
+    assert sizes["dp-sgd"] < sizes["dp-ftrl"]
 
 
 def test_relu_and_sigmoid_slopes():

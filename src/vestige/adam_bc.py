@@ -40,7 +40,8 @@ class AdamBC(Optimizer):
         self._noise_std: float | Tensor | None = None
 
     def hear(self, noise_std: float | Tensor) -> None:
-        """The standard deviation of the noise in the gradient of this step: one number, or one per coordinate, flat."""
+        """The standard deviation of the noise in the gradient of this step: one number, or one per coordinate, flat; or
+        a matrix that broadcasts against the one parameter, such as a number for each of its rows."""
         self._noise_std = noise_std
 
     @torch.no_grad()
@@ -59,7 +60,7 @@ class AdamBC(Optimizer):
         return loss
 
     def _variance(self, start: int, p: Tensor) -> float | Tensor:
-        if isinstance(self._noise_std, Tensor):
+        if isinstance(self._noise_std, Tensor) and self._noise_std.dim() == 1:
             return self._noise_std[start : start + p.numel()].view_as(p).square()
         assert self._noise_std is not None
         return self._noise_std**2
@@ -78,6 +79,7 @@ class AdamBC(Optimizer):
         mean = state["exp_avg"] / (1 - beta1**count)
         # The bias correction comes first, so that what is taken out is the noise's share of an unbiased moment.
         noise = state["noise"] / (1 - beta2**count)
+        noise = noise.to(p.dtype) if isinstance(noise, Tensor) else noise
         second = state["exp_avg_sq"] / (1 - beta2**count) - noise
         floor = AUTO_FLOOR * noise if group["floor"] == "auto" else group["floor"]
         if group["weight_decay"]:

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vestige.clipping import Clip, Flat
+from vestige.clipping import Clip, within
 from vestige.layout import Layout
 
 State = dict[str, Any]
+Value = float | Tensor
+"""A number; or, where many runs are stacked, one for each of them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Automatic:
             raise ValueError(f"stability={self.stability} must not be negative")
 
     def factors(self, norms: Tensor) -> Tensor:
-        whole = torch.linalg.vector_norm(norms, dim=1, keepdim=True)
+        whole = torch.linalg.vector_norm(norms, dim=-1, keepdim=True)
         return torch.where(whole > 0, self.bound / (whole + self.stability), 0.0).expand_as(norms)
 
     def sensitivity(self, layout: Layout) -> float:
@@ -53,11 +55,11 @@ class Adaptive(Protocol):
         """The clip of this step."""
         ...
 
-    def pace(self, state: State) -> float:
+    def pace(self, state: State) -> Value:
         """The factor of the learning rate at this step."""
         ...
 
-    def learn(self, fraction: float | None, state: State) -> State:
+    def learn(self, fraction: Value | None, state: State) -> State:
         """The state after a step that released this noised fraction of unclipped examples."""
         ...
 
@@ -74,19 +76,23 @@ class Counted:
     the joint release has multiplier z with z^-2 = gradient_multiplier^-2 + (2 count_noise)^-2.
     """
 
-    bound: float
+    bound: Value
     count_noise: float | Literal["auto"] = "auto"
 
     def factors(self, norms: Tensor) -> Tensor:
-        return Flat(self.bound).factors(norms)
+        return within(self.bound, norms)
 
-    def sensitivity(self, layout: Layout) -> float:
+    def sensitivity(self, layout: Layout) -> Value:
         return self.bound
 
     def centred_count(self, norms: Tensor) -> Tensor:
-        """Non-finite examples count for nothing, as in the sum."""
-        whole = torch.linalg.vector_norm(norms, dim=1)
-        return torch.where(whole.isfinite(), (whole <= self.bound).double() - 0.5, 0.0).sum()
+        """Over the examples, [..., examples, groups] -> [...]; non-finite ones count for nothing, as in the sum."""
+        whole = torch.linalg.vector_norm(norms, dim=-1, keepdim=True)
+        return torch.where(whole.isfinite(), (whole <= self.bound).double() - 0.5, 0.0).sum(dim=(-2, -1))
+
+    def fraction(self, noised_count: Value, expected_batch: float) -> Value:
+        """The share of examples left alone, from the noised centred count and public numbers."""
+        return _clamped(noised_count / expected_batch + 0.5, 0.0, 1.0)
 
     def deviation(self, multiplier: float, expected_batch: float) -> float:
         return max(expected_batch / 20, 2 * multiplier) if self.count_noise == "auto" else self.count_noise
@@ -132,7 +138,7 @@ class Quantile:
             raise ValueError(f"quantile_noise={self.count_noise} must be positive, or 'auto'")
 
     def factors(self, norms: Tensor) -> Tensor:
-        return Flat(self.start).factors(norms)
+        return within(self.start, norms)
 
     def sensitivity(self, layout: Layout) -> float:
         """At the start; later bounds are in the state."""
@@ -144,14 +150,14 @@ class Quantile:
     def now(self, state: State) -> Clip:
         return Counted(state["bound"], self.count_noise)
 
-    def pace(self, state: State) -> float:
+    def pace(self, state: State) -> Value:
         return self.start / state["bound"] if self.steady_steps else 1.0
 
-    def learn(self, fraction: float | None, state: State) -> State:
+    def learn(self, fraction: Value | None, state: State) -> State:
         if fraction is None:
             return state
-        moved = state["bound"] * exp(-self.speed * (fraction - self.target))
-        return {**state, "bound": min(self.highest, max(self.lowest, moved))}
+        moved = state["bound"] * _exp(-self.speed * (fraction - self.target))
+        return {**state, "bound": _clamped(moved, self.lowest, self.highest)}
 
 
 @dataclass(frozen=True)
@@ -180,19 +186,32 @@ class Paced:
     def now(self, state: State) -> Clip:
         return self.clip.now(state)
 
-    def pace(self, state: State) -> float:
-        return float(state["pace"])
+    def pace(self, state: State) -> Value:
+        return state["pace"]  # type: ignore[no-any-return]
 
-    def learn(self, fraction: float | None, state: State) -> State:
+    def learn(self, fraction: Value | None, state: State) -> State:
         state = self.clip.learn(fraction, state)
         if fraction is None:
             return state
         clipped, pace = 1 - fraction, state["pace"]
-        if clipped < self.few:
-            pace = min(self.fastest, pace * 1.01)
-        elif clipped > self.many:
-            pace = max(self.slowest, pace * 0.995)
-        return {**state, "pace": pace}
+        slower = _chosen(clipped > self.many, _clamped(pace * 0.995, self.slowest, self.fastest), pace)
+        faster = _clamped(pace * 1.01, self.slowest, self.fastest)
+        return {**state, "pace": _chosen(clipped < self.few, faster, slower)}
+
+
+# Arithmetic that torch and Python spell differently: one number, or one for each run of a stack.
+
+
+def _exp(value: Value) -> Value:
+    return value.exp() if isinstance(value, Tensor) else exp(value)
+
+
+def _clamped(value: Value, low: float, high: float) -> Value:
+    return value.clamp(low, high) if isinstance(value, Tensor) else min(high, max(low, value))
+
+
+def _chosen(holds: bool | Tensor, then: Value, otherwise: Value) -> Value:
+    return torch.where(holds, then, otherwise) if isinstance(holds, Tensor) else (then if holds else otherwise)
 
 
 # --- importance sampling ---------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from vestige import kernels
 from vestige.clipping import Clip, Loss, Parameters, Reference, Transform, usable_norms, weights
 from vestige.layers import Gradient, change
 from vestige.layout import Layout
@@ -79,7 +80,8 @@ def add_weighted(
 ) -> Tensor:
     """Clip gradients in factored form and add their sum to `into`; return the norms, as an `Engine` does.
 
-    `real` says which examples are there; the others count as unusable.
+    `real` says which examples are there; the others count as unusable. It is given by who owns the batch: what the pass
+    saved is then changed in place.
     """
     with torch.no_grad(), full_precision(into):
         norms = _norms(gradients, layout, into, examples)
@@ -93,7 +95,7 @@ def add_weighted(
             norms[suspect] = _norms(_selected(gradients, suspect), layout, into, int(suspect.sum()))
             suspect, blank = ~norms.isfinite().all(dim=1), True
         if blank:
-            gradients = _blanked(gradients, suspect)
+            gradients = _blanked(gradients, suspect, in_place=real is not None)
         factors = weights(clip, norms).to(into.dtype).t().contiguous()
         for s in layout.segments:
             if s.name in gradients:
@@ -125,9 +127,9 @@ def _selected(gradients: Mapping[str, Gradient], rows: Tensor) -> dict[str, Grad
     return {name: change(gradient, select) for name, gradient in gradients.items()}
 
 
-def _blanked(gradients: Mapping[str, Gradient], rows: Tensor) -> dict[str, Gradient]:
+def _blanked(gradients: Mapping[str, Gradient], rows: Tensor, in_place: bool) -> dict[str, Gradient]:
     def blank(tensor: Tensor) -> Tensor:
-        return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0)
+        return kernels.blanked(tensor, rows, in_place)
 
     return {name: change(gradient, blank) for name, gradient in gradients.items()}
 

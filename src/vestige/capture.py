@@ -26,23 +26,25 @@ from vestige.taps import Misfit, Plan
 
 SMALL = 1 << 25
 """How many numbers a step may save and still be all launches: to read them ten times takes a large GPU a third of a
-millisecond, which is what launching the step takes."""
+millisecond, which is what launching the step takes. Such a step does not mind padding; a larger one gets little."""
+MUCH, LITTLE = 3, 6
 MOST = 32
 """Recordings kept; what is met after that runs unrecorded."""
 
 
 class Captured:
-    """The fast engine; on a GPU, a small model's steps are recorded and replayed.
+    """The fast engine; on a GPU its steps are recorded and replayed.
 
     What a model's forward pass decides in Python (which layer to skip, say) would be frozen in a recording. A model
-    that draws random numbers is therefore never recorded.
+    that draws random numbers is therefore never recorded, nor one that looks at its data.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
         self.engine = BookKeeping(model, loss, layout)
         self.model, self.layout = model, layout
         self._padded: dict[Hashable, Padded] = {}
-        self._worth = True
+        self._padding, self._records = MUCH, True
+        self._pool: Any = None
 
     def __call__(
         self,
@@ -52,20 +54,16 @@ class Captured:
         into: Tensor,
         transform: Transform | None = None,
     ) -> Tensor:
-        if self._worth and into.is_cuda and transform is None and len(batch[0]) and not _capturing():
-            padded = self._like(batch, parameters, clip)
-            if padded is not None:
-                try:
-                    norms = padded(batch, clip, into)
-                except (Misfit, RuntimeError) as problem:
+        if self._records and into.is_cuda and transform is None and len(batch[0]) and not _capturing():
+            try:
+                padded = self._like(batch, parameters, clip)
+                if padded is not None:
+                    return padded(batch, clip, into)
+            except (Misfit, Unsteady, RuntimeError) as problem:
+                if not isinstance(problem, Unsteady):
                     warnings.warn(f"the step cannot be recorded ({problem}); it runs unrecorded", stacklevel=2)
-                    self._worth = False
-                else:
-                    self._worth = padded.worth
-                    return norms
-                finally:
-                    if not self._worth:
-                        self._padded.clear()
+                self._records = False
+                self._padded.clear()
         return self.engine(batch, parameters, clip, into, transform)
 
     def _like(self, batch: Sequence[Tensor], parameters: Parameters, clip: Clip) -> Padded | None:
@@ -79,14 +77,27 @@ class Captured:
         shapes = tuple((part.shape[1:], part.dtype) for part in batch)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         modes = self.model.training, torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, autocast
-        key = padded_size(len(batch[0])), shapes, places, bound, modes
-        if key not in self._padded and len(self._padded) < MOST:
-            plan = self.engine.plan(batch, parameters)
-            self._worth = plan is not None and not plan.inner and not plan.sketch.whole
-            if plan is None or not self._worth:
-                return None
-            self._padded[key] = Padded(plan, self.layout, batch, parameters, clip)
-        return self._padded.get(key)
+        key = padded_size(len(batch[0]), self._padding), shapes, places, bound, modes
+        if key in self._padded or len(self._padded) >= MOST:
+            return self._padded.get(key)
+        return self._meet(key, batch, parameters, clip)
+
+    def _meet(self, key: Hashable, batch: Sequence[Tensor], parameters: Parameters, clip: Clip) -> Padded | None:
+        plan = self.engine.plan(batch, parameters)
+        self._records = plan is not None and not plan.inner and not plan.sketch.whole
+        if plan is None or not self._records:
+            return None
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        padded = Padded(plan, self.layout, batch, parameters, clip, self._padding, self._pool)
+        if not self._padded and self._padding == MUCH and padded.rehearse(batch) > SMALL:
+            self._padding = LITTLE
+            return self._like(batch, parameters, clip)
+        self._padded[key] = padded
+        return padded
+
+
+class Unsteady(Exception):
+    """The model draws random numbers."""
 
 
 class Padded:
@@ -95,9 +106,18 @@ class Padded:
     The first one is padded though not recorded, so that a resumed run meets the same shapes and rounds alike.
     """
 
-    def __init__(self, plan: Plan, layout: Layout, batch: Sequence[Tensor], parameters: Parameters, clip: Clip) -> None:
-        self.plan, self.layout, self.parameters = plan, layout, parameters
-        device, self.rows = batch[0].device, padded_size(len(batch[0]))
+    def __init__(
+        self,
+        plan: Plan,
+        layout: Layout,
+        batch: Sequence[Tensor],
+        parameters: Parameters,
+        clip: Clip,
+        padding: int = MUCH,
+        pool: Any = None,
+    ) -> None:
+        self.plan, self.layout, self.parameters, self.pool = plan, layout, parameters, pool
+        device, self.rows = batch[0].device, padded_size(len(batch[0]), padding)
         self.batch = [part.new_zeros(self.rows, *part.shape[1:]) for part in batch]
         self.place, self.count = torch.arange(self.rows, device=device), torch.zeros((), device=device)
         self.clip, self.bound = clip, None
@@ -107,36 +127,39 @@ class Padded:
         self.total = torch.zeros(layout.size, device=device)
         self.norms: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.worth = True
 
     def __call__(self, batch: Sequence[Tensor], clip: Clip, into: Tensor) -> Tensor:
-        count = len(batch[0])
-        for mine, part in zip(self.batch, batch, strict=True):
-            mine[:count].copy_(part)
-        self.count.fill_(count)
+        self._load(batch)
         if self.bound is not None:
             self.bound.fill_(cast(Flat, clip).bound)
         if self.graph is not None:
             self.graph.replay()
         elif self.norms is None or not into.is_cuda:
-            self._try()
+            self.rehearse(batch)
         else:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self._run()
+            self.graph = self._recorded()
             self.graph.replay()
         into.add_(self.total)
         assert self.norms is not None
-        return self.norms[:count].clone()
+        return self.norms[: len(batch[0])].clone()
 
-    def _try(self) -> None:
-        """Run unrecorded, and see whether a recording would pay and could be true."""
+    def rehearse(self, batch: Sequence[Tensor]) -> int:
+        """Run unrecorded; how many numbers the step saved. Raises `Unsteady`, and draws nothing, if the model draws."""
+        self._load(batch)
         before = _random_states()
         saved = self._run()
-        self.worth = saved <= SMALL and before == _random_states()
+        if _random_states() != before:
+            _restore(before)
+            raise Unsteady
+        return saved
+
+    def _load(self, batch: Sequence[Tensor]) -> None:
+        count = len(batch[0])
+        for mine, part in zip(self.batch, batch, strict=True):
+            mine[:count].copy_(part)
+        self.count.fill_(count)
 
     def _run(self) -> int:
-        """The engine's step on the padded batch; returns how many numbers it saved."""
         self.total.zero_()
         gradients = self.plan.gradients(self.batch, self.parameters)
         saved: list[int] = []
@@ -146,10 +169,27 @@ class Padded:
         self.norms = add_weighted(gradients, self.clip, self.layout, self.total, self.rows, real)
         return sum(saved)
 
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[self.total.device.index]
+        spare = generator.clone_state()
+        # cuBLAS keeps a workspace for each stream. The recording's own must not outlive its memory pool, and the one
+        # that it replaces would lie idle.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                self._run()
+        except RuntimeError:
+            generator.graphsafe_set_state(spare)  # a recording that breaks off leaves the generator unusable
+            raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+        return graph
 
-def padded_size(examples: int) -> int:
-    """The next multiple of a power of two near an eighth of it: at most a quarter more, and few sizes in all."""
-    step = max(8, 1 << max(0, examples.bit_length() - 3))
+
+def padded_size(examples: int, padding: int = MUCH) -> int:
+    """The next multiple of a power of two that is at most 2 / 2**padding of it, so that there are few sizes."""
+    step = max(8, 1 << max(0, examples.bit_length() - padding))
     return -(-examples // step) * step
 
 
@@ -160,10 +200,20 @@ def _fixed(clip: Clip) -> Hashable:
     return clip if isinstance(clip, Automatic) or (isinstance(clip, PerGroup) and clip.split is None) else None
 
 
-def _random_states() -> list[Any]:
+def _random_states() -> tuple[Any, ...]:
     """Of every generator that a forward pass may draw from without saying so."""
-    tensors = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
-    return [*(state.numpy().tobytes() for state in tensors), random.getstate(), str(np.random.get_state())]  # noqa: NPY002
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+    gpu = torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else []
+    return torch.get_rng_state().tolist(), gpu, random.getstate(), numpy["state"]["key"].tolist(), numpy["state"]["pos"]
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    cpu, gpu, python, key, position = states
+    torch.set_rng_state(torch.tensor(cpu, dtype=torch.uint8))
+    if gpu:
+        torch.cuda.set_rng_state(torch.tensor(gpu, dtype=torch.uint8))
+    random.setstate(python)
+    np.random.set_state(cast(Any, ("MT19937", key, position)))  # noqa: NPY002
 
 
 def _capturing() -> bool:

@@ -110,7 +110,10 @@ def train(
     ] = None,
     sampling: Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")] = "poisson",
     engine: Annotated[
-        str, typer.Option(help="bookkeeping (fast) or reference (one by one): same results.")
+        str,
+        typer.Option(
+            help="bookkeeping (fast), unrecorded (without CUDA graphs) or reference (one by one); same results."
+        ),
     ] = "bookkeeping",
     seed: Annotated[
         int, typer.Option(help="Fixes public randomness only: initial weights. Never noise or sampling.")

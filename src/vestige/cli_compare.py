@@ -412,6 +412,7 @@ def write_report(folder: Path, out: Path | None, figures: Path | None, title: st
         "specification": specification.to_json(),
         "summary": {**summarised(home), "price_lines": price_lines(summarised(home)["prices"])},
         "records": records,
+        "paper": _paper(folder, records),
     }
     path = out or folder / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -421,6 +422,23 @@ def write_report(folder: Path, out: Path | None, figures: Path | None, title: st
         for line in page.export(content, figures):
             answers.print(line, markup=False)
     return path
+
+
+def _paper(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What a paper printed beside ours, if the folder was made by `vestige reproduce`."""
+    from vestige import presets as known
+    from vestige.files import read_json
+
+    if not (folder / "preset.json").exists():
+        return None
+    made = read_json(folder / "preset.json")
+    preset = known.find(made["preset"])
+    return {
+        "title": f"{preset.paper}: {preset.what}",
+        "beside": known.beside(preset, records),
+        "notes": list(preset.notes),
+        "small": made["small"],
+    }
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------
@@ -465,21 +483,27 @@ def reproduce(
     """
     from vestige import experiments
     from vestige import presets as known
+    from vestige.comparison_folder import ComparisonFolder
+    from vestige.files import write_json
     from vestige.jobs import default_device
     from vestige.performing import Place
 
     preset = known.find(name)
     specification = preset.specification(data, small=small)
     where = device or default_device()
-    hands = workers if workers is not None else (1 if where != "cpu" else max(1, os.cpu_count() or 1))
+    # Seconds mean something only for runs that have the machine to themselves.
+    usual = 1 if where != "cpu" or preset.timed else max(1, os.cpu_count() or 1)
+    hands = workers if workers is not None else usual
     path = out or Path("runs") / (f"{name}-small" if small else name)
     if stack not in ("auto", "off"):
         raise ValueError(f"stack={stack!r} must be auto or off")
+    ComparisonFolder(path).create(specification)
+    write_json(path / "preset.json", {"preset": name, "small": small})
     with progress(not as_json) as watch:
         home = experiments.compare(
             path,
             specification,
-            place=Place(where, {}, stack == "auto"),
+            place=Place(where, {}, stack == "auto" and not preset.timed),
             engine=engine,
             workers=hands,
             address=ray_address,
@@ -497,7 +521,7 @@ def reproduce(
         return
     show(summary)
     if beside:
-        table = Table("quantity", "printed", "ours", "difference", "ours, lr auto")
+        table = Table("quantity", "printed", "ours", "difference", "ours, lr auto", "ours, lr auto, one epsilon")
         table.title, table.title_justify = f"{preset.paper}: {preset.what}", "left"
         for row in beside:
             table.add_row(*(value if isinstance(value, str) else _plain(value) for value in row.values()))

@@ -37,7 +37,7 @@ class Clip(Protocol):
     """A bound on one example's contribution."""
 
     def factors(self, norms: Tensor) -> Tensor:
-        """Per-example factors in [0, bound / norm], from norms by group: [examples, groups] -> the same shape."""
+        """Per-example factors in [0, bound / norm], from norms by group: [..., groups] -> the same shape."""
         ...
 
     def sensitivity(self, layout: Layout) -> float | Tensor:
@@ -59,11 +59,16 @@ class Flat:
             raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
 
     def factors(self, norms: Tensor) -> Tensor:
-        whole = torch.linalg.vector_norm(norms, dim=1, keepdim=True)
-        return (self.bound / whole).clamp(max=1.0).expand_as(norms)
+        return within(self.bound, norms)
 
     def sensitivity(self, layout: Layout) -> float:
         return self.bound
+
+
+def within(bound: float | Tensor, norms: Tensor) -> Tensor:
+    """Factors that bring the whole of each example, [..., groups], to norm at most `bound`."""
+    whole = torch.linalg.vector_norm(norms, dim=-1, keepdim=True)
+    return (bound / whole).clamp(max=1.0).expand_as(norms)
 
 
 class Engine(Protocol):
@@ -136,7 +141,7 @@ def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor)
 def usable_norms(squares: Tensor) -> Tensor:
     """Norms from squared norms by group, with every group of a non-finite or absurdly large example set to infinity."""
     norms = squares.sqrt()
-    usable = (norms < LARGEST_NORM).all(dim=1, keepdim=True)  # False for NaN
+    usable = (norms < LARGEST_NORM).all(dim=-1, keepdim=True)  # False for NaN
     return torch.where(usable, norms, torch.inf)
 
 

@@ -203,7 +203,7 @@ class Curator:
         noise = float(self._randomness.stream("count", index).normal(0, deviation))
         if self._nonprivate_witness is not None:
             self._nonprivate_witness(torch.tensor([count]), torch.tensor([noise]))
-        return min(1.0, max(0.0, (count + noise) / self.expected_batch + 0.5))
+        return float(clip.fraction(count + noise, self.expected_batch))
 
     def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
         """The clip's sensitivity, on the device, and its largest value; kept while the clip stays the same."""
@@ -248,9 +248,7 @@ class Curator:
         assert self._losses is not None, "this curator was not given a loss to compare"
         self._charge(change.question, step=step, part=part, sensitivity=change.sensitivity)
         rows, noise = self._comparison(change.rate)
-        return change.of(self._scores(self._losses, rows, before), self._scores(self._losses, rows, after)) + (
-            change.noise_std * noise
-        )
+        return change.of(*self._scores(self._losses, rows, before, after)) + change.noise_std * noise
 
     def count_difference(
         self, before: Parameters, after: Parameters, *, rate: float, multiplier: float, step: int, part: int
@@ -262,8 +260,8 @@ class Curator:
         assert self._right is not None, "this curator was not given answers to count"
         self._charge(SampledGaussian(rate, multiplier), step=step, part=part, sensitivity=1.0)
         rows, noise = self._comparison(rate)
-        gained = self._scores(self._right, rows, after).sum() - self._scores(self._right, rows, before).sum()
-        return (float(gained) + multiplier * noise) / (rate * self.population)
+        old, new = self._scores(self._right, rows, before, after)
+        return (float(new.sum() - old.sum()) + multiplier * noise) / (rate * self.population)
 
     def sums(
         self, bounded: Callable[[Sequence[Tensor]], Tensor], bounds: Sequence[float], multiplier: float, *, step: int
@@ -293,10 +291,13 @@ class Curator:
         joined = self._randomness.stream("comparison sample", index).random(self.population) < rate
         return torch.from_numpy(joined.nonzero()[0]), self._randomness.stream("comparison noise", index).normal()
 
-    def _scores(self, scores: Scores, rows: Tensor, parameters: Parameters) -> Tensor:
+    def _scores(self, scores: Scores, rows: Tensor, *models: Parameters) -> list[Tensor]:
+        """SENSITIVE: every row's score by each model, all on the same examples, which are fetched once."""
         if len(rows) == 0:
-            return torch.zeros(0, device=self._device)
-        return torch.cat([scores(self._fetch(part), parameters) for part in self._parts(rows)])
+            return [torch.zeros(0, device=self._device) for _ in models]
+        batches = (self._fetch(part) for part in self._parts(rows))
+        seen = zip(*([scores(batch, model) for model in models] for batch in batches), strict=True)
+        return [torch.cat(parts) for parts in seen]
 
     @contextlib.contextmanager
     def _model_randomness(self, index: int) -> Iterator[None]:

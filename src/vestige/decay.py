@@ -69,6 +69,11 @@ class Progress(Protocol):
         """Whether accepted candidates' noisy losses are used, so that they must be charged as released."""
         ...
 
+    @property
+    def usual(self) -> float:
+        """The gain that separates fast from slow progress where the user names none, in this signal's own unit."""
+        ...
+
     def gain(self, heard: State, update: Update) -> float | None:
         """How fast the model improves now; None if that could not be asked."""
         ...
@@ -76,17 +81,21 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class NoisyLosses:
-    """The running mean of the noisy loss changes of accepted candidates, corrected for their selection.
+    """How often candidates lower the loss, from what their tests released: reject bits, and accepted noisy changes.
 
-    They are released already ("yz" trials), so this is free. The gain is the mean improvement before noise, in units of
+    They are paid for already ("yz" trials), so this is free. The gain is the mean improvement before noise, in units of
     its clip bound: 1 if every candidate lowers the loss, -1 if every one raises it.
     """
 
     weight: float = 0.02
+    """Of the newest trial in the running mean; before there are 1/weight trials, all weigh the same."""
     uses_losses = True
+    usual = 0.5
+    """Three candidates in four lower the loss."""
 
     def gain(self, heard: State, update: Update) -> float:
-        return -untruncated_mean(heard["average"], update.noise_std, update.threshold, heard["bound"]) / heard["bound"]
+        bound = heard["bound"]
+        return -uncensored_mean(heard["below"], heard["passed"], update.noise_std, update.threshold, bound) / bound
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,7 @@ class PublicAccuracy:
 
     file: str
     uses_losses = False
+    usual = 0.005
 
     def gain(self, heard: State, update: Update) -> float:
         if update.public_accuracy is None:
@@ -112,6 +122,7 @@ class NoisyCount:
     rate: float = 0.1
     multiplier: float = 25.0
     uses_losses = False
+    usual = 0.005
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
@@ -142,7 +153,7 @@ class NoDecay:
     def factors(self, heard: State) -> Factors:
         return Factors()
 
-    def hear(self, heard: State, change: float, bound: float) -> None:
+    def hear(self, heard: State, change: float | None, bound: float) -> None:
         pass
 
     def after(self, heard: State, update: Update, spent: Callable[[], float]) -> None:
@@ -159,9 +170,10 @@ class PhasedDecay:
     """
 
     progress: Progress = field(default_factory=NoisyLosses)
-    fast: float = 0.99
-    slow: float = 0.999
-    threshold: float = 0.005
+    fast: float = 0.999
+    slow: float = 0.9999
+    threshold: float | None = None
+    """None: what is usual for the signal."""
     until: float = inf
     adaptive = True
 
@@ -175,17 +187,19 @@ class PhasedDecay:
         return self.progress.uses_losses
 
     def init(self) -> State:
-        return {"fast": 0, "slow": 0, "average": None, "bound": None, "public": None}
+        return {"fast": 0, "slow": 0, "heard": 0, "passed": 0.0, "below": 0.0, "bound": None, "public": None}
 
     def factors(self, heard: State) -> Factors:
         fast, slow = heard["fast"] * log(self.fast), heard["slow"] * log(self.slow)
         return Factors(_on_grid(fast + slow), _on_grid(fast), _on_grid(fast + slow), _on_grid(slow))
 
-    def hear(self, heard: State, change: float, bound: float) -> None:
-        """Take in the noisy loss change of an accepted candidate."""
+    def hear(self, heard: State, change: float | None, bound: float) -> None:
+        """Take in a trial: the noisy loss change of an accepted candidate, or None for a rejected one."""
         if isinstance(self.progress, NoisyLosses):
-            before = change if heard["average"] is None else heard["average"]
-            heard["average"] = before + self.progress.weight * (change - before)
+            heard["heard"] += 1
+            share = max(self.progress.weight, 1 / heard["heard"])
+            heard["passed"] += share * ((change is not None) - heard["passed"])
+            heard["below"] += share * ((change or 0.0) - heard["below"])
             heard["bound"] = bound
 
     def after(self, heard: State, update: Update, spent: Callable[[], float]) -> None:
@@ -194,7 +208,8 @@ class PhasedDecay:
             return
         gain = self.progress.gain(heard, update)
         if gain is not None:
-            heard["fast" if gain > self.threshold else "slow"] += 1
+            fast = gain > (self.progress.usual if self.threshold is None else self.threshold)
+            heard["fast" if fast else "slow"] += 1
 
 
 Decay = NoDecay | PhasedDecay
@@ -205,24 +220,25 @@ def _on_grid(log_factor: float) -> float:
     return exp(ceil(log_factor / GRID - 1e-9) * GRID)
 
 
-def untruncated_mean(average: float, noise_std: float, threshold: float, bound: float) -> float:
-    """The mean in [-bound, bound] for which normal values that fell below the threshold would average `average`."""
+def uncensored_mean(below: float, passed: float, noise_std: float, threshold: float, bound: float) -> float:
+    """The likeliest mean in [-bound, bound] of normal values of which only those below the threshold were seen.
+
+    `passed` is the share that was seen, `below` the sum of those divided by the number of all. The likelihood is
+    greatest where the mean is that of the seen values and of the unseen ones' expectation.
+    """
     low, high = -bound, bound
     for _ in range(60):
         middle = (low + high) / 2
-        if truncated_mean(middle, noise_std, threshold) < average:
+        if below + (1 - passed) * mean_above(middle, noise_std, threshold) > middle:
             low = middle
         else:
             high = middle
     return (low + high) / 2
 
 
-def truncated_mean(mean: float, noise_std: float, threshold: float) -> float:
-    """The mean of a normal variable given that it lies below the threshold."""
+def mean_above(mean: float, noise_std: float, threshold: float) -> float:
+    """The mean of a normal variable given that it exceeds the threshold."""
     edge = (threshold - mean) / noise_std
-    if edge > 8:
-        return mean
-    below = erfc(-edge / sqrt(2)) / 2
-    if below < 1e-200:
-        return threshold
-    return mean - noise_std * exp(-(edge**2) / 2) / sqrt(2 * pi) / below
+    if edge > 8:  # where the tail is tiny, the mean lies just above the threshold
+        return threshold + noise_std / edge
+    return mean + noise_std * exp(-(edge**2) / 2) / sqrt(2 * pi) / (erfc(edge / sqrt(2)) / 2)

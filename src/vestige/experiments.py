@@ -17,7 +17,7 @@ from vestige import accounting, comparison
 from vestige.comparison import Record, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
 from vestige.method import METHODS
-from vestige.performing import Place, capacity, explain, failure, perform, stackable
+from vestige.performing import Place, explain, failure, footprint, perform, room, stackable
 from vestige.questions import Question
 
 PAUSE = 0.3
@@ -132,12 +132,20 @@ def _best(records: Any, specification: Specification) -> str:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def work(home: ComparisonFolder, place: Place, workers: int = 1, after: Callable[[], None] | None = None) -> None:
-    """Make runs until none is left; several processes or machines may do so in one folder at once."""
-    specification = home.specification()
-    grid = grid_of(specification)
+def work(
+    home: ComparisonFolder,
+    place: Place,
+    workers: int = 1,
+    after: Callable[[], None] | None = None,
+    due: Callable[[dict[str, Record]], list[Run]] | None = None,
+) -> None:
+    """Make runs until none is left; several processes or machines may do so in one folder at once.
+
+    `due` names the runs wanted, given those on record: the folder's own comparison unless it is said otherwise.
+    """
+    wanted = due or _own(home)
     while True:
-        waiting = comparison.due(specification, grid, home.records())
+        waiting = wanted(home.records())
         if not waiting:
             return
         batch = _claimed(home, waiting, place, workers)
@@ -155,12 +163,18 @@ def work(home: ComparisonFolder, place: Place, workers: int = 1, after: Callable
             after()
 
 
+def _own(home: ComparisonFolder) -> Callable[[dict[str, Record]], list[Run]]:
+    specification = home.specification()
+    grid = grid_of(specification)
+    return lambda records: comparison.due(specification, grid, records)
+
+
 def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, workers: int) -> list[Run]:
     """The next run that nobody has claimed, and as many others as may be stacked on it."""
     batch: list[Run] = []
-    common, room = None, 1
+    common, most, free = None, 1, 0
     for run in waiting:
-        if batch and (common is None or len(batch) >= room):
+        if batch and (common is None or len(batch) >= most or free <= 0):
             break
         key = stackable(run, place) if not batch or run.task == batch[0].task else None
         if batch and key != common:
@@ -179,7 +193,9 @@ def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, worke
         batch.append(run)
         if len(batch) == 1 and key is not None and attempt == 1:
             common, alike = key, sum(stackable(other, place) == key for other in waiting)
-            room = min(capacity(run, place), -(-alike // workers))
+            most, free = -(-alike // workers), room(place)
+        if common is not None:
+            free -= footprint(run, place)
     return batch
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,41 +43,40 @@ class LowPass:
         # One row per delay, and three scalar filters beside it: of a constant, of an impulse, and that one's energy.
         return {
             "delays": torch.zeros(order, layout.size, device=device),
-            "constant": torch.zeros(order, dtype=torch.float64),
-            "impulse": torch.zeros(order, dtype=torch.float64),
+            "constant": [0.0] * order,
+            "impulse": [0.0] * order,
             "energy": 0.0,
             "gain": 1.0,
             "count": 0,
         }
 
     def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
-        one, pulse = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-        correction = float(self._advance(one, state["constant"]))
-        response = float(self._advance(pulse if state["count"] else one, state["impulse"]))
+        correction, state["constant"] = self._advance(1.0, state["constant"])
+        response, state["impulse"] = self._advance(0.0 if state["count"] else 1.0, state["impulse"])
         state["energy"] += response**2
         state["count"] += 1
         state["gain"] = state["energy"] ** 0.5 / abs(correction)
-        return Filtered(self._advance(release.total, state["delays"]) / correction, state, {})
+        filtered, delays = self._advance(release.total, state["delays"].unbind(-2))
+        for kept, value in zip(state["delays"].unbind(-2), delays, strict=True):
+            kept.copy_(value)
+        return Filtered(filtered / correction, state, {})
 
     def noise_std(self, release: Release, state: State) -> float | Tensor:
         """For noise of one size; where it changes slowly, the newest size stands for all that the filter averages."""
         return release.noise_std * state["gain"]
 
-    def _advance(self, fresh: Tensor, delays: Tensor) -> Tensor:
-        """One step of the transposed direct form II, which needs the fewest delays; they are updated in place."""
+    def _advance(self, fresh: Any, delays: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """One step of the transposed direct form II, which needs the fewest delays: numbers or vectors alike."""
         out = self.forward[0] * fresh
-        order = len(delays)
-        if order == 0:
-            return out
+        if not delays:
+            return out, []
         out = out + delays[0]
-        for k in range(1, order + 1):
-            value = delays[k].clone() if k < order else torch.zeros_like(fresh)
-            if k < len(self.forward):
-                value = value + self.forward[k] * fresh
-            if k <= len(self.feedback):
-                value = value - self.feedback[k - 1] * out
-            delays[k - 1] = value
-        return out
+        values: list[Any] = [*delays[1:], 0.0]
+        for k, scale in enumerate(self.forward[1:]):
+            values[k] = values[k] + scale * fresh
+        for k, scale in enumerate(self.feedback):
+            values[k] = values[k] - scale * out
+        return out, values
 
 
 SECOND_ORDER = LowPass((-1.98342955, 0.98549544), (1.6332e-4, 3.2665e-4, 1.6332e-4))
@@ -107,7 +107,7 @@ class Smoothed:
         return Filtered(state["mean"].clone(), state, {})
 
     def noise_std(self, release: Release, state: State) -> float | Tensor:
-        return release.noise_std * (state["variance"] / max(_mean_square(release.noise_std), 1e-300)) ** 0.5
+        return release.noise_std * (state["variance"] / (_mean_square(release.noise_std) + 1e-300)) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class SelfTuning:
         }
 
     def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
-        pieces = release.total.split(state["lengths"])
+        pieces = release.total.split(state["lengths"], dim=-1)
         variance = _variances(release, state)
         if state["count"] == 0:
             state["mean"].copy_(release.total)
@@ -162,43 +162,46 @@ class SelfTuning:
         else:
             self._correct(pieces, variance, state)
         state["count"] += 1
-        diagnostics = {"gain": state["gain"].mean(), "speed": state["speed"].clamp(min=0).mean()}
+        diagnostics = {"gain": state["gain"].mean(-1), "speed": state["speed"].clamp(min=0).mean(-1)}
         return Filtered(state["mean"].clone(), state, diagnostics)
 
     def noise_std(self, release: Release, state: State) -> float | Tensor:
         return _expand(state["noise"].sqrt(), state)
 
     def _correct(self, pieces: tuple[Tensor, ...], variance: Tensor, state: State) -> None:
-        means = state["mean"].split(state["lengths"])
-        squares = [torch.linalg.vector_norm(y - x).double().square() for y, x in zip(pieces, means, strict=True)]
+        means = state["mean"].split(state["lengths"], dim=-1)
+        squares = [
+            torch.linalg.vector_norm(y - x, dim=-1).double().square() for y, x in zip(pieces, means, strict=True)
+        ]
         size = torch.tensor(state["lengths"], dtype=torch.float64, device=variance.device)
-        excess = torch.stack(squares) / size - variance
+        excess = torch.stack(squares, dim=-1) / size - variance
         last = state["gain"]
         seen = excess - (1 - last).square() * state["excess"] - last.square() * variance
         state["speed"] = torch.lerp(state["speed"], seen, 1 / min(state["count"], self.horizon))
         state["excess"] = excess
         predicted = state["error"] + state["speed"].clamp(min=0)
         gain = torch.where(variance > 0, predicted / (predicted + variance), 1.0)
-        for x, y, k in zip(means, pieces, gain.tolist(), strict=True):
+        for x, y, k in zip(means, pieces, gain.to(means[0].dtype).split(1, dim=-1), strict=True):
             x.lerp_(y, k)
         state["gain"], state["error"] = gain, (1 - gain) * predicted
         state["noise"] = (1 - gain).square() * state["noise"] + gain.square() * variance
 
 
-def _mean_square(std: float | Tensor) -> float:
-    return float(std.double().square().mean()) if isinstance(std, Tensor) else float(std) ** 2
+def _mean_square(std: float | Tensor) -> float | Tensor:
+    return std.double().square().mean(-1, keepdim=True) if isinstance(std, Tensor) else float(std) ** 2
 
 
 def _variances(release: Release, state: State) -> Tensor:
     """The noise variance per coordinate, averaged over each scope."""
     std = release.noise_std
-    if isinstance(std, Tensor):
-        return torch.stack([piece.double().square().mean() for piece in std.split(state["lengths"])])
-    return torch.full_like(state["error"], float(std) ** 2)
+    if isinstance(std, Tensor) and std.shape[-1] == release.total.shape[-1]:
+        pieces = std.split(state["lengths"], dim=-1)
+        return torch.stack([piece.double().square().mean(-1) for piece in pieces], dim=-1)
+    return torch.zeros_like(state["error"]) + std**2
 
 
 def _expand(per_scope: Tensor, state: State) -> float | Tensor:
-    if len(per_scope) == 1:
+    if per_scope.shape == (1,):
         return float(per_scope)
     lengths = torch.tensor(state["lengths"], device=per_scope.device)
-    return per_scope.float().repeat_interleave(lengths)
+    return per_scope.float().repeat_interleave(lengths, dim=-1) if len(lengths) > 1 else per_scope

@@ -101,7 +101,7 @@ def convolution_gradients(image: Tensor, signal: Tensor, shape: ConvolutionShape
     kernel, stride, padding, dilation, groups = shape
     columns = channels // groups * kernel[0] * kernel[1]
     rows = outputs // groups
-    row_tile, column_tile = _side(rows, 64), _side(columns, 64)
+    row_tile, column_tile = _side(rows, 128), _side(columns, 64)
     column_tiles = triton.cdiv(columns, column_tile)
     tiles = triton.cdiv(rows, row_tile) * column_tiles
     gradients = image.new_empty(examples, outputs, columns) if keep else image.new_empty(1)
@@ -110,8 +110,9 @@ def convolution_gradients(image: Tensor, signal: Tensor, shape: ConvolutionShape
         image, signal, gradients, squares,
         channels, space[0], space[1], outputs, positions[1], positions[0] * positions[1], columns, column_tiles, tiles,
         stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1],
-        GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep,
+        GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep, ALIKE=stride == (1, 1) and space == positions,
         ROWS=row_tile, COLUMNS=column_tile, DEPTH=32, PRECISION=_precision(image),
+        num_warps=8 if row_tile == 128 else 4,
     )  # fmt: skip
     return gradients, squares.sum(dim=1)
 
@@ -125,7 +126,7 @@ def _convolution_gradients(
     image, signal, gradients, squares,
     channels, height, width, outputs, position_width, positions, columns, column_tiles, tiles,
     stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
-    GROUPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KEEP: tl.constexpr,
+    GROUPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KEEP: tl.constexpr, ALIKE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     example, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
@@ -146,7 +147,9 @@ def _convolution_gradients(
         h = (place // position_width * stride_h)[:, None] + offset_h[None, :]
         w = (place % position_width * stride_w)[:, None] + offset_w[None, :]
         real = inside[:, None] & (column < columns)[None, :] & (h >= 0) & (h < height) & (w >= 0) & (w < width)
-        patch = tl.load(image_columns[None, :] + h * width + w, mask=real, other=0.0)
+        # The first form is the second where it applies, and shows the compiler that neighbours lie side by side.
+        offset = place[:, None] + (offset_h * width + offset_w)[None, :] if ALIKE else h * width + w
+        patch = tl.load(image_columns[None, :] + offset, mask=real, other=0.0)
         total = tl.dot(coming, patch, total, input_precision=PRECISION)
     tl.store(squares + example * GROUPS * tiles + group * tiles + tile, tl.sum(total * total))
     if KEEP:
@@ -156,6 +159,101 @@ def _convolution_gradients(
             total,
             mask=(row < rows)[:, None] & (column < columns)[None, :],
         )
+
+
+def blank_rows(tensor: Tensor, rows: Tensor) -> None:
+    """Fill some rows of a contiguous tensor with zeros, in place; those that stay are not even read."""
+    width = tensor[0].numel()
+    _blank_rows[(len(tensor), triton.cdiv(width, 4 * BLOCK))](tensor, rows, width, BLOCK=4 * BLOCK)
+
+
+@triton.jit
+def _blank_rows(tensor, rows, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(rows + row):
+        place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        zeros = tl.zeros((BLOCK,), dtype=tensor.dtype.element_ty)
+        tl.store(tensor + row * width + place, zeros, mask=place < width)
+
+
+def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels.layer_norm_sums`."""
+    input, signal = input.contiguous(), signal.contiguous()
+    examples, positions, width = input.shape
+    columns = min(64, triton.next_power_of_2(width))
+    blocks = triton.cdiv(width, columns)
+    parts = max(1, min(triton.cdiv(positions, 32), 2048 // (examples * blocks + 1)))
+    each = triton.cdiv(positions, parts)
+    sums = torch.empty(2, examples, parts, width, device=input.device)
+    tensors = (input, signal, mean.contiguous(), scale.contiguous(), sums[0], sums[1])
+    _layer_norm_sums[(examples, blocks, parts)](
+        *tensors, positions, width, each, parts, ROWS=16, COLUMNS=columns, num_warps=4
+    )
+    weights, biases = sums.sum(dim=2) if parts > 1 else sums[:, :, 0]
+    return weights, biases
+
+
+@triton.jit
+def _layer_norm_sums(
+    input, signal, mean, scale, weights, biases, positions, width, each, parts,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    example, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    weight, bias = tl.zeros((ROWS, COLUMNS), dtype=tl.float32), tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    last = tl.minimum(part * each + each, positions)
+    for start in range(part * each, last, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < last)[:, None] & (column < width)[None, :]
+        place = (example * positions + row)[:, None] * width + column[None, :]
+        coming = tl.load(signal + place, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(input + place, mask=inside, other=0.0).to(tl.float32)
+        middle = tl.load(mean + example * positions + row, mask=row < last, other=0.0)
+        stretch = tl.load(scale + example * positions + row, mask=row < last, other=0.0)
+        weight += tl.where(inside, coming * (value - middle[:, None]) * stretch[:, None], 0.0)
+        bias += coming
+    place = (example * parts + part) * width + column
+    tl.store(weights + place, tl.sum(weight, axis=0), mask=column < width)
+    tl.store(biases + place, tl.sum(bias, axis=0), mask=column < width)
+
+
+def group_norm_backward(
+    input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.group_norm_backward`: a group of an example's channels lies side by side, and fits a program."""
+    examples, channels, size = len(input), input.shape[1], input.shape[2:].numel()
+    rows = channels // groups
+    back = torch.empty_like(input)
+    weights, biases = torch.empty(2, examples, channels, device=input.device)
+    weight = input.new_ones(channels) if weight is None else weight
+    row_tile, column_tile = triton.next_power_of_2(rows), triton.next_power_of_2(size)
+    _group_norm_backward[(examples * groups,)](
+        input, signal, mean, scale, weight, back, weights, biases, rows, size, groups,
+        ROWS=row_tile, COLUMNS=column_tile, num_warps=max(1, min(16, row_tile * column_tile // 512)),
+    )  # fmt: skip
+    return back, weights, biases
+
+
+@triton.jit
+def _group_norm_backward(
+    input, signal, mean, scale, weight, back, weights, biases, rows, size, groups,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < size)[None, :]
+    place = block * rows * size + row[:, None] * size + column[None, :]
+    coming = tl.load(signal + place, mask=inside, other=0.0)
+    value = tl.load(input + place, mask=inside, other=0.0)
+    stretch = tl.load(scale + block)
+    standard = tl.where(inside, (value - tl.load(mean + block)) * stretch, 0.0)
+    gain = tl.load(weight + (block % groups) * rows + row, mask=row < rows, other=0.0)
+    by_weight, by_bias = tl.sum(coming * standard, axis=1), tl.sum(coming, axis=1)
+    pull, drift = tl.sum(gain * by_weight) / (rows * size), tl.sum(gain * by_bias) / (rows * size)
+    result = stretch * (gain[:, None] * coming - drift - standard * pull)
+    tl.store(back + place, result, mask=inside)
+    tl.store(weights + block * rows + row, by_weight, mask=row < rows)
+    tl.store(biases + block * rows + row, by_bias, mask=row < rows)
 
 
 def fractional_pass(

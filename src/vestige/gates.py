@@ -281,7 +281,7 @@ class BufferedRejection:
         if trial.accepted:
             self._keep(memory, trial.change, test.bound, state.snapshot())
         else:
-            self._reject(memory)
+            self._reject(memory, test.bound)
         if len(memory["buffer"]) >= memory["wanted"]:
             state.restore(self._select(memory, attempt.curator, test.bound))
             self._applied(attempt, test, factors.noise, trial.before)
@@ -296,7 +296,8 @@ class BufferedRejection:
         memory["buffer"].append([released, candidate])
         self.decay.hear(memory, released, bound)
 
-    def _reject(self, memory: State) -> None:
+    def _reject(self, memory: State, bound: float) -> None:
+        self.decay.hear(memory, None, bound)
         memory["rejected"] += 1
         memory["rejects"] += 1
         if memory["rejects"] >= self.max_rejects:  # asked after every rejection; asked once per update it never holds

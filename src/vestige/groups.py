@@ -130,7 +130,7 @@ class PerGroup:
         return self.bound * parts / torch.linalg.vector_norm(parts)
 
     def factors(self, norms: Tensor) -> Tensor:
-        groups = norms.shape[1]
+        groups = norms.shape[-1]
         bounds = self.bound / groups**0.5 if self.split is None else self.bounds(groups).to(norms.device)
         return (bounds / norms).clamp(max=1.0)
 

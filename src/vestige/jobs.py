@@ -240,7 +240,10 @@ def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
         raise ValueError(
             f"progress='public:{file}' is the task's own data: its test examples would both steer and judge the run"
         )
-    return tasks.load(job.task, file, job.seed).test
+    try:
+        return tasks.load(job.task, file, job.seed).test
+    except ValueError as error:
+        raise ValueError(f"progress='public:{file}' holds no examples of task {job.task}: {error}") from error
 
 
 def _why(training: Training, interrupted: bool) -> str:

@@ -73,6 +73,51 @@ def convolution_gradients(
     return fused.convolution_gradients(image.float(), signal.float(), shape, keep)
 
 
+def blanked(tensor: Tensor, rows: Tensor, in_place: bool = False) -> Tensor:
+    """The tensor with some rows zero. A tensor that nobody else needs may be changed in place, which costs nothing
+    where no row is to go."""
+    if in_place and tensor.is_cuda and tensor.is_contiguous() and tensor.numel() and fused_available():
+        from vestige import fused
+
+        fused.blank_rows(tensor, rows)
+        return tensor
+    return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0)
+
+
+def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Per-example gradients of a layer norm's weight and bias, [examples, width] each.
+
+    From input and the gradient of the output, [examples, positions, width] each, and the statistics of every position.
+    """
+    if input.is_cuda and torch.float64 not in (input.dtype, signal.dtype) and fused_available():
+        from vestige import fused
+
+        return fused.layer_norm_sums(input, signal, mean, scale)
+    wide = torch.promote_types(signal.dtype, torch.float32)
+    shape = (*input.shape[:2], 1)
+    standard = (input.to(wide) - mean.view(shape)) * scale.view(shape)
+    return (standard * signal).sum(dim=1), signal.to(wide).sum(dim=1)
+
+
+def can_fuse_group_norm(input: Tensor, groups: int) -> bool:
+    """Whether `group_norm_backward` is there: a group of one example must fit into registers."""
+    numbers = _power(input.shape[1] // groups) * _power(input.shape[2:].numel())
+    return input.is_cuda and input.dtype == torch.float32 and 0 < numbers <= 8192 and fused_available()
+
+
+def _power(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def group_norm_backward(
+    input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of a group norm's input, and per example those of its weight and bias: one pass for all three."""
+    from vestige import fused
+
+    return fused.group_norm_backward(input, signal.contiguous(), mean, scale, weight, groups)
+
+
 def fractional_pass(
     history: Tensor, weights: Tensor, fresh: Tensor, beta: float, out_row: int | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -302,7 +302,7 @@ Saved = tuple[Tensor, ...]
 
 
 def linear(module: Any, wanted: Collection[str], saved: Saved, signal: Tensor, examples: int) -> Uses:
-    left = signal.reshape(examples, -1, signal.shape[-1])
+    left = signal.reshape(examples, -1, signal.shape[-1]).contiguous()  # once, for norms and sums
     uses: Uses = {}
     if "weight" in wanted:
         outer = Outer(left, saved[0].reshape(examples, -1, saved[0].shape[-1]))
@@ -354,15 +354,27 @@ def embedding(module: Any, wanted: Collection[str], saved: Saved, signal: Tensor
 
 
 def layer_norm(module: Any, wanted: Collection[str], saved: Saved, signal: Tensor, examples: int) -> Uses:
-    uses: Uses = {}
-    if "weight" in wanted:
-        input, shape = _wide(saved[0]), module.normalized_shape
-        centred = isinstance(module, nn.LayerNorm)
-        standard = F.layer_norm(input, shape, eps=module.eps) if centred else F.rms_norm(input, shape, eps=module.eps)
-        uses["weight"] = Dense((standard * signal).view(examples, -1, *shape).sum(dim=1))
-    if "bias" in wanted:
-        uses["bias"] = Dense(_wide(signal).reshape(examples, -1, *module.normalized_shape).sum(dim=1))
-    return uses
+    width = prod(module.normalized_shape)
+    signal = signal.reshape(examples, -1, width)
+    if "weight" not in wanted:
+        return {"bias": Dense(_wide(signal).sum(dim=1).view(examples, *module.normalized_shape))}
+    weights, biases = kernels.layer_norm_sums(saved[0].reshape(examples, -1, width), signal, *saved[1:])
+    found = {"weight": weights, "bias": biases}
+    return {name: Dense(found[name].view(examples, *module.normalized_shape)) for name in wanted}
+
+
+def run_layer_norm(module: Any, input: Tensor) -> tuple[Tensor, Saved]:
+    """The layer itself, keeping the means and scales that its gradient needs."""
+    input = _wide(input)
+    output, *statistics = torch.native_layer_norm(
+        input, module.normalized_shape, module.weight, module.bias, module.eps
+    )
+    return output, (input, *statistics)
+
+
+def rms_norm(module: Any, wanted: Collection[str], saved: Saved, signal: Tensor, examples: int) -> Uses:
+    standard = F.rms_norm(_wide(saved[0]), module.normalized_shape, eps=module.eps)
+    return {"weight": Dense((standard * signal).view(examples, -1, *module.normalized_shape).sum(dim=1))}
 
 
 def group_norm(module: Any, wanted: Collection[str], saved: Saved, signal: Tensor, examples: int) -> Uses:
@@ -387,22 +399,47 @@ def run_group_norm(module: Any, input: Tensor) -> tuple[Tensor, Saved]:
     """The layer itself, keeping the means and scales that its gradient needs."""
     input = _wide(input).contiguous()
     examples, channels, *space = input.shape
-    groups = module.num_groups if isinstance(module, nn.GroupNorm) else channels
-    sizes = (examples, channels, prod(space), groups, module.eps)
+    sizes = (examples, channels, prod(space), _groups(module, input), module.eps)
     output, mean, scale = torch.native_group_norm(input, module.weight, module.bias, *sizes)
     return output, (input, mean, scale)
 
 
+def whole_group_norm(
+    module: Any, wanted: Collection[str], saved: Saved, signal: Tensor, examples: int
+) -> tuple[Tensor, Uses]:
+    """Both at once, where there is a kernel for it: what the layer passes back, and its own gradients."""
+    input, mean, scale = saved
+    weight = None if module.weight is None else module.weight.detach()
+    groups = _groups(module, input)
+    back, weights, biases = kernels.group_norm_backward(input, _wide(signal), mean, scale, weight, groups)
+    rows = {"weight": weights, "bias": biases}
+    return back, {name: Dense(rows[name].view(examples, -1, signal.shape[1]).sum(dim=1)) for name in wanted}
+
+
+def _groups(module: Any, input: Tensor) -> int:
+    return int(module.num_groups) if isinstance(module, nn.GroupNorm) else input.shape[1]
+
+
+def _fuses_group_norm(module: Any, input: Tensor) -> bool:
+    return input.dim() > 2 and kernels.can_fuse_group_norm(_wide(input), _groups(module, input))
+
+
 @dataclass(frozen=True)
 class Layer:
-    """How one type of layer is taken apart: its gradients, the variants that covers, and how to run it if not as is."""
+    """How one type of layer is taken apart: its gradients, the variants that covers, and how to run it if not as is.
+
+    Where `fuses`, one kernel does the layer's whole way back: `whole` returns the gradient of its input, too.
+    """
 
     gradients: Callable[[Any, Collection[str], Saved, Tensor, int], Uses]
     accepts: Callable[[Any], bool] = lambda module: True
     run: Callable[[Any, Tensor], tuple[Tensor, Saved]] | None = None
+    whole: Callable[[Any, Collection[str], Saved, Tensor, int], tuple[Tensor, Uses]] | None = None
+    fuses: Callable[[Any, Tensor], bool] = lambda module, input: False
 
 
-_INSTANCE_NORM = Layer(group_norm, lambda module: not module.track_running_stats, run_group_norm)
+_GROUP_NORM = Layer(group_norm, run=run_group_norm, whole=whole_group_norm, fuses=_fuses_group_norm)
+_INSTANCE_NORM = replace(_GROUP_NORM, accepts=lambda module: not module.track_running_stats)
 
 LAYERS: dict[type[nn.Module], Layer] = {
     nn.Linear: Layer(linear),
@@ -410,9 +447,9 @@ LAYERS: dict[type[nn.Module], Layer] = {
     nn.Conv2d: Layer(convolution),
     nn.Conv3d: Layer(convolution),
     nn.Embedding: Layer(embedding, lambda module: module.max_norm is None and not module.scale_grad_by_freq),
-    nn.LayerNorm: Layer(layer_norm),
-    nn.RMSNorm: Layer(layer_norm),
-    nn.GroupNorm: Layer(group_norm, run=run_group_norm),
+    nn.LayerNorm: Layer(layer_norm, run=run_layer_norm),
+    nn.RMSNorm: Layer(rms_norm),
+    nn.GroupNorm: _GROUP_NORM,
     nn.InstanceNorm1d: _INSTANCE_NORM,
     nn.InstanceNorm2d: _INSTANCE_NORM,
     nn.InstanceNorm3d: _INSTANCE_NORM,

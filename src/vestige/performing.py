@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import isfinite
 from typing import Any
 
@@ -17,11 +17,14 @@ import torch
 
 from vestige import accounting, planning, stacked, tasks
 from vestige.api import Training
-from vestige.comparison import VALIDATION, VALIDATION_CURVE, VERSION, Budget, Record, Run
+from vestige.comparison import VALIDATION, VALIDATION_CURVE, VERSION, Record, Run
+from vestige.correlated import Noise
 from vestige.jobs import Job, complete, start
 from vestige.layout import Layout
 from vestige.method import Method, build
+from vestige.probes import Here, Probe
 from vestige.questions import Question
+from vestige.schedules import Schedule
 from vestige.training import Record as Step
 
 SPLIT = 20260101
@@ -74,13 +77,21 @@ def _covered(task: str, data: str | None, method: str, options: str) -> bool:
         return False  # it will fail alone, with its own line
 
 
-def capacity(run: Run, place: Place) -> int:
-    """How many runs like this one fit in a stack."""
-    task = _initial(run.task, place.data.get(run.task), run.seed)
-    method = build(run.method, **run.options)
-    each = stacked.footprint(task.model, method, run.sample_rate * len(task.train[1]))
-    free = int(0.6 * torch.cuda.mem_get_info()[0]) if place.device.startswith("cuda") else place.memory
-    return max(1, free // each)
+def room(place: Place) -> int:
+    """Bytes that a stack may take here and now."""
+    return int(0.6 * torch.cuda.mem_get_info()[0]) if place.device.startswith("cuda") else place.memory
+
+
+def footprint(run: Run, place: Place) -> int:
+    """Bytes that this run takes in a stack."""
+    options = json.dumps(dict(run.options))
+    return _footprint(run.task, place.data.get(run.task), run.method, options, run.sample_rate, run.steps)
+
+
+@lru_cache(maxsize=1024)
+def _footprint(task: str, data: str | None, method: str, options: str, rate: float, steps: int) -> int:
+    loaded = _initial(task, data, 0)
+    return stacked.footprint(loaded.model, build(method, **json.loads(options)), rate, len(loaded.train[1]), steps)
 
 
 def failure(run: Run, error: str) -> Record:
@@ -242,25 +253,27 @@ def _together(runs: Sequence[Run], place: Place) -> Iterator[Record]:
     task, first = ready[0][1], ready[0][0]
     _forget_peak(place)
     begin = time.perf_counter()
-    stack = stacked.Stack([each[3] for each in ready], task.train, sample_rate=first.sample_rate, device=device)
+    chosen = [each[3] for each in ready]
+    stack = stacked.Stack(chosen, task.train, sample_rate=first.sample_rate, steps=first.steps, device=device)
     curves: list[list[Any]] = [[] for _ in ready]
     pictures: list[dict[str, list[Any]]] = [{} for _ in ready]
     judge = max(1, first.steps // first.evaluations) if first.evaluations else first.steps + 1
     every = max(1, first.steps // PICTURES)
-    for done in stack.train(first.steps):
+    for done in stack.train():
         if done % judge == 0:
-            for (run, _, plan, _), curve, share in zip(ready, curves, stack.accuracies(task.test), strict=True):
-                curve.append([done, share, _so_far(run, plan, done)])
+            shown = zip(ready, curves, stack.accuracies(task.test), stack.progress(), strict=True)
+            for (run, _, plan, _), curve, share, progress in shown:
+                curve.append([done, share, _so_far(run, plan, progress.asked)])
         if (done - 1) % every == 0:
             for picture, progress in zip(pictures, stack.progress(), strict=True):
                 _picture(picture, done - 1, progress.diagnostics)
     final = stack.accuracies(task.test)
     seconds = (time.perf_counter() - begin) / len(ready)
     memory = _peak(place) / (len(ready) if device.type == "cuda" else 1)
-    for index, ((run, _, plan, _), progress) in enumerate(zip(ready, stack.progress(), strict=True)):
+    for index, ((run, _, plan, made), progress) in enumerate(zip(ready, stack.progress(), strict=True)):
         result = {
             "accuracy": final[index],
-            **_statement(run, plan, progress.asked, stack.expected_batch),
+            **_statement(run, plan, made.method, progress.asked, stack.expected_batch),
             "steps": stack.step,
             "seconds": round(seconds, 4),
             "stopped": "finished",
@@ -271,13 +284,17 @@ def _together(runs: Sequence[Run], place: Place) -> Iterator[Record]:
 def _prepared(run: Run, place: Place) -> tuple[Run, tasks.Task, planning.Plan, stacked.StackedRun]:
     task = _task(run, place)
     method = build(run.method, **run.options)
+    layout = Layout.of(task.model, method.grouping)
     if run.budget.kind == "paper_sigma":
-        multiplier = run.budget.value / method.memory.fresh_share
+        groups = planning.paper_groups(method, layout)
+        multiplier = planning.accounted_multiplier(run.budget.value, method.memory.fresh_share, groups)
+    elif run.budget.kind == "noise_multiplier":
+        multiplier = run.budget.value
     else:
-        multiplier = _multiplier(run.budget, run.sample_rate, run.steps, run.delta)
+        multiplier = _calibrated(_asking(method), run.budget.value, run.sample_rate, run.steps, run.delta)
     plan = planning.plan(
         task.model,
-        Layout.of(task.model),
+        layout,
         method,
         len(task.train[1]),
         sample_rate=run.sample_rate,
@@ -290,21 +307,30 @@ def _prepared(run: Run, place: Place) -> tuple[Run, tasks.Task, planning.Plan, s
     if run.lr is None and run.factor != 1.0:
         plan = replace(plan, lr=run.factor * plan.lr, lr_reason=f"{run.factor:g} times {plan.lr_reason}")
     seed = run.seed if run.reproducible else None
-    return run, task, plan, stacked.StackedRun(task.model, method, multiplier, plan.lr, seed)
+    made = stacked.StackedRun(task.model, method, multiplier, plan.lr, seed)
+    stacked.check_noise(made, run.sample_rate * len(task.train[1]))
+    return run, task, plan, made
+
+
+def _asking(method: Method) -> tuple[Probe, Schedule, Noise]:
+    """The parts of a method that decide its price; probes that ask what `Here` asks are one."""
+    alike = all(method.probe.questions(0.5, z) == Here().questions(0.5, z) for z in (1.0, 2.0))
+    return Here() if alike and method.probe.period(0.5) == 1 else method.probe, method.schedule, method.noise
 
 
 @lru_cache(maxsize=256)
-def _multiplier(budget: Budget, rate: float, steps: int, delta: float) -> float:
-    """The noise for a budget. Stackable methods all ask one sampled Gaussian per step, so one search serves them."""
-    if budget.kind == "noise_multiplier":
-        return budget.value
-    plain = Method(name="any stackable method")
-    return accounting.calibrate(lambda z: planning.questions(plain, rate, z, steps), budget.value, delta)
+def _calibrated(asking: tuple[Probe, Schedule, Noise], epsilon: float, rate: float, steps: int, delta: float) -> float:
+    """The noise for a budget: methods that ask alike share one search."""
+    probe, schedule, noise = asking
+    method = Method(name="any that asks alike", probe=probe, schedule=schedule, noise=noise)
+    return accounting.calibrate(partial(planning.questions, method, rate, steps=steps), epsilon, delta)
 
 
 @lru_cache(maxsize=4096)
-def _guarantee(asked: tuple[tuple[Question, int], ...], delta: float, noise: str) -> accounting.Guarantee:
-    return accounting.guarantee(dict(asked), delta, accounting.Facts(noise=noise))
+def _guarantee(
+    asked: tuple[tuple[Question, int], ...], delta: float, noise: str, sampling: str
+) -> accounting.Guarantee:
+    return accounting.guarantee(dict(asked), delta, accounting.Facts(noise=noise, sampling=sampling))
 
 
 @lru_cache(maxsize=65536)
@@ -312,19 +338,20 @@ def _odometer(asked: tuple[tuple[Question, int], ...], delta: float) -> float:
     return accounting.epsilon(dict(asked), delta, "rdp")
 
 
-def _so_far(run: Run, plan: planning.Plan, done: int) -> float | None:
+def _so_far(run: Run, plan: planning.Plan, asked: Counter[Question]) -> float | None:
     if run.reproducible:
         return None
-    plain = Method(name="any stackable method")
-    asked = planning.questions(plain, run.sample_rate, plan.noise_multiplier, done)
     spent = _odometer(tuple(asked.items()), run.delta)
     return spent if plan.epsilon is None else min(spent, plan.epsilon)
 
 
-def _statement(run: Run, plan: planning.Plan, asked: Counter[Question], expected_batch: float) -> dict[str, Any]:
+def _statement(
+    run: Run, plan: planning.Plan, method: Method, asked: Counter[Question], expected_batch: float
+) -> dict[str, Any]:
     """The same words about a stacked run as `jobs.statement` finds for one alone."""
     noise = "seeded" if run.reproducible else "secret"
-    promise = _guarantee(tuple(asked.items()), run.delta, noise)
+    sampling = method.noise.sampling(run.sample_rate).kind
+    promise = _guarantee(tuple(asked.items()), run.delta, noise, sampling)
     return {
         "epsilon": promise.epsilon,
         "delta": promise.delta,
@@ -342,6 +369,6 @@ def _statement(run: Run, plan: planning.Plan, asked: Counter[Question], expected
         "epsilon_if_noise_were_secret": promise.epsilon_if_noise_were_secret,
         "assumptions": list(promise.assumptions),
         "charged": _charged(asked),
-        "sampling": "poisson",
+        "sampling": sampling,
         "noise": noise,
     }

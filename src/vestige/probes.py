@@ -116,7 +116,7 @@ class AgainstLastRelease:
 
     def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
         if self.along == "move":
-            here = flatten(point)
+            here = flatten(point, state["last"].shape[:-1])
             uphill = state["last"] - here if state["started"] else torch.zeros_like(here)
             return gradient(shifted(point, uphill, self.radius)), {"last": here, "started": 1}
         release = gradient(shifted(point, state["last"], self.radius))
@@ -204,7 +204,7 @@ class AlongLastStep:
         return {"before": torch.zeros(layout.size, device=device), "started": 0}
 
     def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
-        here = flatten(point)
+        here = flatten(point, state["before"].shape[:-1])
         after: State = {"before": here, "started": 1}
         if not state["started"] or self.weight == 0:
             return gradient(point), after
@@ -293,19 +293,21 @@ class Importance:
         return step % self.period(rate) == 0
 
 
-def flatten(point: Parameters) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in point.values()])
+def flatten(point: Parameters, lead: tuple[int, ...] = ()) -> Tensor:
+    """The parameters as one vector, [*lead, size]: `lead` are the axes that many runs at once have in front."""
+    return torch.cat([p.detach().reshape(*lead, -1) for p in point.values()], dim=-1)
 
 
 def moved(point: Parameters, vector: Tensor, factor: float | Tensor) -> Parameters:
-    """The point plus `factor` times a flat vector in the parameters' order."""
-    pieces = vector.split([p.numel() for p in point.values()])
-    return {name: p + factor * piece.view_as(p) for (name, p), piece in zip(point.items(), pieces, strict=True)}
+    """The point plus `factor` times a flat vector, [..., size], in the parameters' order."""
+    lead = vector.dim() - 1
+    pieces = (factor * vector).split([p.shape[lead:].numel() for p in point.values()], dim=-1)
+    return {name: p + piece.view_as(p) for (name, p), piece in zip(point.items(), pieces, strict=True)}
 
 
 def shifted(point: Parameters, vector: Tensor, length: float) -> Parameters:
     """The point, moved by `length` in the direction of a flat vector; not moved if the vector is zero."""
-    return moved(point, vector, length / (torch.linalg.vector_norm(vector) + 1e-16))
+    return moved(point, vector, length / (torch.linalg.vector_norm(vector, dim=-1, keepdim=True) + 1e-16))
 
 
 def _check_radius(radius: float) -> None:

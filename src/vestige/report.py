@@ -52,6 +52,7 @@ def figures(content: Content) -> list[Figure]:
     makers: list[Callable[[Content], Iterable[Figure]]] = [
         _accuracy_by_budget,
         _accuracy_by_step,
+        _accuracy_by_epsilon,
         _accuracy_by_rate,
         _costs,
         _weights_by_lag,
@@ -133,6 +134,26 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
         series = [Series(name, _mean_curve(found[name])) for name in _names(content) if name in found]
         title = f"{task} at {budget}: {where} by step"
         yield Figure(_slug(f"steps-{task}-{budget}-{stage}"), title, "step", "accuracy", _filled(series), percent=True)
+
+
+def _accuracy_by_epsilon(content: Content) -> Iterable[Figure]:
+    """The curves of final runs against what they had spent by then, as papers like to draw them."""
+    cells: dict[tuple[str, str, str], dict[str, dict[float, list[float]]]] = {}
+    for record in content["records"]:
+        run = record["run"]
+        for _, accuracy, spent in record.get("curve") or ():
+            if spent is not None and run["stage"] in STAGES:
+                by_method = cells.setdefault((run["task"], _budget(run), run["stage"]), {})
+                by_method.setdefault(run["label"], {}).setdefault(spent, []).append(accuracy)
+    for (task, budget, stage), found in sorted(cells.items()):
+        series = [
+            Series(name, tuple((e, sum(v) / len(v), None, None) for e, v in sorted(found[name].items())))
+            for name in _names(content)
+            if name in found
+        ]
+        title = f"{task} at {budget}: {STAGES[stage]}, test accuracy by epsilon"
+        key = _slug(f"spent-{task}-{budget}-{stage}")
+        yield Figure(key, title, "epsilon spent so far", "accuracy", _filled(series), percent=True)
 
 
 def _mean_curve(curves: Sequence[Sequence[Sequence[Any]]]) -> tuple[Point, ...]:
@@ -436,13 +457,14 @@ def page(content: Content) -> str:
     drawn = figures(content)
     groups = {
         "accuracy": [f for f in drawn if f.key.startswith("accuracy-")],
-        "steps": [f for f in drawn if f.key.startswith("steps-")],
+        "steps": [f for f in drawn if f.key.startswith(("steps-", "spent-"))],
         "rates": [f for f in drawn if f.key.startswith("rates-")],
         "costs": [f for f in drawn if f.kind == "bars"],
     }
     memory = [f for f in drawn if not any(f in group for group in groups.values())]
     sections = [
         ("result", "What was found", _findings(content)),
+        *([("paper", "Beside the paper", _beside(content["paper"]))] if content.get("paper") else []),
         (
             "accuracy",
             "Accuracy at each budget",
@@ -529,6 +551,17 @@ def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline
     if broken:
         rest += f" Every run of {_text(', '.join(broken))} failed; the table says why."
     return f"<li>{start}{told + '. ' if told else ''}{rest}</li>"
+
+
+def _beside(paper: Mapping[str, Any]) -> str:
+    """What the paper printed and what we found, and what had to be assumed."""
+    words = f"<p>{_text(paper['title'])}.</p>"
+    if paper["small"]:
+        words += "<p><b>Made with --small: too few steps and seeds to compare with the paper.</b></p>"
+    rows = [{key.replace("_", " "): value for key, value in row.items()} for row in paper["beside"]]
+    table = _table("paper", rows) or "<p>The paper prints no numbers here, only curves.</p>"
+    notes = "".join(f"<li>{_text(note)}</li>" for note in paper["notes"])
+    return f"{words}{table}<h3>What the paper left unsaid, and what was assumed</h3><ul>{notes}</ul>"
 
 
 def _panels(drawn: Sequence[Figure], order: Sequence[str]) -> str:

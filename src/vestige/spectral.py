@@ -87,6 +87,7 @@ class Spectral:
         return {
             "count": 0,
             "groups": [segment.group for segment in layout.segments],
+            "lengths": [segment.stop - segment.start for segment in layout.segments],
             "past": torch.zeros(depth, layout.size, device=device),
             "trend": torch.zeros(layout.size if depth else 0, device=device),
             "exponent": torch.full((layout.groups,), torch.nan, dtype=torch.float64, device=device),
@@ -99,30 +100,31 @@ class Spectral:
         epoch = max(1, round(1 / release.sample_rate))
         refreshed = count % (self.refresh or epoch) == 0
         if refreshed:
-            state["exponent"] = group_exponents(parameters, state["groups"], self.convention).to(fresh.device)
+            found = group_exponents(parameters, state["groups"], self.convention, fresh.shape[:-1])
+            state["exponent"] = found.to(fresh.device)
             state["tempering"] = self.tempering(state["exponent"])
         if refreshed or count <= depth:  # otherwise nothing that decides them has changed
             state["weights"] = self.weigh(state["tempering"], min(count, depth))
         gate = scale = ratio = torch.zeros_like(state["exponent"])
         direction = fresh * self.share
         if count and depth:
-            sections = _sections(parameters, state["groups"])
+            sections = _sections(state["lengths"], state["groups"])
             recalled, inner = self._recall(fresh, state, sections)
             gate, scale = self._gate(inner), self._scale(inner)
             pull = (1 - self.share) * self._warmth(count, epoch) * gate * scale
             rounded = pull.to(fresh.dtype)
             for start, stop, group in sections:
-                direction[start:stop].addcmul_(recalled[start:stop], rounded[group])
+                direction[..., start:stop].addcmul_(recalled[..., start:stop], rounded[..., group, None])
             ratio = _ratio(pull, inner, self.share)
         if depth:
-            state["past"][count % depth].copy_(direction)
+            state["past"][..., count % depth, :].copy_(direction)
             state["trend"].lerp_(direction, self.smoothing if count else 1.0)
         state["count"] += 1
         lags = torch.arange(1, depth + 1, dtype=torch.float64, device=fresh.device)
         depths = state["weights"] @ lags
         seen = {
-            "effective_depth": depths.mean(),
-            "memory_ratio": ratio.mean(),
+            "effective_depth": depths.mean(-1),
+            "memory_ratio": ratio.mean(-1),
             "effective_depth_by_group": depths,
             "memory_ratio_by_group": ratio,
             "gate": gate,
@@ -139,11 +141,11 @@ class Spectral:
         return torch.where(exponents.isnan(), 0.0, -torch.expm1(-self.strictness * distance))
 
     def weigh(self, tempering: Tensor, filled: int) -> Tensor:
-        """Weights over lags 1, 2, ...: [groups, window - 1], rows summing to one, zero where nothing is remembered."""
+        """Weights over lags 1, 2, ...: [..., groups, window - 1], rows summing to one, or zero if nothing is there."""
         lags = torch.arange(1, self.window, dtype=torch.float64, device=tempering.device)
         if not filled:
-            return tempering.new_zeros(len(tempering), len(lags))
-        scores = (self.order - 1) * torch.log1p(lags) - tempering[:, None] * lags
+            return tempering.new_zeros(*tempering.shape, len(lags))
+        scores = (self.order - 1) * torch.log1p(lags) - tempering[..., None] * lags
         return torch.softmax(torch.where(lags <= filled, scores, -torch.inf), dim=-1)
 
     def _warmth(self, count: int, epoch: int) -> float:
@@ -163,10 +165,10 @@ class Spectral:
             odd = _combine(torch.where(lags % 2 == 1, by_lag, 0.0), state, sections)
             even = _combine(torch.where(lags % 2 == 0, fading, 0.0), state, sections)
             pairs |= {"oo": (odd, odd), "eo": (even, odd), "ee": (even, even)}
-        products = torch.empty(len(pairs), len(fresh), dtype=fresh.dtype, device=fresh.device)
+        products = torch.empty(len(pairs), *fresh.shape, dtype=fresh.dtype, device=fresh.device)
         for row, (one, other) in zip(products, pairs.values(), strict=True):
             torch.mul(one, other, out=row)
-        return recalled, dict(zip(pairs, _sums(products, sections, len(by_lag)), strict=True))
+        return recalled, dict(zip(pairs, _sums(products, sections, by_lag.shape[-2]), strict=True))
 
     def _gate(self, inner: Mapping[str, Tensor]) -> Tensor:
         if self.gate == "open":
@@ -181,34 +183,38 @@ class Spectral:
         return (inner["tt"].sqrt() / (inner["rr"].sqrt() + TINY)).clamp(max=self.largest_scale)
 
 
-def group_exponents(parameters: Parameters, groups: Sequence[int], convention: Convention) -> Tensor:
-    """The exponent of each group at these parameters, float64: the mean over its weights of two or more dimensions
-    whose exponent is defined, NaN where there is none."""
-    members = [(weight, group) for weight, group in zip(parameters.values(), groups, strict=True) if weight.dim() >= 2]
-    total = torch.zeros(1 + max(groups), dtype=torch.float64)
+def group_exponents(
+    parameters: Parameters, groups: Sequence[int], convention: Convention, lead: tuple[int, ...] = ()
+) -> Tensor:
+    """The exponent of each group at these parameters, [*lead, groups] in float64: the mean over its weights of two or
+    more dimensions whose exponent is defined, NaN where there is none. `lead` are the axes that many runs have in
+    front."""
+    members = [(w, group) for w, group in zip(parameters.values(), groups, strict=True) if w.dim() >= 2 + len(lead)]
+    total = torch.zeros(*lead, 1 + max(groups), dtype=torch.float64)
     if not members:
         return total / 0
-    each = spectrum.exponents([weight for weight, _ in members], convention)
+    alone = [matrix for weight, _ in members for matrix in weight.reshape(-1, *weight.shape[len(lead) :])]
+    each = spectrum.exponents(alone, convention).view(len(members), *lead).movedim(0, -1)
     total = total.to(each.device)
     owners = torch.tensor([group for _, group in members], device=each.device)
     defined = each.isfinite()
-    number = total.index_add(0, owners, defined.double())
-    return total.index_add(0, owners, torch.where(defined, each, 0.0)) / number
+    number = total.index_add(-1, owners, defined.double())
+    return total.index_add(-1, owners, torch.where(defined, each, 0.0)) / number
 
 
-def _sections(parameters: Parameters, groups: Sequence[int]) -> Sections:
-    """The stretches of each group, those that touch joined; `parameters` are in the layout's order."""
-    return list(_joined(parameters, groups))
+def _sections(lengths: Sequence[int], groups: Sequence[int]) -> Sections:
+    """The stretches of each group, those that touch joined, from the length and group of each parameter in order."""
+    return list(_joined(lengths, groups))
 
 
-def _joined(parameters: Parameters, groups: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _joined(lengths: Sequence[int], groups: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     start = stop = 0
     current = groups[0]
-    for parameter, group in zip(parameters.values(), groups, strict=True):
+    for length, group in zip(lengths, groups, strict=True):
         if group != current:
             yield start, stop, current
             start, current = stop, group
-        stop += parameter.numel()
+        stop += length
     yield start, stop, current
 
 
@@ -217,9 +223,13 @@ def _combine(by_lag: Tensor, state: State, sections: Sections) -> Tensor:
     past = state["past"]
     # The window is a ring: slot i holds the vector of lag ((count - 1 - i) mod depth) + 1.
     by_slot = by_lag.flip(-1).roll(state["count"], -1).to(past.dtype)
-    combined = torch.empty_like(past[0])
+    combined = torch.empty_like(past[..., 0, :])
     for start, stop, group in sections:
-        torch.mv(past[:, start:stop].t(), by_slot[group], out=combined[start:stop])
+        vectors, weights = past[..., start:stop], by_slot[..., group, :]
+        if past.dim() == 2:
+            torch.mv(vectors.t(), weights, out=combined[start:stop])
+        else:  # many runs at once
+            combined[..., start:stop] = (weights.unsqueeze(-2) @ vectors).squeeze(-2)
     return combined
 
 

@@ -28,6 +28,7 @@ from vestige.sequences import Block, composite_of
 Forward = Callable[..., Any]
 Signals = tuple[Tensor, ...]
 Record = Callable[["Pass", Saved, Signals], None]
+Settle = Callable[[Saved, Tensor], Tensor]
 Holder = tuple[dict[str, Any], str]
 """Where a module keeps a parameter: its dictionary, and the key there."""
 
@@ -58,6 +59,23 @@ class Tap(torch.autograd.Function):
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
         ctx.record(saved, signals)
         return (None, None, None, *signals, *[None] * len(saved))
+
+
+class Whole(torch.autograd.Function):
+    """A layer run with its tap as one: `settle` records its gradients and returns that of its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[[Tensor], tuple[Tensor, Saved]], settle: Settle, anchor: Tensor, input: Tensor
+    ) -> Tensor:
+        output, saved = run(input)
+        ctx.settle, ctx.dtype = settle, input.dtype
+        ctx.save_for_backward(*saved)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> Any:
+        return None, None, None, ctx.settle(ctx.saved_tensors, signals[0]).to(ctx.dtype)
 
 
 @dataclass(frozen=True)
@@ -239,6 +257,11 @@ class Plan:
 
         def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
             (input,) = (*args, *kwargs.values())
+            if self._settles_whole(site, layer, input):
+                assert layer.run is not None
+                self._note(site, [input])
+                whole: Tensor = Whole.apply(partial(layer.run, module), partial(settle, self.now), self.anchor, input)
+                return whole
             with self._constants(site):
                 output, saved = layer.run(module, input) if layer.run else (original(input), (input,))
             return self._tap(site, record, [output], saved if saves else ())[0]
@@ -250,7 +273,18 @@ class Plan:
             with full_precision(signals[0]):
                 now.add(_renamed(layer.gradients(module, owned, saved, signals[0], examples), owned))
 
+        def settle(now: Pass, saved: Saved, signal: Tensor) -> Tensor:
+            assert layer.whole is not None
+            with full_precision(signal):
+                back, uses = layer.whole(module, owned, saved, signal, now.examples)
+            now.add(_renamed(uses, owned))
+            return back
+
         return forward
+
+    def _settles_whole(self, site: Site, layer: Layer, input: Tensor) -> bool:
+        plain = self.now.notes is None and site.name not in self.sketch.shared and len(input) % self.now.examples == 0
+        return plain and layer.whole is not None and layer.fuses(site.module, input)
 
     def _composite_forward(self, site: Site, composite: Forward) -> Forward:
         """A module spelled out in `sequences`: each of its linear maps is tapped."""
@@ -340,13 +374,11 @@ class Plan:
 
     def _tap(self, site: Site, record: Record, outputs: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor]:
         now = self.now
-        now.called.add(site.name)
+        if not self._note(site, outputs):
+            return outputs
         if now.notes is not None:
             now.notes.call(site, outputs, saved)
             record = partial(now.notes.record, site)
-        if now.deliver is not None and (doubt := _doubt(outputs, now.examples, site.name in self.sketch.shared)):
-            now.doubt = f"module {site.name!r} {doubt}"
-            return outputs
         if site.name in self.sketch.shared:
             outputs = [repeated(output, now.examples).clone() for output in outputs]
         elif now.notes is None and any(len(output) % now.examples for output in outputs):
@@ -356,16 +388,27 @@ class Plan:
         tapped = Tap.apply(partial(record, now), self.anchor, len(outputs), *outputs, *saved)
         return (tapped,) if len(outputs) == 1 else tapped
 
+    def _note(self, site: Site, rows: Sequence[Tensor]) -> bool:
+        """A site was called. False if that was in a pass of the user's and cannot be watched."""
+        now = self.now
+        now.called.add(site.name)
+        if now.deliver is None:
+            return True
+        doubt = _doubt(rows, now.examples, site.name in self.sketch.shared)
+        if doubt is not None:
+            now.doubt = f"module {site.name!r} {doubt}"
+        return doubt is None
+
     def _constants(self, site: Site) -> AbstractContextManager[object]:
         """In a rehearsal, a watched module's own parameters are constants: any gradient that still reaches one comes
         from a use that nobody watches."""
         return _UNCHANGED if self.now.notes is None else _detached(site)
 
 
-def _doubt(outputs: Sequence[Tensor], examples: int, shared: bool) -> str | None:
+def _doubt(tensors: Sequence[Tensor], examples: int, shared: bool) -> str | None:
     """Why a module cannot be watched in a pass of the user's, whose backward pass runs out of our sight."""
-    if not shared and any(len(output) % examples for output in outputs):
-        return f"returned {len(outputs[0])} rows for {examples} examples"
+    if not shared and any(len(tensor) % examples for tensor in tensors):
+        return f"has {len(tensors[0])} rows for {examples} examples"
     if not torch.is_grad_enabled():
         return "ran without gradients"
     # Activation checkpointing would run the module again, unwatched, in the backward pass.

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,17 @@ NOTHING_PUBLIC = Public()
 Snapshot = dict[str, Any]
 
 
+def copied(part: Any) -> Any:
+    """A deep copy of a state (dicts, lists and tuples of tensors and plain values), faster than deepcopy."""
+    if isinstance(part, Tensor):
+        return part.detach().clone()
+    if isinstance(part, dict):
+        return {key: copied(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return type(part)(copied(value) for value in part)
+    return copy.deepcopy(part)
+
+
 class State:
     """Everything that a step changes: parameters, optimizer, memory, and the count of steps and questions."""
 
@@ -92,19 +103,20 @@ class State:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        saved = copied(saved)
         self._load_moved(saved)
-        self.gate, self.step = copy.deepcopy(saved["gate"]), saved["step"]
+        self.gate, self.step = saved["gate"], saved["step"]
 
     def _load_moved(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        self.optimizer.load_state_dict(saved["optimizer"])
         self.memory, self.probe = self._here(saved["memory"]), self._here(saved["probe"])
         self.clip, self.average = dict(saved["clip"]), self._here(saved["average"])
 
     def snapshot(self) -> Snapshot:
         """A copy of all that a move changes. Counts, and what the gate learned from releases, are not part of it."""
         moved = {key: part for key, part in self.state_dict().items() if key not in ("step", "gate")}
-        return copy.deepcopy({**moved, "gradient": self.gradient})
+        return copied({**moved, "gradient": self.gradient})
 
     def restore(self, snapshot: Snapshot) -> None:
         """Undo, bit for bit, every move since the snapshot, which is used up. Noise and questions are never undone."""
@@ -209,8 +221,9 @@ def advance(state: State, method: Method, curator: Curator, multiplier: float) -
     """Ask, remember, move."""
     point = {name: p.detach() for name, p in state.parameters.items()}
     clip, pace = method.clip, 1.0
-    if isinstance(method.clip, Adaptive):
-        clip, pace = method.clip.now(state.clip), method.clip.pace(state.clip)
+    adaptive = cast(Adaptive, method.clip) if state.clip else None  # a protocol is slow to check
+    if adaptive:
+        clip, pace = adaptive.now(state.clip), float(adaptive.pace(state.clip))
     now = level(method.schedule, multiplier, state.step, curator.rate)
     release, state.probe = method.probe.ask(Asking(curator, method, clip, now, state.step), point, state.probe)
     direction, state.memory, diagnostics = method.memory.step(release, state.memory, point)
@@ -218,10 +231,10 @@ def advance(state: State, method: Method, curator: Curator, multiplier: float) -
     if isinstance(state.optimizer, AdamBC):
         assert isinstance(method.memory, KnowsNoise), "Method refuses such a pair"
         state.optimizer.hear(method.memory.noise_std(release, state.memory) / release.expected_batch)
-    if isinstance(method.clip, Adaptive):
+    if adaptive:
         state.scale_lr(pace)
         diagnostics = {**diagnostics, "clip": torch.tensor(state.clip["bound"])}
-        state.clip = method.clip.learn(release.unclipped, state.clip)
+        state.clip = adaptive.learn(release.unclipped, state.clip)
     state.optimizer.step()
     averaging.update(method.average, state.average, state.layout, dict(state.parameters), state.step)
     return diagnostics

@@ -67,7 +67,7 @@ def price(run: Trials, accounting_by: str) -> dict[str, Any]:
         parts = (run.sample_rate, run.sigma_t, run.validation_rate, run.sigma_v)
         result["published_claim_epsilon"] = accounting.published_claim_epsilon(run.accepted, *parts, run.delta)
     elif accounting_by == "published":
-        raise ValueError("accepted is missing: the published claim charges accepted updates only; give their number")
+        raise ValueError("accepted=None: the published claim charges accepted updates only; give their number")
     if accounting_by != "published":
         asked = run.questions(accounting_by)
         result["epsilon"] = accounting.epsilon(asked, run.delta)

@@ -81,9 +81,13 @@ def dpsgd_br(
     progress: Annotated[
         str, "what the decay listens to: noisy-loss (already paid for), public:FILE, noisy-count (charged) or none"
     ] = "noisy-loss",
-    decay_fast: Annotated[float, "decay per update while the gain exceeds --progress-threshold"] = 0.99,
-    decay_slow: Annotated[float, "decay per update otherwise"] = 0.999,
-    progress_threshold: Annotated[float, "gain that separates the two (p)"] = 0.005,
+    decay_fast: Annotated[float, "decay per update while the gain exceeds --progress-threshold"] = 0.999,
+    decay_slow: Annotated[float, "decay per update otherwise"] = 0.9999,
+    progress_threshold: Annotated[
+        float | None,
+        "gain that separates the two (p): of accuracy (default 0.005), or with noisy-loss how much more often "
+        "candidates lower the loss than raise it (default 0.5)",
+    ] = None,
     decay_until: Annotated[float, "epsilon at which the decay stops (epsilon_B)"] = inf,
     count_noise: Annotated[float, "noise of the noisy count, in examples"] = 25.0,
     count_rate: Annotated[float, "probability that an example joins the noisy count"] = 0.1,

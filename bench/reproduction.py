@@ -1,0 +1,315 @@
+"""What must be run to judge the FO-DP-SGD paper and the learning-rate rule? All of it as one pool: each run once.
+
+    python bench/reproduction.py --data DATA --out runs/reproduction --device cuda --hands 3 --alone 10 --limit 420
+    python bench/reproduction.py --data DATA --out runs/reproduction --render docs
+
+In this order: SVHN and CIFAR-100 tuned at the paper's budget, the paper's tables and figures (presets share most
+of their runs, so these are made together), and the study of the automatic rate. `--hands` processes train stacks
+and convolutional networks on the device; `--alone` processes train the rest on the CPU, one thread each. Stopped at the
+limit or killed, what is finished is on record, and the same command continues. `--render` makes a folder per comparison
+and preset under OUT (for `vestige report`), and writes reproduction-tables.md, learning-rate.md and learning-rate.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import learning_rate
+from vestige import comparison, experiments, presets
+from vestige.cli_compare import contenders
+from vestige.comparison import Contender, Problem, Record, Run, Specification
+from vestige.comparison_folder import ComparisonFolder
+from vestige.files import write_json
+from vestige.performing import Place, stackable
+from vestige.statistics import paired, summarise
+
+FIELD = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory"]
+FIRST = ["fo-rates", "fo-fig3", "fo-fig4", "fo-fig2", "fo-fig5", "fo-fig6", "fo-fig8", "fo-alpha"]
+REST = ["fo-table3", "fo-fig7", "fo-fig1"]
+"""With rivals that may have to be trained alone."""
+
+
+class Part:
+    """Runs wanted for one purpose: a comparison, a preset or a study (of which only the tuning runs are made)."""
+
+    def __init__(
+        self, name: str, specification: Specification, kind: str, only: Callable[[Run], bool] = lambda run: True
+    ) -> None:
+        self.name, self.specification, self.kind, self._only = name, specification, kind, only
+        self._grid = experiments.grid_of(specification)
+        self._fixed = dict(self._named({})) if kind != "comparison" else None
+
+    def wanted(self, records: Mapping[str, Record]) -> dict[str, Run]:
+        """Every run that can be named now, by id: final runs of a tuned row once its grid is on record."""
+        return self._fixed if self._fixed is not None else dict(self._named(records))
+
+    def _named(self, records: Mapping[str, Record]) -> Iterator[tuple[str, Run]]:
+        runs = list(comparison.tuning_runs(self.specification, self._grid))
+        if self.kind != "study":
+            runs += comparison.final_runs(self.specification, self._grid, records)
+        yield from ((run.id, run) for run in runs if self._only(run))
+
+
+def _ours(run: Run) -> bool:
+    return run.method in ("dp-sgd", "fo-dp-sgd")
+
+
+def _printed(run: Run) -> bool:
+    """What stands beside printed figures: the paper's sigma, and its rate where it gives one."""
+    return run.budget == presets.SIGMA and run.stage == ("given" if _ours(run) else "auto")
+
+
+def _telling(run: Run) -> bool:
+    """All but the paper's rate at the one epsilon, which is neither the paper's own terms nor a good rate."""
+    return (run.stage, run.budget) != ("given", presets.EQUAL)
+
+
+def parts(data: str | None, small: bool) -> list[Part]:
+    """Everything, the most wanted first. A part may come twice: first what matters of it."""
+    made = [Part(task, _tuned(f"{task}-mlp", data, small), "comparison") for task in ("svhn", "cifar100")]
+    shown = {name: presets.find(name).specification(data, small=small) for name in (*FIRST, *REST)}
+    made += [Part(name, shown[name], "preset", _telling) for name in FIRST]
+    made += [
+        Part("fo-fig7", shown["fo-fig7"], "preset", _ours),
+        Part("fo-table3", shown["fo-table3"], "preset", _printed),
+    ]
+    made += [Part(name, study, "study") for name, study in learning_rate.studies(data, small).items()]
+    return made + [Part(name, shown[name], "preset") for name in (*FIRST, *REST)]
+
+
+def _tuned(task: str, data: str | None, small: bool) -> Specification:
+    return Specification(
+        problems=(Problem(task, data),),
+        contenders=tuple(Contender(label, name, options) for label, name, options in contenders(FIELD)),
+        budgets=(presets.EQUAL,),
+        seeds=(0, 1) if small else (0, 1, 2, 3, 4),
+        steps=40 if small else 6250,
+        sample_rate=0.04,
+        factors=(0.5, 1.0, 2.0) if small else comparison.FACTORS,
+    )
+
+
+# --- the pool --------------------------------------------------------------------------------------------------------
+
+
+def due(plan: Sequence[Part], records: Mapping[str, Record]) -> dict[str, Run]:
+    """What is wanted and not on record, each run once, in order."""
+    return {key: run for part in plan for key, run in part.wanted(records).items() if key not in records}
+
+
+def labour(out: str, data: str | None, small: bool, device: str, largest: int, alone: bool, until: float) -> None:
+    """One process: take up to `largest` runs of a kind that nobody has taken, make them, until none is left.
+
+    Those who work `alone` take the fully connected networks that cannot be stacked, on the CPU; the others the rest.
+    """
+    torch.set_num_threads(1)
+    home, plan = learning_rate.pooled(Path(out)), parts(data, small)
+    there = Place(device, {problem.task: problem.data for part in plan for problem in part.specification.problems})
+
+    avoided: set[str] = set()
+    batch: list[Run] = []
+
+    def mine(records: Mapping[str, Record]) -> dict[str, Run]:
+        return {
+            key: run
+            for key, run in due(plan, records).items()
+            if key not in avoided and (run.task.endswith("-mlp") and stackable(run, there) is None) == alone
+        }
+
+    def next_batch(records: dict[str, Record]) -> list[Run]:
+        free = [run for key, run in mine(records).items() if not (home.claims / key).exists()]
+        kind = stackable(free[0], there) if free else None
+        batch[:] = free[:1] if kind is None else [run for run in free if stackable(run, there) == kind][:largest]
+        return list(batch)
+
+    while time.time() < until:
+        try:
+            experiments.work(home, replace(there, device="cpu", stack=False) if alone else there, due=next_batch)
+        except Exception:  # whatever happened to one stack, the others go on
+            traceback.print_exc()
+            avoided.update(run.id for run in batch)
+        if not mine(home.records()):
+            return
+        time.sleep(2)  # the rest is in other hands, or waits for the tuning of its row
+
+
+def make(arguments: argparse.Namespace) -> None:
+    home = learning_rate.pooled(arguments.out)
+    for claim in home.claims.iterdir():
+        claim.unlink()  # of processes that were killed: nobody else works in this pool
+    context = multiprocessing.get_context("spawn")
+    until = time.time() + arguments.limit
+
+    def hire(alone: bool) -> Any:
+        where = (arguments.device, arguments.largest, alone, until)
+        common = (str(arguments.out), arguments.data, arguments.small, *where)
+        process = context.Process(target=labour, args=common, daemon=True)
+        process.start()
+        return process
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that whoever is hired is also dismissed
+    staff = [hire(False) for _ in range(arguments.hands)] + [hire(True) for _ in range(arguments.alone)]
+    begin = told = time.time()
+    try:
+        while any(process.is_alive() for process in staff) and time.time() < until:
+            time.sleep(1)
+            if time.time() - told > 20:
+                told = time.time()
+                print(f"{told - begin:.0f} s: {len(list(home.runs.glob('*.json')))} runs on record", flush=True)
+    finally:
+        for process in staff:
+            if process.is_alive():
+                process.terminate()
+        for process in staff:
+            process.join()
+    records = home.records()
+    print(f"{time.time() - begin:.0f} s: {len(records)} runs on record", flush=True)
+    for part in parts(arguments.data, arguments.small):
+        wanted = part.wanted(records)
+        found = [records[key] for key in wanted if key in records]
+        failed = Counter(record["error"] for record in found if record["status"] == "failed")
+        print(f"{part.name}: {len(found)} of {len(wanted)}", *failed.items(), flush=True)
+
+
+# --- what they say ---------------------------------------------------------------------------------------------------
+
+
+def render(arguments: argparse.Namespace) -> None:
+    """Folders for `vestige report`, and the tables that the documents quote."""
+    pool = learning_rate.pooled(arguments.out).records()
+    lines = ["# Tables of the reproduction", "", "Test accuracy in percent with its 95% interval over seeds.", ""]
+    tuning: list[Record] = []
+    for part in {each.name: each for each in parts(arguments.data, arguments.small)}.values():
+        records = [pool[key] for key in part.wanted(pool) if key in pool]
+        if not records:
+            continue
+        tuning += records
+        if part.kind == "study":
+            continue
+        home = ComparisonFolder(arguments.out / part.name)
+        home.create(part.specification)
+        for record in records:
+            home.keep(record)
+        if part.kind == "preset":
+            write_json(home.path / "preset.json", {"preset": part.name, "small": arguments.small})
+        what = presets.find(part.name).what if part.kind == "preset" else "tuned at the paper's budget"
+        total = comparison.total(part.specification, experiments.grid_of(part.specification))
+        lines += [f"## {part.name}: {what}", "", f"{len(records)} of {total} runs.", ""]
+        lines += _gap(records) if part.name == "fo-rates" else _tables(records, part.specification)
+        if part.kind == "preset" and part.name != "fo-rates":
+            lines += _beside(presets.beside(presets.find(part.name), records))
+    arguments.render.mkdir(parents=True, exist_ok=True)
+    (arguments.render / "reproduction-tables.md").write_text("\n".join(lines))
+    rows = learning_rate.losses(tuning)
+    if rows:
+        learning_rate.write(rows, arguments.render)
+
+
+def _tables(records: Sequence[Record], specification: Specification) -> list[str]:
+    """One table per task: a row per contender, a column per budget and kind of rate."""
+    rows = comparison.rows(records, specification.baseline)
+    lines: list[str] = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        mine = [row for row in rows if row["task"] == task]
+        columns = sorted({(row["budget"], row["rate"]) for row in mine}, reverse=True)
+        found = {(row["method"], row["budget"], row["rate"]): row for row in mine}
+        heads = " | ".join(f"{budget}, {rate}" for budget, rate in columns)
+        lines += [f"| {task} | {heads} |", "|---" * (1 + len(columns)) + "|"]
+        for contender in specification.contenders:
+            cells = [_cell(found.get((contender.label, *column)), specification.baseline) for column in columns]
+            if any(cell != "-" for cell in cells):
+                lines.append(f"| {contender.label} | " + " | ".join(cells) + " |")
+        lines.append("")
+    marked = [f"- {row['method']} on {row['task']} ({row['rate']}): {row['sentence']}" for row in rows if _apart(row)]
+    return [*lines, *(marked or ["Nothing can be told from the baseline."]), ""]
+
+
+def _beside(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The printed figures beside ours, on the paper's own terms and off them."""
+    if not rows:
+        return []
+    lines = ["| | printed | ours | ours, lr auto | ours, lr auto, one epsilon |", "|---|---|---|---|---|"]
+    for row in rows:
+        values = [row[key] for key in ("printed", "ours", "ours_at_auto", "ours_at_equal_epsilon")]
+        shown = " | ".join("-" if value is None else f"{100 * value:.1f}" for value in values)
+        lines.append(f"| {row['quantity']} | {shown} |")
+    return [*lines, ""]
+
+
+def _apart(row: Mapping[str, Any]) -> bool:
+    return str(row["sentence"]).startswith(("better", "worse"))
+
+
+def _cell(row: Mapping[str, Any] | None, baseline: str) -> str:
+    if row is None or row["mean"] is None:
+        return "-"
+    half = f" ± {100 * (row['high'] - row['mean']):.1f}" if row["high"] is not None else ""
+    mark = (" ▲" if row["difference"] > 0 else " ▼") if row["method"] != baseline and _apart(row) else ""
+    spent = (
+        f" (ε {row['epsilon']:.3g})" if row["epsilon"] is not None and not row["budget"].startswith("epsilon") else ""
+    )
+    return f"{100 * row['mean']:.1f}{half}{mark}{spent}"
+
+
+def _gap(records: Sequence[Record]) -> list[str]:
+    """Beta 0.9 against beta 1 at one sigma and one learning rate, for each rate: last and best of the run."""
+    values: dict[tuple[float, str], dict[int, tuple[float, float]]] = {}
+    for record in records:
+        run = record["run"]
+        if record["status"] == "done":
+            beta = run["label"].split(",")[0]
+            best = max(point[1] for point in record["curve"]) if record["curve"] else record["accuracy"]
+            values.setdefault((run["lr"], beta), {})[run["seed"]] = (record["accuracy"], best)
+    lines = [
+        "| learning rate | beta 1 | beta 0.9 | difference, paired | best epoch, beta 1 | beta 0.9 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for rate in sorted({key[0] for key in values}):
+        plain, memory = values.get((rate, "fo beta 1.00"), {}), values.get((rate, "fo beta 0.90"), {})
+        if not plain or not memory:
+            continue
+        last = [{seed: pair[0] for seed, pair in found.items()} for found in (plain, memory)]
+        peak = [summarise([pair[1] for pair in found.values()]).mean for found in (plain, memory)]
+        between = paired(last[1], last[0])
+        told = "-" if between is None else f"{100 * between.mean:+.1f}"
+        if between is not None and between.low is not None and between.high is not None:
+            told += f" ({100 * between.low:+.1f} to {100 * between.high:+.1f})"
+        means = [100 * summarise(list(each.values())).mean for each in last]
+        lines.append(
+            f"| {rate:g} | {means[0]:.1f} | {means[1]:.1f} | {told} | {100 * peak[0]:.1f} | {100 * peak[1]:.1f} |"
+        )
+    return [*lines, "", "The paper prints 32.4 and 36.5, a difference of +4.1, at 0.8.", ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--data", required=True, help="folder with the datasets")
+    parser.add_argument("--out", type=Path, default=Path("runs/reproduction"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--hands", type=int, default=1, help="processes that train stacks")
+    parser.add_argument("--alone", type=int, default=0, help="processes that train, on the CPU, what cannot be stacked")
+    parser.add_argument("--largest", type=int, default=200, help="runs in a stack, at most")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which to stop")
+    parser.add_argument("--small", action="store_true", help="a rehearsal of everything, with next to no steps")
+    parser.add_argument("--render", type=Path, help="run nothing: write folders, tables and plot from what is there")
+    arguments = parser.parse_args()
+    if arguments.render is None:
+        make(arguments)
+    else:
+        render(arguments)
+
+
+if __name__ == "__main__":
+    main()
