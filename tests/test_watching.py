@@ -665,3 +665,34 @@ def test_vestige_train_of_compiled_models(how):
     assert torch.equal(ends[0][0], ends[1][0])
     assert [said for _, said, _ in ends] == [[], [True]]
     assert ends[0][2] == ends[1][2]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_as_one_example_at_a_time(name):
+    model, data = fresh(name)
+    steps, model, optimizer, loader = private(model.cuda(), data)
+    for x, y in loader:
+        before = flat(model).cpu()
+        expected = oracle(plain(model).cpu(), lambda m, x, y: LOSS(m(x), y), list(zip(x, y, strict=True)))
+        optimizer.zero_grad()
+        LOSS(model(x.cuda()), y.cuda()).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        gap = np.linalg.norm(moved(before, flat(model).cpu()) - expected) / np.linalg.norm(expected)
+        assert gap < 5e-3
+    assert steps.again == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_dropout_on_a_gpu_is_that_of_the_users_pass():
+    model, (x, y) = fresh("mlp")
+
+    def loop(model, optimizer, loader):
+        for number, (x, y) in enumerate(loader):
+            torch.manual_seed(number)
+            model(x.cuda())
+            LOSS(model(x.cuda()), y.cuda()).backward()
+            optimizer.step()
+
+    assert both(nn.Sequential(*model, nn.Dropout(0.5)).cuda(), (x, y), loop).again == 0
