@@ -17,9 +17,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +31,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import vestige
 from vestige import PrivacyEngine, kernels, models
 from vestige.capture import Captured
-from vestige.clipping import Engine, Flat, Reference
+from vestige.clipping import BoundedSum, Engine, Flat, Reference
 from vestige.layers import Geometry, Patches
-from vestige.layout import Layout
-from vestige.memory import Blend
-from vestige.noise import Release
+from vestige.layout import Layout, Segment
+from vestige.memory import HISTORIES, Blend, Identity
+from vestige.noise import Randomness, Release, add_noise
 
 Step = Callable[[], object]
 BOUND, MULTIPLIER, RATE = 1.0, 1.0, 0.1
@@ -161,28 +163,29 @@ def opacus_ghost(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
 
 
 def private(make: Callable[..., Engine], memory: bool = False) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Step]:
+    """Clip and sum, add noise, remember, move: the parts of `training.advance`, on a given batch."""
+
     def build(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
-        layout = Layout.of(model)
+        layout, device = Layout.of(model), batch[0].device
         parameters = layout.parameters(model)
-        engine, clip, total = (
+        engine, clip, gradient = (
             make(model, F.cross_entropy, layout),
             Flat(BOUND),
-            torch.zeros(layout.size, device=batch[0].device),
+            torch.zeros(layout.size, device=device),
         )
-        blend = Blend(window=8)
-        state = blend.init(layout, total.device) if memory else {}
+        remember = Blend(window=8) if memory else Identity()
+        state = remember.init(layout, device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        expected = float(len(batch[1]))
+        for name, view in layout.views(gradient).items():
+            parameters[name].grad = view
+        expected, randomness, steps = float(len(batch[1])), Randomness.secret(), count()
 
         def step() -> None:
-            total.zero_()
+            total = torch.zeros(layout.size, device=device)
             engine(batch, parameters, clip, total)
-            total.add_(torch.randn_like(total), alpha=BOUND * MULTIPLIER)
-            direction = (
-                blend.step(Release(total, MULTIPLIER, expected, RATE), state, parameters).direction if memory else total
-            )
-            for name, view in layout.views(direction.div_(expected)).items():
-                parameters[name].grad = view
+            std, _ = add_noise(BoundedSum(total, BOUND), MULTIPLIER, randomness.stream("noise", next(steps)))
+            direction = remember.step(Release(total, std, expected, RATE), state, parameters).direction
+            torch.mul(direction, 1 / expected, out=gradient)
             optimizer.step()
 
         return step
@@ -301,8 +304,10 @@ def kernel_rows() -> Iterator[dict[str, Any]]:
     one, other = torch.empty(2**28, device="cuda"), torch.empty(2**28, device="cuda")
     bandwidth = 2 * one.numel() * 4 / timed(lambda: other.copy_(one)) / 1e6
     yield {"kernel": "copy", "GB/s": bandwidth}
-    for dtype in (torch.float32, torch.bfloat16):
-        yield from fractional_rows(7, 11_200_000, dtype, bandwidth)
+    yield from noise_rows(11_200_000, bandwidth)
+    for window in (8, 32):
+        for history in HISTORIES:
+            yield from memory_rows(window, 11_200_000, history, bandwidth)
     for sequences in ((512, 64, 384, 1536), (512, 64, 1152, 384), (32, 256, 768, 3072), (32, 256, 2304, 768)):
         yield from norm_rows(*sequences)
     for layer in ((2048, 3, 32, 32), (2048, 32, 32, 32), (2048, 64, 64, 16), (2048, 128, 128, 8)):
@@ -315,17 +320,62 @@ def timed(step: Step) -> float:
     return measure(step, "cuda", 0.2, 3)[0]
 
 
-def fractional_rows(rows: int, size: int, dtype: torch.dtype, bandwidth: float) -> Iterator[dict[str, Any]]:
-    history, weights = torch.randn(rows, size, device="cuda").to(dtype), torch.rand(rows, device="cuda")
-    fresh = torch.randn(size, device="cuda")
-    least = size * ((rows + 1) * history.element_size() + 8) / bandwidth / 1e6
-    for way, function in (("fused", kernels.fractional_pass), ("plain", kernels.plain_fractional_pass)):
-        spent = timed(partial(function, history, weights, fresh, 0.7, 0))
+def on_device(step: Step, repeats: int = 50) -> float:
+    """Milliseconds of a step as the GPU sees it: the queue is full before it begins, so the host is never awaited."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda._sleep(200_000_000)
+        begin.record()
+        for _ in range(repeats):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / repeats)
+    return best
+
+
+def plainly(on: bool) -> mock._patch[Any]:
+    """Inside, memory and noise run without the fused kernels, where `on`."""
+    return mock.patch.multiple("vestige.recall", fused_available=lambda: not on)
+
+
+def memory_rows(window: int, size: int, history: Any, bandwidth: float) -> Iterator[dict[str, Any]]:
+    """The whole step of the fractional memory over its bytes: rows, release and trend in; row and trend out."""
+    memory = Blend(window=window, history=history)
+    release = Release(torch.randn(size, device="cuda"), 1.0, 1.0)
+    apart = 4 if history == "bfloat16" else 0
+    least = size * (window * HISTORIES[history].itemsize + 12 + apart) / bandwidth / 1e6
+    for way in ("fused", "plain"):
+        state = memory.init(Layout((Segment("w", 0, (size,)),)), torch.device("cuda"))
+        step = partial(memory.step, release, state, {})
+        with plainly(way == "plain"):
+            for _ in range(window + 1):
+                step()
+            spent, host = on_device(step), timed(step)
         yield {
-            "kernel": f"fractional pass {rows} x {size} {dtype}",
+            "kernel": f"memory step K={window} x {size} {history}",
             "way": way,
             "ms": spent,
             "over its bytes": spent / least,
+            "with the host": host,
+        }
+
+
+def noise_rows(size: int, bandwidth: float) -> Iterator[dict[str, Any]]:
+    total, stream = torch.zeros(size, device="cuda"), Randomness.secret().stream("noise", 0)
+    generator = torch.Generator("cuda").manual_seed(1)
+    ways: dict[str, Step] = {
+        "fused": lambda: add_noise(BoundedSum(total, BOUND), MULTIPLIER, stream),
+        "plain": lambda: total.add_(torch.randn(size, generator=generator, device="cuda").mul_(BOUND * MULTIPLIER)),
+    }
+    for way, function in ways.items():
+        spent = on_device(function)
+        yield {
+            "kernel": f"noise {size}",
+            "way": way,
+            "ms": spent,
+            "over its bytes": spent * bandwidth * 1e6 / (8 * size),
         }
 
 

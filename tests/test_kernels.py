@@ -113,50 +113,6 @@ def test_blanked_rows(device, dtype):
     assert torch.equal(kernels.blanked(tensor, rows, in_place=True), want)
 
 
-@given(st.integers(1, 9), st.integers(1, 300), st.floats(0.0, 1.0), st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(max_examples=25, deadline=None, derandomize=True)
-def test_fractional_pass_against_float64(rows, size, beta, dtype):
-    torch.manual_seed(size)
-    history, weights, fresh = torch.randn(rows, size).to(dtype), torch.rand(rows), torch.randn(size)
-    before, row = history.clone(), size % rows
-    release, dots = kernels.fractional_pass(history, weights, fresh, beta, row)
-    exact = before.double()
-    want = beta * fresh.double() + (1 - beta) * weights.double() @ exact
-    torch.testing.assert_close(release.double(), want, rtol=1e-5, atol=1e-5)
-    want_dots = torch.cat([exact @ fresh.double(), fresh.double().square().sum()[None]])
-    torch.testing.assert_close(dots, want_dots, rtol=1e-4, atol=1e-3)
-    assert torch.equal(history[row], release.to(dtype))
-    others = [i for i in range(rows) if i != row]
-    assert torch.equal(history[others], before[others])
-    assert release.dtype == torch.float32
-
-
-def test_fractional_pass_leaves_the_history_alone_when_asked():
-    history, fresh = torch.randn(3, 5), torch.randn(5)
-    before = history.clone()
-    kernels.fractional_pass(history, torch.ones(3) / 3, fresh, 0.5)
-    assert torch.equal(history, before)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_one_pass_keeps_the_gram_matrix(dtype, tolerance):
-    """The dots of the pass are enough to follow every inner product of the window, step by step."""
-    torch.manual_seed(2)
-    rows, size, beta = 4, 500, 0.7
-    history = torch.randn(rows, size).to(dtype)
-    gram = history.double() @ history.double().t()
-    for step in range(12):
-        weights, fresh, row = torch.softmax(torch.randn(rows), 0), torch.randn(size), step % rows
-        _, dots = kernels.fractional_pass(history, weights, fresh, beta, row)
-        mixed = gram @ weights.double()
-        inner = beta * dots[:rows] + (1 - beta) * mixed
-        own = beta**2 * dots[rows] + 2 * beta * (1 - beta) * weights.double() @ dots[:rows]
-        gram[row], gram[:, row] = inner, inner
-        gram[row, row] = own + (1 - beta) ** 2 * weights.double() @ mixed
-        exact = history.double() @ history.double().t()
-        assert ((gram - exact).abs() <= tolerance * exact.diagonal().max()).all()
-
-
 @gpu
 @pytest.mark.parametrize("shape", [(3, 1, 5, 7), (4, 16, 64, 48), (5, 65, 40, 33), (2, 197, 96, 130), (0, 5, 6, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -203,19 +159,3 @@ def test_fused_convolution(
         close(got.view(want.shape).double().cpu(), want, rtol=tolerance, atol=tolerance * want.abs().max().item())
     want_squares = want.flatten(1).square().sum(dim=1)
     torch.testing.assert_close(squares.double().cpu(), want_squares, rtol=tolerance, atol=1e-6)
-
-
-@gpu
-@pytest.mark.parametrize(("rows", "size"), [(1, 5), (8, 100_003), (10, 4096)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("row", [None, 0])
-def test_fused_fractional_pass(rows, size, dtype, row):
-    torch.manual_seed(5)
-    history = torch.randn(rows, size, device="cuda").to(dtype)
-    weights, fresh = torch.rand(rows, device="cuda"), torch.randn(size, device="cuda")
-    plain = history.clone()
-    release, dots = kernels.fractional_pass(history, weights, fresh, 0.7, row)
-    want, want_dots = kernels.plain_fractional_pass(plain, weights, fresh, 0.7, row)
-    torch.testing.assert_close(release, want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dots, want_dots, rtol=1e-3, atol=1e-2 * size**0.5)
-    torch.testing.assert_close(history.float(), plain.float(), rtol=1e-2, atol=1e-5)

@@ -1,12 +1,16 @@
 """Is the noise Gaussian, of the promised size, from a key of its own, and never drawn twice?"""
 
+import os
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from vestige.clipping import BoundedSum
-from vestige.noise import Randomness, Release, draw_noise
+from vestige.kernels import fused_available
+from vestige.noise import Randomness, Release, add_noise, normal
 
 SIZE = 200_000
 
@@ -17,22 +21,38 @@ def accepts_std(sample: np.ndarray, std: float) -> bool:
     return 1e-6 < stats.chi2(len(sample)).cdf(statistic) < 1 - 1e-6
 
 
+def drawn(sensitivity: float | torch.Tensor, multiplier: float) -> tuple[np.ndarray, float | torch.Tensor]:
+    total = torch.zeros(SIZE)
+    std, _ = add_noise(BoundedSum(total, sensitivity), multiplier, Randomness.secret().stream("noise", 0))
+    return total.numpy(), std
+
+
 def test_the_noise_has_the_promised_size_and_no_other():
-    sensitive = BoundedSum(torch.zeros(SIZE), 0.3)
-    noise, std = draw_noise(sensitive, 1.7, Randomness.secret().stream("noise", 0))
+    noise, std = drawn(0.3, 1.7)
     assert std == pytest.approx(0.51)
-    assert accepts_std(noise.numpy(), 0.51)
-    assert not accepts_std(noise.numpy(), 0.51 * 2 / 3)
-    assert not accepts_std(noise.numpy(), 0.51 * 3 / 2)
-    assert stats.kstest(noise.numpy() / 0.51, "norm").pvalue > 1e-6
-    assert stats.kstest(noise.numpy() / 0.51 * 1.05, "norm").pvalue < 1e-6
+    assert accepts_std(noise, 0.51)
+    assert not accepts_std(noise, 0.51 * 2 / 3)
+    assert not accepts_std(noise, 0.51 * 3 / 2)
+    assert stats.kstest(noise / 0.51, "norm").pvalue > 1e-6
+    assert stats.kstest(noise / 0.51 * 1.05, "norm").pvalue < 1e-6
 
 
 def test_noise_per_coordinate_follows_a_vector_of_sensitivities():
-    sensitivity = torch.cat([torch.full((SIZE // 2,), 1.0), torch.full((SIZE // 2,), 3.0)])
-    noise, _ = draw_noise(BoundedSum(torch.zeros(SIZE), sensitivity), 2.0, Randomness.secret().stream("noise", 0))
-    assert accepts_std(noise[: SIZE // 2].numpy(), 2.0)
-    assert accepts_std(noise[SIZE // 2 :].numpy(), 6.0)
+    noise, _ = drawn(torch.cat([torch.full((SIZE // 2,), 1.0), torch.full((SIZE // 2,), 3.0)]), 2.0)
+    assert accepts_std(noise[: SIZE // 2], 2.0)
+    assert accepts_std(noise[SIZE // 2 :], 6.0)
+
+
+def test_the_noise_that_is_kept_is_what_was_added():
+    total = torch.full((1000,), 5.0)
+    std, noise = add_noise(
+        BoundedSum(total, 2.0), 1.5, Randomness.reproducible(1).stream("noise", 0), nonprivate_keep=True
+    )
+    alone = normal(1000, Randomness.reproducible(1).stream("noise", 0), torch.device("cpu"))
+    assert noise is not None
+    assert torch.equal(noise, alone * std)
+    assert torch.equal(total, 5.0 + noise)
+    assert add_noise(BoundedSum(total, 2.0), 1.5, Randomness.secret().stream("noise", 0))[1] is None
 
 
 def test_secret_keys_differ_and_reproducible_ones_do_not():
@@ -64,3 +84,118 @@ def test_the_key_is_not_printed():
 def test_the_norm_of_the_noise():
     assert Release(torch.zeros(100), 0.5, 1.0).noise_norm == pytest.approx(5.0)
     assert Release(torch.zeros(2), torch.tensor([3.0, 4.0]), 1.0).noise_norm == pytest.approx(5.0)
+
+
+# --- the kernel that draws, scales and adds in one pass --------------------------------------------------------------
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+DEVICE = torch.device("cuda" if fused_available() else "cpu")
+fused = pytest.mark.skipif(
+    not (fused_available() or INTERPRETED), reason="needs a GPU and Triton, or Triton with TRITON_INTERPRET=1"
+)
+MANY = 20_000_000 if fused_available() else 400_000
+
+
+def kernel_noise(seed: int, size: int = MANY) -> np.ndarray:
+    from vestige import fused_noise
+
+    return fused_noise.normal(size, seed, DEVICE).cpu().numpy()
+
+
+@fused
+def test_the_kernel_draws_standard_normals_and_a_wrong_size_is_seen():
+    sample = kernel_noise(2**62 + 12345)
+    assert accepts_std(sample, 1.0)
+    assert not accepts_std(sample, 1.02)
+    assert abs(sample.astype(np.float64).mean()) < 5 / MANY**0.5
+    some = sample[:: MANY // 200_000]
+    assert stats.kstest(some, "norm").pvalue > 1e-6
+    assert stats.kstest(1.05 * some, "norm").pvalue < 1e-6
+    for order, moment in ((3, 0.0), (4, 3.0), (6, 15.0)):
+        spread = (np.prod(np.arange(1, 2 * order, 2, dtype=np.float64)) / MANY) ** 0.5
+        assert np.mean(sample.astype(np.float64) ** order) == pytest.approx(moment, abs=6 * spread)
+
+
+@fused
+def test_the_kernels_tails_are_those_of_a_gaussian():
+    """Beyond each threshold as many as there should be, by an exact binomial test; and nothing there is missed."""
+    sample = np.abs(kernel_noise(77))
+    for threshold in (2.0, 3.0, 4.0, 5.0):
+        chance = 2 * stats.norm.sf(threshold)
+        beyond = int((sample > threshold).sum())
+        assert stats.binomtest(beyond, MANY, chance).pvalue > 1e-6, threshold
+        if MANY * chance > 100:
+            assert stats.binomtest(int((1.1 * sample > threshold).sum()), MANY, chance).pvalue < 1e-6, threshold
+
+
+@fused
+def test_the_kernels_numbers_are_independent():
+    sample, other = kernel_noise(1), kernel_noise(2)
+    halves = sample.reshape(-1, 2) if MANY % 2 == 0 else sample[:-1].reshape(-1, 2)
+    pairs = {
+        "next": (sample[:-1], sample[1:]),
+        "partner": (sample[:-512], sample[512:]),  # Box-Muller makes two of one radius
+        "seed": (sample, other),
+        "even and odd": (halves[:, 0], halves[:, 1]),
+    }
+    for name, (one, two) in pairs.items():
+        for power in (1, 2):
+            left, right = one.astype(np.float64) ** power, two.astype(np.float64) ** power
+            correlation = np.corrcoef(left, right)[0, 1]
+            assert abs(correlation) < 6 / len(one) ** 0.5, (name, power)
+    mixed = sample + 0.05 * other
+    assert abs(np.corrcoef(mixed.astype(np.float64), other.astype(np.float64))[0, 1]) > 6 / MANY**0.5
+
+
+@fused
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("size", [1, 1023, 1024, 3001])
+def test_the_kernel_adds_in_place_what_it_draws(size, each):
+    from vestige import fused_noise
+
+    std = torch.linspace(0.5, 2.0, size, device=DEVICE) if each else 1.7
+    start = torch.linspace(-3.0, 3.0, size, device=DEVICE)
+    total, silent = start.clone(), start.clone()
+    noise = fused_noise.add_normal(total, std, 5, keep=True)
+    torch.testing.assert_close(noise, std * fused_noise.normal(size, 5, DEVICE), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(total, start + noise, rtol=1e-6, atol=1e-6)
+    assert fused_noise.add_normal(silent, std, 5, keep=False) is None
+    assert torch.equal(total, silent)
+
+
+def philox(key: int, pairs: np.ndarray) -> list[np.ndarray]:
+    """Philox 4x32-10 (Salmon et al. 2011) in NumPy, counting pairs."""
+    word = np.uint64(0xFFFFFFFF)
+    state = [pairs & word, pairs >> np.uint64(32), 0 * pairs, 0 * pairs]
+    keys = [np.uint64(key & 0xFFFFFFFF), np.uint64(key >> 32)]
+    for _ in range(10):
+        one, two = np.uint64(0xD2511F53) * state[0], np.uint64(0xCD9E8D57) * state[2]
+        high = [one >> np.uint64(32), two >> np.uint64(32)]
+        state = [high[1] ^ state[1] ^ keys[0], two & word, high[0] ^ state[3] ^ keys[1], one & word]
+        keys = [(keys[0] + np.uint64(0x9E3779B9)) & word, (keys[1] + np.uint64(0xBB67AE85)) & word]
+    return state
+
+
+def test_the_philox_of_the_oracle_is_the_published_one():
+    """The known answer of Random123 for an all-zero counter and key."""
+    words = [int(word[0]) for word in philox(0, np.zeros(1, dtype=np.uint64))]
+    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@fused
+@pytest.mark.parametrize("key", [3, 2**31 + 5, 2**62 + 12345, 2**63 - 1])
+def test_the_kernel_is_box_muller_on_philox(key):
+    size, half = 3000, 512
+    block = np.arange(-(-size // (2 * half)), dtype=np.uint64)[:, None]
+    first, second, third, _ = philox(key, (block * np.uint64(half) + np.arange(half, dtype=np.uint64)).ravel())
+    uniform = first * 2.0**-32 + (second + 0.5) * 2.0**-64
+    angle = np.pi * third.astype(np.uint32).view(np.int32) / 2.0**31
+    radius = np.sqrt(-2 * np.log(uniform))
+    both = np.stack([radius * np.cos(angle), radius * np.sin(angle)]).reshape(2, -1, half)
+    np.testing.assert_allclose(kernel_noise(key, size), both.transpose(1, 0, 2).ravel()[:size], atol=5e-6)
+
+
+def test_the_radius_reaches_further_than_any_delta_asks():
+    """The smallest uniform is half of 2^-64: 9.49 standard deviations, beyond which a Gaussian has less than 3e-21."""
+    assert np.sqrt(-2 * np.log(0.5 * 2.0**-64)) == pytest.approx(9.49, abs=0.01)
+    assert 2 * stats.norm.sf(9.49) < 3e-21

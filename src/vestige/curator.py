@@ -16,7 +16,7 @@ from vestige.clipping import BoundedSum, Clip, Engine, Flat, Parameters, Transfo
 from vestige.correlated import Stream
 from vestige.layout import Layout
 from vestige.losses import LossDifference, Scores
-from vestige.noise import Randomness, Release, draw_noise, normal
+from vestige.noise import Randomness, Release, add_noise, normal
 from vestige.questions import BudgetSpent, Gaussian, Question, SampledGaussian, Trial
 from vestige.sampling import Poisson, Sampling
 
@@ -185,14 +185,16 @@ class Curator:
             unclipped = self._unclipped(clip, norms, multiplier, index)
             multiplier = clip.gradient_multiplier(multiplier, self.expected_batch)
         stream = self._randomness.stream("noise" + again, index)
-        if self._noise is None:
-            noise, std = draw_noise(bounded, multiplier, stream)
-        else:
-            noise, std = draw_noise(bounded, multiplier * self._noise.scale, stream, self._noise.next)
+        witness = self._nonprivate_witness
+        before = total if witness is None else total.clone()
+        scale, correlate = (1.0, None) if self._noise is None else (self._noise.scale, self._noise.next)
+        std, noise = add_noise(bounded, multiplier * scale, stream, correlate, nonprivate_keep=witness is not None)
+        if self._noise is not None:
             std = std * self._noise.gain(index)
-        if self._nonprivate_witness is not None:
-            self._nonprivate_witness(total.clone(), noise)
-        return Release(total.add_(noise), std, self.expected_batch, self._sampling.rate, unclipped)
+        if witness is not None:
+            assert noise is not None
+            witness(before, noise)
+        return Release(total, std, self.expected_batch, self._sampling.rate, unclipped)
 
     def _unclipped(self, clip: Counted, norms: Tensor, multiplier: float, index: int) -> float | None:
         """The fraction of examples that the clip left alone, from a noised centred count over the public batch size."""

@@ -30,7 +30,7 @@ from vestige.layout import Grouping, Layout
 from vestige.ledger import Ledger
 from vestige.loaders import CollateEmpty, Part, PrivateLoader, private_loader
 from vestige.method import Method, build
-from vestige.noise import Randomness, Release, draw_noise
+from vestige.noise import Randomness, Release, add_noise
 from vestige.planning import check_multiplier
 from vestige.probes import AgainstLastRelease, AlongLastStep, Here
 from vestige.questions import Question, SampledGaussian
@@ -564,10 +564,9 @@ class _PrivateSteps:
         question = SampledGaussian(rate, self.multiplier / often)
         self.ledger.ask(question, step=self.step_number, part=part, sensitivity=ceiling)
         index, self.asked = self.asked, self.asked + 1
-        noise, std = draw_noise(
-            BoundedSum(self.total, sensitivity), self.multiplier, self.randomness.stream("noise", index)
-        )
-        release = Release(self.total.add_(noise), std, self.expected_batch * draws, sample_rate=rate)
+        stream = self.randomness.stream("noise", index)
+        std, _ = add_noise(BoundedSum(self.total, sensitivity), self.multiplier, stream)
+        release = Release(self.total, std, self.expected_batch * draws, sample_rate=rate)
         self._forget()
         return release
 

@@ -254,39 +254,3 @@ def _group_norm_backward(
     tl.store(back + place, result, mask=inside)
     tl.store(weights + block * rows + row, by_weight, mask=row < rows)
     tl.store(biases + block * rows + row, by_bias, mask=row < rows)
-
-
-def fractional_pass(
-    history: Tensor, weights: Tensor, fresh: Tensor, beta: float, out_row: int | None
-) -> tuple[Tensor, Tensor]:
-    """See `kernels.fractional_pass`. Each program reads its columns of every row before it writes any."""
-    rows, size = history.shape
-    assert history.stride(1) == 1
-    fresh, weights = fresh.contiguous(), weights.to(torch.float32).contiguous()
-    release = torch.empty_like(fresh)
-    blocks = triton.cdiv(size, BLOCK)
-    partial = torch.empty(blocks, rows + 1, device=fresh.device)
-    row = -1 if out_row is None else out_row % rows
-    tensors = (history, weights, fresh, release, partial)
-    _fractional_pass[(blocks,)](*tensors, beta, row, size, history.stride(0), ROWS=rows, BLOCK=BLOCK, num_warps=4)
-    return release, partial.sum(dim=0, dtype=torch.float64)
-
-
-@triton.jit
-def _fractional_pass(
-    history, weights, fresh, release, partial, beta, out_row, size, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    block = tl.program_id(0).to(tl.int64)
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    new = tl.load(fresh + place, mask=inside, other=0.0)
-    mixed = tl.zeros((BLOCK,), dtype=tl.float32)
-    for row in tl.static_range(ROWS):
-        past = tl.load(history + row * stride + place, mask=inside, other=0.0).to(tl.float32)
-        mixed += tl.load(weights + row) * past
-        tl.store(partial + block * (ROWS + 1) + row, tl.sum(past * new))
-    tl.store(partial + block * (ROWS + 1) + ROWS, tl.sum(new * new))
-    result = beta * new + (1 - beta) * mixed
-    tl.store(release + place, result, mask=inside)
-    if out_row >= 0:
-        tl.store(history + out_row * stride + place, result.to(history.dtype.element_ty), mask=inside)

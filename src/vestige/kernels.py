@@ -1,4 +1,4 @@
-"""Where does PyTorch lack a kernel? Ghost norms, and one pass over a memory's history: fused on a GPU, else plain."""
+"""Where does PyTorch lack a kernel? Norms of gradients, and gradients of norms: fused on a GPU, else plain."""
 
 from __future__ import annotations
 
@@ -116,31 +116,3 @@ def group_norm_backward(
     from vestige import fused
 
     return fused.group_norm_backward(input, signal.contiguous(), mean, scale, weight, groups)
-
-
-def fractional_pass(
-    history: Tensor, weights: Tensor, fresh: Tensor, beta: float, out_row: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Mix a fresh release with a weighted sum of past ones, reading the history once.
-
-    history [k, d] (float32 or bfloat16), weights [k], fresh [d]. Returns the release
-    `beta * fresh + (1 - beta) * weights @ history`, which also replaces row `out_row` of the history, and `dots`
-    [k + 1] in float64: the inner products of the history (as it was) with `fresh`, then that of `fresh` with itself.
-    With the Gram matrix of the history these give every inner product of the release, so no second pass is needed.
-    """
-    if fresh.is_cuda and fused_available():
-        from vestige import fused
-
-        return fused.fractional_pass(history, weights, fresh, beta, out_row)
-    return plain_fractional_pass(history, weights, fresh, beta, out_row)
-
-
-def plain_fractional_pass(
-    history: Tensor, weights: Tensor, fresh: Tensor, beta: float, out_row: int | None = None
-) -> tuple[Tensor, Tensor]:
-    rows = history.to(fresh.dtype)
-    dots = torch.cat([rows @ fresh, (fresh @ fresh)[None]]).double()
-    release = torch.addmv(fresh, rows.t(), weights.to(fresh.dtype), beta=beta, alpha=1 - beta)
-    if out_row is not None:
-        history[out_row].copy_(release)
-    return release, dots

@@ -12,13 +12,19 @@ from torch import Tensor
 from vestige.clipping import Parameters
 from vestige.layout import Layout
 from vestige.noise import Release
+from vestige.recall import fused, recall
+from vestige.ring import Ring
 
 State = dict[str, Any]
 """Tensors and integers only, so that it checkpoints and rewinds."""
+HISTORIES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Filtered(NamedTuple):
-    """What to step on (in the scale of a sum), the memory after it, and what may be looked at (all from releases)."""
+    """What to step on (in the scale of a sum), the memory after it, and what may be looked at (all from releases).
+
+    The direction may be a part of the memory: it is there to be read until the next step, and never to be written.
+    """
 
     direction: Tensor
     state: State
@@ -83,7 +89,9 @@ class Kernel(Protocol):
         """The weight of the newest vector in the running trend; None if the kernel needs no trend."""
         ...
 
-    def weigh(self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float) -> tuple[Tensor, Tensor]:
+    def weigh(
+        self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Weights over the lags (last axis), and the confidence in the trend.
 
         `distances` are the norms of (past - trend), `noise_norm` that of the noise in one remembered release.
@@ -97,7 +105,9 @@ class Uniform:
 
     smoothing = None
 
-    def weigh(self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float) -> tuple[Tensor, Tensor]:
+    def weigh(
+        self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         return torch.full_like(lags, 1.0) / lags.shape[-1], torch.zeros_like(trend_norm)
 
 
@@ -111,7 +121,9 @@ class Exponential:
     def __post_init__(self) -> None:
         _check("decay", self.decay, 0 < self.decay < 1, "lie in (0, 1)")
 
-    def weigh(self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float) -> tuple[Tensor, Tensor]:
+    def weigh(
+        self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         raw = self.decay ** (lags - 1)
         return raw / raw.sum(-1, keepdim=True), torch.zeros_like(trend_norm)
 
@@ -141,12 +153,25 @@ class Fractional:
         if self.floor != "auto":
             _check("zeta", self.floor, isinstance(self.floor, int | float) and self.floor > 0, "be positive or 'auto'")
 
-    def weigh(self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float) -> tuple[Tensor, Tensor]:
-        floor = noise_norm * (self.smoothing / (2 - self.smoothing)) ** 0.5 if self.floor == "auto" else self.floor
+    def weigh(
+        self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        floor = self._floor(noise_norm)
         confidence = trend_norm / (trend_norm + floor).clamp(min=1e-300)
-        scale = trend_norm.clamp(min=self.smallest_scale) + 1e-12
-        tempering = self.baseline + confidence[..., None] * self.inconsistency * (distances / scale[..., None])
-        return torch.softmax((self.order - 1) * torch.log1p(lags) - tempering * lags, dim=-1), confidence
+        pull = confidence * self.inconsistency / (trend_norm.clamp(min=self.smallest_scale) + 1e-12)
+        prior = torch.sub((self.order - 1) * torch.log1p(lags), lags, alpha=self.baseline)
+        return torch.softmax(torch.addcmul(prior, pull[..., None] * distances, lags, value=-1), dim=-1), confidence
+
+    def weigh_fused(self, ring: Ring, noise_norm: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same from a ring on a GPU in one launch, with the mean lag before the confidence and the trend's norm."""
+        from vestige import fused_recall
+
+        floor = float(self._floor(noise_norm))
+        constants = self.order, self.baseline, self.inconsistency, self.smallest_scale, floor
+        return fused_recall.tempered(ring, *map(float, constants))
+
+    def _floor(self, noise_norm: float | Tensor) -> float | Tensor:
+        return noise_norm * (self.smoothing / (2 - self.smoothing)) ** 0.5 if self.floor == "auto" else self.floor
 
 
 @dataclass(frozen=True)
@@ -155,16 +180,21 @@ class Blend:
 
     What is remembered decides the filter: the blends themselves (a recursive filter: FO-DP-SGD), or the fresh releases
     (a finite one: Post-FM). At share 1 the output is the fresh release, bit for bit.
+
+    A step reads the window once (see `recall`): its weights are made of numbers that the step before left behind.
+    `history="bfloat16"` keeps the window in half the bytes; the trend, the direction and all sums stay in float32.
     """
 
     kernel: Kernel = field(default_factory=Fractional)
     share: float = 0.9
     window: int = 8
     remembers: Literal["blend", "fresh"] = "blend"
+    history: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         _check("beta", self.share, 0 < self.share <= 1, "lie in (0, 1]")
         _check("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
+        _check("history", self.history, self.history in HISTORIES, f"be {' or '.join(HISTORIES)}")
 
     @property
     def fresh_share(self) -> float:
@@ -176,75 +206,67 @@ class Blend:
 
     @property
     def copies(self) -> float:
-        return self.window + (1 if self._follows_trend else 0)
+        if self.window == 1:
+            return 0.0
+        rows = (self.window - 1) * HISTORIES[self.history].itemsize / 4
+        return rows + self._follows_trend + (not self._steps_on_a_row)
 
     @property
     def _follows_trend(self) -> bool:
-        return self.kernel.smoothing is not None and self.window > 1
+        return self.kernel.smoothing is not None
+
+    @property
+    def _steps_on_a_row(self) -> bool:
+        """Whether what is remembered is what is stepped on, to the last bit: then it is written once."""
+        return self.remembers == "blend" and self.history == "float32"
 
     def init(self, layout: Layout, device: torch.device) -> State:
         depth = self.window - 1
+        if not depth:
+            return {}
         zeros = partial(torch.zeros, device=device)
-        state: State = {"count": 0, "past": zeros(depth, layout.size), "blend": zeros(layout.size)}
+        # On a GPU every row begins on a boundary of 64 numbers, so that it is read in wide pieces whatever the size.
+        width = layout.size if device.type == "cpu" else -(-layout.size // 64) * 64
+        state: State = {"count": 0, "past": zeros(depth, width, dtype=HISTORIES[self.history])}
+        if not self._steps_on_a_row:
+            state["blend"] = zeros(layout.size)
         if self._follows_trend:
-            state["squares"] = zeros(depth, dtype=torch.float64)
             state["trend"] = zeros(layout.size)
+            state["squares"] = zeros(depth, dtype=torch.float64)
+            state["products"] = zeros(depth + 1, dtype=torch.float64)
         return state
 
     def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
-        fresh, past, count, blend = release.total, state["past"], state["count"], state["blend"]
-        depth = past.shape[-2]
-        filled = min(count, depth)
-        seen: dict[str, Tensor] = {}
-        if filled:
-            # The window is a ring: slot i holds the vector of lag ((count - 1 - i) mod depth) + 1.
-            lags = (count - 1 - torch.arange(filled, device=fresh.device)) % depth + 1
-            trend_norm, distances = self._compare(state, filled)
-            noise_norm = release.noise_norm * self.fresh_share
-            weights, confidence = self.kernel.weigh(lags.double(), distances, trend_norm, noise_norm)
-            window = past[:filled].t()
-            torch.addmv(fresh, window, weights.to(fresh.dtype), beta=self.share, alpha=1 - self.share, out=blend)
-            seen = {
-                "weights": weights[torch.argsort(lags)],
-                "effective_depth": (weights * lags).sum(-1),
-                "memory_share": self._memory_share(fresh, blend),
-            }
-            if self._follows_trend:
-                seen |= {"confidence": confidence, "trend_norm": trend_norm}
-        else:
-            torch.mul(fresh, self.share, out=blend)
-        if depth:
-            self._remember(blend if self.remembers == "blend" else fresh, state)
-        return Filtered(blend, state, seen)
-
-    def _memory_share(self, fresh: Tensor, blend: Tensor) -> Tensor:
-        """|blend - share * fresh| / |blend| without forming the difference."""
-        square = _square(blend)
-        recalled = square - 2 * self.share * (blend @ fresh).double() + self.share**2 * _square(fresh)
-        return (recalled.clamp(min=0) / square.clamp(min=1e-300)).sqrt()
-
-    def _compare(self, state: State, filled: int) -> tuple[Tensor, Tensor]:
-        """The norm of the trend, and each remembered vector's distance from it by |a|^2 - 2ab + |b|^2: one pass."""
-        if not self._follows_trend:
-            nothing = torch.zeros((), dtype=torch.float64, device=state["past"].device)
-            return nothing, nothing.expand(filled)
-        trend = state["trend"]
-        square = _square(trend)
-        products = (state["past"][:filled] @ trend).double()
-        distances = (state["squares"][:filled] - 2 * products + square).clamp(min=0).sqrt()
-        return square.sqrt(), distances
-
-    def _remember(self, kept: Tensor, state: State) -> None:
-        slot = state["count"] % state["past"].shape[-2]
-        state["past"][slot].copy_(kept)
-        if self.kernel.smoothing is not None:
-            state["squares"][slot] = _square(kept)
-            state["trend"].lerp_(kept, self.kernel.smoothing if state["count"] else 1.0)
+        fresh = release.total
+        if self.window == 1:
+            return Filtered(fresh * self.share, state, {})
+        past = state["past"][:, : len(fresh)]
+        ring = Ring(past, state["count"], state.get("trend"), state.get("squares"), state.get("products"))
+        weights, seen = self._weigh(release, ring)
+        blend = past[ring.slot] if self._steps_on_a_row else state["blend"]
+        pace = (self.kernel.smoothing or 0.0) if ring.count else 1.0
+        memory_share = recall(
+            ring, fresh, weights, blend, self.share, pace, fresh if self.remembers == "fresh" else blend
+        )
         state["count"] += 1
+        return Filtered(blend, state, {**seen, "memory_share": memory_share} if ring.count else {})
 
-
-def _square(vector: Tensor) -> Tensor:
-    return (vector @ vector).double()
+    def _weigh(self, release: Release, ring: Ring) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weights over the lags 1, 2, ..., and what they show."""
+        lags = ring.lags
+        if not self._follows_trend:
+            nothing = torch.zeros((), dtype=torch.float64, device=lags.device)
+            weights, _ = self.kernel.weigh(lags, nothing.expand(len(lags)), nothing, 0.0)
+            return weights, {"weights": weights, "effective_depth": weights @ lags}
+        noise_norm = release.noise_norm * self.fresh_share
+        if fused(ring) and isinstance(self.kernel, Fractional) and isinstance(noise_norm, float):
+            weights, depth, confidence, trend_norm = self.kernel.weigh_fused(ring, noise_norm)
+        else:
+            trend_norm, distances = ring.compared()
+            weights, confidence = self.kernel.weigh(lags, distances, trend_norm, noise_norm)
+            depth = weights @ lags
+        numbers = {"confidence": confidence, "trend_norm": trend_norm}
+        return weights, {"weights": weights, "effective_depth": depth, **numbers}
 
 
 def _check(name: str, value: object, holds: bool, must: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vestige.clipping import BoundedSum
+from vestige.kernels import fused_available
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class Release:
     """The noised fraction of examples that the clip left alone, where the clip counts them."""
 
     @property
-    def noise_norm(self) -> float:
-        """The root mean square norm of the noise in `total`."""
+    def noise_norm(self) -> float | Tensor:
+        """The root mean square norm of the noise in `total`; on the device, where the deviations are."""
         if isinstance(self.noise_std, Tensor):
-            return float(torch.linalg.vector_norm(self.noise_std))
+            return torch.linalg.vector_norm(self.noise_std)
         return float(self.noise_std * self.total.shape[-1] ** 0.5)
 
 
@@ -70,20 +71,37 @@ def normal(size: int, stream: np.random.Generator, device: torch.device) -> Tens
     if device.type == "cpu":
         # The ziggurat of NumPy keeps its tails; torch's CPU Box-Muller stops at 5.8 standard deviations.
         return torch.from_numpy(stream.standard_normal(size, dtype=np.float32))
-    generator = torch.Generator(device).manual_seed(int(stream.integers(2**63)))
-    return torch.randn(size, generator=generator, device=device)
+    seed = int(stream.integers(2**63))
+    if device.type == "cuda" and fused_available():
+        from vestige import fused_noise
+
+        return fused_noise.normal(size, seed, device)
+    return torch.randn(size, generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
-def draw_noise(
-    sensitive: BoundedSum, multiplier: float, stream: np.random.Generator, correlate: Correlate = lambda fresh: fresh
-) -> tuple[Tensor, float | Tensor]:
-    """Noise for a bounded sum, and its standard deviation per coordinate. The caller adds it, in place, once.
+def add_noise(
+    sensitive: BoundedSum,
+    multiplier: float,
+    stream: np.random.Generator,
+    correlate: Correlate | None = None,
+    *,
+    nonprivate_keep: bool = False,
+) -> tuple[float | Tensor, Tensor | None]:
+    """Add noise to a bounded sum, in place and once: its standard deviation per coordinate, and the noise if asked for.
 
-    `correlate` mixes the fresh unit noise of this step with that of earlier steps (see `correlated`).
+    `correlate` mixes the fresh unit noise of this step with that of earlier steps (see `correlated`). On a GPU white
+    noise is drawn, scaled and added in one pass over the sum; that pass stays apart from the memory's, so that this
+    function remains the one door through which a sum leaves.
 
-    Formal guarantees: `sensitive.total + noise` is a Gaussian mechanism with noise multiplier `multiplier`, for ideal
-    real-valued Gaussian noise whose key stays secret.
+    Formal guarantees: afterwards `sensitive.total` is the answer of a Gaussian mechanism with noise multiplier
+    `multiplier`, for ideal real-valued Gaussian noise whose key stays secret.
     """
-    std = sensitive.sensitivity * multiplier
-    noise = normal(sensitive.total.shape[-1], stream, sensitive.total.device)
-    return correlate(noise).mul_(std), std
+    total, std = sensitive.total, sensitive.sensitivity * multiplier
+    if correlate is None and total.is_cuda and fused_available():
+        from vestige import fused_noise
+
+        return std, fused_noise.add_normal(total, std, int(stream.integers(2**63)), nonprivate_keep)
+    noise = normal(total.shape[-1], stream, total.device)
+    noise = (noise if correlate is None else correlate(noise)).mul_(std)
+    total.add_(noise)
+    return std, noise if nonprivate_keep else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from vestige.clipping import Flat
 from vestige.memory import Blend, Exponential, Fractional, Uniform
@@ -18,6 +18,10 @@ Tau = Annotated[float, "tempering of releases far from the trend"]
 Gamma = Annotated[float, "weight of the newest release in the trend"]
 Kappa = Annotated[float, "smallest scale by which distances are divided"]
 Zeta = Annotated[str | float, "trend norm at which confidence is one half; auto: the noise's own"]
+
+History = Annotated[
+    Literal["float32", "bfloat16"], "type in which the window is kept: bfloat16 halves its bytes and rounds each row"
+]
 
 FO_REFERENCE = "Partohaghighi and Marcia, Deep Learning under Fractional-Order Differential Privacy, arXiv:2605.09890"
 
@@ -35,9 +39,10 @@ def fo_dp_sgd(
     gamma: Gamma = 0.2,
     kappa: Kappa = 1e-6,
     zeta: Zeta = "auto",
+    history: History = "float32",
 ) -> Method:
     """Fractional-order memory: each release blends in past ones by a tempered power law."""
-    memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window)
+    memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, history=history)
     return Method(name="fo-dp-sgd", clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
@@ -54,16 +59,25 @@ def post_fm(
     gamma: Gamma = 0.2,
     kappa: Kappa = 1e-6,
     zeta: Zeta = "auto",
+    history: History = "float32",
 ) -> Method:
     """The same fractional weights over plain DP-SGD releases (Post-FM): a finite filter, not a recursive one."""
-    memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, remembers="fresh")
+    memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, "fresh", history)
     return Method(name="post-fm", clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
 @register("uniform-memory", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
-def uniform_memory(*, clip: Bound = 1.0, momentum: Momentum = 0.0, beta: Beta = 0.9, window: Window = 8) -> Method:
+def uniform_memory(
+    *,
+    clip: Bound = 1.0,
+    momentum: Momentum = 0.0,
+    beta: Beta = 0.9,
+    window: Window = 8,
+    history: History = "float32",
+) -> Method:
     """Each release blends in the plain mean of the window: the ablation with equal weights."""
-    return Method(name="uniform-memory", clip=Flat(clip), memory=Blend(Uniform(), beta, window), rule=sgd(momentum))
+    memory = Blend(Uniform(), beta, window, history=history)
+    return Method(name="uniform-memory", clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
 @register("exponential-memory", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
@@ -74,9 +88,10 @@ def exponential_memory(
     beta: Beta = 0.9,
     window: Window = 8,
     decay: Annotated[float, "geometric decay of the weights per lag"] = 0.8,
+    history: History = "float32",
 ) -> Method:
     """Each release blends in the window with geometric weights: the ablation with short memory."""
-    memory = Blend(Exponential(decay), beta, window)
+    memory = Blend(Exponential(decay), beta, window, history=history)
     return Method(name="exponential-memory", clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
