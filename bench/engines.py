@@ -1,7 +1,7 @@
 """What does a private step cost over a plain one? Every engine on the same models, in one process, in one table.
 
 usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--kernels]
-       [--threads N] [--json FILE]
+       [--threads N] [--cpu-time] [--json FILE]
 
 A step is forward, backward, clipping, noise and the update. Peak memory is what the step allocates on the GPU, and what
 is set apart for its recording; on the CPU there is no such count, so only time is given.
@@ -26,8 +26,10 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from vestige import kernels, models
+import vestige
+from vestige import PrivacyEngine, kernels, models
 from vestige.capture import Captured
 from vestige.clipping import BoundedSum, Engine, Flat, Reference
 from vestige.layers import Geometry, Patches
@@ -95,6 +97,12 @@ def images(size: int) -> Callable[[int], Tensor]:
 
 
 CASES = {
+    "digits MLP": Case(
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)),
+        lambda batch: torch.randn(batch, 64),
+        150,
+        150,
+    ),
     "CIFAR MLP": Case(lambda: models.mlp(3072, 10), lambda batch: torch.randn(batch, 3072), 256, 256),
     "tanh CNN": Case(lambda: models.tanh_cnn_32(10), images(32), 2048, 64),
     "ResNet-18 GN": Case(lambda: models.resnet18(10), images(32), 512),
@@ -185,6 +193,29 @@ def private(make: Callable[..., Engine], memory: bool = False) -> Callable[[nn.M
     return build
 
 
+def whole_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+    """What `vestige.train` does: sampling, the step, the ledger and the record."""
+    options: dict[str, Any] = {"method": "dp-sgd", "noise_multiplier": MULTIPLIER, "delta": 1e-5, "lr": 1e-3}
+    records = iter(vestige.train(model, F.cross_entropy, batch, sample_rate=1.0, steps=10**6, **options))
+    return lambda: next(records)
+
+
+def privacy_engine(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
+    """A user's own loop, with the ledger and the accountant's rows that it keeps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = DataLoader(TensorDataset(*batch), batch_size=len(batch[1]))
+    PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=MULTIPLIER, max_grad_norm=BOUND
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+
+    return step
+
+
 ROWS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Step]] = {
     "plain SGD": plain,
     "Opacus hooks": opacus_hooks,
@@ -192,30 +223,34 @@ ROWS: dict[str, Callable[[nn.Module, tuple[Tensor, Tensor]], Step]] = {
     "vmap": private(Reference),
     "ours, DP-SGD": private(Captured),
     "ours, FO-DP-SGD K=8": private(Captured, memory=True),
+    "ours, PrivacyEngine": privacy_engine,
+    "ours, vestige.train": whole_step,
 }
 
 
-def measure(step: Step, device: str, seconds: float, rounds: int) -> tuple[float, float | None]:
+def measure(
+    step: Step, device: str, seconds: float, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float | None]:
     """The best of some rounds, each the mean of enough steps to be timed, and the peak memory of a step."""
     step(), step()
     cuda = device == "cuda"
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
+    start = clock()
     step()
     if cuda:
         torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() + recorded_memory()) / 2**20 if cuda else None
-    count = max(1, min(200, int(seconds / rounds / (time.perf_counter() - start + 1e-9))))
+    count = max(1, min(200, int(seconds / rounds / (clock() - start + 1e-9))))
     means = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = clock()
         for _ in range(count):
             step()
         if cuda:
             torch.cuda.synchronize()
-        means.append((time.perf_counter() - start) / count)
+        means.append((clock() - start) / count)
     return min(means) * 1e3, peak
 
 
@@ -239,7 +274,7 @@ def compare(name: str, case: Case, device: str, options: argparse.Namespace) -> 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 step = ROWS[row](model, batch)
-                result["ms"], result["MiB"] = measure(step, device, options.seconds, options.rounds)
+                result["ms"], result["MiB"] = measure(step, device, options.seconds, options.rounds, options.clock)
         except ImportError:
             result["failed"] = "not installed"
         except (RuntimeError, NotImplementedError, ValueError) as problem:
@@ -393,8 +428,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--kernels", action="store_true", help="also the fused kernels one by one (GPU)")
     parser.add_argument("--threads", type=int, help="threads of the CPU")
+    parser.add_argument("--cpu-time", action="store_true", help="the process's time, not the clock's: a busy machine")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
+    options.clock = time.process_time if options.cpu_time else time.perf_counter
     options.seconds, options.rounds = (0.5, 2) if options.quick else (3.0, 5)
     if options.threads:
         torch.set_num_threads(options.threads)

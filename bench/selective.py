@@ -242,7 +242,7 @@ def run_all(
     """Cells side by side, the first ones first; none that usually takes longer than what is left."""
     features = sorted({(cell.task, given.data / DATA[cell.dataset]) for cell in cells if cell.task.endswith("hf")})
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        preparing = {pool.submit(prepare, *what, max(1, jobs // 3)): what[0] for what in features}
+        preparing = {pool.submit(prepare, *what, max(1, jobs // 2)): what[0] for what in features}
         running: dict[Future[Any], Cell] = {}
         while time.perf_counter() < deadline:
             left = deadline - time.perf_counter()

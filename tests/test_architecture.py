@@ -50,10 +50,10 @@ def test_only_accounting_knows_dp_accounting():
 
 
 @pytest.mark.parametrize(
-    "room", ["memory", "spectral", "groups", "probes", "rules", "learning_rate", "layout", "method"]
+    "room", ["memory", "spectral", "groups", "probes", "rules", "learning_rate", "layout", "method", "moving"]
 )
 def test_what_remembers_and_moves_never_sees_data(room):
-    assert not {"vestige.curator", "vestige.tasks"} & reach(ROOT / f"{room}.py")
+    assert not {"vestige.curator", "vestige.asking", "vestige.tasks"} & reach(ROOT / f"{room}.py")
 
 
 def test_only_tasks_knows_files_of_data():

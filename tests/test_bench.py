@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,52 @@ def test_the_pool_names_each_run_once_and_everything_that_its_parts_want(bench):
     assert shared["fo-fig6"] == shared["fo-fig5"]
     done = {key: None for key in shared["fo-fig2"]}
     assert not set(reproduction.due(plan, {**done})) & shared["fo-fig3"]
+
+
+# --- selective updates -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def selective(bench):
+    return bench("selective")
+
+
+def test_selective_tables_say_how_many_runs_stand_behind_a_number(selective, tmp_path):
+    cell = {"dataset": "mnist", "method": "dpsur", "epsilon": 2}
+    rows = [{**cell, "seed": 0, "accuracy": 0.98, "accuracy_at_claim": 0.99}, {**cell, "seed": 1, "accuracy": 0.97}]
+    text = selective.tables(rows)
+    assert "| dpsur | not run [97.95] | 97.50 (2) [98.80] | not run [98.86] | not run [98.95] |" in text
+    assert "| dpsur, until the claim | not run [97.95] | 99.00 (1) [98.80] |" in text
+    assert "Fashion" not in text
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{selective.BEGIN}\nold\n{selective.END}\nafter\n")
+    for _ in range(2):
+        selective.write_into(page, text)
+        assert page.read_text() == f"before\n{selective.BEGIN}\n\n{text}\n\n{selective.END}\nafter\n"
+
+
+def test_selective_cells_come_most_wanted_first(selective, tmp_path):
+    for file in selective.DATA.values():
+        (tmp_path / file).touch()
+    everything = {"datasets": list(selective.DATA), "methods": selective.METHODS, "epsilons": selective.EPSILONS}
+    options = Namespace(data=tmp_path, seeds=3, **everything)
+    known = {selective.Cell("mnist", "dpsur", 4, 0)}
+    cells = selective.missing(options, known, {selective.Cell("mnist", "dpsgd", 1, 0): 999.0})
+    assert len(cells) == len(set(cells)) == 2 * 6 * 4 * 3 + 4 * 4 - 1
+    assert cells[0] == selective.Cell("mnist", "dpsgd", 1, 0), "of equals the longest comes first"
+    first = {
+        kind: min(i for i, cell in enumerate(cells) if kind in (cell.dataset, cell.method))
+        for kind in ("dpsur", "dpsgd-br", selective.STILL, "imdb")
+    }
+    assert list(first.values()) == sorted(first.values())
+    assert {cell.seed for cell in cells if cell.dataset == "imdb"} == {0}
+
+
+def test_other_decay_factors_are_another_method(selective):
+    given = selective.Setting(Path(), "cpu", "bookkeeping", "noisy-loss", "trial-level", None, 0.0)
+    decays = {
+        name: selective.decay_of(selective.method_of(selective.Cell("mnist", name, 1, 0), given))
+        for name in selective.METHODS
+    }
+    assert decays.pop("dpsgd-br") == [0.999, 0.9999]
+    assert set(decays.values()) == {None}

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vestige import comparison, experiments, performing
+from vestige import comparison, experiments, performing, planning, tasks
 from vestige.comparison import Budget, Contender, Problem, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
+from vestige.layout import Layout
+from vestige.method import METHODS, build
 from vestige.performing import Place
 
 TINY = Specification(
@@ -247,6 +249,46 @@ def test_stacked_and_alone_agree_in_reproducible_mode(tmp_path):
                 assert record[field] == other[field], field
 
 
+def test_a_stack_of_all_methods_says_of_each_what_it_says_alone(tmp_path):
+    named = [name for name in METHODS if performing._covered("digits-mlp", None, name, "{}")]
+    assert len(named) >= len(METHODS) - 3
+    everything = replace(
+        TINY,
+        reproducible=True,
+        rates=("auto",),
+        contenders=tuple(Contender(name, name) for name in named),
+        budgets=(Budget("noise_multiplier", 1.1),),
+        seeds=(0,),
+        evaluations=1,
+    )
+    stacked = experiments.compare(tmp_path / "a", everything, place=Place(stack=True)).records()
+    alone = experiments.compare(tmp_path / "b", everything, place=Place(stack=False)).records()
+    assert len(stacked) == len(named)
+    timed = ("curve", "pictures", "seconds", "stacked", "memory_mb")
+    for key, record in stacked.items():
+        other, name = alone[key], record["run"]["label"]
+        assert record["stacked"] == len(named)
+        assert other.keys() - record.keys() <= {"memory_share"}, name
+        for field in record.keys() - timed:
+            expected = other[field]
+            if isinstance(expected, float):
+                expected = pytest.approx(expected, rel=1e-4, abs=0.01 if field == "accuracy" else 1e-6)
+            elif isinstance(expected, list) and expected and isinstance(expected[0], float):
+                expected = pytest.approx(expected, rel=1e-3, abs=1e-4)
+            assert record[field] == expected, f"{name}: {field}"
+        assert record["pictures"].keys() <= other["pictures"].keys(), name
+
+
+@pytest.mark.parametrize("name", ["dp-sgd", "dp-sat", "dp-sam", "dp-bandmf", "dp-ftrl", "adp-adamw", "sma-dp-sgd"])
+def test_methods_that_share_a_search_get_the_noise_they_would_get_alone(name):
+    method, loaded = build(name), tasks.load("digits-mlp", None, 0)
+    layout = Layout.of(loaded.model, method.grouping)
+    alone = planning.plan(
+        loaded.model, layout, method, 1000, sample_rate=0.05, steps=40, delta=1e-5, epsilon=3.0, lr=1.0
+    )
+    assert performing._calibrated(performing._asking(method), 3.0, 0.05, 40, 1e-5) == alone.noise_multiplier
+
+
 def test_a_failing_run_is_recorded_and_the_rest_go_on(tmp_path):
     mixed = replace(
         TINY,
@@ -384,6 +426,8 @@ def test_a_run_whose_process_keeps_dying_is_recorded_as_failed(tmp_path):
 SCRIPT = """
 import sys
 from vestige import experiments
+from vestige.layout import Layout
+from vestige.method import METHODS, build
 from vestige.performing import Place
 if __name__ == "__main__":
     experiments.compare(sys.argv[1], place=Place(stack=False), workers=int(sys.argv[2]))

@@ -81,7 +81,7 @@ def stack(mixture, seeded=True, examples=None, rate=0.2, steps=25, start=None):
     return runs, Stack(runs, examples or data(), sample_rate=rate, steps=steps, device=CPU)
 
 
-def same_as_alone(runs, together, start, steps=25, rate=0.2):
+def same_as_alone(runs, together, start, steps=25, rate=0.2, device="cpu"):
     """Every run of a trained stack against the same run alone: weights, charges, what may be looked at, accuracy."""
     fresh = [StackedRun(start(run.seed), run.method, run.noise_multiplier, run.lr, run.seed) for run in runs]
     shares = together.accuracies(data())
@@ -104,10 +104,15 @@ def same_as_alone(runs, together, start, steps=25, rate=0.2):
         assert progress.asked == alone.ledger.spent
         for key, value in progress.diagnostics.items():
             torch.testing.assert_close(
-                value.double(), last[key].double(), rtol=1e-3, atol=1e-4, equal_nan=True, msg=f"{run.method.name} {key}"
+                value.double(),
+                last[key].double().cpu(),
+                rtol=1e-3,
+                atol=1e-4,
+                equal_nan=True,
+                msg=f"{run.method.name} {key}",
             )
         with alone.averaged():
-            right = (again.model(data()[0]).argmax(1) == data()[1]).double().mean()
+            right = (again.model(data()[0].to(device)).argmax(1).cpu() == data()[1]).double().mean()
         assert share == pytest.approx(float(right), abs=1.5 / len(data()[1]))
 
 
@@ -162,6 +167,34 @@ def test_a_method_divided_in_groups_and_other_options_of_the_optimizers():
     ]
     together = Stack(runs, data(), sample_rate=0.2, steps=25, device=CPU)
     same_as_alone(*finished(runs, together), wide)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("names", [STACKABLE[:8], STACKABLE[8:15], STACKABLE[15:]], ids=["first", "second", "third"])
+def test_on_a_gpu_too_each_run_equals_itself_alone(names):
+    def start(seed):
+        return wide(seed).to("cuda")
+
+    rates = {name: 0.02 if build(name).rule.scale_free else 0.4 for name in names}
+    runs = [StackedRun(start(seed), build(name), 1.2, rates[name], seed) for name in names for seed in (3, 4)]
+    together = Stack(runs, data(), sample_rate=0.2, steps=12, device=torch.device("cuda"))
+    same_as_alone(*finished(runs, together), start, steps=12, device="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_secret_stack_on_a_gpu_waits_for_it_only_between_blocks():
+    """A block holds 16 questions: 8 steps of a method that asks twice. No epoch ends in them."""
+    runs = [StackedRun(wide(0).to("cuda"), build(name), z, 0.01) for name in STACKABLE for z in (1.0, 2.0)]
+    steps = Stack(runs, data(), sample_rate=0.05, steps=8, device=torch.device("cuda")).train()
+    next(steps)
+    next(steps)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            next(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_the_stack_does_not_depend_on_its_company():
@@ -248,6 +281,16 @@ def test_secret_noise_has_its_multiplier_and_no_other(name, multiplier):
     assert float(rows.std()) == pytest.approx(0.5 * share * scale, rel=0.06)
     assert abs(float(torch.corrcoef(rows)[0, 1])) < 0.5
     assert not torch.equal(rows[0], rows[1])
+
+
+def test_the_noise_of_counts_is_standard_and_each_runs_own():
+    """The standard error is 0.011: two thirds and three halves would be rejected."""
+    draws = Draws([None] * 4000, 10, Poisson(0.5), CPU)
+    first, second = draws.numbers("count", 0), draws.numbers("count", 1)
+    assert first.shape == (4000, 1)
+    assert float(first.std()) == pytest.approx(1.0, abs=0.06)
+    assert abs(float(torch.corrcoef(torch.cat([first, second], dim=1).t())[0, 1])) < 0.1
+    assert len(first.unique()) == 4000
 
 
 def test_non_finite_examples_add_exactly_zero_and_empty_samples_are_charged():

@@ -20,6 +20,7 @@ from vestige.correlated import Stream
 from vestige.curator import BudgetSpent, Curator, Data
 from vestige.engines import engine_by_name
 from vestige.files import write_atomically
+from vestige.fitting import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.independence import require_independent
 from vestige.layout import Layout
 from vestige.ledger import Ledger, LedgerError, read
@@ -47,7 +48,7 @@ def train(
     noise_multiplier: float | None = None,
     lr: float | Literal["auto"] = "auto",
     sampling: str = "poisson",
-    physical_batch: int | None = None,
+    physical_batch: PhysicalBatch = None,
     engine: str = "bookkeeping",
     reproducible: int | None = None,
     out: str | Path | None = None,
@@ -66,7 +67,9 @@ def train(
     without `steps`, as many are planned as it affords). A step of a selective method is a trial, kept or not. `public`
     are validation examples that nobody needs to protect, for schedules that look at them. `normalise` asks, before the
     first step, for the moments that the model's first module standardises its inputs with (`with_moments`).
-    `reproducible=seed` makes noise and sampling predictable, for tests: such a run protects nobody and has no epsilon.
+    `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds the
+    largest that fits, on made-up examples (`fitting`). `reproducible=seed` makes noise and sampling predictable, for
+    tests: such a run protects nobody and has no epsilon.
     With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
 
     Formal guarantees: (epsilon, delta)-differential privacy of everything the iteration yields and of the final model,
@@ -78,8 +81,7 @@ def train(
         sampling = chosen.noise.sampling(sample_rate).kind
     elif sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
-    if physical_batch is not None and physical_batch < 1:
-        raise ValueError(f"physical_batch={physical_batch} must be a whole number from 1 up")
+    check_physical_batch(physical_batch)
     return Training(
         model,
         data,
@@ -120,7 +122,7 @@ class Training:
         engine: Callable[[nn.Module, Loss, Layout], Engine],
         limits: dict[str, Any],
         sampling: str,
-        physical_batch: int | None,
+        physical_batch: PhysicalBatch,
         seed: int | None,
         folder: RunFolder | None,
         resume: bool,
@@ -145,7 +147,7 @@ class Training:
             Randomness.secret() if seed is None else Randomness.reproducible(seed),
             self.ledger.ask,
             device=device,
-            physical_batch=physical_batch,
+            physical_batch=None if physical_batch == "auto" else physical_batch,
             losses=example_losses(model, loss),
             right=right_answers(model),
             nonprivate_witness=self.transcript,
@@ -156,6 +158,11 @@ class Training:
         self._first = () if normalise is None else normalise.questions
         self.plan: Plan = plan(model, layout, method, self._curator.population, **limits, first=self._first)
         self.state = State(model, method, layout, self.plan.lr)
+        if physical_batch == "auto":
+            self._curator.physical_batch = part_of_a_run(
+                model, engine, loss, layout, method, self._curator.blank(),
+                self._curator.population, self.plan.sample_rate, self.plan.steps,
+            )  # fmt: skip
         self.facts = accounting.Facts(
             sampling=sampling,
             noise="secret" if seed is None else "seeded",
@@ -177,6 +184,11 @@ class Training:
     def _planned(self) -> dict[Question, int]:
         plan = self.plan
         return questions(self.method, plan.sample_rate, plan.noise_multiplier, plan.steps, self._first)
+
+    @property
+    def physical_batch(self) -> int | None:
+        """How many examples are taken at once; None: a whole sample."""
+        return self._curator.physical_batch
 
     @property
     def expected_batch(self) -> float:

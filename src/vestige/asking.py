@@ -58,8 +58,9 @@ class Clipping:
         self._sensitivity = column(cast(float, clip.sensitivity(layout)))
         owners = network.owners(layout)
         assert owners is not None, "why_not refuses such groups"
-        self._members = [[i for i, owner in enumerate(owners) if owner == g] for g in range(layout.groups)]
-        self._owners = owners if layout.groups > 1 else [0] * len(owners)
+        members = [[i for i, owner in enumerate(owners) if owner == group] for group in range(layout.groups)]
+        self._members = [torch.tensor(layers, device=device) for layers in members]
+        self._owners = torch.tensor(owners, device=device)
         self._count: Tensor | None = None
         self._fraction: Tensor | None = None
         self.seen: dict[str, Tensor] = {}
@@ -73,7 +74,7 @@ class Clipping:
         if len(self._members) == 1:
             squares = squares.sum(-1, keepdim=True)
         else:
-            squares = torch.stack([squares[..., layers].sum(-1) for layers in self._members], dim=-1)
+            squares = torch.stack([squares.index_select(-1, layers).sum(-1) for layers in self._members], dim=-1)
         norms, clip = usable_norms(squares), self.clip
         if self.adaptive:
             clip = self.adaptive.now({name: value.unsqueeze(-1) for name, value in self.state.items()})
@@ -81,7 +82,7 @@ class Clipping:
         found = weights(clip, norms)
         if len(self._members) == 1:
             return found.expand(*found.shape[:-1], len(self._owners))
-        return found[..., self._owners]
+        return found.index_select(-1, self._owners)
 
     def multipliers(self, levels: Sequence[float], expected_batch: float) -> list[float]:
         """The gradient's share of each run's noise; what is left is the count's."""

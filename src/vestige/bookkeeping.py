@@ -11,10 +11,8 @@ be is left to the reference engine, parameter by parameter, and said.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -25,7 +23,7 @@ from vestige.clipping import Clip, Loss, Parameters, Reference, Transform, usabl
 from vestige.layers import Gradient, change
 from vestige.layout import Layout
 from vestige.rehearsal import Unclear, rehearsed
-from vestige.taps import Misfit, Plan, full_precision
+from vestige.taps import Misfit, Plan, eagerly, full_precision
 
 
 class BookKeeping:
@@ -44,7 +42,7 @@ class BookKeeping:
         into: Tensor,
         transform: Transform | None = None,
     ) -> Tensor:
-        with _eagerly():
+        with eagerly():
             plan = None if transform is not None or len(batch[0]) == 0 else self.plan(batch, parameters)
             if plan is None:
                 return self.reference(batch, parameters, clip, into, transform)
@@ -54,6 +52,11 @@ class BookKeeping:
                 warnings.warn(f"{misfit}; this batch is left to the reference engine", stacklevel=2)
                 return self.reference(batch, parameters, clip, into)
         return add_weighted(gradients, clip, self.layout, into, len(batch[0]))
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether it is known how, or that not, the model is taken apart in its present mode."""
+        return self.model.training in self._plans
 
     def plan(self, batch: Sequence[Tensor], parameters: Parameters) -> Plan | None:
         """How this model is taken apart, rehearsed on the first batch of each mode; None if it cannot be."""
@@ -140,11 +143,3 @@ def _rehearsal_examples(batch: Sequence[Tensor]) -> list[Tensor]:
     if len(chosen) == 0:
         raise Unclear
     return [part[chosen.repeat(3)[:3].sort().values] for part in batch]
-
-
-def _eagerly() -> AbstractContextManager[object]:
-    """Compiled models run uncompiled here: a compiled graph would run past the layers that are watched."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    backends = getattr(dynamo, "cached_backends", {0: dynamo})  # who has ever called torch.compile
-    compiling = any(backend is not None for backend in backends.values())
-    return torch.compiler.set_stance("force_eager") if compiling else nullcontext()

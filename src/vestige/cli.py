@@ -106,7 +106,7 @@ def train(
         str | None, typer.Option(help="How groups share the noise: equal, isotropic or least-noise.")
     ] = None,
     physical_batch: Annotated[
-        int | None, typer.Option(help="Split each sampled batch into parts of this size to save memory.")
+        str | None, typer.Option(help="Split each sampled batch into parts of this size; auto: the largest that fits.")
     ] = None,
     sampling: Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")] = "poisson",
     engine: Annotated[
@@ -188,7 +188,7 @@ def train(
             share=share,
             sampling=sampling,
             engine=engine,
-            physical_batch=physical_batch,
+            physical_batch=_physical_batch(physical_batch),
             seed=seed,
             reproducible=reproducible,
             device=device or default_device(),
@@ -233,6 +233,15 @@ def _lr(text: str) -> Any:
         raise ValueError(f"lr={text!r} must be a number or 'auto'") from None
 
 
+def _physical_batch(text: str | None) -> Any:
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"physical_batch={text!r} must be a whole number from 1 up, or 'auto'") from None
+
+
 def _announce(job: Any, training: Any) -> None:
     """Say, on standard error, what was chosen and what is not private."""
     plan = training.plan
@@ -242,6 +251,8 @@ def _announce(job: Any, training: Any) -> None:
         markup=False,
     )
     notes.print(plan.lr_reason, markup=False)
+    if job.physical_batch == "auto":
+        notes.print(f"physical batch {training.physical_batch}: the most that fits, or that a sample has", markup=False)
     if job.reproducible:
         notes.print(
             "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
@@ -547,6 +558,11 @@ def doctor(
         bool, typer.Option("--parity", help="Also prove, on one batch, that the fast engine equals the reference.")
     ] = False,
     batch: Annotated[int, typer.Option(help="Examples in that batch.")] = 64,
+    physical_batch: Annotated[
+        str | None, typer.Option(help="auto: also find how many examples fit in memory at once.")
+    ] = None,
+    sample_rate: Annotated[float, typer.Option(help="Sampling rate whose samples are to fit, for that.")] = 0.05,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
     as_json: Json = False,
 ) -> None:
     """Examine a model and its data before training; name what is at fault (exit code 1 if anything is).
@@ -557,13 +573,17 @@ def doctor(
 
         vestige doctor digits-mlp
 
-        vestige doctor my_project.py:make --parity
+        vestige doctor my_project.py:make --parity --physical-batch auto
     """
     from vestige import tasks
-    from vestige.doctor import examine, first_examples
+    from vestige.doctor import examine, first_examples, largest_batch
+    from vestige.jobs import default_device
     from vestige.parity import compare_engines
 
+    if physical_batch not in (None, "auto"):
+        raise ValueError(f"physical_batch={physical_batch!r} must be 'auto' here: it is what the doctor looks for")
     model, loss, examples = tasks.subject(task, data, seed)
+    model.to(device or default_device())
     findings = examine(model, loss, examples)
     wrong = any(finding.level == "error" for finding in findings)
     result: dict[str, Any] = {"healthy": not wrong, "findings": [vars(finding) for finding in findings]}
@@ -571,6 +591,8 @@ def doctor(
         agreement = compare_engines(model, loss, first_examples(examples, batch))
         result["parity"] = agreement.to_json()
         wrong = not agreement.agrees
+    if physical_batch and result["healthy"]:
+        result["physical_batch"] = largest_batch(model, loss, examples, sample_rate)
     if as_json:
         _print_json(result)
     else:
@@ -584,9 +606,13 @@ def _print_diagnosis(task: str, result: dict[str, Any]) -> None:
         answers.print(f"{finding['level']}: {finding['where']}: {finding['what']}", markup=False)
     if not result["findings"]:
         answers.print(f"{task}: nothing found; every example has a gradient of its own", markup=False)
-    if "parity" not in result:
-        return
-    parity = result["parity"]
+    if "parity" in result:
+        _print_parity(result["parity"])
+    if "physical_batch" in result:
+        answers.print(f"physical batch: {result['physical_batch']}", markup=False)
+
+
+def _print_parity(parity: dict[str, Any]) -> None:
     word = "agree" if parity["agrees"] else "DISAGREE"
     answers.print(
         f"the engines {word} on {parity['examples']} examples; relative error of each clipped sum:", markup=False

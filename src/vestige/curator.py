@@ -58,7 +58,7 @@ class Curator:
         self._fetch, self.population = _fetcher(data, device)
         self._engine, self._layout, self._device = engine, layout, device
         self._sampling, self._randomness, self._ask = sampling, randomness, ask
-        self._physical_batch = physical_batch
+        self.physical_batch = physical_batch
         self._nonprivate_witness = nonprivate_witness
         self.expected_batch = sampling.rate * self.population
         self._noise = noise
@@ -70,6 +70,10 @@ class Curator:
         self._trial: Trial | None = None
         self._due: list[Question] = []
         self.nonprivate_broken_examples = torch.zeros((), dtype=torch.long, device=device)
+
+    def blank(self) -> Sequence[Tensor]:
+        """Tensors without rows, which have the shapes and dtypes of the examples and nothing else of them."""
+        return self._fetch(torch.zeros(0, dtype=torch.long))
 
     @property
     def rate(self) -> float:
@@ -271,7 +275,7 @@ class Curator:
         """
         for part, bound in enumerate(bounds):
             self._ask(Gaussian(multiplier), step=step, part=part, sensitivity=bound)
-        everyone = torch.arange(self.population).split(self._physical_batch or 4096)
+        everyone = torch.arange(self.population).split(self.physical_batch or 4096)
         totals = torch.stack([bounded(self._fetch(rows)) for rows in everyone]).sum(dim=0).double().cpu()
         for part, bound in enumerate(bounds):
             noise = self._randomness.stream("sums", part).standard_normal(totals[part].shape)
@@ -308,9 +312,9 @@ class Curator:
             yield
 
     def _parts(self, indices: Tensor) -> Sequence[Tensor]:
-        if self._physical_batch is None or len(indices) == 0:
+        if self.physical_batch is None or len(indices) == 0:
             return [indices]
-        return indices.split(self._physical_batch)
+        return indices.split(self.physical_batch)
 
 
 def _questions_of(trial: Trial) -> list[Question]:

@@ -12,7 +12,12 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from vestige.clipping import Loss
+from vestige.engines import ENGINES
+from vestige.fitting import part_of_a_run
 from vestige.independence import mixing_layers
+from vestige.layout import Layout
+from vestige.method import Method
+from vestige.sampling import check_rate
 
 PROBED = 8
 """How many examples the gradient checks look at."""
@@ -52,6 +57,16 @@ def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
 def first_examples(data: Any, count: int) -> list[Tensor]:
     """The first examples of a tuple of tensors, a dataset or a loader, as one batch."""
     return _some(data.dataset if isinstance(data, DataLoader) else data, count)[0]
+
+
+def largest_batch(model: nn.Module, loss: Loss, data: Any, rate: float) -> int:
+    """How many examples the fast engine takes at once here, up to what a sample at this rate has (`fitting`)."""
+    check_rate(rate)
+    batch, count = _some(data.dataset if isinstance(data, DataLoader) else data, 1)
+    blank = [part[:0] for part in batch]
+    return part_of_a_run(
+        model, ENGINES["bookkeeping"], loss, Layout.of(model), Method(name="dp-sgd"), blank, count, rate, steps=1
+    )
 
 
 def _trainable(model: nn.Module) -> list[Finding]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -13,24 +14,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from vestige import accounting
 from vestige.adaptive import Adaptive
-from vestige.clipping import BoundedSum, Flat, Parameters, Transform
+from vestige.bookkeeping import BookKeeping
+from vestige.clipping import BoundedSum, Engine, Flat, Loss, Parameters, Transform
 from vestige.curator import BudgetSpent
 from vestige.engines import engine_by_name
 from vestige.files import read_tensors, write_tensors
+from vestige.fitting import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.groups import PerGroup
 from vestige.independence import require_independent
 from vestige.layout import Grouping, Layout
 from vestige.ledger import Ledger
-from vestige.loaders import Part, PrivateLoader, private_loader
+from vestige.loaders import CollateEmpty, Part, PrivateLoader, private_loader
 from vestige.method import Method, build
 from vestige.noise import Randomness, Release, add_noise
 from vestige.planning import check_multiplier
 from vestige.probes import AgainstLastRelease, AlongLastStep, Here
 from vestige.questions import Question, SampledGaussian
+from vestige.taps import Plan, eagerly
+from vestige.watching import Scaled, Uses, Watch, add_watched, unwatchable
 
 Closure = Callable[[], Any]
 
@@ -39,7 +44,9 @@ class PrivacyEngine:
     """Makes a model, an optimizer and a loader private, in place: `loss.backward(); optimizer.step()` as ever.
 
     The model keeps its class, its state_dict and its methods; the optimizer stays the same object; the loader draws
-    Poisson samples. Every step charges a ledger (in the file `ledger`, if given) before its release exists.
+    Poisson samples. `loss.backward()` leaves each example's gradient in factored form and `p.grad` empty; the step
+    clips, sums and adds noise. Where the model's own passes cannot be watched, it is run a second time, and that is
+    said (docs/loop.md). Every step charges a ledger (in the file `ledger`, if given) before its release exists.
 
     Formal guarantees: after any number of steps, everything the optimizer did is (get_epsilon(delta), delta)-private
     for adding or removing one example, provided that the loss of a batch is a sum or mean of losses of its examples.
@@ -62,14 +69,14 @@ class PrivacyEngine:
         method: str | Method = "dp-sgd",
         loss_reduction: str = "mean",
         poisson_sampling: bool = True,
-        max_physical_batch_size: int | None = None,
+        max_physical_batch_size: PhysicalBatch = None,
         engine: str = "bookkeeping",
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """Private training with a given noise multiplier; the memory of any method, the moves of your own optimizer.
 
         `max_physical_batch_size` splits each sampled batch: keep calling `optimizer.step()` after every part, and only
-        the last one moves. A method that asks somewhere else than at the parameters takes a closure:
-        `optimizer.step(closure)`.
+        the last one moves; "auto" finds the largest that fits (`fitting`), for batches (inputs..., targets). A method
+        that asks somewhere else than at the parameters takes a closure: `optimizer.step(closure)`.
         """
         if self._steps is not None:
             raise ValueError("make_private was called before: use a new PrivacyEngine for each model")
@@ -78,8 +85,11 @@ class PrivacyEngine:
             raise ValueError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
         require_independent(module)
         _require_covered(module, optimizer)
-        rate, loader = self._loader(data_loader, poisson_sampling, max_physical_batch_size)
+        check_physical_batch(max_physical_batch_size, "max_physical_batch_size")
         chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
+        if max_physical_batch_size == "auto":
+            max_physical_batch_size = _largest_part(module, data_loader, chosen, engine)
+        rate, loader = self._loader(data_loader, poisson_sampling, max_physical_batch_size)
         if isinstance(chosen.clip, Flat | PerGroup):
             chosen = replace(chosen, clip=replace(chosen.clip, bound=max_grad_norm))
         self._ledger.open({"noise": self._facts.noise, "sampling": self._facts.sampling, "method": repr(chosen)})
@@ -163,8 +173,6 @@ class PrivacyEngine:
         self, loader: DataLoader[Any], poisson: bool, physical_batch: int | None
     ) -> tuple[float, DataLoader[Any]]:
         rate = _rate(loader)
-        if physical_batch is not None and physical_batch < 1:
-            raise ValueError(f"max_physical_batch_size={physical_batch} must be a whole number from 1 up")
         if not poisson:
             self._facts = replace(self._facts, sampling="shuffled")
             return rate, loader
@@ -195,6 +203,27 @@ def _rate(loader: DataLoader[Any]) -> float:
     return min(1.0, loader.batch_size / len(loader.dataset))  # type: ignore[arg-type]
 
 
+def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method, engine: str) -> int:
+    collate = CollateEmpty(loader.dataset, loader.collate_fn or default_collate)
+    blank = collate([])
+    if not (isinstance(blank, list | tuple) and len(blank) > 1 and all(isinstance(part, Tensor) for part in blank)):
+        raise ValueError("max_physical_batch_size='auto' tries out batches (inputs..., targets): give a number")
+    population = len(loader.dataset)  # type: ignore[arg-type]
+    layout = Layout.of(module, method.grouping)
+    return part_of_a_run(module, _engine(engine), _stand_in, layout, method, blank, population, _rate(loader), steps=1)
+
+
+def _engine(name: str) -> Callable[[nn.Module, Loss, Layout], Engine]:
+    """Never recorded as a CUDA graph: what a user's call has beside its examples would be frozen in the recording."""
+    return engine_by_name("unrecorded" if name == "bookkeeping" else name)
+
+
+def _stand_in(outputs: Any, targets: Tensor) -> Tensor:
+    """A loss that takes about as much memory as the user's, which is not known yet: as much as a cross-entropy."""
+    floating = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.flatten(1).log_softmax(dim=1).square().sum() for leaf in floating]).sum()
+
+
 def _require_covered(module: nn.Module, optimizer: Optimizer) -> None:
     trainable = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     for group in optimizer.param_groups:
@@ -213,7 +242,6 @@ class _Signal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, receive: Callable[[Sequence[Tensor]], None], anchor: Tensor, *outputs: Tensor) -> Any:
         ctx.receive = receive
-        ctx.save_for_backward(*outputs)
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
@@ -250,18 +278,60 @@ def _along(outputs: Tensor, signals: Tensor) -> Tensor:
     return (outputs * signals).sum()
 
 
+@dataclass
 class _Pass:
-    """One forward pass of the user's, with the signal that came back to its outputs."""
+    """One forward pass of the user's, with what came back: signals at its outputs, or gradients if it was watched."""
 
-    def __init__(self, leaves: list[Any], call: TreeSpec, rows: int, random_state: Tensor) -> None:
-        self.leaves, self.call, self.rows, self.random_state = leaves, call, rows, random_state
-        self.outputs: list[int] = []
-        self.signals: list[Tensor] = []
+    leaves: list[Any]
+    call: TreeSpec
+    random_state: list[Tensor]
+    watch: Watch | None = None
+    rows: int = 0
+    outputs: list[int] = field(default_factory=list)
+    signals: list[Tensor] = field(default_factory=list)
+    uses: Uses | None = None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How the model was called when it was rehearsed; a pass of another form is not watched."""
+
+    call: TreeSpec
+    tensors: list[int]
+    batched: frozenset[int]
+    outputs: list[int]
+
+    def examples(self, leaves: Sequence[Any], call: TreeSpec) -> int:
+        """How many examples a call of this form is about; 0 if it has another form, or none."""
+        if call != self.call or _tensors(leaves) != self.tensors:
+            return 0
+        rows = {len(leaves[place]) for place in self.batched if leaves[place].dim()}
+        return rows.pop() if len(rows) == 1 else 0
+
+
+def _tensors(leaves: Sequence[Any]) -> list[int]:
+    return [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    return [torch.random.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _inside(grouping: Grouping) -> Grouping:
     """A grouping of the user's module, in the names that its parameters have inside the adapter."""
     return lambda adapter: [[f"module.{name}" for name in group] for group in grouping(cast(_Adapter, adapter).module)]
+
+
+@dataclass(frozen=True)
+class _Uncompiled:
+    """Calls a module as it is where gradients are asked of it, and its compiled form elsewhere."""
+
+    module: nn.Module
+    compiled: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        private = self.module.training and torch.is_grad_enabled()
+        return self.module._call_impl(*args, **kwargs) if private else self.compiled(*args, **kwargs)
 
 
 class _PrivateSteps:
@@ -285,7 +355,11 @@ class _PrivateSteps:
         self.reduction, self.ledger, self.randomness = reduction, ledger, randomness
         self.adapter = _Adapter(module)
         self.layout = Layout.of(self.adapter, method.grouping and _inside(method.grouping))
-        self.engine = engine_by_name(engine)(self.adapter, _along, self.layout)
+        self.engine = _engine(engine)(self.adapter, _along, self.layout)
+        self.plan: Plan | None = None
+        self.form: _Form | None = None
+        self.second_passes: str | None = None
+        """Why the model is run twice, once that is known to be needed."""
         self.step_number, self.asked = 0, 0
         self.memory: dict[str, Any] | None = None
         self.probe: dict[str, Any] | None = None
@@ -294,8 +368,9 @@ class _PrivateSteps:
         self.total: Tensor | None = None
         self.uses: dict[tuple[int, int], int] = {}
         self._anchor = torch.zeros((), requires_grad=True)
-        self._open: list[tuple[list[Any], TreeSpec, Tensor]] = []
+        self._open: list[_Pass] = []
         self._busy = False
+        self._run_eagerly()
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
         self._patch()
@@ -323,44 +398,118 @@ class _PrivateSteps:
         """A new physical batch is handed out. What an abandoned draw left behind was never released: it is dropped."""
         if self.part is not None and part.draw != self.part.draw and not self.part.last:
             self._forget()
+        self._abandon()
+        self._run_eagerly()
         self.part = part
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._busy or not (module.training and torch.is_grad_enabled()):
+    def _run_eagerly(self) -> None:
+        """`module.compile()` puts a compiled graph around our hooks too; private passes go past it, others do not."""
+        compiled: Any = self.module._compiled_call_impl
+        if compiled is None or isinstance(compiled, _Uncompiled):
             return
+        self.module._compiled_call_impl = _Uncompiled(self.module, compiled)  # type: ignore[assignment]
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        asks = module.training and torch.is_grad_enabled()
+        if module is not self.module and asks:
+            raise ValueError("module is a copy of a private model: load its state_dict into a new one to train it")
+        if self._busy or module is not self.module:
+            return None
+        if self._open:
+            self._abandon()
+            if module.training:
+                raise ValueError("a forward pass of the model began inside another, or after one that was interrupted")
+        if not asks:
+            return None
+        if self.passes:
+            self._gather(watched=True)  # what several passes have left need not be held at once
         leaves, call = tree_flatten((args, kwargs))
+        # Detached: what is before the model gets no gradients, which would be of examples and without noise.
         kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._open.append((kept, call, torch.random.get_rng_state()))
-        torch.set_grad_enabled(False)  # this pass only finds the outputs; the engine runs its own for the gradients
+        one = _Pass(kept, call, _random_state(self._device))
+        if self.form is None and self.second_passes is None and isinstance(self.engine, BookKeeping):
+            self._rehearse(one)
+        self._open.append(one)
+        if not self._watches(one):
+            torch.set_grad_enabled(False)  # this pass only finds the outputs; the engine runs another for the gradients
+        return tree_unflatten(kept, call)
+
+    def _watches(self, one: _Pass) -> bool:
+        """Start to watch a pass of the form that was rehearsed, if nothing speaks against it."""
+        if self.plan is None or self.form is None or self.second_passes is not None:
+            return False
+        examples = self.form.examples(one.leaves, one.call)
+        kind = self._device.type
+        if examples == 0 or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16):
+            return False  # the gradients of a mean are small: half precision would lose them
+        part = self.part
+
+        def finished(uses: Uses) -> None:
+            self.passes.append((part, replace(one, leaves=[], watch=None, uses=uses)))
+
+        one.watch = Watch(self.plan, examples, self._point(), finished)
+        one.watch.open()
+        return True
+
+    def _abandon(self) -> None:
+        """Close passes that were interrupted before their end."""
+        while self._open:
+            one = self._open.pop()
+            self._close(one)
+            if one.watch is not None:
+                one.watch.drop()
+
+    def _close(self, one: _Pass) -> None:
+        if one.watch is None:
+            torch.set_grad_enabled(True)
+        else:
+            one.watch.close()
+
+    def _twice(self, reason: str) -> None:
+        self.second_passes = reason
+        warnings.warn(f"{reason}: every step runs the model a second time, which is exact but slower", stacklevel=2)
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
-        if self._busy or not self._open:
+        if self._busy or not self._open or module is not self.module:
             return outputs
-        leaves, call, random_state = self._open.pop()
-        torch.set_grad_enabled(True)
+        one = self._open.pop()
+        self._close(one)
         found, shape = tree_flatten(outputs)
         places = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if not places:
             return outputs
         if any(found[i].dim() == 0 for i in places):
             raise ValueError("the model returned a loss of the whole batch: compute the loss outside, from its outputs")
-        one = _Pass(leaves, call, len(found[places[0]]), random_state)
+        one.outputs, one.rows = places, len(found[places[0]])
+        for place, tensor in zip(places, self._leading(one, [found[i] for i in places]), strict=True):
+            found[place] = tensor
+        return tree_unflatten(found, shape)
+
+    def _leading(self, one: _Pass, outputs: list[Tensor]) -> Sequence[Tensor]:
+        """The outputs as the user gets them: with the model behind them if it was watched, else as ends of a graph."""
+        if one.watch is not None:
+            assert self.form is not None
+            doubt, usual = one.watch.doubt, one.outputs == self.form.outputs  # else only this pass is run again
+            if doubt is not None:
+                self._twice(doubt)
+            elif usual and all(len(output) == one.watch.examples for output in outputs):
+                return one.watch.rooted(outputs)
+            one.watch.drop()
+            one.watch = None
         part = self.part
 
         def receive(signals: Sequence[Tensor]) -> None:
-            one.outputs, one.signals = places, [s.detach() for s in signals]
-            self.passes.append((part, one))
+            self.passes.append((part, replace(one, signals=[s.detach() for s in signals])))
 
-        for place, tensor in zip(
-            places, _Signal.apply(receive, self._anchor, *(found[i] for i in places)), strict=True
-        ):
-            found[place] = tensor
-        return tree_unflatten(found, shape)
+        cut = [output.detach() for output in outputs]  # a graph that is not used must not be run either
+        return _Signal.apply(receive, self._anchor, *cut)  # type: ignore[no-any-return]
 
     # --- one step ---
 
     def step(self, original: Callable[..., Any], closure: Closure | None) -> Any:
         """Move, if the draw is complete; else only bound and add what this part brought."""
+        self._abandon()
+        self._run_eagerly()
         if self.part is not None and not self.part.last:
             self._gather()
             return None
@@ -377,16 +526,16 @@ class _PrivateSteps:
                 )
             self._forget()
             gradient = self._answer_by(closure)
-        device = next(self.module.parameters()).device
         if self.memory is None or self.probe is None:
-            self.memory = self.method.memory.init(self.layout, device)
-            self.probe = self.method.probe.init(self.layout, device)
+            self.memory = self.method.memory.init(self.layout, self._device)
+            self.probe = self.method.probe.init(self.layout, self._device)
         point = self._point()
         release, self.probe = self.method.probe.ask(gradient, point, self.probe)
         direction, self.memory, _ = self.method.memory.step(release, self.memory, point)
         mean = direction / release.expected_batch
+        parameters = self.layout.parameters(self.adapter)
         for name, view in self.layout.views(mean).items():
-            self.layout.parameters(self.adapter)[name].grad = view
+            parameters[name].grad = view
         self.step_number += 1
         original()
         return value
@@ -443,39 +592,86 @@ class _PrivateSteps:
     def _most(self, draw: int) -> int:
         return max(count for (d, _), count in self.uses.items() if d == draw)
 
-    def _gather(self) -> None:
-        """Run the engine on every finished pass and add its clipped sum; the passes are then forgotten."""
-        point = self._point()
-        device = next(iter(point.values())).device
+    def _gather(self, watched: bool = False) -> None:
+        """Add the clipped sum of every finished pass, or of the `watched` ones; these passes are then forgotten."""
         if self.total is None:
-            self.total = torch.zeros(self.layout.size, device=device)
-        passes, self.passes = self.passes, []
+            self.total = torch.zeros(self.layout.size, device=self._device)
+        passes = [(part, one) for part, one in self.passes if one.uses is not None or not watched]
+        self.passes = [(part, one) for part, one in self.passes if one.uses is None and watched]
         for part, one in passes:
             key = (part.draw, part.number) if part is not None else (-1, 0)
             self.uses[key] = self.uses.get(key, 0) + 1
-            if one.rows == 0:
-                continue
-            adapter = self.adapter
-            adapter.leaves, adapter.call, adapter.outputs = one.leaves, one.call, one.outputs
-            adapter.batched = [
-                i
-                for i, leaf in enumerate(one.leaves)
-                if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == one.rows
-            ]
-            signals = torch.cat([s.reshape(one.rows, -1) for s in one.signals], dim=1)
-            if self.reduction == "mean":
-                signals = signals * one.rows
-            batch = [*(one.leaves[i] for i in adapter.batched), signals]
-            self._busy = True  # the engine calls the model too, and that is no pass of the user's
-            try:
-                with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                    torch.random.set_rng_state(one.random_state)
-                    self.engine(batch, point, self.method.clip, self.total)
-            finally:
-                self._busy, adapter.leaves = False, []
+            scale = one.rows if self.reduction == "mean" else 1
+            if one.uses is not None:
+                add_watched(one.uses, Scaled(self.method.clip, scale), self.layout, self.total, one.rows)
+            elif one.rows:
+                self._run_again(one, scale)
+
+    def _run_again(self, one: _Pass, scale: int) -> None:
+        """The engine's own pass, with the random numbers of the user's."""
+        assert self.total is not None
+        signals = torch.cat([s.reshape(one.rows, -1) for s in one.signals], dim=1) * scale
+        with self._as_called(one) as batch, torch.random.fork_rng(self._cuda):
+            torch.random.set_rng_state(one.random_state[0])
+            for state in one.random_state[1:]:
+                torch.cuda.set_rng_state(state, self._device)
+            self.engine([*batch, signals], self._point(), self.method.clip, self.total)
+            if self.form is not None and one.call == self.form.call:
+                # Two batches of different sizes tell what has examples on its first axis.
+                self.form = replace(self.form, batched=self.form.batched & frozenset(self.adapter.batched))
+
+    @contextmanager
+    def _as_called(self, one: _Pass) -> Iterator[list[Tensor]]:
+        """The adapter as the user's call has it, for calls that are no pass of the user's; the tensors of examples."""
+        adapter = self.adapter
+        adapter.leaves, adapter.call, adapter.outputs = one.leaves, one.call, one.outputs
+        adapter.batched = [i for i in _tensors(one.leaves) if one.leaves[i].dim() and len(one.leaves[i]) == one.rows]
+        self._busy = True
+        try:
+            yield [one.leaves[i] for i in adapter.batched]
+        finally:
+            self._busy, adapter.leaves = False, []
+
+    def _rehearse(self, one: _Pass) -> None:
+        """Before the first pass: can the user's passes be watched? With made-up signals, in place of a loss's."""
+        assert isinstance(self.engine, BookKeeping)
+        with torch.random.fork_rng(self._cuda):
+            with self._as_called(one), torch.no_grad(), eagerly():
+                args, kwargs = tree_unflatten(one.leaves, one.call)
+                found = tree_flatten(self.module(*args, **kwargs))[0]
+            places = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            rows = {len(found[i]) if found[i].dim() else 0 for i in places}
+            if len(rows) > 1 and 0 not in rows:
+                self._twice("the model's outputs have different numbers of rows")
+            if len(rows) != 1 or 0 in rows:
+                return
+            first = replace(one, outputs=places, rows=rows.pop())
+            width = sum(found[i][0].numel() for i in places)
+            random = torch.Generator().manual_seed(0)
+            signals = 0.5 + torch.rand(first.rows, width, generator=random).to(self._device)
+            with self._as_called(first) as batch, torch.enable_grad():
+                self.plan = self.engine.plan([*batch, signals], self._point())
+                batched = frozenset(self.adapter.batched)
+        if self.engine.rehearsed:
+            self.form = _Form(one.call, _tensors(one.leaves), batched, places)
+            self.second_passes = unwatchable(self.plan)
+            if self.second_passes is not None:
+                self._twice(self.second_passes)
+
+    def __deepcopy__(self, memo: Any) -> _PrivateSteps:
+        """A copy of the model, to be averaged or evaluated, does not copy the books: its hooks lead here."""
+        return self
 
     def _forget(self) -> None:
         self.total, self.uses, self.passes = None, {}, []
+
+    @property
+    def _cuda(self) -> list[torch.device]:
+        return [self._device] if self._device.type == "cuda" else []
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
 
     def _point(self) -> Parameters:
         return {name: p.detach() for name, p in self.layout.parameters(self.adapter).items()}
@@ -484,7 +680,7 @@ class _PrivateSteps:
         return {"memory": self.memory, "probe": self.probe, "step_number": self.step_number, "asked": self.asked}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        device = next(self.module.parameters()).device
+        device = self._device
         here: Callable[[Any], Any] = lambda part: (  # noqa: E731
             part and {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.items()}
         )

@@ -22,6 +22,8 @@ from vestige.questions import Question
 
 PAUSE = 0.3
 """Seconds between two looks at the folder."""
+LARGEST_STACK = 256
+"""Runs trained together at most: they are on record when the last step is done, so a kill loses them all."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, worke
         batch.append(run)
         if len(batch) == 1 and key is not None and attempt == 1:
             common, alike = key, sum(stackable(other, place) == key for other in waiting)
-            most, free = -(-alike // workers), room(place)
+            most, free = min(LARGEST_STACK, -(-alike // workers)), room(place)
         if common is not None:
             free -= footprint(run, place)
     return batch

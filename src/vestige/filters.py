@@ -170,11 +170,9 @@ class SelfTuning:
 
     def _correct(self, pieces: tuple[Tensor, ...], variance: Tensor, state: State) -> None:
         means = state["mean"].split(state["lengths"], dim=-1)
-        squares = [
-            torch.linalg.vector_norm(y - x, dim=-1).double().square() for y, x in zip(pieces, means, strict=True)
-        ]
-        size = torch.tensor(state["lengths"], dtype=torch.float64, device=variance.device)
-        excess = torch.stack(squares, dim=-1) / size - variance
+        errors = [torch.linalg.vector_norm(y - x, dim=-1).double() for y, x in zip(pieces, means, strict=True)]
+        squares = [e.square() / length for e, length in zip(errors, state["lengths"], strict=True)]
+        excess = torch.stack(squares, dim=-1) - variance
         last = state["gain"]
         seen = excess - (1 - last).square() * state["excess"] - last.square() * variance
         state["speed"] = torch.lerp(state["speed"], seen, 1 / min(state["count"], self.horizon))

@@ -53,7 +53,7 @@ class Job:
     share: str | None = None
     sampling: str = "poisson"
     engine: str = "bookkeeping"
-    physical_batch: int | None = None
+    physical_batch: int | Literal["auto"] | None = None
     seed: int = 0
     reproducible: bool = False
     device: str = "cpu"

@@ -84,7 +84,7 @@ class Remembering:
             blend.add_(recalled, alpha=1 - share)
             seen = {"weights": weights[:, torch.argsort(lags)], "effective_depth": (weights * lags).sum(-1)}
             if self._follows_trend:
-                seen["confidence"] = confidence
+                seen |= {"confidence": confidence, "trend_norm": trend_norm}
         if depth:
             self._remember(blend if self.memory.remembers == "blend" else fresh, state)
         return Filtered(blend, state, seen)
@@ -168,7 +168,7 @@ class Learning:
     def step(self, release: Release, pace: Tensor | None, step: int) -> None:
         direction, self.state, self.seen = self.memory.step(release, self.state, self._point)
         if isinstance(self.moving.optimizer, AdamBC):
-            assert isinstance(self.memory, KnowsNoise), "Method refuses such a pair"
-            self.moving.optimizer.hear(self.memory.noise_std(release, self.state) / release.expected_batch)
+            knowing = cast(KnowsNoise, self.memory)  # Method refuses any other beside AdamBC
+            self.moving.optimizer.hear(knowing.noise_std(release, self.state) / release.expected_batch)
         self.moving.step(direction.mul_(1 / release.expected_batch), pace)
         averaging.update(self.kind, self.average, self.layout, self._point, step)

@@ -273,11 +273,13 @@ def _together(runs: Sequence[Run], place: Place) -> Iterator[Record]:
     for index, ((run, _, plan, made), progress) in enumerate(zip(ready, stack.progress(), strict=True)):
         result = {
             "accuracy": final[index],
-            **_statement(run, plan, made.method, progress.asked, stack.expected_batch),
+            **_statement(run, plan, made.method, progress.asked, stack.expected_batch, _groups(made)),
             "steps": stack.step,
             "seconds": round(seconds, 4),
             "stopped": "finished",
         }
+        last = Step(stack.step - 1, progress.diagnostics).to_json()
+        result |= {key: value for key, value in last.items() if key in progress.diagnostics}
         yield _record(run, result, curves[index], pictures[index], len(ready), memory)
 
 
@@ -345,8 +347,12 @@ def _so_far(run: Run, plan: planning.Plan, asked: Counter[Question]) -> float | 
     return spent if plan.epsilon is None else min(spent, plan.epsilon)
 
 
+def _groups(run: stacked.StackedRun) -> int:
+    return Layout.of(run.model, run.method.grouping).groups
+
+
 def _statement(
-    run: Run, plan: planning.Plan, method: Method, asked: Counter[Question], expected_batch: float
+    run: Run, plan: planning.Plan, method: Method, asked: Counter[Question], expected_batch: float, groups: int
 ) -> dict[str, Any]:
     """The same words about a stacked run as `jobs.statement` finds for one alone."""
     noise = "seeded" if run.reproducible else "secret"
@@ -361,6 +367,7 @@ def _statement(
         "noise_multiplier": plan.noise_multiplier,
         "sample_rate": plan.sample_rate,
         "expected_batch": expected_batch,
+        "groups": groups,
         "lr": plan.lr,
         "lr_reason": plan.lr_reason,
         "asked": sum(asked.values()),

@@ -44,8 +44,8 @@ BR_NOTES = (
     "equation 16 prefers the larger loss as printed; the text's meaning is taken",
     "noise of the loss test is 2 C_v sigma_v, as in DPSUR; as printed it would drown the test",
     "batch of the loss test 256, clip 0.1, momentum 0.9 and T_max 5 are not in the paper",
-    "decay 0.999 (fast) and 0.9999 (slow) per update, p 0.5 in the unit of the noisy losses: not in the paper, but "
-    "with them its Table 4 claims epsilon 1 at the number of updates that its figure 4 prints",
+    "decay 0.999 (fast) and 0.9999 (slow) per update, p 0.5 in the unit of the noisy losses: not in the paper; their "
+    "size agrees with the updates that its figure 4 prints for MNIST, if some twenty of them are fast",
     "the sampling rate is the printed batch over the size of the whole dataset, whatever part of it --data holds",
     "the networks are not in the paper: DPSGD-TS's tanh CNNs here, a bidirectional LSTM for IMDb",
     "rejections steer the schedule through released quantities only; no validation accuracy is used without noise",

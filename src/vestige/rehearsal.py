@@ -107,6 +107,7 @@ def _revised(plan: Plan, examples: Sequence[Tensor], parameters: Parameters) -> 
     if sketch == plan.sketch:
         sketch = _by_gradients(plan, examples, parameters)
     if sketch == plan.sketch:
+        plan.called = frozenset(three.notes.outputs)
         plan.gradients(examples, parameters)  # as it will be run; whatever this raises is a finding, too
     return sketch
 
@@ -196,7 +197,17 @@ def _leaks(rows: Tensor | None) -> bool:
     return rows is not None and bool(rows.detach().unflatten(0, (3, -1))[[0, 2]].count_nonzero())
 
 
+def _compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
 def _say(plan: Plan) -> None:
+    if any(_compiled(module) for module in plan.model.modules()):
+        warnings.warn(
+            "the model is compiled, but private steps run it uncompiled: a compiled graph would run past the layers "
+            "that are watched",
+            stacklevel=5,
+        )
     for site in plan.sites:
         if _custom(site):
             warnings.warn(

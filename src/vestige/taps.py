@@ -7,6 +7,7 @@ saves through autograd, activation checkpointing drops and recomputes what it sa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from vestige.sequences import Block, composite_of
 
 Forward = Callable[..., Any]
 Signals = tuple[Tensor, ...]
-Record = Callable[[Saved, Signals], None]
+Record = Callable[["Pass", Saved, Signals], None]
 Settle = Callable[[Saved, Tensor], Tensor]
 Holder = tuple[dict[str, Any], str]
 """Where a module keeps a parameter: its dictionary, and the key there."""
@@ -44,7 +45,9 @@ class Tap(torch.autograd.Function):
     """An identity that hands what was saved and the gradients of its outputs to `record`."""
 
     @staticmethod
-    def forward(ctx: Any, record: Record, anchor: Tensor, count: int, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, record: Callable[[Saved, Signals], None], anchor: Tensor, count: int, *tensors: Tensor
+    ) -> Any:
         # The anchor requires a gradient and never gets one: it only makes the outputs part of the graph.
         ctx.record = record
         ctx.save_for_backward(*tensors[count:])
@@ -102,21 +105,30 @@ class Notes:
         if site.layer is None and site.composite is None:
             self.inputs.setdefault(site.name, []).append(_rows(inputs))
 
-    def record(self, site: Site, saved: Saved, signals: Signals) -> None:
+    def record(self, site: Site, now: Pass, saved: Saved, signals: Signals) -> None:
         self.signals += [(site.name, signal) for signal in signals]
 
 
 @dataclass
 class Pass:
-    """One forward and backward pass over some examples: what it has recorded, and what it must still replay."""
+    """One forward and backward pass over some examples: what it has recorded, and what it must still replay.
+
+    `deliver` takes what is recorded instead, in a pass that the user runs (`watching`); `doubt` says why it cannot be.
+    """
 
     examples: int = 0
     parameters: Parameters = field(default_factory=dict)
     notes: Notes | None = None
     uses: dict[str, list[Gradient]] = field(default_factory=dict)
     replays: list[Callable[[], Parameters]] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
+    deliver: Callable[[Mapping[str, Gradient]], None] | None = None
+    doubt: str | None = None
 
     def add(self, uses: Mapping[str, Gradient]) -> None:
+        if self.deliver is not None:
+            self.deliver(uses)
+            return
         for name, gradient in uses.items():
             self.uses.setdefault(name, []).append(gradient)
 
@@ -166,6 +178,8 @@ class Plan:
         self.forwards = [(vars(site.module), self._forward(site)) for site in self.sites]
         self.inner = {s.name: self._inner(s.module) for s in self.sites if s.layer is None and s.composite is None}
         self.now = Pass()
+        self.called: frozenset[str] = frozenset()
+        """The sites that a rehearsal has met."""
 
     def gradients(self, batch: Sequence[Tensor], parameters: Parameters) -> dict[str, Gradient]:
         """One forward and one backward pass: every parameter's per-example gradients, where it has any."""
@@ -207,7 +221,8 @@ class Plan:
                 holder[key] = tensor
             for attributes, forward in self.forwards:
                 attributes["forward"] = forward
-            yield
+            with eagerly():
+                yield
         finally:
             for holder, key, parameter, _ in parameters:
                 holder[key] = parameter
@@ -244,24 +259,25 @@ class Plan:
             (input,) = (*args, *kwargs.values())
             if self._settles_whole(site, layer, input):
                 assert layer.run is not None
-                whole: Tensor = Whole.apply(partial(layer.run, module), settle, self.anchor, input)
+                self._note(site, [input])
+                whole: Tensor = Whole.apply(partial(layer.run, module), partial(settle, self.now), self.anchor, input)
                 return whole
             with self._constants(site):
                 output, saved = layer.run(module, input) if layer.run else (original(input), (input,))
             return self._tap(site, record, [output], saved if saves else ())[0]
 
-        def record(saved: Saved, signals: Signals) -> None:
-            examples = self.now.examples
+        def record(now: Pass, saved: Saved, signals: Signals) -> None:
+            examples = now.examples
             if site.name in self.sketch.shared:
                 saved = tuple(repeated(tensor, examples) for tensor in saved)
             with full_precision(signals[0]):
-                self.now.add(_renamed(layer.gradients(module, owned, saved, signals[0], examples), owned))
+                now.add(_renamed(layer.gradients(module, owned, saved, signals[0], examples), owned))
 
-        def settle(saved: Saved, signal: Tensor) -> Tensor:
+        def settle(now: Pass, saved: Saved, signal: Tensor) -> Tensor:
             assert layer.whole is not None
             with full_precision(signal):
-                back, uses = layer.whole(module, owned, saved, signal, self.now.examples)
-            self.now.add(_renamed(uses, owned))
+                back, uses = layer.whole(module, owned, saved, signal, now.examples)
+            now.add(_renamed(uses, owned))
             return back
 
         return forward
@@ -287,10 +303,10 @@ class Plan:
             names = {"weight": weight, "bias": bias or ""}
             owned = {kind: site.owned[name] for kind, name in names.items() if name in site.owned}
 
-            def record(saved: Saved, signals: Signals) -> None:
+            def record(now: Pass, saved: Saved, signals: Signals) -> None:
                 signal = F.pad(signals[0], (start, rows - stop)) if block else signals[0]
                 with full_precision(signal):
-                    self.now.add(_renamed(linear(None, owned, saved, signal, self.now.examples), owned))
+                    now.add(_renamed(linear(None, owned, saved, signal, now.examples), owned))
 
             return self._tap(site, record, [output], (input,) if "weight" in owned else ())[0] if owned else output
 
@@ -318,12 +334,16 @@ class Plan:
 
         return forward
 
-    def _replay_later(self, site: Site, call: TreeSpec, places: list[Any], saved: Saved, signals: Signals) -> None:
-        self.now.replays.append(partial(self._replay, site, call, places, saved, signals))
+    def _replay_later(
+        self, site: Site, call: TreeSpec, places: list[Any], now: Pass, saved: Saved, signals: Signals
+    ) -> None:
+        now.replays.append(partial(self._replay, site, call, places, now, saved, signals))
 
-    def _replay(self, site: Site, call: TreeSpec, places: list[Any], saved: Saved, signals: Signals) -> Parameters:
+    def _replay(
+        self, site: Site, call: TreeSpec, places: list[Any], now: Pass, saved: Saved, signals: Signals
+    ) -> Parameters:
         """The gradients of a module's own parameters, one example at a time, from what went in and what came back."""
-        parameters, examples = self.now.parameters, self.now.examples
+        parameters, examples = now.parameters, now.examples
         own = {attribute: parameters[name] for attribute, name in site.owned.items()}
         others = {a: parameters[n] for a, n in self.inner[site.name].items() if n not in site.owned.values()}
         batched = self.sketch.batched[site.name]
@@ -354,6 +374,8 @@ class Plan:
 
     def _tap(self, site: Site, record: Record, outputs: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor]:
         now = self.now
+        if not self._note(site, outputs):
+            return outputs
         if now.notes is not None:
             now.notes.call(site, outputs, saved)
             record = partial(now.notes.record, site)
@@ -363,13 +385,34 @@ class Plan:
             raise Misfit(site.name, f"returned {len(outputs[0])} rows for {now.examples} examples")
         if not outputs:
             return ()
-        tapped = Tap.apply(record, self.anchor, len(outputs), *outputs, *saved)
+        tapped = Tap.apply(partial(record, now), self.anchor, len(outputs), *outputs, *saved)
         return (tapped,) if len(outputs) == 1 else tapped
+
+    def _note(self, site: Site, rows: Sequence[Tensor]) -> bool:
+        """A site was called. False if that was in a pass of the user's and cannot be watched."""
+        now = self.now
+        now.called.add(site.name)
+        if now.deliver is None:
+            return True
+        doubt = _doubt(rows, now.examples, site.name in self.sketch.shared)
+        if doubt is not None:
+            now.doubt = f"module {site.name!r} {doubt}"
+        return doubt is None
 
     def _constants(self, site: Site) -> AbstractContextManager[object]:
         """In a rehearsal, a watched module's own parameters are constants: any gradient that still reaches one comes
         from a use that nobody watches."""
         return _UNCHANGED if self.now.notes is None else _detached(site)
+
+
+def _doubt(tensors: Sequence[Tensor], examples: int, shared: bool) -> str | None:
+    """Why a module cannot be watched in a pass of the user's, whose backward pass runs out of our sight."""
+    if not shared and any(len(tensor) % examples for tensor in tensors):
+        return f"has {len(tensors[0])} rows for {examples} examples"
+    if not torch.is_grad_enabled():
+        return "ran without gradients"
+    # Activation checkpointing would run the module again, unwatched, in the backward pass.
+    return "ran under hooks on saved tensors" if torch._C._autograd._top_saved_tensors_default_hooks(True) else None
 
 
 _TENSOR = object()
@@ -438,6 +481,14 @@ def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
     """Norms and sums are float32 whatever autocast says."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _UNCHANGED
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """Compiled models run uncompiled here: a compiled graph would run past the layers that are watched."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(dynamo, "cached_backends", {0: dynamo})  # who has ever called torch.compile
+    compiling = any(backend is not None for backend in backends.values())
+    return torch.compiler.set_stance("force_eager") if compiling else nullcontext()
 
 
 def _renamed(uses: Uses, owned: Mapping[str, str]) -> Uses:
