@@ -52,7 +52,17 @@ def numbers(past, trend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("depth", "size", "count"),
-    [(1, 5, 0), (1, 5, 3), (7, 3001, 0), (7, 3001, 4), (7, 3001, 9), (7, 16, 8), (31, 1030, 5), (128, 300, 140)],
+    [
+        (1, 5, 0),
+        (1, 5, 3),
+        (7, 3001, 0),
+        (7, 3001, 4),
+        (7, 3001, 9),
+        (7, 40_000, 9),
+        (7, 16, 8),
+        (31, 1030, 5),
+        (128, 300, 140),
+    ],
 )
 @pytest.mark.parametrize("follows", [True, False])
 def test_one_pass_against_float64(path, keeps, dtype, depth, size, count, follows, monkeypatch):
