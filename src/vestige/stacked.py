@@ -85,6 +85,8 @@ def _why_not_move(method: Method) -> str | None:
     memory, rule = method.memory, method.rule
     if not isinstance(memory, MEMORIES) and not (isinstance(memory, Blend) and isinstance(memory.kernel, KERNELS)):
         return f"{method.name} remembers in a way of its own"
+    if isinstance(memory, Blend) and memory.history != "float32":
+        return f"{method.name} keeps its history in {memory.history}"
     if rule.optimizer not in RULES:
         return f"{method.name} moves by {rule.name}"
     return None
