@@ -33,6 +33,7 @@ FIELD = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "fo-dp-sgd:beta=0.5", "po
 SMALL_IMAGES = ["cifar10-mlp", "svhn-mlp", "cifar100-mlp"]
 SELECTIVE = ("dpsur", "dpsgd-br")
 """Their loss tests alone cost more than these budgets on these data."""
+WORST = 10
 WORTH_NAMING = 0.01
 
 
@@ -195,18 +196,39 @@ def _failures(rows: Sequence[dict[str, Any]]) -> list[str]:
     bad = sorted((row for row in rows if row["loss"] >= WORTH_NAMING), key=lambda row: -row["loss"])
     real = [row for row in bad if row["honest"] is not None and row["honest"] > WORTH_NAMING / 2]
     doubtful = (
-        f"{len(bad) - len(real)} of {len(rows)} settings lose a point or more that a second seed does not confirm."
+        f"{len(bad) - len(real)} of {len(rows)} settings lose a point or more that no second seed confirms (those "
+        "with 6,250 steps have no second seed)."
     )
     if not real:
         return ["No setting loses a point that a second seed confirms. " + doubtful]
-    lines = [f"A point or more, confirmed by a seed that did not choose ({len(real)} of {len(rows)} settings):", ""]
-    for row in real:
+    small = sum(row["best_factor"] > 1 for row in real)
+    lines = [
+        f"A point or more, confirmed by a seed that did not choose, in {len(real)} of {len(rows)} settings: too small "
+        f"a rate in {small} of them, too large in {len(real) - small}. {doubtful}",
+        "",
+        *_by_task(rows, real),
+        "",
+        f"The worst {min(WORST, len(real))} of those confirmed:",
+        "",
+    ]
+    for row in real[:WORST]:
         side = "too small" if row["best_factor"] > 1 else "too large"
         by = f"{row['best_factor']:g}" if row["best_factor"] > 1 else f"{1 / row['best_factor']:g}"
         more = " or more" if row["at_edge"] else ""
         had = f"{100 * row['auto']:.1f} where {100 * row['best']:.1f} was to be had"
         lines.append(f"- {_words(row)}: {side} by {by}{more}; {had}.")
-    return [*lines, "", doubtful]
+    return lines
+
+
+def _by_task(rows: Sequence[dict[str, Any]], real: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| task | settings | confirmed failures | mean loss | median best multiple |", "|---" * 5 + "|"]
+    for task in sorted({row["task"] for row in rows}):
+        mine = [row for row in rows if row["task"] == task]
+        failed = sum(row["task"] == task for row in real)
+        mean = 100 * sum(row["loss"] for row in mine) / len(mine)
+        middle = sorted(row["best_factor"] for row in mine)[len(mine) // 2]
+        lines.append(f"| {task} | {len(mine)} | {failed} | {mean:.1f} | {middle:g} |")
+    return lines
 
 
 def _words(row: dict[str, Any]) -> str:
