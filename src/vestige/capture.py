@@ -103,7 +103,7 @@ class Unsteady(Exception):
 class Padded:
     """Steps on batches of up to so many examples, all at the same addresses: run once, then recorded, then replayed.
 
-    The first one is padded though not recorded, so that a resumed run meets the same shapes and rounds alike.
+    What runs unrecorded is padded all the same, so that a resumed run meets the same shapes and rounds alike.
     """
 
     def __init__(
