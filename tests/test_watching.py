@@ -793,3 +793,22 @@ def test_a_torch_that_cannot_tell_checkpointing_runs_models_again(monkeypatch):
     optimizer.step()
     assert steps.again == 1
     np.testing.assert_allclose(moved(before, flat(model)), want, atol=1e-4)
+
+
+def test_a_frozen_batch_norm_that_is_set_to_train_later_is_refused_before_it_sees_anything():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+    model[1].requires_grad_(False).eval()
+    data = torch.randn(40, 5), torch.randint(3, (40,))
+    steps, model, optimizer, loader = private(model, data)
+    for number, (inputs, targets) in enumerate(loader):
+        model.train(number == 1)
+        model.training = True
+        if number == 1:
+            with pytest.raises(ValueError, match="mixes the examples"):
+                model(inputs)
+            continue
+        LOSS(model(inputs), targets).backward()
+        optimizer.step()
+    assert not model[1].running_mean.any()
+    assert not model[1].num_batches_tracked

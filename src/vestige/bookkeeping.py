@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from vestige import kernels
 from vestige.clipping import Clip, Loss, Parameters, Reference, Transform, usable_norms, weights
+from vestige.independence import require_independent
 from vestige.layers import Gradient, change
 from vestige.layout import Layout
 from vestige.rehearsal import Unclear, rehearsed
@@ -60,6 +61,7 @@ class BookKeeping:
 
     def plan(self, batch: Sequence[Tensor], parameters: Parameters) -> Plan | None:
         """How this model is taken apart, rehearsed on the first batch of each mode; None if it cannot be."""
+        require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
         mode = self.model.training
         if mode not in self._plans:
             try:

@@ -426,6 +426,7 @@ class _PrivateSteps:
                 raise ValueError("a forward pass of the model began inside another, or after one that was interrupted")
         if not asks:
             return None
+        require_independent(module)  # as it is now: its modes may have changed
         self._require_noised()
         if self.passes:
             self._gather(watched=True)  # what several passes have left need not be held at once
