@@ -89,6 +89,8 @@ class Captured:
 
     def _meet(self, key: Hashable, batch: Sequence[Tensor], parameters: Parameters, clip: Clip) -> Padded | None:
         plan = self.engine.plan(batch, parameters)
+        if not self.engine.rehearsed:
+            return None  # nothing of this batch was finite: the next one may tell
         self._records = plan is not None and not plan.inner and not plan.sketch.whole
         if plan is None or not self._records:
             return None

@@ -26,12 +26,11 @@ def _of_module(model: nn.Module) -> list[Hashable]:
     found: list[Any] = []
     modules, met = [model], {id(model)}
     for module in modules:  # which grows meanwhile; asked at every step, so faster than model.modules()
-        state = vars(module)
-        found += (type(module), len(state["_forward_hooks"]), len(state["_forward_pre_hooks"]))
-        found += _plain(state.values())
-        found += [None if t is None else t.data_ptr() for t in state["_parameters"].values()]
-        found += [None if t is None else t.data_ptr() for t in state["_buffers"].values()]
-        for child in state["_modules"].values():
+        found += (type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        found += _plain(vars(module).values())
+        found += [None if t is None else t.data_ptr() for t in module._parameters.values()]
+        found += [None if t is None else t.data_ptr() for t in module._buffers.values()]
+        for child in module._modules.values():
             if child is not None and id(child) not in met:
                 met.add(id(child))
                 modules.append(child)
