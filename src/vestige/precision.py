@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+SLACK = 1 / (1 + 2**-10) ** 2
+"""Both factors of a product in TF32 may be rounded up, each by 2^-10. Times this, an example's share of a sum stays
+within its bound all the same."""
+
 # From torch 2.9 on there are two, and to read the older one is an error once the newer one was used.
 
 
