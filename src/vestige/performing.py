@@ -51,12 +51,15 @@ def perform(runs: Sequence[Run], place: Place) -> Iterator[Record]:
         for run in runs:
             yield _guarded(run, place)
         return
+    left = {run.id: run for run in runs}
     try:
-        yield from _together(runs, place)
+        for record in _together(runs, place):
+            del left[record["id"]]
+            yield record
     except (MemoryError, torch.OutOfMemoryError):
-        half = len(runs) // 2
-        yield from perform(runs[:half], place)
-        yield from perform(runs[half:], place)
+        rest = list(left.values())
+        yield from perform(rest[: len(rest) // 2], place)
+        yield from perform(rest[len(rest) // 2 :], place)
 
 
 def stackable(run: Run, place: Place) -> tuple[Any, ...] | None:
