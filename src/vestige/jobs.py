@@ -99,6 +99,8 @@ def start(
     if job.paper_sigma is not None and multiplier is not None:
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
     task = task or tasks.load(job.task, job.data, job.seed)
+    if method.augment is not None:
+        method.augment.check(tuple(task.train[0].shape[1:]))
     moments = _moments(job)
     if moments is not None:
         task = replace(task, model=with_moments(task.model))
