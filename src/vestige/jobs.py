@@ -137,12 +137,6 @@ def start(
     return task, training
 
 
-def execute(job: Job, out: Path | None, watch: Watch | None = None, *, resume: bool = False) -> dict[str, Any]:
-    """Run a job to its end, or to the end of its budget, and return its result; with `out`, it is all on disk too."""
-    task, training = start(job, out, resume=resume)
-    return complete(job, task, training, watch)
-
-
 def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None = None) -> dict[str, Any]:
     """Consume a prepared training: evaluate on the public test set now and then, and write the result."""
     every = job.evaluate_every or max(1, training.plan.steps // 20)
