@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from vestige.bookkeeping import BookKeeping
+from vestige.capture import Captured
 from vestige.clipping import Flat, Reference
 from vestige.layers import Geometry, Patches
 from vestige.layout import Layout
@@ -1083,3 +1084,17 @@ def test_a_step_can_be_captured_in_a_cuda_graph(broken):
     close(into, want)
     close(norms[norms.isfinite()], want_norms[want_norms.isfinite()])
     assert bool(norms.isinf().any()) == broken
+
+
+@pytest.mark.parametrize("kind", [BookKeeping, Captured])
+def test_a_frozen_batch_norm_that_is_set_to_train_later_is_refused_before_it_sees_anything(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    model[1].requires_grad_(False).eval()
+    layout = Layout.of(model)
+    engine, batch = kind(model, F.cross_entropy, layout), [torch.randn(8, 5), torch.randint(3, (8,))]
+    engine(batch, layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
+    model.train()
+    with pytest.raises(ValueError, match="mixes the examples"):
+        engine(batch, layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
+    assert not model[1].running_mean.any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from vestige.capture import LITTLE, Captured, Padded, Unsteady, padded_size
 from vestige.clipping import Flat, Reference
 from vestige.groups import Layers, PerGroup
 from vestige.layout import Layout
+from vestige.standing import standing
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -117,6 +119,107 @@ def test_a_model_that_draws_random_numbers_is_noticed():
         assert torch.equal(torch.get_rng_state(), state)  # as if it had not been tried
 
 
+class Own(nn.Module):
+    """A frozen layer, a buffer, numbers and a function of its own, all of which may be changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5).eval())
+        self.head = nn.Linear(8, 3)
+        self.body.requires_grad_(False)
+        self.register_buffer("shift", torch.zeros(8))
+        self.loose = torch.ones(8)
+        self.temperature, self.activation, self.calls = 1.0, torch.tanh, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.activation(self.body(x) + self.shift) * self.loose.to(x.device)) / self.temperature
+
+
+class Smoothed:
+    """A loss with a number of its own."""
+
+    def __init__(self) -> None:
+        self.smoothing = 0.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, label_smoothing=self.smoothing)
+
+    def method(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self(outputs, targets)
+
+
+def replaced(model: Own) -> None:
+    model.body[0].weight = nn.Parameter(2 * model.body[0].weight.detach(), requires_grad=False)
+
+
+def hooked(model: Own) -> None:
+    model.body.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+CHANGES = {
+    "number": lambda model: setattr(model, "temperature", 2.0),
+    "function": lambda model: setattr(model, "activation", torch.sigmoid),
+    "buffer": lambda model: setattr(model, "shift", torch.ones_like(model.shift)),
+    "loose tensor": lambda model: setattr(model, "loose", 2 * model.loose),
+    "frozen parameter": replaced,
+    "module": lambda model: model.body.__setitem__(1, nn.ReLU()),
+    "mode of a part": lambda model: model.body[1].train(False),
+    "hook": hooked,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_recording_takes_for_granted_of_a_model(change):
+    model, loss = Own(), F.cross_entropy
+    before = standing(model, loss)
+    with torch.no_grad():
+        model.head.weight.add_(1.0)  # replays follow what changes in place
+        model.shift.add_(1.0)
+    assert standing(model, loss) == before
+    CHANGES[change](model)
+    assert standing(model, loss) != before
+
+
+LEVEL = 0.0
+
+
+def named(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, label_smoothing=LEVEL)
+
+
+@pytest.mark.parametrize("kind", ["object", "method", "closure", "partial", "cell", "module", "weight", "global"])
+def test_what_a_recording_takes_for_granted_of_a_loss(kind, monkeypatch):
+    model, held, level = nn.Linear(6, 3), Smoothed(), 0.0
+    module = nn.CrossEntropyLoss(weight=torch.ones(3))
+    loss = {
+        "object": held,
+        "method": held.method,
+        "closure": lambda outputs, targets: held(outputs, targets),
+        "partial": partial(lambda outputs, targets, inner: inner(outputs, targets), inner=held),
+        "cell": lambda outputs, targets: F.cross_entropy(outputs, targets, label_smoothing=level),
+        "module": module,
+        "weight": module,
+        "global": named,
+    }[kind]
+    before = standing(model, loss)
+    assert standing(model, loss) == before
+    held.smoothing = level = 0.1
+    if kind in ("module", "weight"):
+        setattr(module, *(("label_smoothing", 0.1) if kind == "module" else ("weight", torch.rand(3))))
+    monkeypatch.setitem(globals(), "LEVEL", 0.1)
+    assert standing(model, loss) != before
+
+
+def test_a_model_that_changes_itself_is_noticed():
+    model = Own()
+    model.register_forward_hook(lambda module, inputs, output: setattr(module, "calls", module.calls + 1))
+    layout = Layout.of(model)
+    parameters, batch = layout.parameters(model), draw((6,), 8)
+    plan = BookKeeping(model, F.cross_entropy, layout).plan(batch, parameters)
+    with pytest.raises(Unsteady):
+        Padded(plan, layout, batch, parameters, Flat(1.0))(batch, Flat(1.0), torch.zeros(layout.size))
+
+
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
@@ -198,3 +301,51 @@ def test_a_model_that_looks_at_its_data_runs_unrecorded():
     close(results[1], results[0])
     close(results[2], results[0])
     assert torch.randn(3, device="cuda").isfinite().all()  # the generator survived the attempt
+
+
+@gpu
+@pytest.mark.parametrize("change", CHANGES)
+def test_replays_follow_what_is_replaced(change):
+    torch.manual_seed(0)
+    model = Own().cuda()
+    model.loose = model.loose.cuda()
+    layout = Layout.of(model)
+    engine, parameters = Captured(model, F.cross_entropy, layout), layout.parameters(model)
+    for step in range(6):
+        if step == 3:
+            CHANGES[change](model)
+        batch = draw((6,), 8, "cuda", seed=step)
+        got, want = torch.zeros(layout.size, device="cuda"), torch.zeros(layout.size, device="cuda")
+        engine(batch, parameters, Flat(0.3), got)
+        Reference(model, F.cross_entropy, layout)(batch, parameters, Flat(0.3), want)
+        close(got, want, 5e-3)
+    assert sum(padded.graph is not None for padded in engine._padded.values()) == 2
+
+
+@gpu
+def test_replays_follow_a_loss_that_changes():
+    model, shape = build("mlp", "cuda")
+    layout, loss = Layout.of(model), Smoothed()
+    engine, parameters = Captured(model, loss, layout), layout.parameters(model)
+    for step in range(9):
+        loss.smoothing = 0.3 * (step // 3)
+        batch = draw(shape, 8, "cuda", seed=step)
+        got, want = torch.zeros(layout.size, device="cuda"), torch.zeros(layout.size, device="cuda")
+        engine(batch, parameters, Flat(0.3), got)
+        Reference(model, loss, layout)(batch, parameters, Flat(0.3), want)
+        close(got, want, 5e-3)
+    assert sum(padded.graph is not None for padded in engine._padded.values()) == 3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_steps_on_another_device_than_the_current_one_are_recorded_there():
+    model, shape = build("cnn", "cuda:1")
+    layout = Layout.of(model)
+    engine, parameters = Captured(model, F.cross_entropy, layout), layout.parameters(model)
+    for step in range(4):
+        batch = draw(shape, 8, "cuda:1", seed=step)
+        got, want = torch.zeros(layout.size, device="cuda:1"), torch.zeros(layout.size, device="cuda:1")
+        engine(batch, parameters, Flat(0.3), got)
+        Reference(model, F.cross_entropy, layout)(batch, parameters, Flat(0.3), want)
+        close(got, want, 5e-3)
+    assert any(padded.graph is not None for padded in engine._padded.values())

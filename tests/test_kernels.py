@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from vestige import kernels
 from vestige.layers import Geometry, Patches
+from vestige.precision import products_in_tf32, tf32_products
 
 gpu = pytest.mark.skipif(not kernels.fused_available(), reason="needs a GPU and Triton")
 lengths = st.integers(1, 70)
@@ -159,3 +160,24 @@ def test_fused_convolution(
         close(got.view(want.shape).double().cpu(), want, rtol=tolerance, atol=tolerance * want.abs().max().item())
     want_squares = want.flatten(1).square().sum(dim=1)
     torch.testing.assert_close(squares.double().cpu(), want_squares, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 has two interfaces")
+def test_the_precision_of_products_is_read_whichever_interface_set_it():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for name, value, want in (
+            ("fp32_precision", "tf32", True),  # now allow_tf32 cannot be read
+            ("fp32_precision", "ieee", False),
+            ("allow_tf32", True, True),
+            ("allow_tf32", False, False),
+        ):
+            setattr(matmul, name, value)
+            assert tf32_products() is want
+            for allowed in (True, False):
+                with products_in_tf32(allowed):
+                    assert tf32_products() is allowed
+            assert tf32_products() is want
+    finally:
+        matmul.fp32_precision = before

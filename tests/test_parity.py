@@ -1,6 +1,7 @@
 """Does the parity check tell engines that agree from engines that don't?"""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,16 @@ def test_the_engines_agree_and_every_parameter_is_named():
     assert set(found.errors) == {name for name, _ in model.named_parameters()}
     assert max(found.errors.values()) < 1e-5
     assert all(cost.seconds > 0 for cost in found.costs.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="nobody counts a CPU's memory here")
+def test_the_reference_engine_takes_the_memory_of_its_gradients():
+    model = nn.Sequential(nn.Linear(500, 400), nn.Tanh(), nn.Linear(400, 10))
+    batch = torch.randn(128, 500), torch.randint(10, (128,))
+    costs = parity.compare_engines(model, LOSS, batch).costs
+    gradients = 128 * 204_410 * 4 / 2**20  # about 100 MiB: one per example
+    assert costs["reference"].peak_mib > 0.8 * gradients
+    assert costs["unrecorded"].peak_mib < 0.3 * gradients
 
 
 class Wrong(BookKeeping):

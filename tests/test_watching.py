@@ -696,3 +696,119 @@ def test_dropout_on_a_gpu_is_that_of_the_users_pass():
             optimizer.step()
 
     assert both(nn.Sequential(*model, nn.Dropout(0.5)).cuda(), (x, y), loop).again == 0
+
+
+# --- what would move without noise, or by more than the bound --------------------------------------------------------
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_parameter_unfrozen_later_gets_no_gradient_of_its_own(watched):
+    model, data = fresh("frozen")
+    steps, model, optimizer, loader = private(model, data)
+    if not watched:
+        twice(steps)
+    inputs, targets = next(iter(loader))
+    LOSS(model(inputs), targets).backward()
+    optimizer.step()
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="'0.weight' became trainable after make_private"):
+        model(inputs)
+    assert model[0].weight.grad is None
+    model[0].requires_grad_(False)
+    LOSS(model(inputs), targets).backward()  # the refusal left nothing open
+    optimizer.step()
+
+
+def test_a_parameter_frozen_later_stays_where_it_is():
+    model, data = fresh("mlp")
+    steps, model, optimizer, loader = private(model, data, multiplier=1.0)
+    for number, (inputs, targets) in enumerate(loader):
+        model[0].requires_grad_(number != 1)
+        before = [p.detach().clone() for p in model.parameters()]
+        LOSS(model(inputs), targets).backward()
+        optimizer.step()
+        stays = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert stays == ([True, True, False, False] if number == 1 else [False] * 4)
+
+
+def test_a_foreign_parameter_added_to_the_optimizer_is_refused_before_anything_is_charged():
+    model, data = fresh("mlp")
+    steps, model, optimizer, loader = private(model, data)
+    temperature = nn.Parameter(torch.ones(()))
+    optimizer.add_param_group({"params": [temperature]})
+    inputs, targets = next(iter(loader))
+    LOSS(model(inputs) * temperature, targets).backward()
+    with pytest.raises(ValueError, match="without noise"):
+        optimizer.step()
+    assert not steps.ledger.spent
+    assert float(temperature.detach()) == 1.0
+
+
+class Folded(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(5, 3), how
+
+    def forward(self, x):
+        return self.how(self.linear(x["inputs"] if isinstance(x, Box) else x))
+
+
+class Box:
+    """A batch that hides its tensors."""
+
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+
+@pytest.mark.parametrize("case", ["two views", "two batches", "positions as rows", "pooled", "hidden"])
+def test_rows_that_are_no_examples_are_refused(case):
+    torch.manual_seed(0)
+    data = torch.randn(40, 4, 5), torch.randint(3, (40,))
+    how = {"positions as rows": lambda h: h.flatten(0, 1), "pooled": lambda h: h.mean(dim=(0, 1))[None]}
+    steps, model, optimizer, loader = private(Folded(how.get(case, lambda h: h.mean(dim=1))), data)
+    batches = iter(loader)
+    inputs, _ = next(batches)
+    given = {
+        "two views": lambda: torch.cat([inputs, inputs]),
+        "two batches": lambda: torch.cat([inputs, next(batches)[0]]),
+        "hidden": lambda: Box(inputs),
+    }
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="every example must be one row"):
+        warnings.simplefilter("ignore")
+        model(given.get(case, lambda: inputs)())
+
+
+def test_a_torch_that_cannot_tell_checkpointing_runs_models_again(monkeypatch):
+    monkeypatch.setattr("vestige.taps.hooks_on_saved_tensors", None)  # as before torch 2.8
+    model, data = fresh("mlp")
+    steps, model, optimizer, loader = private(model, data)
+    inputs, targets = next(iter(loader))
+    before = flat(model)
+    want = oracle(model, lambda m, x, y: LOSS(m(x), y), list(zip(inputs, targets, strict=True)))
+    with pytest.warns(UserWarning, match="cannot tell whether a layer is checkpointed"):
+        LOSS(model(inputs), targets).backward()
+    optimizer.step()
+    assert steps.again == 1
+    np.testing.assert_allclose(moved(before, flat(model)), want, atol=1e-4)
+
+
+def test_a_frozen_batch_norm_that_is_set_to_train_later_is_refused_before_it_sees_anything():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+    model[1].requires_grad_(False).eval()
+    data = torch.randn(40, 5), torch.randint(3, (40,))
+    steps, model, optimizer, loader = private(model, data)
+    for number, (inputs, targets) in enumerate(loader):
+        model.train(number == 1)
+        model.training = True
+        if number == 1:
+            with pytest.raises(ValueError, match="mixes the examples"):
+                model(inputs)
+            continue
+        LOSS(model(inputs), targets).backward()
+        optimizer.step()
+    assert not model[1].running_mean.any()
+    assert not model[1].num_batches_tracked

@@ -19,11 +19,9 @@ from vestige.draws import Draws
 from vestige.layout import Layout
 from vestige.moving import StackedRun, alike, for_each, layout_of
 from vestige.noise import Release
+from vestige.precision import SLACK
 from vestige.questions import Question
 from vestige.schedules import Schedule, level
-
-ROUNDING = 1 + 2**-10
-"""How much a tf32 product may exceed its operand, each: an example's share of the sum is kept below the clip anyway."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ class Asking:
         self._levels: dict[tuple[Schedule, float], float] = {}
         self.fresh = torch.zeros(len(runs), layout.size, device=device)
         self._unit = torch.zeros_like(self.fresh)
-        self._slack = 1 / ROUNDING**2 if fast else 1.0
+        self._slack = SLACK if fast else 1.0
 
     def ask(self, step: int) -> Release:
         """What the probe makes of this step."""

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from vestige import kernels
 from vestige.clipping import Clip, Loss, Parameters, Reference, Transform, usable_norms, weights
+from vestige.independence import require_independent
 from vestige.layers import Gradient, change
 from vestige.layout import Layout
+from vestige.precision import SLACK, tf32_convolutions, tf32_products
 from vestige.rehearsal import Unclear, rehearsed
 from vestige.taps import Misfit, Plan, eagerly, full_precision
 
@@ -60,6 +62,7 @@ class BookKeeping:
 
     def plan(self, batch: Sequence[Tensor], parameters: Parameters) -> Plan | None:
         """How this model is taken apart, rehearsed on the first batch of each mode; None if it cannot be."""
+        require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
         mode = self.model.training
         if mode not in self._plans:
             try:
@@ -96,7 +99,8 @@ def add_weighted(
             suspect, blank = ~norms.isfinite().all(dim=1), True
         if blank:
             gradients = _blanked(gradients, suspect, in_place=real is not None)
-        factors = weights(clip, norms).to(into.dtype).t().contiguous()
+        rounds = into.is_cuda and (tf32_products() or tf32_convolutions())
+        factors = (weights(clip, norms) * (SLACK if rounds else 1.0)).to(into.dtype).t().contiguous()
         for s in layout.segments:
             if s.name in gradients:
                 gradients[s.name].add(into[s.start : s.stop].view(s.shape), factors[s.group])

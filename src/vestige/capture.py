@@ -22,6 +22,8 @@ from vestige.clipping import Clip, Flat, Loss, Parameters, Transform
 from vestige.groups import PerGroup
 from vestige.layers import change
 from vestige.layout import Layout
+from vestige.precision import tf32_convolutions, tf32_products
+from vestige.standing import standing
 from vestige.taps import Misfit, Plan
 
 SMALL = 1 << 25
@@ -36,7 +38,8 @@ class Captured:
     """The fast engine; on a GPU its steps are recorded and replayed.
 
     What a model's forward pass decides in Python (which layer to skip, say) would be frozen in a recording. A model
-    that draws random numbers is therefore never recorded, nor one that looks at its data.
+    that draws random numbers is therefore never recorded, nor one that looks at its data or changes itself; and what
+    the model and the loss hold in Python (`standing`) is part of what is recorded.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
@@ -56,9 +59,10 @@ class Captured:
     ) -> Tensor:
         if self._records and into.is_cuda and transform is None and len(batch[0]) and not _capturing():
             try:
-                padded = self._like(batch, parameters, clip)
-                if padded is not None:
-                    return padded(batch, clip, into)
+                with torch.cuda.device(into.device):  # a recording is one of the current device's stream
+                    padded = self._like(batch, parameters, clip)
+                    if padded is not None:
+                        return padded(batch, clip, into)
             except (Misfit, Unsteady, RuntimeError) as problem:
                 if not isinstance(problem, Unsteady):
                     warnings.warn(f"the step cannot be recorded ({problem}); it runs unrecorded", stacklevel=2)
@@ -76,14 +80,17 @@ class Captured:
             return None
         shapes = tuple((part.shape[1:], part.dtype) for part in batch)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        modes = self.model.training, torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, autocast
-        key = padded_size(len(batch[0]), self._padding), shapes, places, bound, modes
+        modes = tf32_products(), tf32_convolutions(), autocast
+        kept = standing(self.model, self.engine.loss)
+        key = padded_size(len(batch[0]), self._padding), shapes, places, bound, modes, kept
         if key in self._padded or len(self._padded) >= MOST:
             return self._padded.get(key)
         return self._meet(key, batch, parameters, clip)
 
     def _meet(self, key: Hashable, batch: Sequence[Tensor], parameters: Parameters, clip: Clip) -> Padded | None:
         plan = self.engine.plan(batch, parameters)
+        if not self.engine.rehearsed:
+            return None  # nothing of this batch was finite: the next one may tell
         self._records = plan is not None and not plan.inner and not plan.sketch.whole
         if plan is None or not self._records:
             return None
@@ -97,7 +104,7 @@ class Captured:
 
 
 class Unsteady(Exception):
-    """The model draws random numbers."""
+    """The model draws random numbers, or is not after a pass what it was before."""
 
 
 class Padded:
@@ -146,10 +153,12 @@ class Padded:
     def rehearse(self, batch: Sequence[Tensor]) -> int:
         """Run unrecorded; how many numbers the step saved. Raises `Unsteady`, and draws nothing, if the model draws."""
         self._load(batch)
-        before = _random_states()
+        before, kept = _random_states(), standing(self.plan.model, self.plan.loss)
         saved = self._run()
         if _random_states() != before:
             _restore(before)
+            raise Unsteady
+        if standing(self.plan.model, self.plan.loss) != kept:
             raise Unsteady
         return saved
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -364,6 +365,9 @@ class _PrivateSteps:
         self.memory: dict[str, Any] | None = None
         self.probe: dict[str, Any] | None = None
         self.part: Part | None = None
+        self.largest = inf
+        """The most examples that the loader has handed out at once; the last part will not do, for a loop that takes
+        its batches before it uses them."""
         self.passes: list[tuple[Part | None, _Pass]] = []
         self.total: Tensor | None = None
         self.uses: dict[tuple[int, int], int] = {}
@@ -400,6 +404,7 @@ class _PrivateSteps:
             self._forget()
         self._abandon()
         self._run_eagerly()
+        self.largest = part.size if self.part is None else max(self.largest, part.size)
         self.part = part
 
     def _run_eagerly(self) -> None:
@@ -421,6 +426,8 @@ class _PrivateSteps:
                 raise ValueError("a forward pass of the model began inside another, or after one that was interrupted")
         if not asks:
             return None
+        require_independent(module)  # as it is now: its modes may have changed
+        self._require_noised()
         if self.passes:
             self._gather(watched=True)  # what several passes have left need not be held at once
         leaves, call = tree_flatten((args, kwargs))
@@ -481,9 +488,43 @@ class _PrivateSteps:
         if any(found[i].dim() == 0 for i in places):
             raise ValueError("the model returned a loss of the whole batch: compute the loss outside, from its outputs")
         one.outputs, one.rows = places, len(found[places[0]])
+        self._require_rows(one)
         for place, tensor in zip(places, self._leading(one, [found[i] for i in places]), strict=True):
             found[place] = tensor
         return tree_unflatten(found, shape)
+
+    def _require_noised(self) -> None:
+        """A parameter that has no place in the release would get its gradient, and move, without noise."""
+        names = {segment.name for segment in self.layout.segments}
+        for name, parameter in self.adapter.named_parameters():
+            if parameter.requires_grad and name not in names:
+                raise ValueError(
+                    f"parameter {name.removeprefix('module.')!r} became trainable after make_private and would move "
+                    "without noise: let it require gradients when make_private is called, and freeze it afterwards"
+                )
+
+    def _require_own(self) -> None:
+        """The same of what was added to the optimizer since."""
+        own = {id(parameter) for parameter in self.layout.parameters(self.adapter).values()}
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if id(parameter) not in own and parameter.requires_grad and parameter.grad is not None:
+                raise ValueError("optimizer holds a parameter that is not the module's: it would move without noise")
+
+    def _require_rows(self, one: _Pass) -> None:
+        """A row is an example, at most once: each is bounded by itself, so one in several rows would move the sum by
+        several bounds."""
+        problem = None
+        if not any(one.leaves[i].dim() and len(one.leaves[i]) == one.rows for i in _tensors(one.leaves)):
+            problem = f"none of the tensors that it was called with has {one.rows} rows"
+        elif one.rows > self.largest:
+            problem = f"the loader handed out {self.largest:.0f} examples at once"
+        if problem is not None:
+            if one.watch is not None:
+                one.watch.drop()
+            raise ValueError(
+                f"the model returned {one.rows} rows, but {problem}: every example must be one row of the model's "
+                "inputs and outputs, and of one batch of the loader"
+            )
 
     def _leading(self, one: _Pass, outputs: list[Tensor]) -> Sequence[Tensor]:
         """The outputs as the user gets them: with the model behind them if it was watched, else as ends of a graph."""
@@ -510,6 +551,7 @@ class _PrivateSteps:
         """Move, if the draw is complete; else only bound and add what this part brought."""
         self._abandon()
         self._run_eagerly()
+        self._require_own()
         if self.part is not None and not self.part.last:
             self._gather()
             return None
@@ -535,7 +577,7 @@ class _PrivateSteps:
         mean = direction / release.expected_batch
         parameters = self.layout.parameters(self.adapter)
         for name, view in self.layout.views(mean).items():
-            parameters[name].grad = view
+            parameters[name].grad = view if parameters[name].requires_grad else None  # what was frozen since stays
         self.step_number += 1
         original()
         return value

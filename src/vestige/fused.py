@@ -10,6 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vestige.precision import tf32_products
+
+# Triton launches on the current device, which need not be the one where the tensors lie.
+
 BLOCK = 2048
 Pair = tuple[int, int]
 ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
@@ -26,25 +30,26 @@ def outer_squares(left: Tensor, right: Tensor, rounding: float) -> Tensor:
     tiles = triton.cdiv(positions, tile)
     squares = torch.zeros(examples, tiles * tiles, device=left.device)
     ceilings = torch.zeros(examples, tiles, device=left.device)
-    _outer_squares[(tiles * tiles, examples)](
-        left,
-        right,
-        squares,
-        ceilings,
-        positions,
-        left.shape[2],
-        right.shape[2],
-        tiles,
-        TILE=tile,
-        PRECISION=_precision(left),
-        num_warps=max(1, tile // 16),
-    )
+    with torch.cuda.device_of(left):
+        _outer_squares[(tiles * tiles, examples)](
+            left,
+            right,
+            squares,
+            ceilings,
+            positions,
+            left.shape[2],
+            right.shape[2],
+            tiles,
+            TILE=tile,
+            PRECISION=_precision(left),
+            num_warps=max(1, tile // 16),
+        )
     return torch.maximum(squares.sum(dim=1), rounding * ceilings.sum(dim=1).square())
 
 
 def _precision(tensor: Tensor) -> str:
     """What the user allows matrix products elsewhere."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 or tensor.dtype != torch.float32 else "tf32x3"
+    return "tf32" if tf32_products() or tensor.dtype != torch.float32 else "tf32x3"
 
 
 def _tile(positions: int) -> int:
@@ -106,14 +111,16 @@ def convolution_gradients(image: Tensor, signal: Tensor, shape: ConvolutionShape
     tiles = triton.cdiv(rows, row_tile) * column_tiles
     gradients = image.new_empty(examples, outputs, columns) if keep else image.new_empty(1)
     squares = torch.empty(examples, groups * tiles, device=image.device)
-    _convolution_gradients[(examples * groups, tiles)](
-        image, signal, gradients, squares,
-        channels, space[0], space[1], outputs, positions[1], positions[0] * positions[1], columns, column_tiles, tiles,
-        stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1],
-        GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep, ALIKE=stride == (1, 1) and space == positions,
-        ROWS=row_tile, COLUMNS=column_tile, DEPTH=32, PRECISION=_precision(image),
-        num_warps=8 if row_tile == 128 else 4,
-    )  # fmt: skip
+    with torch.cuda.device_of(image):
+        _convolution_gradients[(examples * groups, tiles)](
+            image, signal, gradients, squares,
+            channels, space[0], space[1], outputs, positions[1], positions[0] * positions[1],
+            columns, column_tiles, tiles,
+            stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1],
+            GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep, ALIKE=stride == (1, 1) and space == positions,
+            ROWS=row_tile, COLUMNS=column_tile, DEPTH=32, PRECISION=_precision(image),
+            num_warps=8 if row_tile == 128 else 4,
+        )  # fmt: skip
     return gradients, squares.sum(dim=1)
 
 
@@ -164,7 +171,8 @@ def _convolution_gradients(
 def blank_rows(tensor: Tensor, rows: Tensor) -> None:
     """Fill some rows of a contiguous tensor with zeros, in place; those that stay are not even read."""
     width = tensor[0].numel()
-    _blank_rows[(len(tensor), triton.cdiv(width, 4 * BLOCK))](tensor, rows, width, BLOCK=4 * BLOCK)
+    with torch.cuda.device_of(tensor):
+        _blank_rows[(len(tensor), triton.cdiv(width, 4 * BLOCK))](tensor, rows, width, BLOCK=4 * BLOCK)
 
 
 @triton.jit
@@ -186,9 +194,10 @@ def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) 
     each = triton.cdiv(positions, parts)
     sums = torch.empty(2, examples, parts, width, device=input.device)
     tensors = (input, signal, mean.contiguous(), scale.contiguous(), sums[0], sums[1])
-    _layer_norm_sums[(examples, blocks, parts)](
-        *tensors, positions, width, each, parts, ROWS=16, COLUMNS=columns, num_warps=4
-    )
+    with torch.cuda.device_of(input):
+        _layer_norm_sums[(examples, blocks, parts)](
+            *tensors, positions, width, each, parts, ROWS=16, COLUMNS=columns, num_warps=4
+        )
     weights, biases = sums.sum(dim=2) if parts > 1 else sums[:, :, 0]
     return weights, biases
 
@@ -227,10 +236,11 @@ def group_norm_backward(
     weights, biases = torch.empty(2, examples, channels, device=input.device)
     weight = input.new_ones(channels) if weight is None else weight
     row_tile, column_tile = triton.next_power_of_2(rows), triton.next_power_of_2(size)
-    _group_norm_backward[(examples * groups,)](
-        input, signal, mean, scale, weight, back, weights, biases, rows, size, groups,
-        ROWS=row_tile, COLUMNS=column_tile, num_warps=max(1, min(16, row_tile * column_tile // 512)),
-    )  # fmt: skip
+    with torch.cuda.device_of(input):
+        _group_norm_backward[(examples * groups,)](
+            input, signal, mean, scale, weight, back, weights, biases, rows, size, groups,
+            ROWS=row_tile, COLUMNS=column_tile, num_warps=max(1, min(16, row_tile * column_tile // 512)),
+        )  # fmt: skip
     return back, weights, biases
 
 

@@ -29,11 +29,12 @@ def normal(size: int, seed: int, device: torch.device) -> Tensor:
 
 
 def _launch(total: Tensor, std: float | Tensor, seed: int, noise: Tensor | None, adds: bool) -> None:
-    deviations = std.to(torch.float32).contiguous() if isinstance(std, Tensor) else total
-    _add_normal[(triton.cdiv(total.numel(), 2 * PAIRS),)](
-        total, deviations, total if noise is None else noise, 1.0 if isinstance(std, Tensor) else float(std), seed,
-        total.numel(), PAIRS=PAIRS, EACH=isinstance(std, Tensor), ADDS=adds, KEEPS=noise is not None, num_warps=4,
-    )  # fmt: skip
+    deviations = std.to(torch.float32).expand_as(total).contiguous() if isinstance(std, Tensor) else total
+    with torch.cuda.device_of(total):
+        _add_normal[(triton.cdiv(total.numel(), 2 * PAIRS),)](
+            total, deviations, total if noise is None else noise, 1.0 if isinstance(std, Tensor) else float(std), seed,
+            total.numel(), PAIRS=PAIRS, EACH=isinstance(std, Tensor), ADDS=adds, KEEPS=noise is not None, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seed"])

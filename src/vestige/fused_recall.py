@@ -33,18 +33,20 @@ def recall(
     programs = triton.cdiv(blocks, turns)
     follows = ring.trend is not None
     partial = torch.empty(programs, rows + 4 if follows else 2, device=fresh.device)
-    _recall[(programs,)](
-        ring.past, weights, fresh, blend, ring.trend if follows else fresh, partial,
-        float(share), float(pace), ring.count, size, size // 16 * 16, ring.past.stride(0), turns,
-        DEPTH=depth, ROWS=rows, BLOCK=block, FOLLOWS=follows, FRESH=keeps_fresh,
-        APART=keeps_fresh or ring.past.dtype != torch.float32, num_warps=WARPS,
-    )  # fmt: skip
+    with torch.cuda.device_of(fresh):
+        _recall[(programs,)](
+            ring.past, weights, fresh, blend, ring.trend if follows else fresh, partial,
+            float(share), float(pace), ring.count, size, size // 16 * 16, ring.past.stride(0), turns,
+            DEPTH=depth, ROWS=rows, BLOCK=block, FOLLOWS=follows, FRESH=keeps_fresh,
+            APART=keeps_fresh or ring.past.dtype != torch.float32, num_warps=WARPS,
+        )  # fmt: skip
     memory_share = torch.empty((), dtype=torch.float64, device=fresh.device)
     squares, products = (ring.squares, ring.products) if follows else (memory_share, memory_share)
-    _settle[(1,)](
-        partial, squares, products, memory_share, float(1 - share), ring.slot, programs,
-        DEPTH=depth, ROWS=rows, WIDTH=triton.next_power_of_2(partial.shape[1]), FOLLOWS=follows, num_warps=8,
-    )  # fmt: skip
+    with torch.cuda.device_of(fresh):
+        _settle[(1,)](
+            partial, squares, products, memory_share, float(1 - share), ring.slot, programs,
+            DEPTH=depth, ROWS=rows, WIDTH=triton.next_power_of_2(partial.shape[1]), FOLLOWS=follows, num_warps=8,
+        )  # fmt: skip
     return memory_share
 
 
@@ -152,7 +154,8 @@ def tempered(ring: Ring, *constants: float) -> tuple[Tensor, Tensor, Tensor, Ten
     shown = torch.empty(ring.filled + 3, dtype=torch.float64, device=ring.past.device)
     depth = len(ring.past)
     rows = triton.next_power_of_2(depth)
-    _tempered[(1,)](ring.squares, ring.products, shown, ring.count, *constants, DEPTH=depth, ROWS=rows, num_warps=1)
+    with torch.cuda.device_of(ring.past):
+        _tempered[(1,)](ring.squares, ring.products, shown, ring.count, *constants, DEPTH=depth, ROWS=rows, num_warps=1)
     return shown[: ring.filled], shown[-3], shown[-2], shown[-1]
 
 

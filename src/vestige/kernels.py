@@ -8,6 +8,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from vestige.precision import tf32_products
+
 Pair = tuple[int, int]
 
 
@@ -49,7 +51,7 @@ def rounding(tensor: Tensor) -> float:
 
     TF32 rounds each number to 11 bits, but in no common direction: over a layer's width most of it averages out.
     """
-    if tensor.is_cuda and tensor.dtype != torch.float64 and torch.backends.cuda.matmul.allow_tf32:
+    if tensor.is_cuda and tensor.dtype != torch.float64 and tf32_products():
         return 2.0**-14
     return 8 * torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
 

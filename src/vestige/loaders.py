@@ -20,6 +20,7 @@ class Part:
     draw: int
     number: int
     last: bool
+    size: int
 
 
 class PoissonBatches(Sampler[list[int]]):
@@ -47,7 +48,7 @@ class PoissonBatches(Sampler[list[int]]):
             size = self.physical_batch or max(1, len(joined))
             pieces = [joined[i : i + size] for i in range(0, len(joined), size)] or [[]]
             for number, piece in enumerate(pieces):
-                parts.append(Part(draw, number, number == len(pieces) - 1))
+                parts.append(Part(draw, number, number == len(pieces) - 1, len(piece)))
                 yield piece
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from vestige.clipping import Loss, Parameters
-from vestige.independence import require_independent
 from vestige.layout import Layout
 from vestige.taps import Misfit, Notes, Pass, Plan, Site, Sketch, sites_of
 
@@ -32,7 +31,6 @@ def rehearsed(
     model: nn.Module, loss: Loss, layout: Layout, examples: Sequence[Tensor], parameters: Parameters
 ) -> Plan | None:
     """A plan that held on these three examples, or None where only the reference engine will do; raises `Unclear`."""
-    require_independent(model)
     sites = list(sites_of(model, layout))
     sketch, reason = _first_sketch(sites, parameters), "its calls keep changing"
     for _ in range(10 + 3 * len(sites)):  # every round but the last gives something up

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from vestige.layout import Layout
 from vestige.memory import Blend, Exponential, Fractional, Identity, Uniform
 from vestige.method import Method
 from vestige.moving import Learning, StackedRun, alike
+from vestige.precision import products_in_tf32
 from vestige.probes import AgainstLastRelease, AlongLastStep, Ascent, Here
 from vestige.questions import Question
 from vestige.sampling import check_rate
@@ -167,7 +167,8 @@ class Stack:
     def train(self) -> Iterator[int]:
         """Yield the number of steps done after each step, until all are done."""
         while self.step < self.steps:
-            with torch.no_grad(), _tf32(self._fast):
+            # Where the slack is for exact products, TF32 is forbidden whatever the caller allowed elsewhere.
+            with torch.no_grad(), products_in_tf32(self._fast):
                 for asking, learning in self.parts:
                     self._advance(asking, learning)
             self.step += 1
@@ -237,14 +238,3 @@ class Stack:
 def _place(run: StackedRun) -> tuple[str, str, str]:
     method = run.method
     return repr(_asks(run)), repr(_moves(run)), repr((method.clip, method.schedule, run.noise_multiplier))
-
-
-@contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    """Allow tf32 products, or forbid them whatever the caller allowed elsewhere: the slack must match."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

@@ -412,8 +412,14 @@ def _doubt(tensors: Sequence[Tensor], examples: int, shared: bool) -> str | None
     if not torch.is_grad_enabled():
         return "ran without gradients"
     # Activation checkpointing would run the module again, unwatched, in the backward pass.
-    return "ran under hooks on saved tensors" if torch._C._autograd._top_saved_tensors_default_hooks(True) else None
+    hooked = hooks_on_saved_tensors is None or hooks_on_saved_tensors(True)
+    return "ran under hooks on saved tensors" if hooked else None
 
+
+hooks_on_saved_tensors: Callable[[bool], object] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+"""Tells, from torch 2.8 on, whether anybody has such hooks."""
 
 _TENSOR = object()
 _UNCHANGED = nullcontext()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from vestige import taps
 from vestige.bookkeeping import add_weighted
 from vestige.clipping import Clip, Parameters
 from vestige.layers import Dense, Gradient, Saved, combine
@@ -35,6 +36,8 @@ def unwatchable(plan: Plan | None) -> str | None:
         return f"the gradients of {min(plan.sketch.whole)!r} take the reference engine"
     if plan.inner:
         return f"module {min(plan.inner)!r} has no rule of its own"
+    if taps.hooks_on_saved_tensors is None:
+        return f"torch {torch.__version__} cannot tell whether a layer is checkpointed (2.8 can)"
     return None
 
 
