@@ -90,3 +90,9 @@ def test_every_link_of_the_documentation_leads_somewhere():
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_room_of_the_code_is_on_the_map():
+    words = set(re.findall(r"`(\w+)/?`", (ROOT / "docs" / "concepts.md").read_text()))
+    rooms = {path.stem for path in Path(vestige.__file__).parent.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert rooms - {"__init__", "__pycache__", "data"} <= words
