@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 .PHONY: run test test-slow check format clean
 
-run: $(READY)  ## compare private optimizers at equal epsilon on scikit-learn's digits, in about two minutes
+run: $(READY)  ## compare private optimizers at equal epsilon on scikit-learn's digits, in about a minute
 	$(BIN)/vestige compare --quick
 
 test: $(READY)  ## the everyday tests

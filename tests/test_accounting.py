@@ -29,8 +29,8 @@ from vestige.accounting import (
     guarantee,
     published_claim_epsilon,
     tuned_epsilon,
-    whitened_multiplier,
 )
+from vestige.planning import accounted_multiplier
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 
 DELTA = 1e-5
@@ -62,20 +62,20 @@ def test_published_table(multiplier, classic, tight, pld):
 
 @pytest.mark.parametrize(("groups", "memory", "published"), [(3, 1.0, 77.8), (21, 0.9, 1246.0)])
 def test_groups_on_one_sample_are_whitened(groups, memory, published):
-    multiplier = whitened_multiplier([1.1 / memory] * groups)
-    assert multiplier == pytest.approx(1.1 / memory / groups**0.5)
+    multiplier = accounted_multiplier(1.1, memory, groups)
+    assert multiplier == pytest.approx((groups * (1.1 / memory) ** -2) ** -0.5)
     assert epsilon(steps(multiplier), DELTA) == pytest.approx(published, rel=1.5e-3)
 
 
 def test_one_sample_for_two_answers_costs_more_than_two_samples():
-    one, both = SampledGaussian(0.04, 1.1), SampledGaussian(0.04, whitened_multiplier([1.1, 1.1]))
+    one, both = SampledGaussian(0.04, 1.1), SampledGaussian(0.04, accounted_multiplier(1.1, groups=2))
     assert epsilon({one: 2500}, DELTA) == pytest.approx(12.0, abs=0.05)
     assert epsilon({both: 2500}, DELTA) == pytest.approx(24.9, abs=0.05)
     assert epsilon({one: 5000}, DELTA) == pytest.approx(18.3, abs=0.05)
 
 
 def test_a_whitened_quantile_costs_little():
-    assert epsilon(steps(whitened_multiplier([1.1, 20.0])), DELTA) == pytest.approx(21.19, abs=0.01)
+    assert epsilon(steps((1.1**-2 + 20.0**-2) ** -0.5), DELTA) == pytest.approx(21.19, abs=0.01)
 
 
 def test_dp_accounting_agrees_on_a_mixed_history():
@@ -158,7 +158,6 @@ class Unheard(Question):
         (lambda: SampledGaussian(0.5, -1.0), "multiplier=-1.0"),
         (lambda: Gaussian(float("nan")), "multiplier=nan"),
         (lambda: CyclicGaussian(0.1, 1.0, 0), "bands=0"),
-        (lambda: whitened_multiplier([]), "multipliers"),
         (lambda: calibrate(lambda z: steps(z), -1.0, DELTA), "epsilon=-1.0"),
         (lambda: tuned_epsilon({}, DELTA, 0.5), "expected_runs=0.5"),
         (lambda: tuned_epsilon({}, DELTA, 5, -1), "shape=-1"),
@@ -170,13 +169,6 @@ class Unheard(Question):
 def test_errors_name_the_argument(call, words):
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         call()
-
-
-def test_whitening():
-    assert whitened_multiplier([2.0]) == 2.0
-    assert whitened_multiplier([3.0, inf]) == pytest.approx(3.0)
-    assert whitened_multiplier([inf, inf]) == inf
-    assert whitened_multiplier([0.0, 5.0]) == 0.0
 
 
 # --- laws ---

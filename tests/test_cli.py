@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -144,11 +145,22 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
         (["compare", "--quick", "--method", "fo-dp-sgd"], "--method cannot be given too: --quick is one fixed"),
         (["compare", "--resume", "/nowhere", "--steps", "3"], "--steps cannot be given too"),
         (["compare", "--resume", "/nowhere"], "/nowhere"),
+        (["compare", "--task", "digit-mlp"], "did you mean 'digits-mlp'"),
+        (["compare", "--task", "cifar10-mlp"], "--data is missing"),
+        (["compare", "--task", "cifar10-mlp", "--data", "/nowhere.npz"], "--data=/nowhere.npz"),
+        (["reproduce", "fo-tabel3"], "did you mean 'fo-table3'"),
+        (["reproduce", "fo-table3", "--small"], "--data is missing"),
+        ([*TRAIN, "--log-to", "paper:x"], "log_to='paper:x'"),
+        ([*TRAIN, "--augment", "4"], "augment=4 flips and crops images"),
+        (["account", "--sample-rate", "0.1", "--steps", "10", "--method", "dp-sgd"], "method='dp-sgd' makes no trials"),
+        (["account", "--sample-rate", "0.1", "--steps", "10", "--method", "dpsur"], "--sigma-t is missing"),
+        (["doctor", "digits-mlp", "--parity", "--batch", "0"], "batch=0"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_two(tmp_path, words, message):
     out = tmp_path / "run"
-    code, _, error = vestige(*words, *(["--out", out] if words[0] == "train" and "--resume" not in words else []))
+    writes = words[0] in ("train", "compare", "reproduce") and not {"--resume", "--quick"} & set(words)
+    code, _, error = vestige(*words, *(["--out", out] if writes else []))
     assert code == 2
     assert message in error
     assert not out.exists(), "nothing may be half-written"
@@ -198,7 +210,61 @@ def test_doctor_names_the_fault_in_a_users_own_file(tmp_path):
     assert "BatchNorm1d" in out
 
 
-@pytest.mark.parametrize("command", ["train", "account", "verify", "doctor"])
+@pytest.mark.parametrize("command", ["train", "doctor"])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("broken", r"broken\(\) failed \(line 6\): KeyError: 'gone'"),
+        ("narrow", "cannot take a test example of shape \\(4,\\)|no gradient of one example could be taken"),
+    ],
+)
+def test_an_error_in_a_users_own_file_is_one_line(tmp_path, command, function, message):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n"
+        "data = torch.randn(40, 4), torch.randint(2, (40,))\n"
+        "def narrow(): return nn.Linear(3, 2), nn.functional.cross_entropy, data, data\n"
+        "def broken():\n"
+        "    return {}['gone']\n"
+    )
+    words = ["--task", f"{file}:{function}", "--epsilon", "8"] if command == "train" else [f"{file}:{function}"]
+    code, out, error = vestige(command, *words)
+    assert code != 0
+    assert re.search(message, out + error)
+
+
+def test_a_file_that_cannot_be_imported_is_one_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\nimport no_such_package\n")
+    code, _, error = vestige("doctor", f"{file}:make")
+    assert code == 2
+    assert "line 2" in error
+    assert "no_such_package" in error
+
+
+def test_an_option_that_methods_share_is_told_apart_where_they_differ():
+    from vestige.method import METHODS
+
+    users = {name: entry.options for name, entry in METHODS.items()}
+    helps = cli._help_of(
+        {name: options["kappa"] for name, options in users.items() if "kappa" in options}, len(METHODS)
+    )
+    assert "share of the fresh release (disk); smallest scale" in helps
+    assert helps.endswith("[default: 1e-06; 0.7 for disk]")
+    everyone = cli._help_of({name: options["clip"] for name, options in users.items()}, len(METHODS))
+    assert "(dp-sgd" not in everyone
+
+
+def test_a_switch_that_is_on_can_be_turned_off(tmp_path):
+    words = [*TRAIN, "--method", "dp-quantile", "--no-steady-steps", "--out", tmp_path / "run"]
+    as_json(*words)
+    job = json.loads((tmp_path / "run" / "run.json").read_text())["job"]
+    assert job["options"] == {"steady_steps": False}
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "account", "verify", "doctor", "methods", "compare", "report", "reproduce"]
+)
 def test_every_command_has_help_with_an_example(command):
     code, out, _ = vestige(command, "--help")
     assert code == 0

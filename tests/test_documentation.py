@@ -3,9 +3,15 @@
 import re
 import subprocess
 import sys
+import textwrap
+import types
 from pathlib import Path
 
 import pytest
+import torch
+
+import vestige
+from vestige import method
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,8 +44,55 @@ def test_the_example_runs_with_either_library(library):
     assert accuracy > 50
 
 
+def test_the_method_of_the_page_on_adding_one_trains_and_filters_as_it_says(monkeypatch):
+    code = "".join(textwrap.dedent(block) for block in blocks((ROOT / "docs" / "adding-a-method.md").read_text()))
+    preamble = """
+from __future__ import annotations
+import torch
+from dataclasses import dataclass
+from typing import Annotated
+from vestige.clipping import Flat, Parameters
+from vestige.layout import Layout
+from vestige.memory import Filtered, State
+from vestige.method import Method, Neutral, register
+from vestige.methods.options import Bound, Momentum
+from vestige.noise import Release
+from vestige.rules import sgd
+"""
+    monkeypatch.setattr(method, "METHODS", dict(method.METHODS))
+    # Annotations are read by name, so the page needs a module of its own.
+    page = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", page)
+    exec(preamble + code, page.__dict__)
+
+    def final(method):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        data = torch.randn(60, 3), torch.randint(2, (60,))
+        given = {"noise_multiplier": 1.0, "sample_rate": 0.5, "steps": 6, "lr": 0.5, "delta": 1e-5, "reproducible": 3}
+        list(vestige.train(model, torch.nn.functional.cross_entropy, data, method=method, **given))
+        return model.weight.detach()
+
+    assert torch.equal(final(page.half_life(half_life=0.0)), final(vestige.dp_sgd()))
+    assert not torch.equal(final("half-life"), final(vestige.dp_sgd()))
+
+    memory = page.HalfLife(2.0)
+    releases = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    state = {"total": torch.zeros(4, dtype=torch.float64), "weight": 0.0}
+    for past in range(7):
+        filtered = memory.step(page.Release(releases[past], 1.0, 1.0, 0.1), state, {})
+        weights = 0.5 ** (torch.arange(past, -1, -1, dtype=torch.float64) / 2)
+        torch.testing.assert_close(filtered.direction, weights @ releases[: past + 1] / weights.sum())
+
+
 def test_every_link_of_the_documentation_leads_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_room_of_the_code_is_on_the_map():
+    words = set(re.findall(r"`(\w+)/?`", (ROOT / "docs" / "concepts.md").read_text()))
+    rooms = {path.stem for path in Path(vestige.__file__).parent.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert rooms - {"__init__", "__pycache__", "data"} <= words

@@ -265,7 +265,7 @@ def test_on_a_gpu_the_answer_fits_and_twice_as_much_does_not():
     del ballast
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts resident memory")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the resident memory that Linux counts")
 def test_resident_memory_is_what_a_call_takes():
     memory = fitting.memory_of(torch.device("cpu"))
     assert memory.free() > 0

@@ -15,6 +15,7 @@ BASE = ["train", "--task", "digits-mlp", "--noise-multiplier", "1.0", "--steps",
 class Fake:
     """Keeps what it is given."""
 
+    NEEDS = ("json", "json")
     made: list = []  # noqa: RUF012
 
     def __init__(self, place, name):

@@ -308,20 +308,6 @@ class _Calibration:
         return guess if low < guess < high else middle
 
 
-def whitened_multiplier(multipliers: Sequence[float]) -> float:
-    """The one multiplier of several Gaussian answers on the same sample: (sum multiplier^-2)^(-1/2).
-
-    Formal guarantees: exact, because one example can saturate every answer at once and the whitened shift is then one
-    vector (docs/theorems.md 2). Answers on independently drawn samples are separate questions: their costs add.
-    """
-    if not multipliers or not all(multiplier >= 0 for multiplier in multipliers):
-        raise ValueError(f"multipliers={list(multipliers)} must be one or more numbers, none negative")
-    if 0 in multipliers:
-        return 0.0
-    precision = sum(multiplier**-2 for multiplier in multipliers)
-    return float(precision**-0.5) if precision > 0 else inf
-
-
 # --- other prices ----------------------------------------------------------------------------------------------------
 
 

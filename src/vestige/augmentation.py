@@ -42,13 +42,17 @@ class Augment:
 
         return averaged
 
-    def view(self, image: Tensor) -> Tensor:
-        """One random view of one image."""
-        if image.dim() != 3:
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Refuse examples that are no images."""
+        if len(shape) != 3:
             raise ValueError(
                 f"augment={self.copies} flips and crops images [channels, height, width], but this task's examples "
-                f"have shape {tuple(image.shape)}; leave it out"
+                f"have shape {shape}; leave it out"
             )
+
+    def view(self, image: Tensor) -> Tensor:
+        """One random view of one image."""
+        self.check(tuple(image.shape))
         height, width = image.shape[-2:]
         if self.flip:
             image = torch.where(torch.rand((), device=image.device) < 0.5, image.flip(-1), image)

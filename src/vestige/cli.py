@@ -199,6 +199,7 @@ def train(
             nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
             nonprivate_logs=nonprivate_logs,
         )
+    sinks.check(log_to or [])
     path = resume or out or Path("runs") / f"{Path(task).stem}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
     loaded, training = start(job, path, resume=resume is not None)
     _announce(job, training)
@@ -296,20 +297,17 @@ def _summarise(result: dict[str, Any]) -> None:
 def _with_method_options(function: Callable[..., None]) -> Callable[..., None]:
     from vestige.method import METHODS
 
-    users: dict[str, list[str]] = {}
-    found: dict[str, inspect.Parameter] = {}
+    found: dict[str, dict[str, inspect.Parameter]] = {}
     for entry in METHODS.values():
         for name, parameter in entry.options.items():
-            users.setdefault(name, []).append(entry.name)
-            found.setdefault(name, parameter)
+            found.setdefault(name, {})[entry.name] = parameter
     signature = inspect.signature(function, eval_str=True)
     kept = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    for name, parameter in found.items():
-        annotation, words = _option_of(parameter)
-        note = words if len(users[name]) == len(METHODS) else f"{words} ({', '.join(users[name])})"
-        option = typer.Option(
-            f"--{name.replace('_', '-')}", help=f"{note} [default: {parameter.default}]", rich_help_panel="Method"
-        )
+    for name, users in found.items():
+        annotation, _ = _option_of(next(iter(users.values())))
+        flag = f"--{name.replace('_', '-')}"
+        off = f"/--no-{flag[2:]}" if bool in get_args(annotation) else ""
+        option = typer.Option(flag + off, help=_help_of(users, len(METHODS)), rich_help_panel="Method")
         kept.append(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
@@ -323,6 +321,23 @@ def _with_method_options(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = signature.replace(parameters=[p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in kept}
     return command
+
+
+def _help_of(users: dict[str, inspect.Parameter], methods: int) -> str:
+    """What an option means and where it starts, told apart for the methods in which these differ."""
+    meanings: dict[str, list[str]] = {}
+    defaults: dict[str, list[str]] = {}
+    for method, parameter in users.items():
+        meanings.setdefault(_option_of(parameter)[1], []).append(method)
+        default = parameter.default
+        defaults.setdefault("none" if default is None else str(default), []).append(method)
+    if len(meanings) == 1 and len(users) == methods:
+        words = next(iter(meanings))
+    else:
+        words = "; ".join(f"{meaning} ({', '.join(whose)})" for meaning, whose in meanings.items())
+    usual, *others = sorted(defaults, key=lambda value: -len(defaults[value]))
+    exceptions = "".join(f"; {value} for {', '.join(defaults[value])}" for value in others)
+    return f"{words} [default: {usual}{exceptions}]"
 
 
 def _option_of(parameter: inspect.Parameter) -> tuple[Any, str]:
@@ -486,11 +501,13 @@ def account(
 
 
 def _account_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str, as_json: bool) -> None:
-    from vestige.trial_prices import Trials, price
+    from vestige.trial_prices import Trials, check_selective, price
 
+    check_selective(facts["method"])
     missing = [name for name, value in facts.items() if value is None]
     if missing:
-        raise ValueError(f"{missing[0]} is missing: {facts['method']} is priced from {', '.join(facts)}")
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in facts)
+        raise ValueError(f"--{missing[0].replace('_', '-')} is missing: {facts['method']} is priced from {words}")
     result = price(Trials(**facts, accepted=accepted), accounting_by)
     if as_json:
         _print_json(result)
@@ -580,6 +597,8 @@ def doctor(
     from vestige.jobs import default_device
     from vestige.parity import compare_engines
 
+    if batch < 1:
+        raise ValueError(f"batch={batch} must be a whole number from 1 up")
     if physical_batch not in (None, "auto"):
         raise ValueError(f"physical_batch={physical_batch!r} must be 'auto' here: it is what the doctor looks for")
     model, loss, examples = tasks.subject(task, data, seed)
@@ -653,12 +672,13 @@ def methods(
     if as_json:
         _print_json({"methods": rows})
         return
-    table = Table("method", "privacy", "copies", "what it does, its price, its reference", show_lines=True)
+    table = Table("method", "what it does", "privacy", "copies")
     for row in rows:
-        words = f"{row['summary']}\n{row['price']}\n[dim]{row['reference']}[/dim]"
-        table.add_row(row["name"], row["privacy"], f"{row['copies']:g}", words)
+        table.add_row(row["name"], row["summary"], row["privacy"], f"{row['copies']:g}")
     answers.print(table)
-    answers.print("copies: extra state, in copies of the parameters. A page on one: vestige methods NAME")
+    answers.print(
+        "copies: extra state, in copies of the parameters. Options, price, reference and BibTeX: vestige methods NAME"
+    )
 
 
 @app.command("tasks")
@@ -669,10 +689,10 @@ def list_tasks(as_json: Json = False) -> None:
     if as_json:
         _print_json({"tasks": tasks.describe()})
         return
-    rows = tasks.describe()
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+    table = Table("task", "dataset", "model", "data")
+    for row in tasks.describe():
+        words = (str(row[key]) for key in ("name", "dataset", "model"))
+        table.add_row(*words, "--data" if row["needs_data"] else "included")
     answers.print(table)
 
 

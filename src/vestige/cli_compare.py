@@ -91,7 +91,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Folder of the comparison (default: runs/compare-TIME).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue (or help with) the comparison in this folder.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="With --resume: try failed runs again.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A small comparison on digits, in about two minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small comparison on digits, in about a minute.")] = False,
     as_json: Json = False,
 ) -> None:
     """Which private optimizer is best at this budget, and is the difference real?
@@ -114,10 +114,11 @@ def compare(
         allowed = ("resume", "retry", "data", *WHERE)
         refuse_others(context, allowed, "a comparison continues with the options it was started with")
         folder = ComparisonFolder(resume)
-        specification = folder.specification()
+        agreed = folder.specification()
         if retry:
             notes.print(f"trying {folder.forget_failures()} failed runs again", markup=False)
-        _make(resume, None, engine, ray_address, workers, stack, device, data, as_json)
+        elsewhere = {problem.task: data for problem in agreed.problems} if data is not None else {}
+        _finish(_fill(resume, agreed, engine, ray_address, workers, stack, device, as_json, elsewhere), as_json)
         return
     budgets = [Budget("epsilon", value) for value in epsilon or ()]
     budgets += [Budget("noise_multiplier", value) for value in noise_multiplier or ()]
@@ -151,8 +152,9 @@ def compare(
             reproducible=reproducible,
             physical_batch=physical_batch,
         )
+    _check_tasks(specification)
     path = out or Path("runs") / f"{'quick' if quick else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    _make(path, specification, engine, ray_address, workers, stack, device, None, as_json)
+    _finish(_fill(path, specification, engine, ray_address, workers, stack, device, as_json), as_json)
 
 
 def quick_specification() -> Any:
@@ -224,7 +226,15 @@ def _positive(name: str, value: int) -> int:
     return value
 
 
-def _make(
+def _check_tasks(specification: Any) -> None:
+    """A task that no run could load is refused before there is a folder."""
+    from vestige import tasks
+
+    for problem in specification.problems:
+        tasks.check(problem.task, problem.data)
+
+
+def _fill(
     path: Path,
     specification: Any,
     engine: str,
@@ -232,31 +242,36 @@ def _make(
     workers: int | None,
     stack: str,
     device: str | None,
-    data: str | None,
     as_json: bool,
-) -> None:
+    data: dict[str, str] | None = None,
+    alone: bool = False,
+) -> Any:
+    """Make the runs of a comparison's folder that are not on record; `alone` gives each run the machine to itself."""
     from vestige import experiments
-    from vestige.comparison_folder import ComparisonFolder
     from vestige.jobs import default_device
     from vestige.performing import Place
 
     if stack not in ("auto", "off"):
         raise ValueError(f"stack={stack!r} must be auto or off")
     where = device or default_device()
-    hands = workers if workers is not None else (1 if where != "cpu" else max(1, os.cpu_count() or 1))
-    agreed = specification or ComparisonFolder(path).specification()
-    elsewhere = {problem.task: data for problem in agreed.problems} if data is not None else {}
-    place = Place(where, elsewhere, stack == "auto")
+    usual = 1 if where != "cpu" or alone else max(1, os.cpu_count() or 1)
+    hands = workers if workers is not None else usual
+    place = Place(where, data or {}, stack == "auto" and not alone)
     with progress(not as_json) as watch:
-        home = experiments.compare(
+        return experiments.compare(
             path, specification, place=place, engine=engine, workers=hands, address=address, watch=watch
         )
+
+
+def _finish(home: Any, as_json: bool) -> None:
     summary = summarised(home)
     if as_json:
         print(json.dumps(summary, allow_nan=False))
-        return
-    show(summary)
-    answers.print(f"written to {path}; for the whole story: vestige report {path}", markup=False)
+    else:
+        show(summary)
+        answers.print(f"written to {home.path}; for the whole story: vestige report {home.path}", markup=False)
+    if summary["done"] == 0:
+        sys.exit(1)
 
 
 def summarised(home: Any) -> dict[str, Any]:
@@ -407,10 +422,11 @@ def write_report(folder: Path, out: Path | None, figures: Path | None, title: st
     records = list(home.records().values())
     if not records:
         raise ValueError(f"{str(folder)!r} holds no finished run yet: make some with vestige compare --resume {folder}")
+    summary = summarised(home)
     content = {
         "title": title or "Private optimizers at one budget",
         "specification": specification.to_json(),
-        "summary": {**summarised(home), "price_lines": price_lines(summarised(home)["prices"])},
+        "summary": {**summary, "price_lines": price_lines(summary["prices"])},
         "records": records,
         "paper": _paper(folder, records),
     }
@@ -479,36 +495,20 @@ def reproduce(
 
         vestige reproduce fo-table3 --data data/
 
-        vestige reproduce fo-fig2 --small
+        vestige reproduce fo-fig2 --data data/ --small
     """
-    from vestige import experiments
     from vestige import presets as known
     from vestige.comparison_folder import ComparisonFolder
     from vestige.files import write_json
-    from vestige.jobs import default_device
-    from vestige.performing import Place
 
     preset = known.find(name)
     specification = preset.specification(data, small=small)
-    where = device or default_device()
-    # Seconds mean something only for runs that have the machine to themselves.
-    usual = 1 if where != "cpu" or preset.timed else max(1, os.cpu_count() or 1)
-    hands = workers if workers is not None else usual
+    _check_tasks(specification)
     path = out or Path("runs") / (f"{name}-small" if small else name)
-    if stack not in ("auto", "off"):
-        raise ValueError(f"stack={stack!r} must be auto or off")
     ComparisonFolder(path).create(specification)
     write_json(path / "preset.json", {"preset": name, "small": small})
-    with progress(not as_json) as watch:
-        home = experiments.compare(
-            path,
-            specification,
-            place=Place(where, {}, stack == "auto" and not preset.timed),
-            engine=engine,
-            workers=hands,
-            address=ray_address,
-            watch=watch,
-        )
+    # Seconds mean something only for runs that have the machine to themselves.
+    home = _fill(path, specification, engine, ray_address, workers, stack, device, as_json, alone=preset.timed)
     summary = summarised(home)
     beside = known.beside(preset, list(home.records().values()))
     if as_json:
@@ -518,8 +518,16 @@ def reproduce(
                 allow_nan=False,
             )
         )
-        return
-    show(summary)
+    else:
+        show(summary)
+        _show_paper(preset, beside, small)
+        answers.print(f"written to {path}; for the whole story: vestige report {path}", markup=False)
+    if summary["done"] == 0:
+        sys.exit(1)
+
+
+def _show_paper(preset: Any, beside: Sequence[dict[str, Any]], small: bool) -> None:
+    """The printed figures beside ours, and what the paper left unsaid."""
     if beside:
         table = Table("quantity", "printed", "ours", "difference", "ours, lr auto", "ours, lr auto, one epsilon")
         table.title, table.title_justify = f"{preset.paper}: {preset.what}", "left"
@@ -533,9 +541,6 @@ def reproduce(
         answers.print(f"left out, because this version has no such method: {', '.join(missing)}", markup=False)
     if small:
         answers.print("small: too few steps and seeds to compare with the paper", markup=False)
-    answers.print(f"written to {path}; for the whole story: vestige report {path}", markup=False)
-    if summary["done"] == 0:
-        sys.exit(1)
 
 
 def _plain(value: float | None) -> str:

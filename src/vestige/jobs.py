@@ -99,6 +99,8 @@ def start(
     if job.paper_sigma is not None and multiplier is not None:
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
     task = task or tasks.load(job.task, job.data, job.seed)
+    if method.augment is not None:
+        method.augment.check(tuple(task.train[0].shape[1:]))
     moments = _moments(job)
     if moments is not None:
         task = replace(task, model=with_moments(task.model))
@@ -133,12 +135,6 @@ def start(
         nonprivate_logs=job.nonprivate_logs,
     )
     return task, training
-
-
-def execute(job: Job, out: Path | None, watch: Watch | None = None, *, resume: bool = False) -> dict[str, Any]:
-    """Run a job to its end, or to the end of its budget, and return its result; with `out`, it is all on disk too."""
-    task, training = start(job, out, resume=resume)
-    return complete(job, task, training, watch)
 
 
 def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None = None) -> dict[str, Any]:

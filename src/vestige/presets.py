@@ -110,7 +110,7 @@ PRESETS: dict[str, Preset] = {}
 
 def find(name: str) -> Preset:
     if name not in PRESETS:
-        raise ValueError(f"preset={name!r} is unknown{nearest(name, PRESETS)}; `vestige presets` lists them")
+        raise ValueError(f"preset {name!r} is unknown{nearest(name, PRESETS)}; `vestige presets` lists them")
     return PRESETS[name]
 
 

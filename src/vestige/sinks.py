@@ -20,9 +20,10 @@ class Sink(Protocol):
 class TensorBoard:
     """`tensorboard:FOLDER`, by torch's own writer."""
 
+    NEEDS = ("torch.utils.tensorboard", "tensorboard")
+
     def __init__(self, folder: str, name: str) -> None:
-        module = _need("torch.utils.tensorboard", "tensorboard")
-        self._writer: Any = module.SummaryWriter(folder)
+        self._writer: Any = _need(*self.NEEDS).SummaryWriter(folder)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
@@ -35,8 +36,10 @@ class TensorBoard:
 class MLflow:
     """`mlflow:TRACKING-URI`, one MLflow run per run."""
 
+    NEEDS = ("mlflow", "mlflow")
+
     def __init__(self, address: str, name: str) -> None:
-        self._mlflow: Any = _need("mlflow", "mlflow")
+        self._mlflow: Any = _need(*self.NEEDS)
         self._mlflow.set_tracking_uri(address)
         self._mlflow.start_run(run_name=name)
 
@@ -50,8 +53,10 @@ class MLflow:
 class WeightsAndBiases:
     """`wandb:PROJECT`, without uploading code or the machine's state."""
 
+    NEEDS = ("wandb", "wandb")
+
     def __init__(self, project: str, name: str) -> None:
-        wandb = _need("wandb", "wandb")
+        wandb = _need(*self.NEEDS)
         # System metrics and code are nobody's business here; only what `log` is given leaves.
         settings = wandb.Settings(x_disable_stats=True, disable_code=True, disable_git=True)
         self._run: Any = wandb.init(project=project, name=name, settings=settings)
@@ -73,11 +78,18 @@ def _need(module: str, package: str) -> Any:
         raise ValueError(f"log_to={package!r} needs a package: pip install {package}") from error
 
 
+def check(texts: Sequence[str]) -> None:
+    """Refuse, before a run begins, what is not KIND:PLACE (such as tensorboard:runs/board) or lacks its package."""
+    for text in texts:
+        kind, _, place = text.partition(":")
+        if kind not in SINKS or not place:
+            raise ValueError(f"log_to={text!r} must be KIND:PLACE with a kind of {', '.join(SINKS)}")
+        _need(*SINKS[kind].NEEDS)
+
+
 def open_sink(text: str, name: str) -> Sink:
-    """KIND:PLACE, such as tensorboard:runs/board."""
+    check([text])
     kind, _, place = text.partition(":")
-    if kind not in SINKS or not place:
-        raise ValueError(f"log_to={text!r} must be KIND:PLACE with a kind of {', '.join(SINKS)}")
     sink: Sink = SINKS[kind](place, name)
     return sink
 

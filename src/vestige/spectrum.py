@@ -45,17 +45,13 @@ def exponents(weights: Sequence[Tensor], convention: Convention = "flatten", flo
     return _fit(torch.stack([torch.nn.functional.pad(s, (longest - len(s), 0)) for s in spectra]), floor)
 
 
-def eigenvalues(weight: Tensor, convention: Convention = "flatten") -> Tensor:
-    """The squared singular values of a weight, ascending, in float64; NaN if the weight is not finite.
+def _spectra(weights: Sequence[Tensor], convention: Convention) -> list[Tensor]:
+    """The squared singular values of each weight, ascending, in float64; NaN if the weight is not finite.
 
     A convolution [out, in, *kernel] is one matrix [out, in * kernel] ("flatten"), or one matrix [out, in] per kernel
-    position whose eigenvalues are pooled ("per-position", WeightWatcher's own reading).
+    position whose eigenvalues are pooled ("per-position", WeightWatcher's own reading). Gram matrices of one size are
+    decomposed together.
     """
-    return _spectra([weight], convention)[0]
-
-
-def _spectra(weights: Sequence[Tensor], convention: Convention) -> list[Tensor]:
-    """Eigenvalues of each weight; Gram matrices of one size are decomposed together."""
     grams = [_gram(_matrices(weight, convention)) for weight in weights]
     by_size: dict[int, list[int]] = {}
     for index, gram in enumerate(grams):

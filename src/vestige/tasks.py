@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import tempfile
+import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -85,11 +86,8 @@ def load(name: str, data: str | Path | None = None, seed: int = 0) -> Task:
     path = None if data is None else Path(data)
     if ".py:" in name:
         return _load_from_file(name, path, seed)
-    recipe = _find(name)
-    if path is None and recipe.dataset.needs_data:
-        raise ValueError(
-            f"--data is missing: task {name!r} reads {recipe.dataset.title}; give --data FILE.npz or a folder"
-        )
+    check(name, data)
+    recipe = RECIPES[name]
     (x_train, y_train), (x_test, y_test) = recipe.dataset.read(path)
     x_train, x_test = recipe.prepare(x_train), recipe.prepare(x_test)
     with _public_randomness(seed):
@@ -97,6 +95,18 @@ def load(name: str, data: str | Path | None = None, seed: int = 0) -> Task:
     notes = " ".join(part for part in (recipe.dataset.notes, recipe.notes) if part)
     train, test = (x_train, y_train), (x_test, y_test)
     return Task(name, model, functional.cross_entropy, train, test, recipe.dataset.classes, notes)
+
+
+def check(name: str, data: str | Path | None = None) -> None:
+    """Refuse, before anything is read, a task that cannot be loaded: no such name, or no data where it needs some."""
+    if ".py:" in name:
+        _python_file(name)
+        return
+    dataset = _find(name).dataset
+    if data is None and dataset.needs_data:
+        raise ValueError(f"--data is missing: task {name!r} reads {dataset.title}; give --data FILE.npz or a folder")
+    if data is not None and dataset.needs_data:
+        _existing(Path(data))
 
 
 def subject(name: str, data: str | Path | None = None, seed: int = 0) -> tuple[nn.Module, Loss, Any]:
@@ -480,20 +490,39 @@ def _load_from_file(name: str, data: Path | None, seed: int) -> Task:
 
 
 def _made_by_file(name: str, data: Path | None, seed: int) -> Any:
-    file, _, function_name = name.rpartition(":")
-    with _public_randomness(seed):
-        function = _function(Path(file), function_name)
+    file, function_name = _python_file(name)
+    with _public_randomness(seed), _blame(name, "the file cannot be run"):
+        function = _function(file, function_name)
     accepted = inspect.signature(function).parameters
     if data is not None and "data" not in accepted:
         raise ValueError(f"--data={data}: {function_name}() takes no argument 'data'; add one or leave --data out")
     arguments: dict[str, Any] = {"data": data, "seed": seed}
-    with _public_randomness(seed):
+    with _public_randomness(seed), _blame(name, f"{function_name}() failed"):
         return function(**{key: value for key, value in arguments.items() if key in accepted})
 
 
+def _python_file(name: str) -> tuple[Path, str]:
+    file, _, function_name = name.rpartition(":")
+    if not Path(file).is_file():
+        raise ValueError(f"--task={name}: no such file; give path/to/file.py:function")
+    return Path(file), function_name
+
+
+@contextmanager
+def _blame(name: str, what: str) -> Iterator[None]:
+    """An error of the user's own code, in one line that says where in their file it came from."""
+    file = Path(name.rpartition(":")[0]).resolve()
+    try:
+        yield
+    except ValueError:
+        raise  # already says what is wrong: ours, or the user's own words
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+        where = f" (line {lines[-1]})" if lines else ""
+        raise ValueError(f"--task={name}: {what}{where}: {type(error).__name__}: {error}") from error
+
+
 def _function(file: Path, function_name: str) -> Callable[..., Any]:
-    if not file.is_file():
-        raise ValueError(f"--task={file}:{function_name}: no such file; give path/to/file.py:function")
     spec = importlib.util.spec_from_file_location(f"vestige_user_task_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"--task={file}:{function_name}: not a Python file; give path/to/file.py:function")
@@ -518,7 +547,9 @@ def _task_of(name: str, made: Any) -> Task:
             raise ValueError(
                 f"--task={name}: {split} has {len(pair[0])} inputs and {len(pair[1])} targets; give one each"
             )
-    with torch.no_grad():  # the width of the answer: a public fact of the model
+    shape = tuple(test[0].shape[1:])
+    # the width of the answer: a public fact of the model
+    with torch.no_grad(), _blame(name, f"the model cannot take a test example of shape {shape}"):
         classes = copy.deepcopy(model).eval()(test[0][:1]).shape[-1]
     return Task(name, model, loss, tuple(train), tuple(test), classes, f"The user's own task, from {name}.")
 

@@ -16,6 +16,13 @@ RELEASES = {"dpsur": "y", "dpsgd-br": "yz"}
 ACCOUNTANTS = ("trial-level", "every-trial", "published")
 
 
+def check_selective(method: str) -> None:
+    if method not in RELEASES:
+        raise ValueError(
+            f"method={method!r} makes no trials; those that do: {', '.join(RELEASES)}. Others are priced without a name"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trials:
     """The public facts of a selective run."""
@@ -31,8 +38,7 @@ class Trials:
     accepted: int | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in RELEASES:
-            raise ValueError(f"method={self.method!r} makes no trials; those that do: {', '.join(RELEASES)}")
+        check_selective(self.method)
         check_steps(self.trials)
         check_rate(self.sample_rate)
         check_multiplier(self.sigma_t)
