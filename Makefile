@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tiny tensors: two processes gain more than a second thread in each.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 .PHONY: run test test-slow check format clean
 
@@ -10,16 +12,16 @@ run: $(READY)  ## compare private optimizers at equal epsilon on scikit-learn's 
 	$(BIN)/vestige compare --quick
 
 test: $(READY)  ## the everyday tests
-	$(BIN)/python -m pytest
+	$(TEST)
 
 test-slow: $(READY)  ## all tests, the slow ones too
-	$(BIN)/python -m pytest -m ""
+	$(TEST) -m ""
 
 check: $(READY)  ## formatting, lint, types, doctests and tests
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --doctest-modules --doctest-ignore-import-errors src/vestige tests
+	$(TEST) --doctest-modules --doctest-ignore-import-errors src/vestige tests
 
 format: $(READY)
 	$(BIN)/ruff format src tests bench examples
