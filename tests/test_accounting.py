@@ -30,6 +30,7 @@ from vestige.accounting import (
     published_claim_epsilon,
     tuned_epsilon,
 )
+from vestige.adaptive import Counted
 from vestige.planning import accounted_multiplier
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 
@@ -63,7 +64,8 @@ def test_published_table(multiplier, classic, tight, pld):
 @pytest.mark.parametrize(("groups", "memory", "published"), [(3, 1.0, 77.8), (21, 0.9, 1246.0)])
 def test_groups_on_one_sample_are_whitened(groups, memory, published):
     multiplier = accounted_multiplier(1.1, memory, groups)
-    assert multiplier == pytest.approx((groups * (1.1 / memory) ** -2) ** -0.5)
+    assert multiplier == pytest.approx(1.1 / memory / groups**0.5)
+    assert accounted_multiplier(2.0) == 2.0
     assert epsilon(steps(multiplier), DELTA) == pytest.approx(published, rel=1.5e-3)
 
 
@@ -75,7 +77,10 @@ def test_one_sample_for_two_answers_costs_more_than_two_samples():
 
 
 def test_a_whitened_quantile_costs_little():
-    assert epsilon(steps((1.1**-2 + 20.0**-2) ** -0.5), DELTA) == pytest.approx(21.19, abs=0.01)
+    joint = (1.1**-2 + 20.0**-2) ** -0.5
+    assert Counted(1.0, count_noise=10.0).gradient_multiplier(joint, 200.0) == pytest.approx(1.1)
+    assert Counted(1.0, count_noise=inf).gradient_multiplier(3.0, 200.0) == 3.0
+    assert epsilon(steps(joint), DELTA) == pytest.approx(21.19, abs=0.01)
 
 
 def test_dp_accounting_agrees_on_a_mixed_history():
@@ -344,7 +349,7 @@ def test_a_filter_spends_nearly_a_plan():
     while door.allows(question):
         door.spend(question)
         count += 1
-    assert 0.95 * 3000 < count <= 3000
+    assert count == pytest.approx(2865, abs=5)  # the rest buys an order that bears noise which shrinks on the way
     assert door.history == {question: count}
     with pytest.raises(ValueError, match="stop here"):
         door.spend(question)

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from vestige import bookkeeping, precision
 from vestige.bookkeeping import BookKeeping
 from vestige.capture import Captured
 from vestige.clipping import Flat, Reference
@@ -1045,6 +1047,27 @@ def test_compiled_models(how):
     close(got, want)
     close(norms, want_norms)
     assert compiled(batch[0]).shape == (4, 3)
+
+
+def test_the_slack_for_tf32_tightens_every_share(monkeypatch):
+    model, batch, loss = sample("mlp", 6)
+    layout = Layout.of(model)
+    arguments = (batch, layout.parameters(model), Flat(0.1), layout)
+    want, _ = ask(BookKeeping(model, loss, layout), *arguments)
+    monkeypatch.setattr(bookkeeping, "slack", lambda into: 0.5)
+    got, _ = ask(BookKeeping(model, loss, layout), *arguments)
+    close(got, 0.5 * want)
+
+
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("convolutions", [False, True])
+def test_there_is_slack_where_tf32_may_round_up(products, convolutions, monkeypatch):
+    monkeypatch.setattr(precision, "tf32_products", lambda: products)
+    monkeypatch.setattr(precision, "tf32_convolutions", lambda: convolutions)
+    rounded = 1 + 2**-10  # each factor of a product, at most
+    share = rounded**2 * precision.slack(SimpleNamespace(is_cuda=True))
+    assert share == pytest.approx(1.0 if products or convolutions else rounded**2, abs=1e-12)
+    assert precision.slack(torch.zeros(1)) == 1.0  # a CPU does not round so
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

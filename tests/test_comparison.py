@@ -345,6 +345,22 @@ def test_a_task_too_big_for_memory_says_so_and_a_stack_is_halved(tmp_path, monke
     assert all("does not fit in memory" in record["error"] for record in failed.values())
 
 
+def test_a_stack_that_ends_half_way_tells_nothing_twice(tmp_path, monkeypatch):
+    spec = replace(TINY, rates=("auto",))
+    runs = list(comparison.final_runs(spec, experiments.grid_of(spec), {}))[:4]
+
+    def together(runs, place):
+        yield {"id": runs[0].id, "stack": len(runs)}
+        if len(runs) > 2:
+            raise MemoryError
+        yield from ({"id": run.id, "stack": len(runs)} for run in runs[1:])
+
+    monkeypatch.setattr(performing, "_together", together)
+    monkeypatch.setattr(performing, "_guarded", lambda run, place: {"id": run.id, "stack": 1})
+    records = list(performing.perform(runs, Place()))
+    assert sorted(record["id"] for record in records) == sorted(run.id for run in runs)
+
+
 def test_torn_and_foreign_records_are_left_out_named_and_made_again(tmp_path):
     spec = replace(TINY, rates=("auto",))
     home = experiments.compare(tmp_path / "c", spec)

@@ -23,7 +23,7 @@ from vestige.clipping import Clip, Loss, Parameters, Reference, Transform, usabl
 from vestige.independence import require_independent
 from vestige.layers import Gradient, change
 from vestige.layout import Layout
-from vestige.precision import SLACK, tf32_convolutions, tf32_products
+from vestige.precision import slack
 from vestige.rehearsal import Unclear, rehearsed
 from vestige.taps import Misfit, Plan, eagerly, full_precision
 
@@ -99,8 +99,7 @@ def add_weighted(
             suspect, blank = ~norms.isfinite().all(dim=1), True
         if blank:
             gradients = _blanked(gradients, suspect, in_place=real is not None)
-        rounds = into.is_cuda and (tf32_products() or tf32_convolutions())
-        factors = (weights(clip, norms) * (SLACK if rounds else 1.0)).to(into.dtype).t().contiguous()
+        factors = (weights(clip, norms) * slack(into)).to(into.dtype).t().contiguous()
         for s in layout.segments:
             if s.name in gradients:
                 gradients[s.name].add(into[s.start : s.stop].view(s.shape), factors[s.group])

@@ -108,7 +108,9 @@ class Unsteady(Exception):
 
 
 class Padded:
-    """Steps on batches of up to so many examples, all at the same addresses: run once, then recorded, then replayed.
+    """SENSITIVE: it keeps its last batch, sum and norms.
+
+    Steps on batches of up to so many examples, all at the same addresses: run once, then recorded, then replayed.
 
     What runs unrecorded is padded all the same, so that a resumed run meets the same shapes and rounds alike.
     """

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 SLACK = 1 / (1 + 2**-10) ** 2
 """Both factors of a product in TF32 may be rounded up, each by 2^-10. Times this, an example's share of a sum stays
@@ -26,6 +27,11 @@ def tf32_convolutions() -> bool:
 def _allowed(newer: Any, older: Any) -> bool:
     precision = getattr(newer, "fp32_precision", None)
     return bool(older.allow_tf32) if precision is None else precision == "tf32"
+
+
+def slack(into: Tensor) -> float:
+    """What keeps an example's share of a sum taken in this tensor within its bound."""
+    return SLACK if into.is_cuda and (tf32_products() or tf32_convolutions()) else 1.0
 
 
 @contextmanager
