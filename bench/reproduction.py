@@ -169,11 +169,7 @@ def make(arguments: argparse.Namespace) -> None:
                 told = time.time()
                 print(f"{told - begin:.0f} s: {len(list(home.runs.glob('*.json')))} runs on record", flush=True)
     finally:
-        for process in staff:
-            if process.is_alive():
-                process.terminate()
-        for process in staff:
-            process.join()
+        experiments.dismiss(staff)
     records = home.records()
     print(f"{time.time() - begin:.0f} s: {len(records)} runs on record", flush=True)
     for part in parts(arguments.data, arguments.small):

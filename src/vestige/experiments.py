@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -226,13 +227,18 @@ def _by_processes(home: ComparisonFolder, place: Place, workers: int, meter: Met
                     deaths += 1
                     staff[index] = hire()
     finally:
-        for process in staff:
-            if process.is_alive():
-                process.terminate()
-        for process in staff:
-            process.join()
+        dismiss(staff)
     if any(process.exitcode for process in staff):
         raise OSError("the worker processes keep dying; what they finished is on record: run the command again")
+
+
+def dismiss(staff: Sequence[BaseProcess]) -> None:
+    """End the processes that still run, and wait for all."""
+    for process in staff:
+        if process.is_alive():
+            process.terminate()
+    for process in staff:
+        process.join()
 
 
 def _worker(path: str, place: Place, workers: int, threads: int) -> None:
