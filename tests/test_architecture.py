@@ -64,6 +64,15 @@ def test_only_tasks_knows_files_of_data():
             assert "load_digits" not in text, path
 
 
+REPORT = {"report", "report_words", "report_privacy", "pictures", "drawing", "markup"}
+
+
+@pytest.mark.parametrize("room", sorted(REPORT))
+def test_the_report_reads_records_and_knows_nothing_else_of_the_package(room):
+    assert reach(ROOT / f"{room}.py") <= {f"vestige.{each}" for each in REPORT}
+    assert not any(name.split(".")[0] == "torch" for name in imports(ROOT / f"{room}.py"))
+
+
 def test_there_is_no_circle():
     for path in FILES:
         name = ".".join(("vestige", *path.relative_to(ROOT).with_suffix("").parts))
