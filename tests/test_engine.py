@@ -165,9 +165,9 @@ def test_leaving_the_loop_between_parts_forgets_the_unfinished_draw(workers):
     seen = []
     honest = steps._answer
 
-    def watched(point, **options):
+    def watched(at):
         seen.append(dict(steps.gathered.uses) | {(one.part.draw, one.part.number): 1 for one in steps.gathered.waiting})
-        return honest(point, **options)
+        return honest(at)
 
     steps._answer = watched
     epoch(model, optimizer, loader)

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vestige.calls import Caller
-from vestige.clipping import BoundedSum, Parameters, Transform
+from vestige.clipping import BoundedSum, Parameters
 from vestige.coverage import require_own
 from vestige.gathered import Gathered
 from vestige.ledger import Ledger
 from vestige.method import Method
 from vestige.noise import Randomness, Release, add_noise
 from vestige.passes import Passes
-from vestige.probes import Here
+from vestige.probes import At, Here
 from vestige.questions import SampledGaussian
 
 Closure = Callable[[], Any]
@@ -104,17 +104,18 @@ class PrivateSteps:
         for name, view in self.caller.layout.views(direction / release.expected_batch).items():
             parameters[name].grad = view if parameters[name].requires_grad else None  # what was frozen since stays
 
-    def _answer(self, point: Parameters, *, part: int = 0, transform: Transform | None = None) -> Release:
+    def _answer(self, at: At) -> Release:
         """Bound what was gathered, charge for it, add noise."""
-        if transform is not None:
+        if at.transform is not None:
             raise ValueError(f"{self.method.name} changes each example's gradient: use vestige.train for it")
+        assert (at.then, at.clip, at.boost) == (None, None, 1), "the engine refuses such probes"
         total = self.gathered.gather()
         question = self._question()
         sensitivity = self.method.clip.sensitivity(self.caller.layout)
         if isinstance(sensitivity, Tensor):
             sensitivity = sensitivity.to(total.device)
         ceiling = float(sensitivity.max()) if isinstance(sensitivity, Tensor) else float(sensitivity)
-        self.ledger.ask(question, step=self.step_number, part=part, sensitivity=ceiling)
+        self.ledger.ask(question, step=self.step_number, part=at.part, sensitivity=ceiling)
         index, self.asked = self.asked, self.asked + 1
         stream = self.randomness.stream("noise", index)
         std, _ = add_noise(BoundedSum(total, sensitivity), self.planned.multiplier, stream)
@@ -139,12 +140,12 @@ class PrivateSteps:
     def _answer_by(self, closure: Closure) -> Callable[..., Any]:
         """Answers anywhere: the parameters go there, the user's closure runs, the parameters come back."""
 
-        def answer(point: Parameters, *, part: int = 0, transform: Transform | None = None) -> Release:
+        def answer(at: At) -> Release:
             home = {name: p.clone() for name, p in self.caller.point().items()}
-            self._go(point)
+            self._go(at.point)
             with torch.enable_grad():
                 closure()
-            release = self._answer(point, part=part, transform=transform)
+            release = self._answer(at)
             self._go(home)
             return release
 
