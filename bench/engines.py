@@ -1,7 +1,7 @@
 """What does a private step cost over a plain one? Every engine on the same models, in one process, in one table.
 
-usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--kernels]
-       [--threads N] [--cpu-time] [--json FILE]
+usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--precision NAME]
+       [--kernels] [--threads N] [--cpu-time] [--json FILE]
 
 A step is forward, backward, clipping, noise and the update. Peak memory is what the step allocates on the GPU, and what
 is set apart for its recording; on the CPU there is no such count, so only time is given.
@@ -426,6 +426,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the batch, fewer repetitions")
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument(
+        "--precision",
+        choices=["tf32", "torch"],
+        default="tf32",
+        help="tf32: matrix products and convolutions in TF32; torch: as torch is set by itself, convolutions only",
+    )
     parser.add_argument("--kernels", action="store_true", help="also the fused kernels one by one (GPU)")
     parser.add_argument("--threads", type=int, help="threads of the CPU")
     parser.add_argument("--cpu-time", action="store_true", help="the process's time, not the clock's: a busy machine")
@@ -435,10 +441,11 @@ def main() -> None:
     options.seconds, options.rounds = (0.5, 2) if options.quick else (3.0, 5)
     if options.threads:
         torch.set_num_threads(options.threads)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
+    if options.precision == "tf32":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
     machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"torch {torch.__version__}, {machine}, TF32 on a GPU; over plain SGD\n")
+    print(f"torch {torch.__version__}, {machine}, precision {options.precision} on a GPU; over plain SGD\n")
     print("| model [batch] | step | ms | time | peak MiB | memory |\n|---|---|---|---|---|---|")
     results = []
     for name in options.models:
