@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-notes = Console(stderr=True, highlight=False, soft_wrap=True)
-answers = Console(highlight=False, soft_wrap=True)
+from vestige.cli_mistakes import refuse_others
+from vestige.cli_terminal import Json, answers, notes, print_json
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 Workers = Annotated[int | None, typer.Option(help="Processes (default: one per core, one in all on a GPU).")]
 Engine = Annotated[str, typer.Option(help="local (processes) or ray (a Ray cluster).")]
 Stacking = Annotated[str, typer.Option(help="auto: train runs that fit together as one stack; off: one after another.")]
@@ -29,26 +27,11 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda 
 Address = Annotated[str | None, typer.Option(help="Address of the Ray cluster (default: a local one).")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("compare")(compare)
-    app.command("report")(report)
-    app.command("presets")(presets)
-    app.command("reproduce")(reproduce)
-
-
 # --- compare ---------------------------------------------------------------------------------------------------------
 
 
 WHERE = ("engine", "ray_address", "workers", "stack", "device", "as_json")
 """Options that say where runs are made, and go with any comparison."""
-
-
-def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) -> None:
-    """An option that would be ignored is refused by name."""
-    given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
-    extra = [name for name in given if name not in allowed]
-    if extra:
-        raise ValueError(f"--{extra[0].replace('_', '-')} cannot be given too: {why}")
 
 
 def compare(
@@ -266,7 +249,7 @@ def _fill(
 def _finish(home: Any, as_json: bool) -> None:
     summary = summarised(home)
     if as_json:
-        print(json.dumps(summary, allow_nan=False))
+        print_json(summary)
     else:
         show(summary)
         answers.print(f"written to {home.path}; for the whole story: vestige report {home.path}", markup=False)
@@ -466,7 +449,7 @@ def presets(as_json: Json = False) -> None:
 
     if as_json:
         rows = [{"name": p.name, "what": p.what, "paper": p.paper, "missing": p.missing()} for p in PRESETS.values()]
-        print(json.dumps({"presets": rows}))
+        print_json({"presets": rows})
         return
     table = Table("preset", "what the paper shows", "paper", "state")
     for preset in PRESETS.values():
@@ -512,12 +495,7 @@ def reproduce(
     summary = summarised(home)
     beside = known.beside(preset, list(home.records().values()))
     if as_json:
-        print(
-            json.dumps(
-                {**summary, "preset": name, "small": small, "beside": beside, "notes": list(preset.notes)},
-                allow_nan=False,
-            )
-        )
+        print_json({**summary, "preset": name, "small": small, "beside": beside, "notes": list(preset.notes)})
     else:
         show(summary)
         _show_paper(preset, beside, small)

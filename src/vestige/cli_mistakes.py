@@ -1,0 +1,85 @@
+"""How does a mistake end? In one line that speaks of flags, and an exit code.
+
+2 for usage, 1 for a check that failed or a machine that could not, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+INTERRUPTED = 130
+
+
+class Spoken(TyperCommand):
+    """A command whose errors name its flags where the library names arguments."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            raise ValueError(in_flags(str(error), (flag for each in self.params for flag in each.opts))) from error
+
+
+def in_flags(message: str, options: Iterable[str]) -> str:
+    """The message of a Python error, in the words of the command line.
+
+    >>> in_flags("sample_rate=2 must lie in (0, 1]; give steps=5, too", ["--sample-rate", "--steps"])
+    '--sample-rate=2 must lie in (0, 1]; give --steps=5, too'
+    """
+    flags = {option.lstrip("-").replace("-", "_"): option for option in options if option.startswith("--")}
+
+    def say(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        # A word without "=" or an underscore may be plain English: delta, share, task.
+        if name not in flags or (value is None and "_" not in name):
+            return match[0]
+        return flags[name] + {None: "", "=None": " is missing"}.get(value, "=")
+
+    # Only where a word can begin: what stands inside a path or a quoted value is the user's own.
+    return re.sub(r"(?<![^\s(])([a-z]\w*)\b(=None\b|=(?!=))?", say, message)
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Turn whatever ends the command into one line on standard error and an exit code."""
+    try:
+        yield
+    except typer.Abort:
+        fail("interrupted", INTERRUPTED)
+    except ValueError as error:
+        fail(str(error), 2)
+    except OSError as error:
+        fail(f"{error.strerror}: {error.filename}" if error.filename is not None else str(error), 1)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what typer says of wrong words, whichever click it carries
+            raise
+        _fail_of_usage(error)
+
+
+def _fail_of_usage(error: Any) -> None:
+    message = error.format_message().strip()
+    if not message:  # no words at all were given: the help was printed
+        sys.exit(error.exit_code)
+    where = getattr(error, "ctx", None)
+    hint = f" (see {where.command_path} --help)" if where is not None else ""
+    fail(message.rstrip(".") + hint, error.exit_code)
+
+
+def fail(message: str, code: int) -> None:
+    print(f"vestige: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) -> None:
+    """An option that would be ignored is refused by name."""
+    given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    extra = [name for name in given if name not in allowed]
+    if extra:
+        raise ValueError(f"--{extra[0].replace('_', '-')} cannot be given too: {why}")
