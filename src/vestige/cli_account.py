@@ -79,13 +79,12 @@ def account(
         }
         _account_trials({"method": method, "trials": steps, "delta": delta, **facts}, accepted, accounting_by, as_json)
         return
-    from vestige import accounting, planning
+    from vestige import accounting, limits
     from vestige.questions import SampledGaussian
-    from vestige.sampling import check_rate
 
-    check_rate(sample_rate)
-    planning.check_steps(steps)
-    planning.check_delta(delta)
+    limits.check_rate(sample_rate)
+    limits.check_steps(steps)
+    limits.check_delta(delta)
     if accountant not in ("pld", "rdp"):
         raise ValueError(f"accountant={accountant!r} must be pld or rdp")
     if sampling != "poisson":
@@ -112,9 +111,9 @@ def account(
             lambda z: {SampledGaussian(sample_rate, z): steps}, epsilon, delta, accountant
         )
     elif paper_sigma is not None:
-        noise_multiplier = planning.accounted_multiplier(paper_sigma, beta, groups or 1)
+        noise_multiplier = limits.accounted_multiplier(paper_sigma, beta, groups or 1)
     assert noise_multiplier is not None
-    planning.check_multiplier(noise_multiplier)
+    limits.check_multiplier(noise_multiplier)
     history: accounting.History = {SampledGaussian(sample_rate, noise_multiplier): steps}
     spent = accounting.epsilon(history, delta, accountant)
     result = {

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vestige import accounting
-from vestige.planning import check_delta, check_multiplier, check_steps
+from vestige.limits import check_delta, check_multiplier, check_rate, check_steps
 from vestige.questions import Question, SampledGaussian, Trial
-from vestige.sampling import check_rate
 
 RELEASES = {"dpsur": "y", "dpsgd-br": "yz"}
 """What an accepted trial of a method shows: its candidate, or its noisy loss too, since a buffer compares those."""
