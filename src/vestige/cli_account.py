@@ -6,10 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
+from vestige.cli_mistakes import refuse_others
 from vestige.cli_terminal import Json, answers, print_json
+
+ALWAYS = ("sample_rate", "steps", "delta", "as_json")
+GAUSSIAN = ("noise_multiplier", "epsilon", "paper_sigma", "beta", "groups", "accountant", "sampling")
+TRIALS = ("method", "accounting_by", "accepted", "sigma_t", "validation_rate", "sigma_v", "threshold")
 
 
 def account(
+    context: typer.Context,
     sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")],
     steps: Annotated[int, typer.Option("--steps", "--trials", help="Number of steps, or of trials.")],
     delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5,
@@ -70,15 +76,44 @@ def account(
             --validation-rate 0.00427 --sigma-v 1.37 --threshold -1.5 --accounting trial-level
     """
     if method is not None:
-        facts = {
-            "sample_rate": sample_rate,
-            "sigma_t": sigma_t if sigma_t is not None else noise_multiplier,
-            "validation_rate": validation_rate,
-            "sigma_v": sigma_v,
-            "threshold": threshold,
-        }
-        _account_trials({"method": method, "trials": steps, "delta": delta, **facts}, accepted, accounting_by, as_json)
+        allowed = (*ALWAYS, *TRIALS) if sigma_t is not None else (*ALWAYS, *TRIALS, "noise_multiplier")
+        refuse_others(context, allowed, f"{method} is priced trial by trial; its noise is --sigma-t")
+        noise = sigma_t if sigma_t is not None else noise_multiplier
+        facts = {"method": method, "trials": steps, "delta": delta, "sample_rate": sample_rate, "sigma_t": noise}
+        facts |= {"validation_rate": validation_rate, "sigma_v": sigma_v, "threshold": threshold}
+        result = _price_trials(facts, accepted, accounting_by)
+        print_json(result) if as_json else _say_trials(result)
         return
+    refuse_others(context, (*ALWAYS, *GAUSSIAN), "it belongs to the trials of a selective method; give --method, too")
+    _check_one_of(noise_multiplier=noise_multiplier, epsilon=epsilon, paper_sigma=paper_sigma)
+    if beta != 1 and paper_sigma is None:
+        raise ValueError(f"beta={beta} rescales --paper-sigma only: the accounted multiplier already contains it")
+    result = _price_steps(
+        sample_rate, steps, delta, noise_multiplier, epsilon, paper_sigma, beta, groups, accountant, sampling
+    )
+    print_json(result) if as_json else _say_steps(result)
+
+
+def _check_one_of(**choices: float | None) -> None:
+    flags = {f"--{name.replace('_', '-')}": value is not None for name, value in choices.items()}
+    given = [flag for flag, there in flags.items() if there]
+    if len(given) != 1:
+        *others, last = flags
+        raise ValueError(f"give exactly one of {', '.join(others)} and {last}, not {' and '.join(given) or 'none'}")
+
+
+def _price_steps(
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    noise_multiplier: float | None,
+    epsilon: float | None,
+    paper_sigma: float | None,
+    beta: float,
+    groups: int | None,
+    accountant: str,
+    sampling: str,
+) -> dict[str, Any]:
     from vestige import accounting, limits
     from vestige.questions import SampledGaussian
 
@@ -90,66 +125,56 @@ def account(
     if sampling != "poisson":
         reasons = accounting.guarantee({}, delta, accounting.Facts(sampling=sampling)).reasons
         raise ValueError(f"sampling={sampling!r} has no price: {'; '.join(reasons)}")
-    given = [
-        name
-        for name, value in (("noise-multiplier", noise_multiplier), ("epsilon", epsilon), ("paper-sigma", paper_sigma))
-        if value is not None
-    ]
-    if len(given) != 1:
-        raise ValueError(
-            "give exactly one of --noise-multiplier, --epsilon and --paper-sigma, not "
-            + (" and ".join(f"--{name}" for name in given) or "none")
-        )
-    if groups is not None and groups < 1:
-        raise ValueError(f"groups={groups} must be a whole number from 1 up")
+    if groups is not None:
+        limits.check_steps(groups, "groups")
     if not 0 < beta <= 1:
         raise ValueError(f"beta={beta} must lie in (0, 1]")
-    if beta != 1 and paper_sigma is None:
-        raise ValueError(f"beta={beta} rescales --paper-sigma only: the accounted multiplier already contains it")
+
+    def asked(multiplier: float) -> accounting.History:
+        return {SampledGaussian(sample_rate, multiplier): steps}
+
     if epsilon is not None:
-        noise_multiplier = accounting.calibrate(
-            lambda z: {SampledGaussian(sample_rate, z): steps}, epsilon, delta, accountant
-        )
+        noise_multiplier = accounting.calibrate(asked, epsilon, delta, accountant)
     elif paper_sigma is not None:
         noise_multiplier = limits.accounted_multiplier(paper_sigma, beta, groups or 1)
     assert noise_multiplier is not None
     limits.check_multiplier(noise_multiplier)
-    history: accounting.History = {SampledGaussian(sample_rate, noise_multiplier): steps}
-    spent = accounting.epsilon(history, delta, accountant)
     result = {
-        "epsilon": spent,
+        "epsilon": accounting.epsilon(asked(noise_multiplier), delta, accountant),
         "delta": delta,
         "noise_multiplier": noise_multiplier,
         "sample_rate": sample_rate,
         "steps": steps,
         "accountant": accountant,
-        "epsilon_rdp": accounting.epsilon(history, delta, "rdp"),
+        "epsilon_rdp": accounting.epsilon(asked(noise_multiplier), delta, "rdp"),
         "adjacency": "add/remove one example",
         "sampling": "poisson",
     }
     if groups is not None:
         # What one group's ratio of noise to bound would cost if it were the whole release: drawn in papers, but one
         # example is in every group at once, so it bounds nothing.
-        marginal: accounting.History = {SampledGaussian(sample_rate, noise_multiplier * groups**0.5): steps}
-        result |= {
-            "groups": groups,
-            "nonguarantee_marginal_epsilon": accounting.epsilon(marginal, delta, accountant),
-        }
-    if as_json:
-        print_json(result)
-        return
-    answers.print(f"epsilon {spent:.4f} at delta {delta:g} ({accountant}; by Renyi {result['epsilon_rdp']:.4f})")
+        marginal = accounting.epsilon(asked(noise_multiplier * groups**0.5), delta, accountant)
+        result |= {"groups": groups, "nonguarantee_marginal_epsilon": marginal}
+    return result
+
+
+def _say_steps(result: dict[str, Any]) -> None:
     answers.print(
-        f"noise multiplier {noise_multiplier:.6g}, {steps} steps, Poisson rate {sample_rate:g}, add/remove one example"
+        f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accountant']}; by Renyi "
+        f"{result['epsilon_rdp']:.4f})"
     )
-    if groups is not None:
+    answers.print(
+        f"noise multiplier {result['noise_multiplier']:.6g}, {result['steps']} steps, Poisson rate "
+        f"{result['sample_rate']:g}, add/remove one example"
+    )
+    if "groups" in result:
         answers.print(
-            f"{groups} groups on one sample, priced jointly "
+            f"{result['groups']} groups on one sample, priced jointly "
             f"(nonguarantee_marginal_epsilon {result['nonguarantee_marginal_epsilon']:.4f}: no guarantee)"
         )
 
 
-def _account_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str, as_json: bool) -> None:
+def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str) -> dict[str, Any]:
     from vestige.trial_prices import Trials, check_selective, price
 
     check_selective(facts["method"])
@@ -157,15 +182,15 @@ def _account_trials(facts: dict[str, Any], accepted: int | None, accounting_by: 
     if missing:
         words = ", ".join(f"--{name.replace('_', '-')}" for name in facts)
         raise ValueError(f"--{missing[0].replace('_', '-')} is missing: {facts['method']} is priced from {words}")
-    result = price(Trials(**facts, accepted=accepted), accounting_by)
-    if as_json:
-        print_json(result)
-        return
+    return price(Trials(**facts, accepted=accepted), accounting_by)
+
+
+def _say_trials(result: dict[str, Any]) -> None:
     if "epsilon" in result:
         answers.print(
-            f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({accounting_by}, {result['trials']} "
-            f"trials; by Renyi {result['epsilon_rdp']:.4f})"
+            f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accounting']}, "
+            f"{result['trials']} trials; by Renyi {result['epsilon_rdp']:.4f})"
         )
     if "published_claim_epsilon" in result:
-        claim = result["published_claim_epsilon"]
+        claim, accepted = result["published_claim_epsilon"], result["accepted"]
         answers.print(f"published claim {claim:.4f} for {accepted} accepted updates: refuted, not a guarantee")

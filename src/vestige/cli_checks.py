@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vestige.cli_mistakes import fail
-from vestige.cli_terminal import Json, answers, print_json
+from vestige.cli_terminal import LARGEST_SEED, Json, answers, print_json
 
 
 def verify(run: Annotated[Path, typer.Argument(help="The run's folder.")], as_json: Json = False) -> None:
@@ -52,7 +52,7 @@ def doctor(
         typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data or loader)."),
     ],
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights.", min=0, max=LARGEST_SEED)] = 0,
     parity: Annotated[
         bool, typer.Option("--parity", help="Also prove, on one batch, that the fast engine equals the reference.")
     ] = False,
@@ -76,7 +76,7 @@ def doctor(
     """
     from vestige import tasks
     from vestige.doctor import examine, first_examples, largest_batch
-    from vestige.jobs import default_device
+    from vestige.jobs import check_device, default_device
     from vestige.parity import compare_engines
 
     if batch < 1:
@@ -84,7 +84,9 @@ def doctor(
     if physical_batch not in (None, "auto"):
         raise ValueError(f"physical_batch={physical_batch!r} must be 'auto' here: it is what the doctor looks for")
     model, loss, examples = tasks.subject(task, data, seed)
-    model.to(device or default_device())
+    where = device or default_device()
+    check_device(where)
+    model.to(where)
     findings = examine(model, loss, examples)
     wrong = any(finding.level == "error" for finding in findings)
     result: dict[str, Any] = {"healthy": not wrong, "findings": [vars(finding) for finding in findings]}

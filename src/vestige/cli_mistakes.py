@@ -20,11 +20,29 @@ INTERRUPTED = 130
 class Spoken(TyperCommand):
     """A command whose errors name its flags where the library names arguments."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "param", None) is not None and getattr(error, "message", None):
+                error.message = _with_value(error, words)  # type: ignore[attr-defined]
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except ValueError as error:
             raise ValueError(in_flags(str(error), (flag for each in self.params for flag in each.opts))) from error
+
+
+def _with_value(error: Any, words: list[str]) -> str:
+    """What typer says of a value that it cannot read, with the value."""
+    for option, value in zip(words, [*words[1:], ""], strict=True):
+        name, equals, rest = option.partition("=")
+        if name in error.param.opts:
+            return f"{rest if equals else value!r}: {error.message}"
+    return str(error.message)
 
 
 def in_flags(message: str, options: Iterable[str]) -> str:
@@ -68,7 +86,7 @@ def _fail_of_usage(error: Any) -> None:
     if not message:  # no words at all were given: the help was printed
         sys.exit(error.exit_code)
     where = getattr(error, "ctx", None)
-    hint = f" (see {where.command_path} --help)" if where is not None else ""
+    hint = f"; see {where.command_path} --help" if where is not None else ""
     fail(message.rstrip(".") + hint, error.exit_code)
 
 
@@ -79,7 +97,7 @@ def fail(message: str, code: int) -> None:
 
 def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) -> None:
     """An option that would be ignored is refused by name."""
-    given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
-    extra = [name for name in given if name not in allowed]
-    if extra:
-        raise ValueError(f"--{extra[0].replace('_', '-')} cannot be given too: {why}")
+    for parameter in context.command.params:
+        given = str(context.get_parameter_source(str(parameter.name))).endswith("COMMANDLINE")
+        if given and parameter.name not in allowed:
+            raise ValueError(f"{parameter.opts[0]} cannot be given too: {why}")

@@ -18,6 +18,8 @@ answers = Console(highlight=False, soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 
+LARGEST_SEED = 2**63 - 1
+
 
 def print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, allow_nan=False))

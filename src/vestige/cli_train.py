@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vestige.cli_mistakes import refuse_others
 from vestige.cli_options import with_method_options
-from vestige.cli_terminal import Json, answers, graceful, notes, print_json, progress
+from vestige.cli_terminal import LARGEST_SEED, Json, answers, graceful, notes, print_json, progress
 
 
 @with_method_options
@@ -72,7 +72,10 @@ def train(
         ),
     ] = "bookkeeping",
     seed: Annotated[
-        int, typer.Option(help="Fixes public randomness only: initial weights. Never noise or sampling.")
+        int,
+        typer.Option(
+            help="Fixes public randomness only: initial weights. Never noise or sampling.", min=0, max=LARGEST_SEED
+        ),
     ] = 0,
     reproducible: Annotated[
         bool, typer.Option("--reproducible", help="Fix noise and sampling too. Protects nobody: for tests.")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from math import inf
+
+SMALLEST_MULTIPLIER = 1e-100
+"""Noise that is positive in name only: its square is no number."""
+
 
 def check_rate(rate: float) -> None:
     if not 0 < rate <= 1:
         raise ValueError(f"sample_rate={rate} must lie in (0, 1]: it is the probability that an example joins a step")
 
 
-def check_steps(steps: int) -> None:
+def check_steps(steps: int, name: str = "steps") -> None:
     if not (isinstance(steps, int) and steps >= 1):
-        raise ValueError(f"steps={steps} must be a whole number from 1 up")
+        raise ValueError(f"{name}={steps} must be a whole number from 1 up")
 
 
 def check_delta(delta: float, population: int | None = None) -> None:
     if not 0 < delta < 1:
-        raise ValueError(f"delta={delta} must lie in (0, 1)")
+        raise ValueError(f"delta={delta} must lie in (0, 1): take one well below 1 / examples, such as 1e-5")
     if population is not None and delta >= 1 / population:
         raise ValueError(
             f"delta={delta} is not below 1/N = {1 / population:.3g} for {population} examples: it would allow "
@@ -23,9 +28,9 @@ def check_delta(delta: float, population: int | None = None) -> None:
         )
 
 
-def check_multiplier(noise_multiplier: float) -> None:
-    if not noise_multiplier > 0:
-        raise ValueError(f"noise_multiplier={noise_multiplier} must be positive: without noise there is no privacy")
+def check_multiplier(noise_multiplier: float, name: str = "noise_multiplier") -> None:
+    if not SMALLEST_MULTIPLIER <= noise_multiplier < inf:
+        raise ValueError(f"{name}={noise_multiplier} must be positive and finite: without noise there is no privacy")
 
 
 def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: int = 1) -> float:
@@ -35,6 +40,5 @@ def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: i
     bijection of the release given the earlier ones, and `groups` equal ratios on one sample are one Gaussian mechanism
     with their ratio over sqrt(groups).
     """
-    if not paper_sigma > 0:
-        raise ValueError(f"paper_sigma={paper_sigma} must be positive")
+    check_multiplier(paper_sigma, "paper_sigma")
     return paper_sigma / (fresh_share * groups**0.5)

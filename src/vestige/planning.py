@@ -89,7 +89,7 @@ def plan(
             steps = affordable(one, epsilon, delta, accountant, first)
     check_steps(steps)
     if epsilon is None and noise_multiplier is None:
-        raise ValueError("epsilon and noise_multiplier are both missing: give the budget, or the noise")
+        raise ValueError("neither a budget nor noise is given: give epsilon=3, say, or noise_multiplier=1")
     if noise_multiplier is None:
         assert epsilon is not None
         history_at = partial(questions, method, sample_rate, steps=steps, first=first)
@@ -111,8 +111,8 @@ def check_schedule(method: Method, epsilon: float | None) -> str:
         return "pld"
     if epsilon is None:
         raise ValueError(
-            "epsilon is missing: this method's noise follows from earlier answers, and only a filter that knows the "
-            "budget in advance bounds that; give epsilon, or progress='none'"
+            "epsilon=None: this method's noise follows from earlier answers, and only a filter that knows the budget "
+            "in advance bounds that; give epsilon=3, say, or progress='none'"
         )
     return "rdp"
 
