@@ -17,7 +17,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from vestige.cli_mistakes import refuse_others
+from vestige.cli_mistakes import INTERRUPTED, refuse_others
 from vestige.cli_terminal import Json, answers, notes, print_json
 
 Workers = Annotated[int | None, typer.Option(help="Processes (default: one per core, one in all on a GPU).")]
@@ -265,10 +265,14 @@ def _fill(
     usual = 1 if where != "cpu" or alone else max(1, os.cpu_count() or 1)
     hands = workers if workers is not None else usual
     place = Place(where, data or {}, stack == "auto" and not alone)
-    with progress(not as_json) as watch:
-        return experiments.compare(
-            path, specification, place=place, engine=engine, workers=hands, address=address, watch=watch
-        )
+    try:
+        with progress(not as_json) as watch:
+            return experiments.compare(
+                path, specification, place=place, engine=engine, workers=hands, address=address, watch=watch
+            )
+    except KeyboardInterrupt:
+        notes.print(f"interrupted; continue with: vestige compare --resume {path}", markup=False)
+        sys.exit(INTERRUPTED)
 
 
 def _finish(home: Any, as_json: bool) -> None:

@@ -37,12 +37,14 @@ class Spoken(TyperCommand):
 
 
 def _with_value(error: Any, words: list[str]) -> str:
-    """What typer says of a value that it cannot read, with the value."""
-    for option, value in zip(words, [*words[1:], ""], strict=True):
-        name, equals, rest = option.partition("=")
+    """What typer says of a value that it cannot read, with the value: of a flag given twice the last one counts."""
+    given = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, rest = word.partition("=")
         if name in error.param.opts:
-            return f"{rest if equals else value!r}: {error.message}"
-    return str(error.message)
+            given.append(repr(rest if equals else following))
+    counted = given if getattr(error.param, "multiple", False) else given[-1:]
+    return f"{', '.join(counted)}: {error.message}" if counted else str(error.message)
 
 
 def in_flags(message: str, options: Iterable[str]) -> str:

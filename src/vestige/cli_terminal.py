@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vestige.cli_mistakes import INTERRUPTED
+
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 answers = Console(highlight=False, soft_wrap=True)
 
@@ -68,7 +70,7 @@ def graceful() -> Iterator[Callable[[], bool]]:
     def ask(number: int, frame: object) -> None:
         nonlocal stop
         if stop:
-            os._exit(130)
+            os._exit(INTERRUPTED)
         stop = True
         notes.print("stopping after this step (again: at once)", markup=False)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vestige.cli_mistakes import refuse_others
+from vestige.cli_mistakes import INTERRUPTED, refuse_others
 from vestige.cli_options import with_method_options
 from vestige.cli_terminal import LARGEST_SEED, Json, answers, graceful, notes, print_json, progress
 
@@ -181,7 +181,7 @@ def train(
         notes.print(
             f"interrupted after step {result['steps']}; continue with: vestige train --resume {path}", markup=False
         )
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 def _lr(text: str) -> Any:

@@ -114,7 +114,7 @@ class Specification:
         if "tuned" in self.rates:
             self._check_tuning()
         if "given" in self.rates and not all(c.lr or self.lr for c in self.contenders):
-            raise ValueError("lr is missing: the rate 'given' needs a number")
+            raise ValueError("lr=None: the rate 'given' needs a number")
 
     def _check_tuning(self) -> None:
         if not (self.factors or self.learning_rates):
