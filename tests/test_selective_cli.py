@@ -73,7 +73,7 @@ def test_a_run_is_priced_in_three_ways(by, epsilon):
 
 
 def test_the_published_claim_needs_the_accepted_and_is_called_refuted():
-    assert refusal(*PRINTED, "--accounting", "published").startswith("accepted=None: ")
+    assert refusal(*PRINTED, "--accounting", "published").startswith("vestige: --accepted is missing: ")
     shown = call(*PRINTED, "--accepted", 1246, "--accounting", "published").output
     assert "refuted, not a guarantee" in shown
     assert not shown.startswith("epsilon")
