@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vestige import comparison, experiments, report
+from vestige import comparison, drawing, experiments
 from vestige.cli_compare import contenders
 from vestige.comparison import VALIDATION, Budget, Contender, Problem, Record, Specification
 from vestige.comparison_folder import ComparisonFolder
@@ -251,13 +251,13 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
             for factor, value in row["accuracy_by_factor"].items() if row["method"] == name else ():
                 by_factor.setdefault(float(factor), []).append(row["best"] - value)
         points = tuple((factor, sum(v) / len(v), None, None) for factor, v in sorted(by_factor.items()))
-        series.append(report.Series(name, points))
+        series.append(drawing.Series(name, points))
     worst: dict[float, list[float]] = {}
     for row in rows:
         for factor, value in row["accuracy_by_factor"].items() if row["method"] in names else ():
             worst.setdefault(float(factor), []).append(row["best"] - value)
-    series.append(report.Series("worst of all", tuple((f, max(v), None, None) for f, v in sorted(worst.items()))))
-    figure = report.Figure(
+    series.append(drawing.Series("worst of all", tuple((f, max(v), None, None) for f, v in sorted(worst.items()))))
+    figure = drawing.Figure(
         "learning-rate",
         "accuracy lost against the best rate: mean over settings, and the worst",
         "learning rate, as a multiple of the automatic one",
@@ -266,9 +266,9 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
         log_x=True,
         percent=True,
     )
-    drawn = report.svg(figure, names, standalone=True)
+    drawn = drawing.svg(figure, names, standalone=True)
     keys = "".join(
-        f'<text x="215" y="{54 + 15 * i}" style="fill:{report.COLOURS[i % len(report.COLOURS)]}">{name}</text>'
+        f'<text x="215" y="{54 + 15 * i}" style="fill:{drawing.COLOURS[i % len(drawing.COLOURS)]}">{name}</text>'
         for i, name in enumerate(names)
     )
     last = f'<text x="215" y="{54 + 15 * len(names)}">worst of all, dashed</text>'

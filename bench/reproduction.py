@@ -1,7 +1,7 @@
 """What must be run to judge the FO-DP-SGD paper and the learning-rate rule? All of it as one pool: each run once.
 
     python bench/reproduction.py --data DATA --out runs/reproduction --device cuda --hands 3 --alone 10 --limit 420
-    python bench/reproduction.py --data DATA --out runs/reproduction --render docs
+    python bench/reproduction.py --data DATA --out runs/reproduction --render docs [--also FOLDER ...]
 
 In this order: SVHN and CIFAR-100 tuned at the paper's budget, the paper's tables and figures (presets share most
 of their runs, so these are made together), and the study of the automatic rate. `--hands` processes train stacks
@@ -206,6 +206,7 @@ def render(arguments: argparse.Namespace) -> None:
         lines += _gap(records) if part.name == "fo-rates" else _tables(records, part.specification)
         if part.kind == "preset" and part.name != "fo-rates":
             lines += _beside(presets.beside(presets.find(part.name), records))
+    tuning += [record for folder in arguments.also for record in ComparisonFolder(folder).records().values()]
     arguments.render.mkdir(parents=True, exist_ok=True)
     (arguments.render / "reproduction-tables.md").write_text("\n".join(lines))
     rows = learning_rate.losses(tuning)
@@ -300,6 +301,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which to stop")
     parser.add_argument("--small", action="store_true", help="a rehearsal of everything, with next to no steps")
     parser.add_argument("--render", type=Path, help="run nothing: write folders, tables and plot from what is there")
+    parser.add_argument("--also", type=Path, nargs="*", default=[], help="comparisons whose tuning the study takes in")
     arguments = parser.parse_args()
     if arguments.render is None:
         make(arguments)

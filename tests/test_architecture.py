@@ -56,15 +56,30 @@ def test_only_accounting_knows_dp_accounting():
     "room", ["memory", "spectral", "groups", "probes", "rules", "learning_rate", "layout", "method", "moving"]
 )
 def test_what_remembers_and_moves_never_sees_data(room):
-    assert not {"vestige.curator", "vestige.asking", "vestige.tasks"} & reach(ROOT / f"{room}.py")
+    seen = reach(ROOT / f"{room}.py")
+    assert not {"vestige.curator", "vestige.asking", "vestige.tasks", *(f"vestige.{each}" for each in DATA)} & seen
 
 
-def test_only_tasks_knows_files_of_data():
+DATA = {"images", "reviews", "features", "datasets", "recipes", "reading"}
+
+
+def test_only_the_rooms_behind_tasks_know_files_of_data():
     for path in FILES:
-        if path.stem not in ("tasks", "features"):
+        if path.stem not in DATA:
             text = path.read_text()
             assert "np.load(" not in text, path
             assert "load_digits" not in text, path
+        if path.stem not in {*DATA, "tasks"}:
+            assert not {f"vestige.{each}" for each in DATA} & rooms(path), path
+
+
+REPORT = {"report", "report_words", "report_privacy", "pictures", "drawing", "markup"}
+
+
+@pytest.mark.parametrize("room", sorted(REPORT))
+def test_the_report_reads_records_and_knows_nothing_else_of_the_package(room):
+    assert reach(ROOT / f"{room}.py") <= {f"vestige.{each}" for each in REPORT}
+    assert not any(name.split(".")[0] == "torch" for name in imports(ROOT / f"{room}.py"))
 
 
 def test_there_is_no_circle():

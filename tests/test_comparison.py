@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from scipy import stats
 from vestige import comparison, experiments, performing, planning, tasks
 from vestige.comparison import Budget, Contender, Problem, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
+from vestige.comparison_verification import verify_comparison
 from vestige.layout import Layout
 from vestige.method import METHODS, build
 from vestige.performing import Place
@@ -247,6 +249,16 @@ def test_stacked_and_alone_agree_in_reproducible_mode(tmp_path):
                 assert record[field][0]["count"] == other[field][0]["count"]
             else:
                 assert record[field] == other[field], field
+
+
+def test_each_worker_takes_a_stack_of_as_few_methods_as_can_be(tmp_path):
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(replace(TINY, rates=("auto",)))
+    due = comparison.due(home.specification(), experiments.grid_of(TINY), {})
+    assert [run.method for run in due[:6]] == ["dp-sgd"] * 3 + ["fo-dp-sgd"] * 3, "by budget, as they are planned"
+    first, second = (experiments._claimed(home, due, Place(), workers=2) for _ in range(2))
+    assert [{run.method for run in batch} for batch in (first, second)] == [{"dp-sgd"}, {"fo-dp-sgd"}]
+    assert {run.id for run in (*first, *second)} == {run.id for run in due}
 
 
 def test_a_stack_of_all_methods_says_of_each_what_it_says_alone(tmp_path):
@@ -500,3 +512,67 @@ def test_ray_on_two_nodes_with_one_killed_in_mid_run(tmp_path):
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+# --- believed --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison with stacked runs, runs made alone, a filtered one among them, and one that cannot be afforded."""
+    specification = replace(
+        TINY,
+        contenders=(Contender("dp-sgd", "dp-sgd"), Contender("dp-is", "dp-is"), Contender("br", "dpsgd-br")),
+        budgets=(Budget("epsilon", 3.0), Budget("epsilon", 90.0)),
+        rates=("auto",),
+        seeds=(0,),
+    )
+    return experiments.compare(tmp_path_factory.mktemp("compared") / "c", specification)
+
+
+def test_every_epsilon_of_a_comparison_is_what_its_charges_cost(compared):
+    records = compared.records().values()
+    failed = sum(record["status"] == "failed" for record in records)
+    assert any(record.get("schedule") == "filtered" for record in records)
+    verdict = verify_comparison(compared.path)
+    assert (verdict.verified, verdict.failed_runs, verdict.wrong) == (len(records) - failed, failed, {})
+    assert verdict.largest_epsilon == max(record["epsilon"] for record in records if record["status"] == "done")
+
+
+FORGERIES = {
+    "a smaller epsilon": (lambda record: record.update(epsilon=record["epsilon"] * 0.99), "states epsilon"),
+    "no epsilon": (lambda record: record.update(epsilon=None), "states epsilon"),
+    "a question less": (lambda record: record["charged"][0].update(count=5), "lists 5"),
+    "more noise": (lambda record: record["charged"][0].update(multiplier=99.0), "states epsilon"),
+    "another run": (lambda record: record["run"].update(seed=77), "hash"),
+    "noise that was known": (lambda record: record.update(noise="seeded"), "noise was seeded"),
+    "shuffled data": (lambda record: record.update(sampling="shuffled"), "states epsilon"),
+    "no charges": (lambda record: record.pop("charged"), "cannot be priced"),
+    "half a file": (None, "JSONDecodeError"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_record_is_found(compared, tmp_path, forgery):
+    forge, told = FORGERIES[forgery]
+    copy = ComparisonFolder(shutil.copytree(compared.path, tmp_path / "c"))
+    victim = next(key for key, each in copy.records().items() if each["run"]["method"] == "dp-sgd")
+    path = copy.runs / f"{victim}.json"
+    if forge is None:
+        path.write_text(path.read_text()[:100])
+    else:
+        record = json.loads(path.read_text())
+        forge(record)
+        path.write_text(json.dumps(record))
+    wrong = verify_comparison(copy.path).wrong
+    assert [told in fault for fault in wrong.values()] == [True]
+
+
+def test_a_filtered_record_that_spent_more_than_its_filter_is_found(compared, tmp_path):
+    copy = ComparisonFolder(shutil.copytree(compared.path, tmp_path / "c"))
+    record = next(each for each in copy.records().values() if each.get("schedule") == "filtered")
+    for row in record["charged"]:
+        record["asked"] += 10**4 * row["count"] - row["count"]
+        row["count"] *= 10**4
+    (copy.runs / f"{record['id']}.json").write_text(json.dumps(record))
+    assert "filter refuses" in verify_comparison(copy.path).wrong[record["id"]]

@@ -158,16 +158,16 @@ def test_leaving_the_loop_between_parts_forgets_the_unfinished_draw(workers):
     for x, y in loader:
         LOSS(model(x), y).backward()
         optimizer.step()
-        if steps.uses and not steps.part.last:
+        if steps.gathered.uses and not steps.passes.part.last:
             break
-    assert steps.total is not None
+    assert steps.gathered.total is not None
     charged = sum(n for _, _, n in engine.history)
     seen = []
     honest = steps._answer
 
-    def watched(point, **options):
-        seen.append(dict(steps.uses) | {(p.draw, p.number): 1 for p, _ in steps.passes})
-        return honest(point, **options)
+    def watched(at):
+        seen.append(dict(steps.gathered.uses) | {(one.part.draw, one.part.number): 1 for one in steps.gathered.waiting})
+        return honest(at)
 
     steps._answer = watched
     epoch(model, optimizer, loader)

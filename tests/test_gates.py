@@ -23,7 +23,7 @@ from vestige.curator import Curator
 from vestige.decay import NoisyLosses, PhasedDecay, mean_above, uncensored_mean
 from vestige.gates import Attempt, BufferedRejection, NoisyLossTest
 from vestige.layout import Layout
-from vestige.ledger import LedgerError, read
+from vestige.ledger import read
 from vestige.losses import LossDifference, example_losses, right_answers
 from vestige.method import Method, build
 from vestige.noise import Randomness
@@ -32,7 +32,7 @@ from vestige.questions import BudgetSpent, SampledGaussian, Trial
 from vestige.rules import Rule, sgd
 from vestige.sampling import Poisson
 from vestige.trial_prices import Trials, price
-from vestige.verification import verify
+from vestige.verification import reprice, verify
 
 LOSS = nn.functional.cross_entropy
 COMMON = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.2, "steps": 40, "lr": 0.5, "reproducible": 3}
@@ -660,13 +660,11 @@ def test_the_filter_stops_a_schedule_that_decays(tmp_path):
 def test_verify_holds_every_question_against_the_filter(tmp_path):
     training = filtered(tmp_path)
     history = read(training.folder.ledger)
-    from vestige.verification import _check_filtered
-
     spent = history.spent(False)
-    _check_filtered(training.folder.ledger, history.facts, spent)
+    assert reprice(spent, history.facts["delta"], history.facts).epsilon == 6.0
     spent[list(spent)[-1]] += 3
-    with pytest.raises(LedgerError, match="asks what its filter refuses"):
-        _check_filtered(training.folder.ledger, history.facts, spent)
+    with pytest.raises(ValueError, match="asks what its filter refuses"):
+        reprice(spent, history.facts["delta"], history.facts)
 
 
 def test_a_noisy_count_is_asked_and_charged(tmp_path):

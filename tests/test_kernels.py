@@ -144,7 +144,7 @@ def test_fused_norms(shape, dtype, tf32, monkeypatch):
 def test_fused_convolution(
     channels, outputs, groups, kernel, stride, padding, dilation, space, keep, tf32, monkeypatch
 ):
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
     torch.manual_seed(4)
     image = torch.randn(5, channels, *space)
     weight = torch.randn(outputs, channels // groups, *kernel)

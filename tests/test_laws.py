@@ -22,7 +22,7 @@ from vestige.memory import Filtered, Identity
 from vestige.method import METHODS, Method, build, by_group
 from vestige.noise import Randomness
 from vestige.planning import questions
-from vestige.probes import Here
+from vestige.probes import At, Here
 from vestige.questions import SampledGaussian
 from vestige.rules import named
 from vestige.training import Asking, State
@@ -101,18 +101,18 @@ class Twin:
         self.asks = [Asking(curator, method, clip, NOISE, step) for curator in curators]
         self.clip, self.population, self.rate, self.bounds = clip, self.asks[0].population, self.asks[0].rate, []
 
-    def __call__(self, point, *, then=None, clip=None, **rest):
-        sensitivity = (clip or self.clip).sensitivity(self.layout)
+    def __call__(self, at):
+        sensitivity = (at.clip or self.clip).sensitivity(self.layout)
         self.bounds += [0.5] if hasattr(self.clip, "centred_count") else []
-        self.bounds += [sensitivity] * (2 if then else 1)
+        self.bounds += [sensitivity] * (2 if at.then else 1)
         tops = []
 
         def remember(release):
-            tops.append(then(release))
+            tops.append(at.then(release))
             return tops[0]
 
-        first = self.asks[0](point, then=remember if then else None, clip=clip, **rest)
-        self.asks[1](point, then=(lambda release: tops[0]) if then else None, clip=clip, **rest)
+        first = self.asks[0](replace(at, then=remember if at.then else None))
+        self.asks[1](replace(at, then=(lambda release: tops[0]) if at.then else None))
         return first
 
     def norms(self, point, bound, **rest):
@@ -204,8 +204,8 @@ def test_the_curator_counts_what_accounting_prices(name):
 @dataclass(frozen=True)
 class AsksTwice(Here):
     def ask(self, gradient, point, state):
-        gradient(point)
-        return gradient(point, part=1), state
+        gradient(At(point))
+        return gradient(At(point, part=1)), state
 
 
 def test_the_price_law_rejects_a_question_that_is_not_on_the_list():

@@ -449,9 +449,9 @@ def test_disk_on_a_quadratic_without_noise_follows_the_exact_gradient():
     device = torch.device("cpu")
     look, kept = probe.init(layout, device), memory.init(layout, device)
 
-    def gradient(point, *, transform=None, **_):
+    def gradient(at):
         field = lambda parameters: {"weight": parameters["weight"] @ torch.tensor(curvature, dtype=torch.float32)}
-        answer = (transform(field) if transform else field)(point)
+        answer = (at.transform(field) if at.transform else field)(at.point)
         return Release(answer["weight"].ravel(), 0.0, 1.0)
 
     theta = torch.tensor(rng.normal(size=(1, 4)), dtype=torch.float32)

@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from vestige import accounting, cli, experiments, presets, report
+from vestige import accounting, cli, drawing, experiments, pictures, presets, report
 from vestige.cli_compare import contenders, price_lines, reproduce, summarised, write_report
 from vestige.comparison import Budget, Contender, Problem, Specification
 from vestige.comparison_folder import ComparisonFolder
 from vestige.method import METHODS
 from vestige.questions import SampledGaussian
+from vestige.report_privacy import privacy
 
 FLAGS = [
     "--headless",
@@ -86,7 +87,7 @@ def test_a_score_on_private_examples_is_never_called_accuracy(content):
 
 
 def test_the_privacy_section_says_what_an_officer_asks(content):
-    words = report._privacy(content)
+    words = privacy(content)
     for needed in ("add/remove one example", "One row of the data", "poisson", "pld", "sampled-gaussian", "1e-05"):
         assert needed in words
     assert "released alone" in words
@@ -96,11 +97,11 @@ def test_the_privacy_section_says_what_an_officer_asks(content):
     seeded = [
         {**record, "epsilon": None, "noise": "seeded", "reasons": ["known seed"]} for record in content["records"]
     ]
-    assert "known seed" in report._privacy({**content, "records": seeded})
+    assert "known seed" in privacy({**content, "records": seeded})
 
 
 def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
-    drawn = {figure.key: figure for figure in report.figures(content)}
+    drawn = {figure.key: figure for figure in pictures.figures(content)}
     for start in ("accuracy-", "steps-", "rates-", "seconds-", "memory-mb-", "weights-", "effective-depth-"):
         assert any(key.startswith(start) for key in drawn), start
     lines = report.export(content, tmp_path)
@@ -115,7 +116,7 @@ def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
 
 def test_ticks_are_round_and_enclose():
     for low, high in ((0.123, 0.987), (0.0, 1e-7), (5.0, 5.0), (-3.0, 40.0), (1e4, 9e5)):
-        ticks = report._ticks(low, high)
+        ticks = drawing._ticks(low, high)
         assert ticks[0] <= low
         assert ticks[-1] >= high - 1e-12
         assert 2 <= len(ticks) <= 12
@@ -309,7 +310,7 @@ def test_accuracy_against_the_epsilon_spent_so_far():
     records.append(record("b", [[10, 0.1, None]]))  # a reproducible run has no epsilon to be drawn at
     contenders = [{"label": "a"}, {"label": "b"}]
     content = {"records": records, "specification": {"contenders": contenders, "baseline": "a"}}
-    (figure,) = report._accuracy_by_epsilon(content)
+    (figure,) = pictures._accuracy_by_epsilon(content)
     (series,) = figure.series
     assert [point[:2] for point in series.points] == [(1.0, pytest.approx(0.3)), (2.0, pytest.approx(0.5))]
 
@@ -340,7 +341,7 @@ def test_in_a_browser(browser, content, tmp_path):
     page.on("request", lambda request: requests.append(request.url))
     page.goto(path.as_uri())
 
-    assert page.locator("figure svg").count() == len(report.figures(content))
+    assert page.locator("figure svg").count() == len(pictures.figures(content))
     boxes = page.eval_on_selector_all("figure svg", "all => all.map(s => s.getBoundingClientRect().height)")
     assert min(boxes) > 100
     marks = page.eval_on_selector_all("g.s", "all => all.map(g => g.getBBox().width + g.getBBox().height)")

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from vestige import tasks
+from vestige import features, tasks
+from vestige.recipes import RECIPES
 
 SHARED = Path(os.environ.get("VESTIGE_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
@@ -294,7 +295,7 @@ def test_shared_files(name, file, train, parameters):
 
 def saved_for(name: str, folder: Path) -> Path | None:
     """A tiny file of data for any task."""
-    dataset = tasks.RECIPES[name].dataset.name
+    dataset = RECIPES[name].dataset.name
     if dataset == "imdb":
         return reviews(folder)
     if dataset != "digits":
@@ -328,11 +329,11 @@ def test_scattering_features_are_computed_once(tmp_path, monkeypatch):
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".npy"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "cache").iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(tasks, "_scattering", None)
+        patch.setattr(features, "_scattering", None)
         again = tasks.load("mnist-hf-linear", saved(tmp_path))
     assert torch.equal(first.train[0], again.train[0])
     other = saved(tmp_path, x_train=np.zeros((6, 28, 28), np.uint8))
-    monkeypatch.setattr(tasks, "_scattering", None)
+    monkeypatch.setattr(features, "_scattering", None)
     with pytest.raises(TypeError):  # other pixels are other features
         tasks.load("mnist-hf", other)
 

@@ -351,3 +351,14 @@ def test_what_is_moved_is_moved_upwards(monkeypatch):
     lowest, kept, infinite = _without_dust(-2, np.array([0.0078125, 0.0, 0.25, 0.001, 0.5, 0.0078125, 0.0]), 0.25)
     assert (lowest, infinite) == (0, 0.2578125)
     assert kept.tolist() == [0.2578125, 0.001, 0.5]
+
+
+@pytest.mark.parametrize("multiplier", [0.3, 0.1, 0.05, 0.02, 0.003])
+@pytest.mark.parametrize("test_multiplier", [1.0, 0.1])
+def test_with_next_to_no_noise_a_trial_still_has_a_price_and_the_full_charge_bounds_it(multiplier, test_multiplier):
+    trial = Trial(0.04, multiplier, 0.1, test_multiplier, -0.5)
+    parts = {SampledGaussian(0.04, multiplier): 10, SampledGaussian(0.1, test_multiplier): 10}
+    price, full = accounting.epsilon({trial: 10}, 1e-5, "rdp"), accounting.epsilon(parts, 1e-5, "rdp")
+    assert 0 < price <= full * (1 + 1e-12)
+    more = accounting.epsilon({replace(trial, multiplier=1.1 * multiplier): 10}, 1e-5, "rdp")
+    assert more < price

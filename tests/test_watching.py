@@ -28,19 +28,19 @@ def private(model, data=None, *, method="dp-sgd", multiplier=1e-9, optimizer=tor
     )  # fmt: skip
     steps = engine._steps
     steps.again = 0
-    run_again = steps._run_again
+    run_again = steps.caller.again
 
     def counted(*arguments):
         steps.again += 1
         return run_again(*arguments)
 
-    steps._run_again = counted
+    steps.caller.again = counted
     return steps, model, optimizer, loader
 
 
 def twice(steps):
     """Today's way before passes were watched."""
-    steps._watches = lambda one: False
+    steps.passes._watch = lambda call: None
     return steps
 
 
@@ -288,7 +288,7 @@ def test_what_several_passes_left_is_not_held_at_once():
     held = []
     for x, y in loader:
         LOSS(model(x), y).backward()
-        held.append(len(steps.passes))
+        held.append(len(steps.gathered.waiting))
     assert held == [1] * len(held)
     assert len(held) > 2
 
@@ -302,7 +302,7 @@ def test_an_empty_batch():
         optimizer.step()
         assert flat(model).isfinite().all()
         assert len(x) == 0 or not torch.equal(flat(model), before)
-    assert steps.second_passes is None
+    assert steps.passes.second_passes is None
 
 
 def test_a_poisoned_example_counts_for_nothing():
@@ -468,7 +468,7 @@ def test_what_is_in_doubt_is_run_again_and_said_once(name):
             optimizer.step()
             np.testing.assert_allclose(moved(before, flat(model)), expected, rtol=1e-3, atol=3e-5)
     assert len([w for w in said if "runs the model a second time" in str(w.message)]) == 1
-    assert reason in steps.second_passes
+    assert reason in steps.passes.second_passes
     assert steps.again == len(list(loader))
 
 
@@ -555,7 +555,7 @@ def test_a_backward_pass_that_fails_leaves_nothing():
     with pytest.raises(RuntimeError, match="half way"):
         LOSS(model(x), y).backward()
     handle.remove()
-    assert steps.passes == []
+    assert steps.gathered.waiting == []
     before = flat(model)
     expected = oracle(model, lambda m, x, y: LOSS(m(x), y), list(zip(x, y, strict=True)))
     LOSS(outputs, y).backward()

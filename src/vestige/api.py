@@ -209,6 +209,17 @@ class Training:
         """What may be said about everything released so far."""
         return accounting.guarantee(self.ledger.spent, self.plan.delta, self.facts)
 
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What decides, beside the charges, which guarantee holds: all that `verification.reprice` needs."""
+        keys = ("sampling", "noise", "nonprivate_outputs", "schedule")
+        terms = {key: getattr(self.facts, key) for key in keys}
+        if self.facts.schedule == "filtered":
+            # A filter's orders and weights must be fixed before the first answer, and anyone must be able to redo it.
+            terms["filter_epsilon"] = self.facts.filter_epsilon
+            terms["filter_expects"] = [question.to_json() for question in self._planned]
+        return terms
+
     def spent(self) -> float | None:
         """An upper bound on epsilon so far, read in microseconds; None where no epsilon holds."""
         if replace(self.facts, schedule="fixed", filter_epsilon=None) != accounting.Facts():
@@ -264,19 +275,12 @@ class Training:
         public = {
             **self.plan.to_json(),
             "method": repr(self.method),
-            "sampling": self.facts.sampling,
-            "noise": self.facts.noise,
-            "nonprivate_outputs": self.facts.nonprivate_outputs,
+            **self.terms,
             "population": self._curator.population,
             "groups": list(self.layout.group_names),
             "adjacency": "add/remove one example",
-            "schedule": self.facts.schedule,
             "normalise": repr(self._normalise),
         }
-        if self.facts.schedule == "filtered":
-            # A filter's orders and weights must be fixed before the first answer, and anyone must be able to redo it.
-            public["filter_epsilon"] = self.facts.filter_epsilon
-            public["filter_expects"] = [question.to_json() for question in self._planned]
         if self.folder is None:
             self.ledger.open(public)
             return

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from vestige.adaptive import Adaptive, Counted
 from vestige.chains import Network, square
-from vestige.clipping import Clip, Parameters, Transform, usable_norms, weights
+from vestige.clipping import Clip, Parameters, usable_norms, weights
 from vestige.draws import Draws
 from vestige.layout import Layout
 from vestige.moving import StackedRun, alike, for_each, layout_of
 from vestige.noise import Release
 from vestige.precision import SLACK
+from vestige.probes import At
 from vestige.questions import Question
 from vestige.schedules import Schedule, level
 
@@ -166,27 +167,17 @@ class Asking:
             return None
         return torch.cat([clip.pace() for clip in self.clips])
 
-    def __call__(
-        self,
-        point: Parameters,
-        *,
-        part: int = 0,
-        transform: Transform | None = None,
-        then: Callable[[Release], Parameters] | None = None,
-        clip: Clip | None = None,
-        boost: float = 1.0,
-    ) -> Release:
+    def __call__(self, at: At) -> Release:
         """The questions of a probe: `probes.AskGradient` for every run at once."""
-        assert transform is None, "why_not refuses such probes"
-        assert clip is None and boost == 1, "why_not refuses such probes"  # noqa: PT018
+        assert (at.transform, at.clip, at.boost) == (None, None, 1), "why_not refuses such probes"
         for kind, question in self._questions.items():
             self.accounts[kind][question] += 1
         index, self.asked = self.asked, self.asked + 1
         rows, real = self.draws.sample(index)
-        if then is None:
-            return self._answer(rows, real, point, index)
-        first = self._answer(rows, real, point, index, more=sqrt(2))
-        return self._answer(rows, real, then(first), index, more=sqrt(2), again="-again")
+        if at.then is None:
+            return self._answer(rows, real, at.point, index)
+        first = self._answer(rows, real, at.point, index, more=sqrt(2))
+        return self._answer(rows, real, at.then(first), index, more=sqrt(2), again="-again")
 
     def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
         raise AssertionError("why_not refuses such probes")

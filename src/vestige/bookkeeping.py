@@ -12,14 +12,14 @@ be is left to the reference engine, parameter by parameter, and said.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from vestige import kernels
-from vestige.clipping import Clip, Loss, Parameters, Reference, Transform, usable_norms, weights
+from vestige.clipping import Batch, Clip, Loss, Parameters, Reference, Transform, usable_norms, weights
 from vestige.independence import require_independent
 from vestige.layers import Gradient, change
 from vestige.layout import Layout
@@ -37,12 +37,7 @@ class BookKeeping:
         self._plans: dict[bool, Plan | None] = {}
 
     def __call__(
-        self,
-        batch: Sequence[Tensor],
-        parameters: Parameters,
-        clip: Clip,
-        into: Tensor,
-        transform: Transform | None = None,
+        self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
         with eagerly():
             plan = None if transform is not None or len(batch[0]) == 0 else self.plan(batch, parameters)
@@ -60,7 +55,7 @@ class BookKeeping:
         """Whether it is known how, or that not, the model is taken apart in its present mode."""
         return self.model.training in self._plans
 
-    def plan(self, batch: Sequence[Tensor], parameters: Parameters) -> Plan | None:
+    def plan(self, batch: Batch, parameters: Parameters) -> Plan | None:
         """How this model is taken apart, rehearsed on the first batch of each mode; None if it cannot be."""
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
         mode = self.model.training
@@ -137,7 +132,7 @@ def _blanked(gradients: Mapping[str, Gradient], rows: Tensor, in_place: bool) ->
     return {name: change(gradient, blank) for name, gradient in gradients.items()}
 
 
-def _rehearsal_examples(batch: Sequence[Tensor]) -> list[Tensor]:
+def _rehearsal_examples(batch: Batch) -> list[Tensor]:
     """Three finite examples, repeated if there are fewer."""
     finite = torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
     for part in batch:

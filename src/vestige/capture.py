@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vestige.adaptive import Automatic, Counted
 from vestige.bookkeeping import BookKeeping, add_weighted
-from vestige.clipping import Clip, Flat, Loss, Parameters, Transform
+from vestige.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.groups import PerGroup
 from vestige.layers import change
 from vestige.layout import Layout
@@ -50,12 +50,7 @@ class Captured:
         self._pool: Any = None
 
     def __call__(
-        self,
-        batch: Sequence[Tensor],
-        parameters: Parameters,
-        clip: Clip,
-        into: Tensor,
-        transform: Transform | None = None,
+        self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
         if self._records and into.is_cuda and transform is None and len(batch[0]) and not _capturing():
             try:
@@ -70,7 +65,7 @@ class Captured:
                 self._padded.clear()
         return self.engine(batch, parameters, clip, into, transform)
 
-    def _like(self, batch: Sequence[Tensor], parameters: Parameters, clip: Clip) -> Padded | None:
+    def _like(self, batch: Batch, parameters: Parameters, clip: Clip) -> Padded | None:
         """What was met or recorded for a batch like this one; None if it is to run unrecorded."""
         bound = _fixed(clip)
         own = self.layout.parameters(self.model)
@@ -87,7 +82,7 @@ class Captured:
             return self._padded.get(key)
         return self._meet(key, batch, parameters, clip)
 
-    def _meet(self, key: Hashable, batch: Sequence[Tensor], parameters: Parameters, clip: Clip) -> Padded | None:
+    def _meet(self, key: Hashable, batch: Batch, parameters: Parameters, clip: Clip) -> Padded | None:
         plan = self.engine.plan(batch, parameters)
         if not self.engine.rehearsed:
             return None  # nothing of this batch was finite: the next one may tell
@@ -119,7 +114,7 @@ class Padded:
         self,
         plan: Plan,
         layout: Layout,
-        batch: Sequence[Tensor],
+        batch: Batch,
         parameters: Parameters,
         clip: Clip,
         padding: int = MUCH,
@@ -137,7 +132,7 @@ class Padded:
         self.norms: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, batch: Sequence[Tensor], clip: Clip, into: Tensor) -> Tensor:
+    def __call__(self, batch: Batch, clip: Clip, into: Tensor) -> Tensor:
         self._load(batch)
         if self.bound is not None:
             self.bound.fill_(cast(Flat, clip).bound)
@@ -152,7 +147,7 @@ class Padded:
         assert self.norms is not None
         return self.norms[: len(batch[0])].clone()
 
-    def rehearse(self, batch: Sequence[Tensor]) -> int:
+    def rehearse(self, batch: Batch) -> int:
         """Run unrecorded; how many numbers the step saved. Raises `Unsteady`, and draws nothing, if the model draws."""
         self._load(batch)
         before, kept = _random_states(), standing(self.plan.model, self.plan.loss)
@@ -164,7 +159,7 @@ class Padded:
             raise Unsteady
         return saved
 
-    def _load(self, batch: Sequence[Tensor]) -> None:
+    def _load(self, batch: Batch) -> None:
         count = len(batch[0])
         for mine, part in zip(self.batch, batch, strict=True):
             mine[:count].copy_(part)

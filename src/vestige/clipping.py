@@ -14,6 +14,8 @@ from vestige.layout import Layout
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Parameters = dict[str, Tensor]
+Batch = Sequence[Tensor]
+"""Inputs and, last, targets; every tensor has the examples on its first axis."""
 Field = Callable[..., Parameters]
 """The gradient of one example as a function of the parameters: field(parameters, *example)."""
 
@@ -75,12 +77,7 @@ class Engine(Protocol):
     """Adds the clipped gradients of a batch to a flat vector. Built once from public facts, called with data."""
 
     def __call__(
-        self,
-        batch: Sequence[Tensor],
-        parameters: Parameters,
-        clip: Clip,
-        into: Tensor,
-        transform: Transform | None = None,
+        self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
         """Add sum_i clip(gradient_i) to `into`; return the norms before clipping, [examples, groups], float64.
 
@@ -94,6 +91,13 @@ Transform = Callable[[Field], Field]
 """Asks the gradient elsewhere than at `parameters`, example by example (see `probes`)."""
 
 
+def one_after(first: Transform | None, second: Transform | None) -> Transform | None:
+    """Both transforms, as far as there are any."""
+    if first is None or second is None:
+        return first or second
+    return lambda field: second(first(field))
+
+
 class Reference:
     """The oracle: one gradient per example by vmap, materialised, clipped and summed."""
 
@@ -101,12 +105,7 @@ class Reference:
         self.model, self.loss, self.layout = model, loss, layout
 
     def __call__(
-        self,
-        batch: Sequence[Tensor],
-        parameters: Parameters,
-        clip: Clip,
-        into: Tensor,
-        transform: Transform | None = None,
+        self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
         if len(batch[0]) == 0:
             return into.new_zeros(0, self.layout.groups, dtype=torch.float64)

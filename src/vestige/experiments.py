@@ -176,7 +176,7 @@ def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, worke
     """The next run that nobody has claimed, and as many others as may be stacked on it."""
     batch: list[Run] = []
     common, most, free = None, 1, 0
-    for run in waiting:
+    for run in _by_method(waiting):
         if batch and (common is None or len(batch) >= most or free <= 0):
             break
         key = stackable(run, place) if not batch or run.task == batch[0].task else None
@@ -200,6 +200,12 @@ def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, worke
         if common is not None:
             free -= footprint(run, place)
     return batch
+
+
+def _by_method(runs: Sequence[Run]) -> list[Run]:
+    """The same runs, those of one method side by side: a stack steps once for each kind in it."""
+    met = {method: place for place, method in enumerate(dict.fromkeys(run.method for run in runs))}
+    return sorted(runs, key=lambda run: met[run.method])
 
 
 def _by_processes(home: ComparisonFolder, place: Place, workers: int, meter: Meter) -> None:

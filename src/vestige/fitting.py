@@ -14,10 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vestige.clipping import Clip, Engine, Flat, Loss, Parameters, Transform
+from vestige.clipping import Engine, Flat, Loss, Parameters, Transform, one_after
 from vestige.layout import Layout
 from vestige.method import Method
 from vestige.noise import Release
+from vestige.probes import At
 from vestige.questions import SampledGaussian
 
 PhysicalBatch = int | Literal["auto"] | None
@@ -172,17 +173,8 @@ class _Listener:
     rate: float
     heard: list[Transform | None]
 
-    def __call__(
-        self,
-        point: Parameters,
-        *,
-        part: int = 0,
-        transform: Transform | None = None,
-        then: Callable[[Release], Parameters] | None = None,
-        clip: Clip | None = None,
-        boost: float = 1.0,
-    ) -> Release:
-        self.heard.append(transform)
+    def __call__(self, at: At) -> Release:
+        self.heard.append(at.transform)
         return Release(torch.zeros(self.size, device=self.device), 1.0, 1.0, self.rate)
 
     def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
@@ -197,12 +189,7 @@ def _transform(model: nn.Module, layout: Layout, method: Method, population: int
     state = method.probe.init(layout, device)
     for _ in range(2):  # some ask more once there was a first step
         state = method.probe.ask(listener, point, state)[1]
-    first, second = method.augment, next((t for t in listener.heard if t is not None), None)
-    return _both(first, second) if first is not None and second is not None else first or second
-
-
-def _both(first: Transform, second: Transform) -> Transform:
-    return lambda field: second(first(field))
+    return one_after(method.augment, next((t for t in listener.heard if t is not None), None))
 
 
 # --- what a machine has, and what a call takes ---

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vestige.precision import tf32_products
+from vestige.precision import tf32_convolutions, tf32_products
 
 # Triton launches on the current device, which need not be the one where the tensors lie.
 
@@ -41,15 +41,15 @@ def outer_squares(left: Tensor, right: Tensor, rounding: float) -> Tensor:
             right.shape[2],
             tiles,
             TILE=tile,
-            PRECISION=_precision(left),
+            PRECISION=_precision(left, tf32_products()),
             num_warps=max(1, tile // 16),
         )
     return torch.maximum(squares.sum(dim=1), rounding * ceilings.sum(dim=1).square())
 
 
-def _precision(tensor: Tensor) -> str:
-    """What the user allows matrix products elsewhere."""
-    return "tf32" if tf32_products() or tensor.dtype != torch.float32 else "tf32x3"
+def _precision(tensor: Tensor, allowed: bool) -> str:
+    """What the user allows such products elsewhere."""
+    return "tf32" if allowed or tensor.dtype != torch.float32 else "tf32x3"
 
 
 def _tile(positions: int) -> int:
@@ -118,7 +118,7 @@ def convolution_gradients(image: Tensor, signal: Tensor, shape: ConvolutionShape
             columns, column_tiles, tiles,
             stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1],
             GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep, ALIKE=stride == (1, 1) and space == positions,
-            ROWS=row_tile, COLUMNS=column_tile, DEPTH=32, PRECISION=_precision(image),
+            ROWS=row_tile, COLUMNS=column_tile, DEPTH=32, PRECISION=_precision(image, tf32_convolutions()),
             num_warps=8 if row_tile == 128 else 4,
         )  # fmt: skip
     return gradients, squares.sum(dim=1)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vestige import kernels
+from vestige.precision import MARGIN, convolves_in_tf32
 
 
 class Gradient(Protocol):
@@ -169,6 +170,20 @@ class Patches:
         return (self.signal.shape[1], self.image.shape[1] // self.geometry.groups, *self.geometry.kernel)
 
     def norms(self) -> Tensor:
+        norms = self._norms()
+        return norms + MARGIN * self._lengths() if convolves_in_tf32(self.image) else norms
+
+    def _lengths(self) -> Tensor:
+        """The sum over positions of the norms of the outer products that the gradient is the sum of: [examples]."""
+        groups, kernel = self.geometry.groups, self.geometry.kernel
+        outputs = torch.linalg.vector_norm(_wide(self.signal).unflatten(1, (groups, -1)), dim=2)
+        pixels = torch.linalg.vector_norm(_wide(self.image).unflatten(1, (groups, -1)), dim=2).square()
+        g, ones = self.geometry, pixels.new_ones(groups, 1, *kernel)
+        arguments = (None, g.stride, g.padding, g.dilation, False, [0] * len(kernel), groups)
+        patches = torch.ops.aten.convolution(pixels, ones, *arguments).sqrt()
+        return (outputs * patches).flatten(1).sum(dim=1)
+
+    def _norms(self) -> Tensor:
         if self._ghost_cost() < self._direct_cost():
             return self._ghost_squares().sqrt()
         if self._fuses():

@@ -198,8 +198,7 @@ def _alone(run: Run, place: Place) -> Record:
     promise = training.guarantee()
     made = {key: value for key, value in result.items() if key not in ("task", "method", "seed", "run")}
     made |= {"assumptions": list(promise.assumptions), "charged": _charged(training.ledger.spent)}
-    facts = {"sampling": training.facts.sampling, "noise": training.facts.noise}
-    return _record(run, {**made, **facts}, curve, pictures, 1, _peak(place))
+    return _record(run, {**made, **training.terms}, curve, pictures, 1, _peak(place))
 
 
 def _picture(pictures: dict[str, list[Any]], step: int, diagnostics: Mapping[str, Any]) -> None:
@@ -360,8 +359,8 @@ def _statement(
 ) -> dict[str, Any]:
     """The same words about a stacked run as `jobs.statement` finds for one alone."""
     noise = "seeded" if run.reproducible else "secret"
-    sampling = method.noise.sampling(run.sample_rate).kind
-    promise = _guarantee(tuple(asked.items()), run.delta, noise, sampling)
+    terms = {"noise": noise, "sampling": method.noise.sampling(run.sample_rate).kind}
+    promise = _guarantee(tuple(asked.items()), run.delta, **terms)
     return {
         "epsilon": promise.epsilon,
         "delta": promise.delta,
@@ -380,6 +379,7 @@ def _statement(
         "epsilon_if_noise_were_secret": promise.epsilon_if_noise_were_secret,
         "assumptions": list(promise.assumptions),
         "charged": _charged(asked),
-        "sampling": sampling,
-        "noise": noise,
+        **terms,
+        "schedule": "fixed",
+        "nonprivate_outputs": False,
     }

@@ -13,6 +13,11 @@ SLACK = 1 / (1 + 2**-10) ** 2
 """Both factors of a product in TF32 may be rounded up, each by 2^-10. Times this, an example's share of a sum stays
 within its bound all the same."""
 
+MARGIN = 2**-8 * (1 + 2**-4)
+"""A sum of products in TF32 may be wrong by 2^-9 of the sum of its terms' norms, however much the terms cancel: once
+where its norm is taken, once where it is used. The sixteenth is for the accumulators. A norm with this share of its
+terms' norms added bounds what is used."""
+
 # From torch 2.9 on there are two, and to read the older one is an error once the newer one was used.
 
 
@@ -32,6 +37,10 @@ def _allowed(newer: Any, older: Any) -> bool:
 def slack(into: Tensor) -> float:
     """What keeps an example's share of a sum taken in this tensor within its bound."""
     return SLACK if into.is_cuda and (tf32_products() or tf32_convolutions()) else 1.0
+
+
+def convolves_in_tf32(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype != torch.float64 and tf32_convolutions()
 
 
 @contextmanager

@@ -18,6 +18,23 @@ from vestige.questions import Question, SampledGaussian
 State = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class At:
+    """Where and how a noised clipped sum is asked; `part` numbers the questions of one step.
+
+    With `then`, a second sum over the same sample is asked at the point made of the first, and returned: the two are
+    one question, and each carries sqrt(2) times the noise. `clip` replaces the method's; `boost` multiplies the
+    sampling rate; `transform` changes each example's gradient before it is clipped.
+    """
+
+    point: Parameters
+    part: int = 0
+    transform: Transform | None = None
+    then: Callable[[Release], Parameters] | None = None
+    clip: Clip | None = None
+    boost: float = 1.0
+
+
 class AskGradient(Protocol):
     @property
     def population(self) -> int: ...
@@ -25,23 +42,7 @@ class AskGradient(Protocol):
     @property
     def rate(self) -> float: ...
 
-    def __call__(
-        self,
-        point: Parameters,
-        *,
-        part: int = 0,
-        transform: Transform | None = None,
-        then: Callable[[Release], Parameters] | None = None,
-        clip: Clip | None = None,
-        boost: float = 1.0,
-    ) -> Release:
-        """Ask for a noised clipped sum at `point`; `part` numbers the questions of one step.
-
-        With `then`, a second sum over the same sample is asked at the point made of the first, and returned: the two
-        are one question, and each carries sqrt(2) times the noise. `clip` replaces the method's; `boost` multiplies the
-        sampling rate.
-        """
-        ...
+    def __call__(self, at: At) -> Release: ...
 
     def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
         """Ask for a noised estimate of the sum of min(norm, bound) over all examples, with `boost` times the noise."""
@@ -85,7 +86,7 @@ class Here:
         return {}
 
     def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
-        return gradient(point), state
+        return gradient(At(point)), state
 
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
         return (SampledGaussian(rate, multiplier),)
@@ -118,8 +119,8 @@ class AgainstLastRelease:
         if self.along == "move":
             here = flatten(point, state["last"].shape[:-1])
             uphill = state["last"] - here if state["started"] else torch.zeros_like(here)
-            return gradient(shifted(point, uphill, self.radius)), {"last": here, "started": 1}
-        release = gradient(shifted(point, state["last"], self.radius))
+            return gradient(At(shifted(point, uphill, self.radius))), {"last": here, "started": 1}
+        release = gradient(At(shifted(point, state["last"], self.radius)))
         return release, {"last": release.total.clone(), "started": 1}
 
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
@@ -158,10 +159,10 @@ class Ascent:
             return shifted(point, release.total, self.radius)
 
         if self.sample == "own":
-            return gradient(point, transform=self.climb_alone if self.radius else None), state
+            return gradient(At(point, transform=self.climb_alone if self.radius else None)), state
         if self.sample == "same":
-            return gradient(point, then=climb), state
-        return gradient(climb(gradient(point)), part=1), state
+            return gradient(At(point, then=climb)), state
+        return gradient(At(climb(gradient(At(point))), part=1)), state
 
     def climb_alone(self, field: Field) -> Field:
         def above(parameters: Parameters, *example: Tensor) -> Parameters:
@@ -207,10 +208,10 @@ class AlongLastStep:
         here = flatten(point, state["before"].shape[:-1])
         after: State = {"before": here, "started": 1}
         if not state["started"] or self.weight == 0:
-            return gradient(point), after
+            return gradient(At(point)), after
         ahead = moved(point, here - state["before"], self.reach)
         if self.weight == 1:
-            return gradient(ahead), after
+            return gradient(At(ahead)), after
 
         def forecast(field: Field) -> Field:
             def combined(parameters: Parameters, *example: Tensor) -> Parameters:
@@ -219,7 +220,7 @@ class AlongLastStep:
 
             return combined
 
-        return gradient(point, transform=forecast), after
+        return gradient(At(point, transform=forecast)), after
 
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
         return (SampledGaussian(rate, multiplier),)
@@ -273,7 +274,7 @@ class Importance:
             norm_sum, part = min(largest, max(smallest, norm_sum)), 1
         mean_norm = norm_sum / gradient.population
         clip = Thinned(self.bound, keep=1 / (boost * mean_norm), scale=mean_norm)
-        release = gradient(point, part=part, clip=clip, boost=boost)
+        release = gradient(At(point, part=part, clip=clip, boost=boost))
         return release, {"step": state["step"] + 1, "norm_sum": norm_sum}
 
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:

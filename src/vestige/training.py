@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from vestige import averaging
 from vestige.adam_bc import AdamBC
 from vestige.adaptive import Adaptive
-from vestige.clipping import Clip, Parameters, Transform
+from vestige.clipping import Clip, Parameters, one_after
 from vestige.curator import BudgetSpent, Curator
 from vestige.gates import Attempt
 from vestige.layout import Layout
 from vestige.memory import KnowsNoise
 from vestige.method import Method
 from vestige.noise import Release
+from vestige.probes import At
 from vestige.questions import Question
 from vestige.schedules import level
 
@@ -167,37 +168,22 @@ class Asking:
     def rate(self) -> float:
         return self.curator.rate
 
-    def __call__(
-        self,
-        point: Parameters,
-        *,
-        part: int = 0,
-        transform: Transform | None = None,
-        then: Callable[[Release], Parameters] | None = None,
-        clip: Clip | None = None,
-        boost: float = 1.0,
-    ) -> Release:
+    def __call__(self, at: At) -> Release:
         noise = self.method.noise
         return self.curator.gradient(
-            point,
-            clip or self.clip,
+            at.point,
+            at.clip or self.clip,
             self.multiplier,
             step=self.step,
-            part=part,
-            transform=_after(self.method.augment, transform),
-            then=then,
-            boost=boost,
+            part=at.part,
+            transform=one_after(self.method.augment, at.transform),
+            then=at.then,
+            boost=at.boost,
             question=None if noise.white else noise.question(self.rate, self.multiplier),
         )
 
     def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
         return self.curator.norms(point, bound, self.multiplier * boost, step=self.step, part=part)
-
-
-def _after(first: Transform | None, second: Transform | None) -> Transform | None:
-    if first is None or second is None:
-        return first or second
-    return lambda field: second(first(field))
 
 
 def step(state: State, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC) -> Record:

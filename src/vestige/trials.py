@@ -217,9 +217,10 @@ def curves(trials: Sequence[Trial]) -> Array:
     result = candidates + tests
     for i, trial in enumerate(trials):
         if trial.rate > 0 and np.isfinite(result[i]).all() and trial.validation_multiplier < inf:
-            with np.errstate(over="ignore"):
+            # With next to no noise moments overflow; fmin leaves the full charge where they are not a number.
+            with np.errstate(over="ignore", invalid="ignore"):
                 log_moments = np.log1p(_moments(trial) + np.exp(_log_tails(trial, candidates[i], tests[i])))
-            result[i] = np.minimum(result[i], log_moments / (ORDERS - 1))
+            result[i] = np.fmin(result[i], log_moments / (ORDERS - 1))
     return result
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +47,10 @@ def verify(path: str | Path) -> Verdict:
     facts = history.facts
     seeded = facts["noise"] == "seeded"
     spent = history.spent(replays_are_free=seeded)
-    promise = accounting.guarantee(
-        spent,
-        facts["delta"],
-        accounting.Facts(
-            sampling=facts["sampling"],
-            noise=facts["noise"],
-            nonprivate_outputs=facts["nonprivate_outputs"],
-            schedule=facts.get("schedule", "fixed"),
-            filter_epsilon=facts.get("filter_epsilon"),
-        ),
-    )
-    if facts.get("schedule") == "filtered":
-        _check_filtered(folder.ledger, facts, spent)
+    try:
+        promise = reprice(spent, facts["delta"], facts)
+    except ValueError as error:
+        raise LedgerError(f"{folder.ledger}: {error}") from error
     if folder.checkpoint.exists():
         saved = folder.load_checkpoint()
         _contains(folder.ledger, history.heads, saved["ledger_rows"], saved["ledger_head"], "the checkpoint")
@@ -74,13 +66,20 @@ def verify(path: str | Path) -> Verdict:
     return Verdict(promise, sum(spent.values()), history.attempts, history.rows)
 
 
-def _check_filtered(ledger: Path, facts: dict[str, Any], spent: accounting.History) -> None:
-    """A filtered run's epsilon is the filter's; hold every question against the filter that its first row describes."""
-    expected = {Question.from_json(row): 1 for row in facts["filter_expects"]}
-    try:
-        Filter(facts["filter_epsilon"], facts["delta"], expected).admit(spent)
-    except ValueError as error:
-        raise LedgerError(f"{ledger}: asks what its filter refuses: {error}") from error
+def reprice(spent: accounting.History, delta: float, terms: Mapping[str, Any]) -> accounting.Guarantee:
+    """The guarantee of what was charged, under the terms that a ledger or a record states (`Training.terms`).
+
+    A filtered run's epsilon is the filter's: every question is held against the filter that the terms describe, and
+    ValueError says what it would have refused.
+    """
+    known = {each.name: terms[each.name] for each in fields(accounting.Facts) if each.name in terms}
+    if terms.get("schedule") == "filtered":
+        expected = {Question.from_json(row): 1 for row in terms["filter_expects"]}
+        try:
+            Filter(terms["filter_epsilon"], delta, expected).admit(spent)
+        except ValueError as error:
+            raise ValueError(f"asks what its filter refuses: {error}") from error
+    return accounting.guarantee(spent, delta, accounting.Facts(**known))
 
 
 def _contains(ledger: Path, heads: list[str], rows: int, head: str, what: str) -> None:

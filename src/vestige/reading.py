@@ -1,0 +1,26 @@
+"""What do all readers of data share? What they return, and what they say of files that are not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+Examples = tuple[Tensor, Tensor]
+ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+def where(path: Path | None) -> str:
+    return f"--data={path}"
+
+
+def existing(path: Path | None) -> Path:
+    if path is None or not path.exists():
+        raise ValueError(
+            f"{where(path)}: no such file or folder; give a FILE.npz holding {', '.join(ARRAYS)}, or a folder"
+        )
+    return path
+
+
+def first(*paths: Path) -> Path | None:
+    return next((path for path in paths if path.is_file()), None)

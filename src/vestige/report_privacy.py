@@ -1,0 +1,119 @@
+"""What does a report promise about privacy, in plain words? For a reader who answers for the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vestige.markup import items, table, text
+from vestige.report_words import Content, budget_of
+
+
+def privacy(content: Content) -> str:
+    """What is promised, to whom, on which assumptions, and what is not."""
+    done = [record for record in content["records"] if record["status"] == "done"]
+    if not done:
+        return "<p>No run finished, so nothing is promised.</p>"
+
+    def seen(key: str) -> str:
+        return text(", ".join(dict.fromkeys(str(record.get(key)) for record in done)))
+
+    without = [record for record in done if record["epsilon"] is None]
+    facts = [
+        (
+            "The promise",
+            "Whoever sees one finished model, and everything released on the way to it, learns almost the same "
+            'about a person\'s example as if that example had not been in the data. Epsilon says how much "almost" '
+            "leaves open (0 is nothing; each step of about 1 multiplies what may be inferred by e), delta how "
+            "often it may "
+            "fail.",
+        ),
+        ("Neighbouring data", f"{seen('adjacency')}: the promise is for each example's presence or absence."),
+        (
+            "Unit",
+            "One row of the data. A person who contributed several rows is protected less; see the notes of the task.",
+        ),
+        (
+            "Sampler",
+            f"{seen('sampling')}: at every step each example joins by its own coin flip, as the theorems assume.",
+        ),
+        ("Accountant", f"{seen('accountant')}; epsilon is an upper bound, rounded upwards."),
+        ("Delta", seen("delta")),
+        (
+            "Noise",
+            f"{seen('noise')}; its keys were drawn from the operating system and never written down."
+            if all(record["noise"] == "secret" for record in done)
+            else f"{seen('noise')}: some runs drew predictable noise for testing; those protect nobody and have "
+            "no epsilon.",
+        ),
+    ]
+    listed = "".join(f"<dt>{text(term)}</dt><dd>{words}</dd>" for term, words in facts)
+    assumptions = dict.fromkeys(line for record in done for line in record.get("assumptions", ()))
+    reasons = dict.fromkeys(line for record in without for line in record.get("reasons", ()))
+    parts = [f"<dl>{listed}</dl><h3>It rests on these assumptions</h3><ul>{items(assumptions)}"]
+    parts.append("</ul><h3>What was charged</h3>" + table("charged", _charged(done)))
+    parts.append(
+        "<h3>What is not private, or not covered</h3><ul>"
+        + "".join(f"<li>{line}</li>" for line in _limits(content, done))
+    )
+    if without:
+        words = "; ".join(text(reason) for reason in reasons) or "no theorem covers them"
+        parts.append(f"<li><b>{len(without)} runs have no epsilon at all:</b> {words}.</li>")
+    return "".join(parts) + "</ul>"
+
+
+def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    kinds: dict[str, dict[str, Any]] = {}
+    for record in done:
+        run = record["run"]
+        asked = "; ".join(
+            f"{row['count']} x {row['kind']} ("
+            + ", ".join(
+                f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+                for k, v in row.items()
+                if k not in ("kind", "count")
+            )
+            + ")"
+            for row in record["charged"]
+        )
+        key = f"{run['task']}|{budget_of(run)}|{run['label']}|{asked}"
+        row = kinds.setdefault(
+            key,
+            {
+                "task": run["task"],
+                "method": run["label"],
+                "budget": budget_of(run),
+                "questions asked of the data in one run": asked,
+                "epsilon": record["epsilon"],
+                "runs": 0,
+            },
+        )
+        row["runs"] += 1
+    return list(kinds.values())
+
+
+def _limits(content: Content, done: Sequence[Mapping[str, Any]]) -> list[str]:
+    tuned = [record for record in done if record["run"]["stage"] == "tuning"]
+    lines = [
+        f"Each epsilon is that of <b>one</b> run released alone. This page shows {len(done)} runs on the same data: "
+        "publishing several of them, or this page itself where the data are private, costs more than any one "
+        "row says.",
+        "Test accuracies are computed without noise on the test set, which is taken to be public.",
+    ]
+    if tuned:
+        lines.append(
+            "Validation accuracies come from held-out training data without noise, and the tuned rates were chosen by "
+            "them: that choice is not in the epsilon of the tuned rows (see the price of tuning). The "
+            "automatic rate uses "
+            "public numbers only."
+        )
+    watched = content["specification"]["evaluations"]
+    if watched:
+        lines.append(
+            f"The test set was looked at {watched} times during each final run, for the curves; nothing was "
+            "chosen by it."
+        )
+    else:
+        lines.append("The test set was touched once per final run, at its end.")
+    lines.append("Model structure, number of steps, sampling rate, expected batch size and clipping bound are public.")
+    return lines
