@@ -60,6 +60,13 @@ def test_what_remembers_and_moves_never_sees_data(room):
     assert not {"vestige.curator", "vestige.asking", "vestige.tasks", *(f"vestige.{each}" for each in DATA)} & seen
 
 
+@pytest.mark.parametrize(
+    "room", ["questions", "accounting", "profiles", "trials", "trial_prices", "ledger", "planning"]
+)
+def test_what_prices_never_sees_data(room):
+    assert not {"vestige.curator", "vestige.asking", "vestige.tasks"} & reach(ROOT / f"{room}.py")
+
+
 DATA = {"images", "reviews", "features", "datasets", "recipes", "reading"}
 
 

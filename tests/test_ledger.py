@@ -10,9 +10,8 @@ from torch import nn
 import vestige
 from conftest import make_toy
 from vestige import accounting
-from vestige.curator import BudgetSpent
 from vestige.ledger import Ledger, LedgerError, read
-from vestige.questions import SampledGaussian
+from vestige.questions import BudgetSpent, SampledGaussian
 from vestige.verification import verify
 
 QUESTION = SampledGaussian(0.1, 1.0)

@@ -102,7 +102,16 @@ def test_the_privacy_section_says_what_an_officer_asks(content):
 
 def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
     drawn = {figure.key: figure for figure in pictures.figures(content)}
-    for start in ("accuracy-", "steps-", "rates-", "seconds-", "memory-mb-", "weights-", "effective-depth-"):
+    for start in (
+        "difference-",
+        "accuracy-",
+        "steps-",
+        "rates-",
+        "seconds-",
+        "memory-mb-",
+        "weights-",
+        "effective-depth-",
+    ):
         assert any(key.startswith(start) for key in drawn), start
     lines = report.export(content, tmp_path)
     for key in drawn:
@@ -112,6 +121,59 @@ def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
         assert not any("nan" in number or "inf" in number for number in numbers)
     if "PNG" in lines[-1] and "no PNG" not in lines[-1]:
         assert {path.stem for path in tmp_path.glob("*.png")} == set(drawn)
+
+
+def compared(differences):
+    """A comparison of one cell: by method its difference from dp-sgd, the ends of its interval, and the verdict."""
+    rows = [
+        {
+            "task": "t",
+            "budget": "epsilon 3",
+            "budget_value": 3.0,
+            "rate": "auto",
+            "method": name,
+            "mean": 0.5 + middle,
+            "difference": middle,
+            "difference_low": low,
+            "difference_high": high,
+            "sentence": f"{word} from dp-sgd at epsilon 3",
+        }
+        for name, (middle, low, high, word) in {"dp-sgd": (0.0, 0.0, 0.0, "the baseline"), **differences}.items()
+    ]
+    labels = [{"label": row["method"]} for row in rows]
+    problems = {"problems": [{"task": "t"}], "contenders": labels, "baseline": "dp-sgd"}
+    return {"summary": {"baseline": "dp-sgd", "rows": rows}, "specification": problems, "records": []}
+
+
+def test_differences_lie_where_they_belong_and_are_hollow_where_nothing_can_be_told():
+    found = {"a": (-0.02, -0.03, -0.01, "worse"), "b": (0.01, -0.01, 0.03, "not distinguishable"),
+             "c": (0.04, 0.03, 0.05, "better")}  # fmt: skip
+    content = compared(found)
+    (figure,) = pictures._differences(content)
+    assert [series.name for series in figure.series] == ["c", "b", "a"]
+    tree = ElementTree.fromstring(drawing.svg(figure, ["dp-sgd", "a", "b", "c"]))
+    groups = {group.get("data-series"): group for group in tree.iter() if group.get("data-series")}
+    assert set(groups) == set(found)
+    zero = float(next(e for e in tree.iter() if e.tag.endswith("line") and e.get("class") == "axis").get("x1"))
+    scale = []
+    for name, (middle, low, high, word) in found.items():
+        circle = next(e for e in groups[name] if e.tag.endswith("circle"))
+        start, _, stop = re.fullmatch(r"M([\d.]+) ([\d.]+)H([\d.]+)", next(
+            e.get("d") for e in groups[name] if e.tag.endswith("path"))).groups()  # fmt: skip
+        scale += [(float(circle.get("cx")) - zero) / middle]
+        scale += [(float(start) - zero) / low, (float(stop) - zero) / high]
+        assert ("stroke" in circle.get("style")) == (word == "not distinguishable")
+    assert scale == pytest.approx([scale[0]] * 9, rel=0.02)
+
+
+def test_many_methods_that_cannot_be_told_apart_are_counted_and_named_on_request():
+    same = {f"method-{i}": (0.001 * i, -0.01, 0.01, "not distinguishable") for i in range(8)}
+    words = report._findings(compared({**same, "bad": (-0.1, -0.11, -0.09, "worse")}))
+    assert "8 methods are not distinguishable from dp-sgd</summary>" in words
+    assert all(name in words for name in same)
+    assert "bad is worse" in words
+    few = report._findings(compared(dict(list(same.items())[:2])))
+    assert "method-0, method-1 are not distinguishable from dp-sgd." in few
 
 
 def test_ticks_are_round_and_enclose():
@@ -343,7 +405,7 @@ def test_in_a_browser(browser, content, tmp_path):
 
     assert page.locator("figure svg").count() == len(pictures.figures(content))
     boxes = page.eval_on_selector_all("figure svg", "all => all.map(s => s.getBoundingClientRect().height)")
-    assert min(boxes) > 100
+    assert min(boxes) > 60
     marks = page.eval_on_selector_all("g.s", "all => all.map(g => g.getBBox().width + g.getBBox().height)")
     assert min(marks) > 0
 

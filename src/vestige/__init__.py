@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vestige.api import Training, train
-    from vestige.curator import BudgetSpent
     from vestige.engine import PrivacyEngine
     from vestige.groups import Layers, Patterns, PerGroup
     from vestige.method import Method, build, by_group
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
+    from vestige.questions import BudgetSpent
     from vestige.training import Record, accuracy
 
 __version__ = "0.1.0"
@@ -40,11 +40,11 @@ __all__ = [
 
 _ROOMS = {
     "api": ("Training", "train"),
-    "curator": ("BudgetSpent",),
     "engine": ("PrivacyEngine",),
     "groups": ("Layers", "Patterns", "PerGroup"),
     "method": ("Method", "build", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),
+    "questions": ("BudgetSpent",),
     "training": ("Record", "accuracy"),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vestige import accounting
 from vestige.clipping import Engine, Loss
 from vestige.correlated import Stream
-from vestige.curator import BudgetSpent, Curator, Data
+from vestige.curator import Curator, Data
 from vestige.engines import engine_by_name
 from vestige.files import write_atomically
 from vestige.fitting import PhysicalBatch, check_physical_batch, part_of_a_run
@@ -29,7 +29,7 @@ from vestige.method import Method, build
 from vestige.noise import Randomness
 from vestige.normalising import PrivateMoments, fill
 from vestige.planning import DEFAULT_STEPS, Filter, Plan, plan, questions
-from vestige.questions import Question
+from vestige.questions import BudgetSpent, Question
 from vestige.run_folder import RunFolder, paced
 from vestige.sampling import SAMPLINGS
 from vestige.training import Public, Record, State, accuracy, run

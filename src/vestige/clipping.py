@@ -73,6 +73,14 @@ def within(bound: float | Tensor, norms: Tensor) -> Tensor:
     return (bound / whole).clamp(max=1.0).expand_as(norms)
 
 
+def sensitivity_on(device: torch.device, clip: Clip, layout: Layout) -> tuple[float | Tensor, float]:
+    """The clip's sensitivity, on the device, and its largest value."""
+    sensitivity = clip.sensitivity(layout)
+    if isinstance(sensitivity, Tensor):
+        return sensitivity.to(device), float(sensitivity.max())
+    return sensitivity, sensitivity
+
+
 class Engine(Protocol):
     """Adds the clipped gradients of a batch to a flat vector. Built once from public facts, called with data."""
 

@@ -12,15 +12,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from vestige.adaptive import Counted, Thinned
-from vestige.clipping import BoundedSum, Clip, Engine, Flat, Parameters, Transform
+from vestige.clipping import BoundedSum, Clip, Engine, Flat, Parameters, Transform, sensitivity_on
 from vestige.correlated import Stream
 from vestige.layout import Layout
 from vestige.losses import LossDifference, Scores
 from vestige.noise import Randomness, Release, add_noise, normal
-from vestige.questions import BudgetSpent, Gaussian, Question, SampledGaussian, Trial
+from vestige.questions import Gaussian, Question, SampledGaussian, Trial
 from vestige.sampling import Poisson, Sampling
-
-__all__ = ["Ask", "BudgetSpent", "Curator", "Data", "Witness"]
 
 Data = Sequence[Tensor] | Dataset[Sequence[Tensor]]
 Witness = Callable[[Tensor, Tensor], None]
@@ -208,13 +206,9 @@ class Curator:
         return float(clip.fraction(count + noise, self.expected_batch))
 
     def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
-        """The clip's sensitivity, on the device, and its largest value; kept while the clip stays the same."""
+        """As `sensitivity_on`; kept while the clip stays the same."""
         if self._priced is None or self._priced[0] is not clip:
-            sensitivity = clip.sensitivity(self._layout)
-            if isinstance(sensitivity, Tensor):
-                self._priced = clip, sensitivity.to(self._device), float(sensitivity.max())
-            else:
-                self._priced = clip, sensitivity, sensitivity
+            self._priced = clip, *sensitivity_on(self._device, clip, self._layout)
         return self._priced[1:]
 
     @contextlib.contextmanager

@@ -20,15 +20,23 @@ WIDTH, HEIGHT = 560, 350
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
 
 
+ROW, NAMES = 17, 158
+"""Height of a row and width of its name, in a figure of rows."""
+
+
 @dataclass(frozen=True)
 class Series:
     name: str
     points: tuple[Point, ...]
+    hollow: bool = False
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A panel of lines, bars or dots; `names` decides each series' colour, the same in every figure."""
+    """A panel of lines, bars, dots or rows; `names` decides each series' colour, the same in every figure.
+
+    Rows lie on their side: each series has one point, its interval along x, and stands on a line of its own.
+    """
 
     key: str
     title: str
@@ -44,6 +52,22 @@ class Figure:
 
 def svg(figure: Figure, order: Sequence[str], standalone: bool = False) -> str:
     """The figure as SVG: colours come from the page's style, or are written in for a file of its own."""
+    height, parts = _lying(figure, order) if figure.kind == "rows" else (HEIGHT, _upright(figure, order))
+    colours = "".join(f".c{i}{{--c:{colour}}}" for i, colour in enumerate(COLOURS))
+    style = (
+        f"<style>text{{font:12px sans-serif;fill:#222}}.axis{{stroke:#999}}.grid{{stroke:#e4e4e4}}"
+        f".title{{font-weight:600;font-size:13px}}{colours}</style>"
+        if standalone
+        else ""
+    )
+    ground = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>' if standalone else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{text(figure.title)}">{style}{ground}{"".join(parts)}</svg>'
+    )
+
+
+def _upright(figure: Figure, order: Sequence[str]) -> list[str]:
     values = [v for s in figure.series for p in s.points for v in (p[1], p[2], p[3]) if v is not None and isfinite(v)]
     xs = [p[0] for s in figure.series for p in s.points]
     low, high = min(values, default=0.0), max(values, default=1.0)
@@ -61,19 +85,48 @@ def svg(figure: Figure, order: Sequence[str], standalone: bool = False) -> str:
     for index, series in enumerate(figure.series):
         colour, dash = style_of(series.name, order, index)
         marks = "".join(_MARKS[figure.kind](figure, index, axes, dash))
-        parts.append(f'<g class="s c{colour}" data-series="{text(series.name)}">{marks}</g>')
-    colours = "".join(f".c{i}{{--c:{colour}}}" for i, colour in enumerate(COLOURS))
-    style = (
-        f"<style>text{{font:12px sans-serif;fill:#222}}.axis{{stroke:#999}}.grid{{stroke:#e4e4e4}}"
-        f".title{{font-weight:600;font-size:13px}}{colours}</style>"
-        if standalone
-        else ""
-    )
-    ground = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>' if standalone else ""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{text(figure.title)}">{style}{ground}{"".join(parts)}</svg>'
-    )
+        parts.append(_group(series.name, colour, marks))
+    return parts
+
+
+def _group(name: str, colour: int, marks: str) -> str:
+    return f'<g class="s c{colour}" data-series="{text(name)}">{marks}</g>'
+
+
+def _lying(figure: Figure, order: Sequence[str]) -> tuple[int, list[str]]:
+    """Names on the left, intervals beside them, a line at zero."""
+    ends = [v for s in figure.series for p in s.points for v in p[1:] if v is not None and isfinite(v)]
+    ticks = _ticks(min([0.0, *ends]), max([0.0, *ends]))
+    low, high = min([*ends, ticks[0]]), max([*ends, ticks[-1]])
+    base = TOP + ROW * len(figure.series)
+
+    def place(value: float) -> float:
+        return NAMES + (WIDTH - RIGHT - 8 - NAMES) * (value - low) / ((high - low) or 1.0)
+
+    parts = [f'<text class="title" x="{RIGHT}" y="18">{text(figure.title)}</text>']
+    for tick in ticks:
+        x, mark = place(tick), "axis" if tick == 0 else "grid"
+        parts.append(f'<line class="{mark}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{base}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="middle">{_number(tick, figure.percent)}</text>')
+    middle = (NAMES + WIDTH - RIGHT) / 2
+    parts.append(f'<text x="{middle:.0f}" y="{base + 34}" text-anchor="middle">{text(figure.x)}</text>')
+    for index, series in enumerate(figure.series):
+        y, marks = TOP + ROW * (index + 0.5), ""
+        for _, value, start, stop in series.points:
+            if start is not None and stop is not None:
+                line = f"M{place(start):.1f} {y:.1f}H{place(stop):.1f}"
+                marks += f'<path d="{line}" style="{PAINT}" stroke-width="1.8"/>'
+            marks += _circle(place(value), y, 4, _interval(figure, series.name, value, start, stop), series.hollow)
+        name = f'<text x="{NAMES - 10}" y="{y + 4:.1f}" text-anchor="end">{text(series.name)}</text>'
+        parts.append(_group(series.name, style_of(series.name, order, index)[0], name + marks))
+    return base + BOTTOM, parts
+
+
+def _interval(figure: Figure, name: str, value: float, low: float | None, high: float | None) -> str:
+    words = f"{name}: {_number(value, figure.percent)}"
+    if low is None or high is None:
+        return words
+    return f"{words} ({_number(low, figure.percent)} to {_number(high, figure.percent)})"
 
 
 def style_of(name: str, order: Sequence[str], index: int) -> tuple[int, str]:
@@ -164,14 +217,12 @@ def _dots(figure: Figure, index: int, axes: _Axes, dash: str) -> Iterator[str]:
     shift = room * ((index + 0.5) / len(figure.series) - 0.5)
     for x, y, low, high in series.points:
         px = axes.x(x) + shift
-        words = f"{series.name}: {_number(y, figure.percent)}"
         if low is not None and high is not None:
-            words += f" ({_number(low, figure.percent)} to {_number(high, figure.percent)})"
             yield (
                 f'<path d="M{px:.1f} {axes.y(low):.1f}V{axes.y(high):.1f}M{px - 3:.1f} {axes.y(low):.1f}h6'
                 f'M{px - 3:.1f} {axes.y(high):.1f}h6" style="{PAINT}" stroke-width="1.6"/>'
             )
-        yield _circle(px, axes.y(y), 4, words)
+        yield _circle(px, axes.y(y), 4, _interval(figure, series.name, y, low, high))
 
 
 def _line(figure: Figure, index: int, axes: _Axes, dash: str) -> Iterator[str]:
@@ -184,8 +235,9 @@ def _line(figure: Figure, index: int, axes: _Axes, dash: str) -> Iterator[str]:
             yield _circle(axes.x(x), axes.y(y), 3, f"{series.name}: {_number(y, figure.percent)}")
 
 
-def _circle(x: float, y: float, radius: int, words: str) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" style="fill:var(--c)"><title>{text(words)}</title></circle>'
+def _circle(x: float, y: float, radius: int, words: str, hollow: bool = False) -> str:
+    paint = "fill:var(--paper,#fff);stroke:var(--c);stroke-width:1.8" if hollow else "fill:var(--c)"
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" style="{paint}"><title>{text(words)}</title></circle>'
 
 
 _MARKS = {"bars": _bars, "dots": _dots, "line": _line}
@@ -200,7 +252,9 @@ def png(figure: Figure, order: Sequence[str], path: Path) -> None:
         colour, dash = style_of(series.name, order, index)
         xs, ys = [p[0] for p in series.points], [p[1] for p in series.points]
         paint: dict[str, Any] = {"color": COLOURS[colour], "label": series.name}
-        if figure.kind == "bars":
+        if figure.kind == "rows":
+            _png_row(axes, index, series, COLOURS[colour])
+        elif figure.kind == "bars":
             axes.bar(xs, ys, **paint)
         elif figure.kind == "dots":
             shift = 0.7 * ((index + 0.5) / count - 0.5)
@@ -211,13 +265,24 @@ def png(figure: Figure, order: Sequence[str], path: Path) -> None:
             axes.errorbar([x + shift for x in xs], ys, yerr=spread, fmt="o", markersize=4, capsize=2, **paint)
         else:
             axes.plot(xs, ys, linestyle="--" if dash else "-", linewidth=1.5, **paint)
-    if figure.categories:
+    if figure.kind == "rows":
+        axes.set_yticks(range(count), [series.name for series in figure.series], fontsize=6)
+        axes.invert_yaxis()
+        axes.axvline(0.0, color="#999", linewidth=0.8, zorder=0)
+    elif figure.categories:
         axes.set_xticks(range(len(figure.categories)), figure.categories, rotation=30 if figure.kind == "bars" else 0)
     if figure.log_x:
         axes.set_xscale("log")
     axes.set(title=figure.title, xlabel=figure.x, ylabel=figure.y)
-    if figure.kind != "bars":
+    if figure.kind not in ("bars", "rows"):
         axes.legend(fontsize=6)
     canvas.tight_layout()
     canvas.savefig(path)
     pyplot.close(canvas)
+
+
+def _png_row(axes: Any, index: int, series: Series, colour: str) -> None:
+    for _, value, low, high in series.points:
+        ends = [[value - low], [high - value]] if low is not None and high is not None else None
+        inside = "white" if series.hollow else colour
+        axes.errorbar([value], [index], xerr=ends, fmt="o", markersize=4, color=colour, markerfacecolor=inside)

@@ -18,7 +18,6 @@ from vestige.adaptive import Adaptive
 from vestige.calls import Caller, floating
 from vestige.clipping import Engine, Flat, Loss
 from vestige.coverage import require_covered
-from vestige.curator import BudgetSpent
 from vestige.engines import engine_by_name
 from vestige.files import read_tensors, write_tensors
 from vestige.fitting import PhysicalBatch, check_physical_batch, part_of_a_run
@@ -31,7 +30,7 @@ from vestige.method import Method, build
 from vestige.noise import Randomness
 from vestige.planning import check_multiplier
 from vestige.probes import AgainstLastRelease, AlongLastStep, Here
-from vestige.questions import Question, SampledGaussian
+from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.stepping import PrivateSteps
 
 

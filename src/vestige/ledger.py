@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from vestige.curator import BudgetSpent
-from vestige.questions import Question
+from vestige.questions import BudgetSpent, Question
 
 GENESIS = "0" * 64
 VERSION = 1

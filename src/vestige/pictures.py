@@ -13,6 +13,7 @@ from vestige.report_words import STAGES, Content, budget_of, names, tasks
 def figures(content: Content) -> list[Figure]:
     """Every figure that the records can fill."""
     makers: list[Callable[[Content], Iterable[Figure]]] = [
+        _differences,
         _accuracy_by_budget,
         _accuracy_by_step,
         _accuracy_by_epsilon,
@@ -26,6 +27,28 @@ def figures(content: Content) -> list[Figure]:
 
 Curves = dict[str, dict[float, list[float]]]
 """What was found at each x, by method."""
+
+
+def _differences(content: Content) -> Iterable[Figure]:
+    """Every method against the baseline, the best on top; hollow where these runs cannot tell them apart."""
+    baseline = content["summary"]["baseline"]
+    tested = [row for row in content["summary"]["rows"] if row["difference_low"] is not None]
+    cells = {(row["task"], row["budget_value"], row["budget"], list(STAGES).index(row["rate"])) for row in tested}
+    for task, _, budget, stage in sorted(cells):
+        rate = list(STAGES)[stage]
+        rows = [r for r in tested if (r["task"], r["budget"], r["rate"]) == (task, budget, rate)]
+        series = tuple(
+            Series(
+                row["method"],
+                ((0.0, row["difference"], row["difference_low"], row["difference_high"]),),
+                hollow=not row["sentence"].startswith(("better", "worse")),
+            )
+            for row in sorted(rows, key=lambda row: -row["difference"])
+            if row["method"] != baseline
+        )
+        title = f"{task} at {budget}, {STAGES[rate]}: difference from {baseline}"
+        axis = "difference of test accuracies, paired by seed, with its 95% interval"
+        yield Figure(_slug(f"difference-{task}-{budget}-{rate}"), title, axis, "", series, "rows", percent=True)
 
 
 def _accuracy_by_budget(content: Content) -> Iterable[Figure]:

@@ -75,6 +75,14 @@ class Probe(Protocol):
         ...
 
 
+def _one_question(self: object, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+    return (SampledGaussian(rate, multiplier),)
+
+
+def _every_step(self: object, rate: float) -> int:
+    return 1
+
+
 @dataclass(frozen=True)
 class Here:
     """At the parameters themselves, once."""
@@ -88,11 +96,7 @@ class Here:
     def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
         return gradient(At(point)), state
 
-    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
-        return (SampledGaussian(rate, multiplier),)
-
-    def period(self, rate: float) -> int:
-        return 1
+    questions, period = _one_question, _every_step
 
 
 @dataclass(frozen=True)
@@ -123,11 +127,7 @@ class AgainstLastRelease:
         release = gradient(At(shifted(point, state["last"], self.radius)))
         return release, {"last": release.total.clone(), "started": 1}
 
-    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
-        return (SampledGaussian(rate, multiplier),)
-
-    def period(self, rate: float) -> int:
-        return 1
+    questions, period = _one_question, _every_step
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,7 @@ class Ascent:
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
         return (SampledGaussian(rate, multiplier),) * (2 if self.sample == "fresh" else 1)
 
-    def period(self, rate: float) -> int:
-        return 1
+    period = _every_step
 
 
 @dataclass(frozen=True)
@@ -222,11 +221,7 @@ class AlongLastStep:
 
         return gradient(At(point, transform=forecast)), after
 
-    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
-        return (SampledGaussian(rate, multiplier),)
-
-    def period(self, rate: float) -> int:
-        return 1
+    questions, period = _one_question, _every_step
 
 
 @dataclass(frozen=True)

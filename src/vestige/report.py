@@ -13,12 +13,16 @@ from vestige.pictures import figures
 from vestige.report_privacy import privacy
 from vestige.report_words import STAGES, Content, budget_of, names, tasks
 
+MANY = 5
+"""Methods that a sentence names; more are counted, and named on request."""
+
 
 def page(content: Content) -> str:
     """One HTML file with everything in it: style, figures, tables, and the few lines of script that sort them."""
     order = names(content)
     drawn = figures(content)
     groups = {
+        "differences": [f for f in drawn if f.kind == "rows"],
         "accuracy": [f for f in drawn if f.key.startswith("accuracy-")],
         "steps": [f for f in drawn if f.key.startswith(("steps-", "spent-"))],
         "rates": [f for f in drawn if f.key.startswith("rates-")],
@@ -26,7 +30,7 @@ def page(content: Content) -> str:
     }
     memory = [f for f in drawn if not any(f in group for group in groups.values())]
     sections = [
-        ("result", "What was found", _findings(content)),
+        ("result", "What was found", _findings(content) + _panels(groups["differences"], order)),
         *([("paper", "Beside the paper", _beside(content["paper"]))] if content.get("paper") else []),
         (
             "accuracy",
@@ -91,7 +95,8 @@ def _findings(content: Content) -> str:
         "<p class='note'>Intervals are Student-t at 95% over seeds. Differences are paired by seed and "
         "corrected by Holm "
         "over all rows of one task and kind of rate. Not distinguishable does not mean equal: it means that these runs "
-        "cannot tell.</p>"
+        "cannot tell; the intervals below, each for itself, say how large a difference they leave open. Full dots are "
+        "told apart after the correction, hollow ones are not.</p>"
     )
     if not lines:
         lines = [f"<li>Nothing can be compared with {text(baseline)} yet.</li>"]
@@ -107,7 +112,10 @@ def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline
     told = "; ".join(f"{text(row['method'])} is {text(row['sentence'].split(' (95')[0])}" for row in apart)
     same = [row["method"] for row in others if row["sentence"].startswith("not distinguishable")]
     rest = ""
-    if same:
+    if len(same) > MANY:
+        said = f"{len(same)} methods are not distinguishable from {text(baseline)}"
+        rest = f"<details><summary>{said}</summary>{text(', '.join(same))}</details>"
+    elif same:
         verb = "is" if len(same) == 1 else "are"
         rest = f"{text(', '.join(same))} {verb} not distinguishable from {text(baseline)}."
     broken = [row["method"] for row in chosen if row["mean"] is None]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vestige.calls import Caller
-from vestige.clipping import BoundedSum, Parameters
+from vestige.clipping import BoundedSum, Parameters, sensitivity_on
 from vestige.coverage import require_own
 from vestige.gathered import Gathered
 from vestige.ledger import Ledger
@@ -111,11 +111,8 @@ class PrivateSteps:
         assert (at.then, at.clip, at.boost) == (None, None, 1), "the engine refuses such probes"
         total = self.gathered.gather()
         question = self._question()
-        sensitivity = self.method.clip.sensitivity(self.caller.layout)
-        if isinstance(sensitivity, Tensor):
-            sensitivity = sensitivity.to(total.device)
-        ceiling = float(sensitivity.max()) if isinstance(sensitivity, Tensor) else float(sensitivity)
-        self.ledger.ask(question, step=self.step_number, part=at.part, sensitivity=ceiling)
+        sensitivity, ceiling = sensitivity_on(total.device, self.method.clip, self.caller.layout)
+        self.ledger.ask(question, step=self.step_number, part=at.part, sensitivity=float(ceiling))
         index, self.asked = self.asked, self.asked + 1
         stream = self.randomness.stream("noise", index)
         std, _ = add_noise(BoundedSum(total, sensitivity), self.planned.multiplier, stream)

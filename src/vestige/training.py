@@ -16,14 +16,14 @@ from vestige import averaging
 from vestige.adam_bc import AdamBC
 from vestige.adaptive import Adaptive
 from vestige.clipping import Clip, Parameters, one_after
-from vestige.curator import BudgetSpent, Curator
+from vestige.curator import Curator
 from vestige.gates import Attempt
 from vestige.layout import Layout
 from vestige.memory import KnowsNoise
 from vestige.method import Method
 from vestige.noise import Release
 from vestige.probes import At
-from vestige.questions import Question
+from vestige.questions import BudgetSpent, Question
 from vestige.schedules import level
 
 
