@@ -31,7 +31,7 @@ from vestige.accounting import (
     tuned_epsilon,
 )
 from vestige.adaptive import Counted
-from vestige.planning import accounted_multiplier
+from vestige.limits import accounted_multiplier
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 
 DELTA = 1e-5

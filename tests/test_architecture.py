@@ -1,11 +1,14 @@
 """Do imports go downward only, and does data stay in its room?"""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import vestige
+from vestige.method import METHODS
 
 ROOT = Path(vestige.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -91,6 +94,28 @@ def test_there_is_no_circle():
         name = ".".join(("vestige", *path.relative_to(ROOT).with_suffix("").parts))
         if path.stem != "__init__":
             assert name not in reach(path), name
+
+
+def test_the_package_is_imported_without_torch_and_has_all_its_names():
+    code = (
+        "import sys, vestige\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert set(vestige.__all__) <= set(dir(vestige))\n"
+        "assert vestige.accounting.epsilon and 'torch' not in sys.modules\n"
+        "assert all(getattr(vestige, name) is not None for name in vestige.__all__)\n"
+        "assert not hasattr(vestige, 'no_such_room') and not hasattr(vestige, '__path_to_nothing__')\n"
+        "from vestige import *\n"
+        "assert train is vestige.api.train\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("room", ["method", "methods.adam", "jobs", "engine"])
+def test_whoever_looks_a_method_up_finds_them_all(room):
+    code = f"import vestige.{room}\nfrom vestige.method import METHODS\nprint(*METHODS)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == list(METHODS)
+    assert len(METHODS) > 20
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)

@@ -13,20 +13,33 @@ import pytest
 from typer.testing import CliRunner
 
 from vestige import cli
+from vestige.cli_mistakes import in_flags
+from vestige.cli_options import help_of
 
 TRAIN = ["train", "--task", "digits-mlp", "--epsilon", "8", "--sample-rate", "0.05", "--steps", "20"]
+SELECTIVE = [
+    "--method",
+    "dpsur",
+    "--sample-rate",
+    "0.1",
+    "--trials",
+    "9",
+    "--validation-rate",
+    "0.2",
+    "--sigma-v",
+    "1",
+    "--threshold",
+    "-1",
+]
 FO = "--lr auto --clip 1.0 --beta 0.9 --alpha 0.8 --window 8 --lam 0.01 --tau 0.1 --gamma 0.2 --kappa 1e-6 --zeta auto --seed 0"
 
 
 def vestige(*words):
     """The command in this process: exit code, standard output, standard error."""
     result = CliRunner().invoke(cli.app, [str(word) for word in words])
-    code, error = result.exit_code, result.stderr
-    if isinstance(result.exception, ValueError | OSError):
-        code, error = (2 if isinstance(result.exception, ValueError) else 1), str(result.exception)
-    elif result.exception is not None and not isinstance(result.exception, SystemExit):
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return code, result.stdout, error
+    return result.exit_code, result.stdout, result.stderr
 
 
 def as_json(*words):
@@ -124,24 +137,66 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*TRAIN, "--sample-rate", "1.5"], "sample_rate=1.5"),
-        ([*TRAIN, "--delta", "0.01"], "delta=0.01"),
-        ([*TRAIN, "--window", "-2"], "window=-2"),
-        ([*TRAIN, "--beta", "0"], "beta=0.0"),
-        ([*TRAIN, "--lr", "fast"], "lr='fast'"),
+        ([*TRAIN, "--sample-rate", "1.5"], "--sample-rate=1.5"),
+        ([*TRAIN, "--delta", "0.01"], "--delta=0.01"),
+        ([*TRAIN, "--window", "-2"], "--window=-2"),
+        ([*TRAIN, "--beta", "0"], "--beta=0.0"),
+        ([*TRAIN, "--lr", "fast"], "--lr='fast'"),
+        ([*TRAIN, "--epsilon", "much"], "'--epsilon': 'much'"),
+        ([*TRAIN, "--epsilon=much"], "'--epsilon': 'much'"),
+        ([*TRAIN, "--steps", "2.5"], "'2.5'"),
+        ([*TRAIN, "--steps", "-3"], "--steps=-3"),
+        ([*TRAIN, "--seed", "-1"], "'--seed': '-1'"),
+        ([*TRAIN, "--evaluate-every", "0"], "--evaluate-every=0"),
+        ([*TRAIN, "--noise-multiplier", "inf"], "--noise-multiplier=inf must be positive and finite"),
+        ([*TRAIN, "--groups", "foo"], "--groups='foo'"),
+        ([*TRAIN, "--device", "moon"], "--device='moon' cannot be used"),
+        ([*TRAIN, "--nonprivate-transcript", "/nowhere/t.npz"], "--nonprivate-transcript='/nowhere/t.npz'"),
         ([*TRAIN, "--method", "fo-dp-sdg"], "did you mean 'fo-dp-sgd'"),
-        ([*TRAIN, "--method", "dp-sgd", "--alpha", "0.5"], "alpha=0.5 is not an option of dp-sgd"),
+        ([*TRAIN, "--method", "dp-sgd", "--alpha", "0.5"], "--alpha=0.5 is not an option of dp-sgd"),
         ([*TRAIN, "--task", "digit-mlp"], "digits-mlp"),
         ([*TRAIN, "--task", "mnist-mlp"], "--data"),
         ([*TRAIN, "--task", "mnist-mlp", "--data", "/nowhere.npz"], "/nowhere.npz"),
-        ([*TRAIN, "--optimizer", "sdg"], "optimizer='sdg'"),
-        ([*TRAIN, "--paper-sigma", "1", "--noise-multiplier", "1"], "paper_sigma=1.0 and noise_multiplier=1.0"),
-        (["train", "--task", "digits-mlp"], "epsilon and noise_multiplier are both missing"),
+        ([*TRAIN, "--optimizer", "sdg"], "--optimizer='sdg'"),
+        ([*TRAIN, "--paper-sigma", "1", "--noise-multiplier", "1"], "--paper-sigma=1.0 and --noise-multiplier=1.0"),
+        (["train", "--task", "digits-mlp"], "give --epsilon=3, say, or --noise-multiplier=1"),
+        (["train", "--method", "dpsgd-br"], "--epsilon is missing"),
         (["account", "--sample-rate", "0.1", "--steps", "10"], "exactly one of"),
         (["account", "--sample-rate", "0.1", "--steps", "10", "--epsilon", "1", "--sampling", "shuffled"], "shuffled"),
-        (["account", "--sample-rate", "0.1", "--steps", "10", "--noise-multiplier", "-1"], "noise_multiplier=-1"),
+        (["account", "--sample-rate", "0.1", "--steps", "10", "--noise-multiplier", "-1"], "--noise-multiplier=-1"),
+        (
+            ["account", "--sample-rate", "0.1", "--steps", "10", "--noise-multiplier", "1e-300"],
+            "--noise-multiplier=1e-300",
+        ),
+        (
+            ["account", "--sample-rate", "0.1", "--steps", "10", "--noise-multiplier", "1", "--accepted", "3"],
+            "--accepted cannot",
+        ),
+        (
+            [
+                "account",
+                "--sample-rate",
+                "0.1",
+                "--steps",
+                "10",
+                "--noise-multiplier",
+                "1",
+                "--accounting",
+                "published",
+            ],
+            "--accounting cannot",
+        ),
+        (["account", *SELECTIVE, "--sigma-t", "1", "--epsilon", "3"], "--epsilon cannot be given too"),
+        (
+            ["account", *SELECTIVE, "--sigma-t", "1", "--noise-multiplier", "3"],
+            "--noise-multiplier cannot be given too",
+        ),
+        (["account", *SELECTIVE, "--sigma-t", "-1"], "--sigma-t=-1.0"),
+        (["account", *SELECTIVE, "--sigma-t", "1", "--trials", "0"], "--trials=0"),
+        (["account", *SELECTIVE, "--sigma-t", "1", "--threshold", "nan"], "--threshold=nan"),
         (["verify", "/nowhere"], "no such folder"),
-        (["train", "--resume", "/nowhere"], "holds no run"),
+        (["verify", "/"], "holds neither run.json nor ledger.jsonl"),
+        (["train", "--resume", "/nowhere"], "--resume='/nowhere' holds no run"),
         (["compare", "--quick", "--method", "fo-dp-sgd"], "--method cannot be given too: --quick is one fixed"),
         (["compare", "--resume", "/nowhere", "--steps", "3"], "--steps cannot be given too"),
         (["compare", "--resume", "/nowhere"], "/nowhere"),
@@ -150,11 +205,21 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
         (["compare", "--task", "cifar10-mlp", "--data", "/nowhere.npz"], "--data=/nowhere.npz"),
         (["reproduce", "fo-tabel3"], "did you mean 'fo-table3'"),
         (["reproduce", "fo-table3", "--small"], "--data is missing"),
-        ([*TRAIN, "--log-to", "paper:x"], "log_to='paper:x'"),
-        ([*TRAIN, "--augment", "4"], "augment=4 flips and crops images"),
-        (["account", "--sample-rate", "0.1", "--steps", "10", "--method", "dp-sgd"], "method='dp-sgd' makes no trials"),
+        ([*TRAIN, "--log-to", "paper:x"], "--log-to='paper:x'"),
+        ([*TRAIN, "--augment", "4"], "--augment=4 flips and crops images"),
+        (
+            ["account", "--sample-rate", "0.1", "--steps", "10", "--method", "dp-sgd"],
+            "--method='dp-sgd' makes no trials",
+        ),
         (["account", "--sample-rate", "0.1", "--steps", "10", "--method", "dpsur"], "--sigma-t is missing"),
-        (["doctor", "digits-mlp", "--parity", "--batch", "0"], "batch=0"),
+        (["doctor", "digits-mlp", "--parity", "--batch", "0"], "--batch=0"),
+        (["doctor", "digits-mlp", "--device", "moon"], "--device='moon' cannot be used"),
+        (["methods", "dp-sdg"], "method='dp-sdg' is unknown (did you mean 'dp-sgd'?)"),
+        (["methods", "--jsn"], "--json); see vestige methods --help"),
+        (["train", "--epsilom", "8"], "--epsilon"),
+        (["train", "extra"], "extra"),
+        (["verify"], "Missing argument"),
+        (["trian"], "Did you mean 'train'?"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_code_two(tmp_path, words, message):
@@ -163,13 +228,48 @@ def test_a_users_mistake_is_one_line_and_exit_code_two(tmp_path, words, message)
     code, _, error = vestige(*words, *(["--out", out] if writes else []))
     assert code == 2
     assert message in error
+    assert error.startswith("vestige: ")
+    assert error.count("\n") == 1
     assert not out.exists(), "nothing may be half-written"
 
 
-def test_a_typo_in_a_flag_is_a_users_mistake():
-    code, _, error = vestige("train", "--epsilom", "8")
+@pytest.mark.parametrize(
+    "words", [TRAIN, ["compare", "--method", "dp-sgd", "--steps", "2"], ["report", "FOLDER", "--figures", "x"]]
+)
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, words):
+    (tmp_path / "file").write_text("no folder")
+    comparison = tmp_path / "comparison"
+    if words[0] == "report":
+        made = vestige(
+            "compare",
+            "--method",
+            "dp-sgd",
+            "--steps",
+            2,
+            "--seeds",
+            1,
+            "--factors",
+            1,
+            "--workers",
+            1,
+            "--out",
+            comparison,
+        )
+        assert made[0] == 0, made
+    out = tmp_path / "file" / "run"
+    code, _, error = vestige(*(comparison if word == "FOLDER" else word for word in words), "--out", out)
     assert code == 2
-    assert "epsilom" in error
+    assert error.startswith(f"vestige: --out='{out if words[0] != 'report' else out.parent}' cannot be made")
+    assert error.count("\n") == 1
+
+
+def test_messages_change_words_that_are_flags_and_no_others():
+    flags = ["--sample-rate", "--delta", "--data", "--resume", "task"]
+    say = lambda message: in_flags(message, flags)
+    assert say("sample_rate=2 and delta=1e-5, if sample_rate") == "--sample-rate=2 and --delta=1e-5, if --sample-rate"
+    assert say("delta=None: a delta is due") == "--delta is missing: a delta is due"
+    assert say("task='x' has no other_name, (data=y)") == "task='x' has no other_name, (--data=y)"
+    assert say("'/a/data=3/b' `resume=True` x.data=3 data==3") == "'/a/data=3/b' `resume=True` x.data=3 data==3"
 
 
 def test_an_occupied_folder_is_refused_and_left_alone(tmp_path):
@@ -246,12 +346,10 @@ def test_an_option_that_methods_share_is_told_apart_where_they_differ():
     from vestige.method import METHODS
 
     users = {name: entry.options for name, entry in METHODS.items()}
-    helps = cli._help_of(
-        {name: options["kappa"] for name, options in users.items() if "kappa" in options}, len(METHODS)
-    )
+    helps = help_of({name: options["kappa"] for name, options in users.items() if "kappa" in options}, len(METHODS))
     assert "share of the fresh release (disk); smallest scale" in helps
     assert helps.endswith("[default: 1e-06; 0.7 for disk]")
-    everyone = cli._help_of({name: options["clip"] for name, options in users.items()}, len(METHODS))
+    everyone = help_of({name: options["clip"] for name, options in users.items()}, len(METHODS))
     assert "(dp-sgd" not in everyone
 
 
@@ -260,6 +358,41 @@ def test_a_switch_that_is_on_can_be_turned_off(tmp_path):
     as_json(*words)
     job = json.loads((tmp_path / "run" / "run.json").read_text())["job"]
     assert job["options"] == {"steady_steps": False}
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_what_is_known_of_a_command_is_what_it_says_itself(name):
+    assert cli.load(name).name == name
+    assert cli.load(name).help.split("\n\n")[0] == cli.COMMANDS[name][1]
+
+
+@pytest.mark.parametrize(
+    ("words", "heavy"),
+    [
+        (["--help"], ["torch", "scipy", "numpy"]),
+        (["--version"], ["torch", "scipy", "numpy"]),
+        (["trian"], ["torch", "scipy", "numpy"]),
+        (["methods", "--jsn"], ["torch", "scipy", "numpy"]),
+        (["compare", "--help"], ["torch", "scipy", "numpy"]),
+        (["account", "--sample-rate", "0.1", "--steps", "10", "--noise-multiplier", "1"], ["torch"]),
+        (["account", *SELECTIVE, "--sigma-t", "1"], ["torch"]),
+    ],
+)
+def test_a_quick_answer_imports_nothing_heavy(words, heavy):
+    code = (
+        "import sys\nfrom vestige import cli\n"
+        f"sys.argv = ['vestige', *{words}]\n"
+        f"try:\n    cli.main()\nfinally:\n    assert not {set(heavy)} & set(sys.modules), 'too much'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "too much" not in done.stderr
+    assert done.stdout if done.returncode == 0 else done.stderr.startswith("vestige: ")
+
+
+def test_the_version():
+    import vestige as package
+
+    assert vestige("--version") == (0, f"vestige {package.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -318,3 +451,29 @@ def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
     result = json.loads(out)
     assert result["stopped"] == "interrupted"
     assert result["steps"] == ledger.read_text().count('"row": "ask"') > asked
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_ends_a_comparison_with_the_way_to_continue(tmp_path, workers):
+    folder = tmp_path / "comparison"
+    process = command(
+        "compare",
+        "--method",
+        "dp-sgd",
+        "--steps",
+        "3000",
+        "--workers",
+        workers,
+        "--out",
+        folder,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (folder.exists() and list(folder.glob("claims/*"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the command
+    out, error = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT)  # a shell reports 130 for both
+    assert out == ""
+    assert error == f"interrupted; continue with: vestige compare --resume {folder}\n"

@@ -129,7 +129,7 @@ def test_specification_survives_json():
         ({"tune": {"beta": ()}}, "empty grid"),
         ({"validation": 1.0}, "validation=1.0"),
         ({"tuning_seeds": (2,)}, "fresh"),
-        ({"rates": ("given",)}, "lr is missing"),
+        ({"rates": ("given",)}, "lr=None"),
         ({"rates": ("best",)}, "unknown"),
         ({"contenders": (Contender("a", "dp-sgd"), Contender("a", "dp-sgd"))}, "twice"),
     ],

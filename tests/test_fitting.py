@@ -235,7 +235,7 @@ def test_the_commands():
     assert json.loads(out)["physical_batch"] == plausible_sample(1437, 0.1)
     code, _, error = command("doctor", "digits-mlp", "--physical-batch", "12")
     assert code == 2
-    assert "physical_batch='12' must be 'auto' here" in error
+    assert "--physical-batch='12' must be 'auto' here" in error
 
 
 def test_training_from_the_command_line(tmp_path):

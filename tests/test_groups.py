@@ -22,7 +22,8 @@ from vestige.clipping import Flat, Reference
 from vestige.groups import Layers, Patterns, PerGroup, named_grouping, named_split
 from vestige.jobs import Job, start
 from vestige.layout import Layout
-from vestige.planning import accounted_multiplier, paper_groups, plan
+from vestige.limits import accounted_multiplier
+from vestige.planning import paper_groups, plan
 from vestige.questions import SampledGaussian
 
 cross_entropy = nn.functional.cross_entropy

@@ -1,5 +1,6 @@
 """Is an accept-or-reject trial priced as the worst that any adversary can make of it?"""
 
+import warnings
 from dataclasses import replace
 from math import exp, inf, log
 
@@ -13,7 +14,7 @@ from scipy.stats import norm
 
 from vestige import accounting, renyi, trials
 from vestige.accounting import epsilon
-from vestige.profiles import Profile, connect_dots, excess_moments, sampled_gaussian
+from vestige.profiles import Profile, _without_dust, connect_dots, excess_moments, sampled_gaussian
 from vestige.questions import Question, SampledGaussian, Trial
 
 DELTA = 1e-5
@@ -320,6 +321,36 @@ def test_a_threshold_out_of_reach_is_refused():
 def test_trials_are_recorded_as_json():
     assert Question.from_json(MNIST.to_json()) == MNIST
     assert log(trials.acceptance(MNIST)[1] / trials.acceptance(MNIST)[0]) == pytest.approx(log(2.37), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        SampledGaussian(0.04, 128.0),
+        SampledGaussian(0.3, 8.0),
+        Trial(0.04, 32.0, 0.0533, 1.3, -1.0),
+        Trial(0.04, 131072.0, 0.057, 1.3, -1.0),
+    ],
+)
+def test_composing_divides_by_no_mass_that_is_next_to_nothing(question, monkeypatch):
+    def priced():
+        accounting._single.cache_clear()
+        return accounting._epsilon_by_distribution({question: 50}, 1e-5, accounting.COARSE)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clean = priced()
+    monkeypatch.setattr("vestige.profiles.DUST", 0.0)
+    with pytest.warns(RuntimeWarning, match="overflow"):
+        assert clean == pytest.approx(priced(), rel=1e-9)
+    accounting._single.cache_clear()
+
+
+def test_what_is_moved_is_moved_upwards(monkeypatch):
+    monkeypatch.setattr("vestige.profiles.DUST", 1e-2)
+    lowest, kept, infinite = _without_dust(-2, np.array([0.0078125, 0.0, 0.25, 0.001, 0.5, 0.0078125, 0.0]), 0.25)
+    assert (lowest, infinite) == (0, 0.2578125)
+    assert kept.tolist() == [0.2578125, 0.001, 0.5]
 
 
 @pytest.mark.parametrize("multiplier", [0.3, 0.1, 0.05, 0.02, 0.003])

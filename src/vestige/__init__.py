@@ -1,12 +1,19 @@
 """Private optimizers that remember: differentially private training for PyTorch."""
 
-from vestige.api import Training, train
-from vestige.engine import PrivacyEngine
-from vestige.groups import Layers, Patterns, PerGroup
-from vestige.method import Method, build, by_group
-from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
-from vestige.questions import BudgetSpent
-from vestige.training import Record, accuracy
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vestige.api import Training, train
+    from vestige.engine import PrivacyEngine
+    from vestige.groups import Layers, Patterns, PerGroup
+    from vestige.method import Method, build, by_group
+    from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
+    from vestige.questions import BudgetSpent
+    from vestige.training import Record, accuracy
 
 __version__ = "0.1.0"
 
@@ -30,3 +37,29 @@ __all__ = [
     "train",
     "uniform_memory",
 ]
+
+_ROOMS = {
+    "api": ("Training", "train"),
+    "engine": ("PrivacyEngine",),
+    "groups": ("Layers", "Patterns", "PerGroup"),
+    "method": ("Method", "build", "by_group"),
+    "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),
+    "questions": ("BudgetSpent",),
+    "training": ("Record", "accuracy"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A name of the library, or a room of it, imported when it is first asked for: torch takes seconds to import, and
+    the command line answers many questions without it."""
+    for room, names in _ROOMS.items():
+        if name in names:
+            globals()[name] = getattr(import_module(f"vestige.{room}"), name)
+            return globals()[name]
+    if name.startswith("_") or find_spec(f"vestige.{name}") is None:
+        raise AttributeError(f"module 'vestige' has no attribute {name!r}")
+    return import_module(f"vestige.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

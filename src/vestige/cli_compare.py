@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-notes = Console(stderr=True, highlight=False, soft_wrap=True)
-answers = Console(highlight=False, soft_wrap=True)
+from vestige.cli_mistakes import INTERRUPTED, refuse_others
+from vestige.cli_terminal import Json, answers, notes, print_json
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 Workers = Annotated[int | None, typer.Option(help="Processes (default: one per core, one in all on a GPU).")]
 Engine = Annotated[str, typer.Option(help="local (processes) or ray (a Ray cluster).")]
 Stacking = Annotated[str, typer.Option(help="auto: train runs that fit together as one stack; off: one after another.")]
@@ -29,26 +27,11 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda 
 Address = Annotated[str | None, typer.Option(help="Address of the Ray cluster (default: a local one).")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("compare")(compare)
-    app.command("report")(report)
-    app.command("presets")(presets)
-    app.command("reproduce")(reproduce)
-
-
 # --- compare ---------------------------------------------------------------------------------------------------------
 
 
 WHERE = ("engine", "ray_address", "workers", "stack", "device", "as_json")
 """Options that say where runs are made, and go with any comparison."""
-
-
-def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) -> None:
-    """An option that would be ignored is refused by name."""
-    given = [name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
-    extra = [name for name in given if name not in allowed]
-    if extra:
-        raise ValueError(f"--{extra[0].replace('_', '-')} cannot be given too: {why}")
 
 
 def compare(
@@ -120,6 +103,8 @@ def compare(
         elsewhere = {problem.task: data for problem in agreed.problems} if data is not None else {}
         _finish(_fill(resume, agreed, engine, ray_address, workers, stack, device, as_json, elsewhere), as_json)
         return
+    if retry:
+        raise ValueError("--retry goes with --resume FOLDER: it tries the failed runs of a comparison again")
     budgets = [Budget("epsilon", value) for value in epsilon or ()]
     budgets += [Budget("noise_multiplier", value) for value in noise_multiplier or ()]
     budgets += [Budget("paper_sigma", value) for value in paper_sigma or ()]
@@ -153,6 +138,7 @@ def compare(
             physical_batch=physical_batch,
         )
     _check_tasks(specification)
+    _check_names(specification)
     path = out or Path("runs") / f"{'quick' if quick else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
     _finish(_fill(path, specification, engine, ray_address, workers, stack, device, as_json), as_json)
 
@@ -172,7 +158,7 @@ def quick_specification() -> Any:
 
 def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """NAME or NAME:option=value,... as (label, name, options); `all` is every method, and DP-SGD with momentum."""
-    from vestige.method import METHODS, nearest
+    from vestige.method import METHODS, build, nearest
 
     found: list[tuple[str, str, dict[str, Any]]] = []
     for word in words:
@@ -184,14 +170,16 @@ def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
         if name not in METHODS:
             known = ", ".join(METHODS)
             raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {known}, or all")
-        found.append((word, name, dict(_option(part) for part in re.split(r",(?![^\[]*\])", rest) if part)))
+        options = dict(_option(part) for part in re.split(r",(?![^\[]*\])", rest) if part)
+        build(name, **options)  # an option that no run could use is refused before there is a folder
+        found.append((word, name, options))
     return found
 
 
 def _option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ValueError(f"method: {text!r} is not option=value, as in fo-dp-sgd:beta=0.8,window=4")
+        raise ValueError(f"method={text!r} is not option=value, as in fo-dp-sgd:beta=0.8,window=4")
     return key.strip().replace("-", "_"), _value(value)
 
 
@@ -234,6 +222,23 @@ def _check_tasks(specification: Any) -> None:
         tasks.check(problem.task, problem.data)
 
 
+def _check_names(specification: Any) -> None:
+    """Names of methods and options that would be passed over in silence."""
+    from vestige.method import METHODS, nearest
+
+    labels = [contender.label for contender in specification.contenders]
+    if specification.baseline not in ("dp-sgd", *labels):  # the usual baseline may be left out
+        name = specification.baseline
+        raise ValueError(f"baseline={name!r} is not compared{nearest(name, labels)}; choose from {', '.join(labels)}")
+    known = {option for contender in specification.contenders for option in METHODS[contender.method].options}
+    for option in specification.tune:
+        if option not in known:
+            raise ValueError(
+                f"tune={option!r} is an option of none of the methods{nearest(option, known)}; "
+                f"choose from {', '.join(sorted(known))}"
+            )
+
+
 def _fill(
     path: Path,
     specification: Any,
@@ -248,25 +253,32 @@ def _fill(
 ) -> Any:
     """Make the runs of a comparison's folder that are not on record; `alone` gives each run the machine to itself."""
     from vestige import experiments
-    from vestige.jobs import default_device
+    from vestige.jobs import check_device, default_device
     from vestige.performing import Place
 
     if stack not in ("auto", "off"):
         raise ValueError(f"stack={stack!r} must be auto or off")
+    if address is not None and engine != "ray":
+        raise ValueError(f"ray_address={address!r} goes with --engine ray")
     where = device or default_device()
+    check_device(where)
     usual = 1 if where != "cpu" or alone else max(1, os.cpu_count() or 1)
     hands = workers if workers is not None else usual
     place = Place(where, data or {}, stack == "auto" and not alone)
-    with progress(not as_json) as watch:
-        return experiments.compare(
-            path, specification, place=place, engine=engine, workers=hands, address=address, watch=watch
-        )
+    try:
+        with progress(not as_json) as watch:
+            return experiments.compare(
+                path, specification, place=place, engine=engine, workers=hands, address=address, watch=watch
+            )
+    except KeyboardInterrupt:
+        notes.print(f"interrupted; continue with: vestige compare --resume {path}", markup=False)
+        sys.exit(INTERRUPTED)
 
 
 def _finish(home: Any, as_json: bool) -> None:
     summary = summarised(home)
     if as_json:
-        print(json.dumps(summary, allow_nan=False))
+        print_json(summary)
     else:
         show(summary)
         answers.print(f"written to {home.path}; for the whole story: vestige report {home.path}", markup=False)
@@ -416,6 +428,7 @@ def report(
 def write_report(folder: Path, out: Path | None, figures: Path | None, title: str | None) -> Path:
     from vestige import report as page
     from vestige.comparison_folder import ComparisonFolder
+    from vestige.files import make_folder
 
     home = ComparisonFolder(folder)
     specification = home.specification()
@@ -431,7 +444,9 @@ def write_report(folder: Path, out: Path | None, figures: Path | None, title: st
         "paper": _paper(folder, records),
     }
     path = out or folder / "report.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
+    if figures is not None:
+        make_folder(figures, "figures")
     path.write_text(page.page(content), encoding="utf-8")
     answers.print(f"wrote {path} ({path.stat().st_size / 1e6:.2f} MB)", markup=False)
     if figures is not None:
@@ -466,7 +481,7 @@ def presets(as_json: Json = False) -> None:
 
     if as_json:
         rows = [{"name": p.name, "what": p.what, "paper": p.paper, "missing": p.missing()} for p in PRESETS.values()]
-        print(json.dumps({"presets": rows}))
+        print_json({"presets": rows})
         return
     table = Table("preset", "what the paper shows", "paper", "state")
     for preset in PRESETS.values():
@@ -512,12 +527,7 @@ def reproduce(
     summary = summarised(home)
     beside = known.beside(preset, list(home.records().values()))
     if as_json:
-        print(
-            json.dumps(
-                {**summary, "preset": name, "small": small, "beside": beside, "notes": list(preset.notes)},
-                allow_nan=False,
-            )
-        )
+        print_json({**summary, "preset": name, "small": small, "beside": beside, "notes": list(preset.notes)})
     else:
         show(summary)
         _show_paper(preset, beside, small)

@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
-from math import exp, log
+from math import exp, inf, log
 from typing import Any, Literal, get_args
 
+from vestige.limits import check_delta, check_rate, check_steps
 from vestige.statistics import Difference, holm, paired, sentence, summarise
 
 VERSION = 2
@@ -46,8 +47,8 @@ class Budget:
     def __post_init__(self) -> None:
         if self.kind not in BUDGETS:
             raise ValueError(f"budget={self.kind!r} is unknown; choose from {', '.join(BUDGETS)}")
-        if not self.value > 0:
-            raise ValueError(f"{self.kind}={self.value} must be positive")
+        if not 0 < self.value < inf:
+            raise ValueError(f"{self.kind}={self.value} must be positive and finite")
 
     def __str__(self) -> str:
         names = {"epsilon": "epsilon", "paper_sigma": "the paper's sigma", "noise_multiplier": "noise multiplier"}
@@ -94,6 +95,15 @@ class Specification:
         for name in ("problems", "contenders", "budgets", "seeds", "rates"):
             if not getattr(self, name):
                 raise ValueError(f"{name}=[] is empty: a comparison needs at least one of them")
+        check_steps(self.steps)
+        check_rate(self.sample_rate)
+        check_delta(self.delta)
+        if self.physical_batch is not None:
+            check_steps(self.physical_batch, "physical_batch")
+        if self.evaluations < 0:
+            raise ValueError(f"evaluations={self.evaluations} must be a whole number from 0 up")
+        if self.lr is not None and not 0 < self.lr < inf:
+            raise ValueError(f"lr={self.lr} must be positive and finite")
         labels = [contender.label for contender in self.contenders]
         if len(set(labels)) < len(labels):
             twice = next(label for label in labels if labels.count(label) > 1)
@@ -104,13 +114,14 @@ class Specification:
         if "tuned" in self.rates:
             self._check_tuning()
         if "given" in self.rates and not all(c.lr or self.lr for c in self.contenders):
-            raise ValueError("lr is missing: the rate 'given' needs a number")
+            raise ValueError("lr=None: the rate 'given' needs a number")
 
     def _check_tuning(self) -> None:
         if not (self.factors or self.learning_rates):
             raise ValueError("factors=[] is empty: tuning needs a grid of learning rates; give lrs or factors")
-        if not all(rate > 0 for rate in (*self.factors, *self.learning_rates)):
-            raise ValueError(f"lrs={list(self.learning_rates or self.factors)} must all be positive")
+        for name, grid in (("lrs", self.learning_rates), ("factors", self.factors)):
+            if not all(0 < rate < inf for rate in grid):
+                raise ValueError(f"{name}={','.join(f'{rate:g}' for rate in grid)} must all be positive and finite")
         if not 0 < self.validation < 1:
             raise ValueError(f"validation={self.validation} must lie in (0, 1): it is the share held out for tuning")
         if set(self.seeds) & set(self.tuning_seeds):

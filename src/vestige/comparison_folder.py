@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vestige.comparison import VERSION, Record, Run, Specification
-from vestige.files import read_json, write_json
+from vestige.files import make_folder, read_json, write_json
 
 STALE = 120.0
 """Seconds without a sign of life after which another process may take a claimed run over."""
@@ -41,7 +41,8 @@ class ComparisonFolder:
                 )
         elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ValueError(f"out={str(self.path)!r} is not an empty folder: choose another")
-        self.runs.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
+        self.runs.mkdir(exist_ok=True)
         self.claims.mkdir(exist_ok=True)
         if not (self.path / "spec.json").exists():
             write_json(self.path / "spec.json", {"version": VERSION, "specification": specification.to_json()})

@@ -16,8 +16,8 @@ from vestige.engines import ENGINES
 from vestige.fitting import part_of_a_run
 from vestige.independence import mixing_layers
 from vestige.layout import Layout
+from vestige.limits import check_rate
 from vestige.method import Method
-from vestige.sampling import check_rate
 
 PROBED = 8
 """How many examples the gradient checks look at."""

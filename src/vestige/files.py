@@ -34,6 +34,14 @@ def remove_unfinished(folder: Path) -> None:
         beside.unlink()
 
 
+def make_folder(path: Path, name: str = "out") -> None:
+    """Make the folder that a user asked for in the argument `name`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{name}={str(path)!r} cannot be made: {error.strerror}; choose another folder") from error
+
+
 def write_json(path: Path, content: Any) -> None:
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     write_atomically(path, lambda beside: _write_bytes(beside, text.encode()))

@@ -70,7 +70,10 @@ class Patterns:
                         break  # what no pattern matches is left out, and Layout refuses it by name
         for group, glob in zip(groups, self.globs, strict=True):
             if not group:
-                raise ValueError(f"groups: the pattern {glob!r} matches no trainable parameter that is still free")
+                raise ValueError(
+                    f"groups={glob!r}: the pattern {glob!r} matches no trainable parameter that is still free; the "
+                    f"first pattern that matches a name takes it"
+                )
         return groups
 
 

@@ -18,9 +18,10 @@ from vestige.augmentation import Augment
 from vestige.gates import loss_test, public_file
 from vestige.groups import named_grouping, named_split
 from vestige.layout import Layout
+from vestige.limits import accounted_multiplier, check_steps
 from vestige.method import Method, build, by_group
 from vestige.normalising import PrivateMoments, with_moments
-from vestige.planning import accounted_multiplier, paper_groups
+from vestige.planning import paper_groups
 from vestige.questions import Question, SampledGaussian
 from vestige.rules import named
 from vestige.run_folder import RunFolder
@@ -94,6 +95,7 @@ def start(
     job: Job, out: Path | None, *, resume: bool = False, task: tasks.Task | None = None
 ) -> tuple[tasks.Task, Training]:
     """Load the task (unless it is given) and prepare its training; nothing is asked of the data yet."""
+    _check(job)
     method = method_of(job)
     multiplier = job.noise_multiplier
     if job.paper_sigma is not None and multiplier is not None:
@@ -107,10 +109,8 @@ def start(
     if job.paper_sigma is not None:
         groups = paper_groups(method, Layout.of(task.model, method.grouping))
         multiplier = accounted_multiplier(job.paper_sigma, method.memory.fresh_share, groups)
-    try:
-        task.model.to(job.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={job.device!r} cannot be used: {error}") from error
+    check_device(job.device)
+    task.model.to(job.device)
     training = train(
         task.model,
         task.loss,
@@ -253,7 +253,7 @@ def load(folder: RunFolder) -> Job:
     request = folder.request()
     if "job" not in request:
         raise ValueError(
-            f"{str(folder.path)!r} was started from Python: resume it there, with the same call and resume=True"
+            f"{str(folder.path)!r} was started from Python: continue it there, by the same call with `resume=True`"
         )
     job = request["job"]
     return Job(**{**job, "options": {key: inf if value == "inf" else value for key, value in job["options"].items()}})
@@ -262,6 +262,22 @@ def load(folder: RunFolder) -> Job:
 def _written(option: Any) -> Any:
     """JSON has no infinity, which is a threshold that accepts everything."""
     return "inf" if option == inf else option
+
+
+def _check(job: Job) -> None:
+    """What would come to light only after the steps."""
+    if job.evaluate_every is not None:
+        check_steps(job.evaluate_every, "evaluate_every")
+    file = job.nonprivate_transcript
+    if file is not None and not Path(file).parent.is_dir():
+        raise ValueError(f"nonprivate_transcript={file!r} cannot be written: there is no folder {Path(file).parent}")
+
+
+def check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device!r} cannot be used: {error}") from error
 
 
 def default_device() -> str:

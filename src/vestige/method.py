@@ -202,3 +202,7 @@ def build(name: str, **options: Any) -> Method:
 def nearest(word: str, known: object) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)  # type: ignore[call-overload]
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+# Whoever can look a method up by name must find them all: the rooms of the methods register themselves in this one.
+import vestige.methods  # noqa: E402, F401

@@ -21,6 +21,7 @@ from vestige.comparison import VALIDATION, VALIDATION_CURVE, VERSION, Record, Ru
 from vestige.correlated import Noise
 from vestige.jobs import Job, complete, start
 from vestige.layout import Layout
+from vestige.limits import accounted_multiplier
 from vestige.method import Method, build
 from vestige.probes import Here, Probe
 from vestige.questions import Question
@@ -291,7 +292,7 @@ def _prepared(run: Run, place: Place) -> tuple[Run, tasks.Task, planning.Plan, s
     layout = Layout.of(task.model, method.grouping)
     if run.budget.kind == "paper_sigma":
         groups = planning.paper_groups(method, layout)
-        multiplier = planning.accounted_multiplier(run.budget.value, method.memory.fresh_share, groups)
+        multiplier = accounted_multiplier(run.budget.value, method.memory.fresh_share, groups)
     elif run.budget.kind == "noise_multiplier":
         multiplier = run.budget.value
     else:

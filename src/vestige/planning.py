@@ -14,9 +14,10 @@ from vestige import accounting
 from vestige.groups import PerGroup
 from vestige.layout import Layout
 from vestige.learning_rate import auto_rate, initial_weight_norm
+from vestige.limits import check_delta, check_rate, check_steps
+from vestige.limits import check_multiplier as check_multiplier
 from vestige.method import Method
 from vestige.questions import Question
-from vestige.sampling import check_rate
 from vestige.schedules import Constant, level
 
 DEFAULT_STEPS = 200
@@ -88,7 +89,7 @@ def plan(
             steps = affordable(one, epsilon, delta, accountant, first)
     check_steps(steps)
     if epsilon is None and noise_multiplier is None:
-        raise ValueError("epsilon and noise_multiplier are both missing: give the budget, or the noise")
+        raise ValueError("neither a budget nor noise is given: give epsilon=3, say, or noise_multiplier=1")
     if noise_multiplier is None:
         assert epsilon is not None
         history_at = partial(questions, method, sample_rate, steps=steps, first=first)
@@ -110,8 +111,8 @@ def check_schedule(method: Method, epsilon: float | None) -> str:
         return "pld"
     if epsilon is None:
         raise ValueError(
-            "epsilon is missing: this method's noise follows from earlier answers, and only a filter that knows the "
-            "budget in advance bounds that; give epsilon, or progress='none'"
+            "epsilon=None: this method's noise follows from earlier answers, and only a filter that knows the budget "
+            "in advance bounds that; give epsilon=3, say, or progress='none'"
         )
     return "rdp"
 
@@ -217,18 +218,6 @@ def noise_walk(method: Method, sample_rate: float, steps: int) -> float:
     return sqrt(sum(level(method.schedule, 1.0, step, sample_rate) ** 2 for step in range(steps)))
 
 
-def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: int = 1) -> float:
-    """The noise multiplier of a whole step, from a memory method's own sigma.
-
-    The paper noises `fresh_share` times the sum with sigma times each group's bound. Dividing by `fresh_share` is a
-    bijection of the release given the earlier ones, and `groups` equal ratios on one sample are one Gaussian mechanism
-    with their ratio over sqrt(groups).
-    """
-    if not paper_sigma > 0:
-        raise ValueError(f"paper_sigma={paper_sigma} must be positive")
-    return paper_sigma / (fresh_share * groups**0.5)
-
-
 def paper_groups(method: Method, layout: Layout) -> int:
     """How many groups share the sigma of a paper; refused where the groups' own ratios differ."""
     if not isinstance(method.clip, PerGroup):
@@ -240,23 +229,3 @@ def paper_groups(method: Method, layout: Layout) -> int:
             f"and a paper's sigma is one number; give noise_multiplier or epsilon"
         )
     return layout.groups
-
-
-def check_steps(steps: int) -> None:
-    if not (isinstance(steps, int) and steps >= 1):
-        raise ValueError(f"steps={steps} must be a whole number from 1 up")
-
-
-def check_delta(delta: float, population: int | None = None) -> None:
-    if not 0 < delta < 1:
-        raise ValueError(f"delta={delta} must lie in (0, 1)")
-    if population is not None and delta >= 1 / population:
-        raise ValueError(
-            f"delta={delta} is not below 1/N = {1 / population:.3g} for {population} examples: it would allow "
-            f"publishing a whole example; choose a smaller delta, such as {0.1 / population:.0e}"
-        )
-
-
-def check_multiplier(noise_multiplier: float) -> None:
-    if not noise_multiplier > 0:
-        raise ValueError(f"noise_multiplier={noise_multiplier} must be positive: without noise there is no privacy")

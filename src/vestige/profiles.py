@@ -14,6 +14,9 @@ from vestige.renyi import ORDERS, Array
 DEEPEST = 10.0
 """Standard deviations of noise followed into the tails: 8e-24 of the mass lies beyond and is charged to delta."""
 
+DUST = 1e-280
+"""Smaller masses at the ends of a loss distribution are moved up: composing it divides by them, and would overflow."""
+
 BLOCK = 256
 
 Heights = Callable[[Array], Array]
@@ -86,7 +89,16 @@ def connect_dots(profile: Profile, step: float) -> tuple[int, Array, float]:
     slopes = np.diff(heights) / expm1(step)
     masses = np.concatenate([[slopes[0] - heights[0]], slopes[1:] - exp(step) * slopes[:-1], [-exp(step) * slopes[-1]]])
     masses[zero] += 1.0
-    return -zero, np.maximum(masses, 0.0), float(heights[-1])
+    return _without_dust(-zero, np.maximum(masses, 0.0), float(heights[-1]))
+
+
+def _without_dust(lowest: int, masses: Array, infinite: float) -> tuple[int, Array, float]:
+    """The same distribution without masses at its ends that nothing can be divided by: those below move up to the first
+    that stays, those above to infinity. A larger loss never costs less."""
+    first, last = np.flatnonzero(masses > DUST)[[0, -1]]
+    kept = masses[first : last + 1]
+    kept[0] += masses[:first].sum()
+    return lowest + int(first), kept, infinite + float(masses[last + 1 :].sum())
 
 
 def _heights(profile: Profile, step: float) -> tuple[int, Array]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from vestige.files import read_json, read_tensors, remove_unfinished, write_json, write_tensors
+from vestige.files import make_folder, read_json, read_tensors, remove_unfinished, write_json, write_tensors
 from vestige.training import Record
 
 CHECKPOINT_SHARE = 0.01
@@ -43,12 +43,12 @@ class RunFolder:
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             already = "holds a run" if (self.path / "run.json").exists() else "is not an empty folder"
             raise ValueError(f"out={str(self.path)!r} already {already}: choose another, or resume it with --resume")
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         write_json(self.path / "run.json", request)
 
     def request(self) -> dict[str, Any]:
         if not (self.path / "run.json").exists():
-            raise ValueError(f"{str(self.path)!r} holds no run: there is no run.json in it")
+            raise ValueError(f"resume={str(self.path)!r} holds no run: there is no run.json in it")
         request: dict[str, Any] = read_json(self.path / "run.json")
         return request
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from vestige.limits import check_rate
 from vestige.noise import Randomness
 
 
@@ -84,8 +85,3 @@ class Shuffled:
 
 
 SAMPLINGS: dict[str, type[Poisson] | type[Shuffled]] = {"poisson": Poisson, "shuffled": Shuffled}
-
-
-def check_rate(rate: float) -> None:
-    if not 0 < rate <= 1:
-        raise ValueError(f"sample_rate={rate} must lie in (0, 1]: it is the probability that an example joins a step")

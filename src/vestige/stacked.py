@@ -19,13 +19,13 @@ from vestige.clipping import Flat, Loss
 from vestige.filters import LowPass, SelfTuning, Smoothed
 from vestige.groups import PerGroup
 from vestige.layout import Layout
+from vestige.limits import check_rate
 from vestige.memory import Blend, Exponential, Fractional, Identity, Uniform
 from vestige.method import Method
 from vestige.moving import Learning, StackedRun, alike
 from vestige.precision import products_in_tf32
 from vestige.probes import AgainstLastRelease, AlongLastStep, Ascent, Here
 from vestige.questions import Question
-from vestige.sampling import check_rate
 from vestige.spectral import Spectral
 
 __all__ = ["Progress", "Stack", "StackedRun", "check_noise", "footprint", "why_not"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import isnan
 from typing import Any
 
 from vestige import accounting
-from vestige.planning import check_delta, check_multiplier, check_steps
+from vestige.limits import check_delta, check_multiplier, check_rate, check_steps
 from vestige.questions import Question, SampledGaussian, Trial
-from vestige.sampling import check_rate
 
 RELEASES = {"dpsur": "y", "dpsgd-br": "yz"}
 """What an accepted trial of a method shows: its candidate, or its noisy loss too, since a buffer compares those."""
@@ -39,14 +39,15 @@ class Trials:
 
     def __post_init__(self) -> None:
         check_selective(self.method)
-        check_steps(self.trials)
+        check_steps(self.trials, "trials")
         check_rate(self.sample_rate)
-        check_multiplier(self.sigma_t)
+        check_multiplier(self.sigma_t, "sigma_t")
         check_delta(self.delta)
         if not 0 < self.validation_rate <= 1:
             raise ValueError(f"validation_rate={self.validation_rate} must lie in (0, 1]")
-        if not self.sigma_v > 0:
-            raise ValueError(f"sigma_v={self.sigma_v} must be positive")
+        check_multiplier(self.sigma_v, "sigma_v")
+        if isnan(self.threshold):
+            raise ValueError(f"threshold={self.threshold} must be a number: trials below so many clip bounds are kept")
         if self.accepted is not None and not 0 <= self.accepted <= self.trials:
             raise ValueError(f"accepted={self.accepted} must lie between 0 and the number of trials, {self.trials}")
 

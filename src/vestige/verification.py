@@ -41,6 +41,8 @@ def verify(path: str | Path) -> Verdict:
     folder = RunFolder(path)
     if not folder.path.is_dir():
         raise ValueError(f"{str(path)!r} is not a run: there is no such folder")
+    if not (folder.ledger.exists() or (folder.path / "run.json").exists()):
+        raise ValueError(f"{str(path)!r} is not a run: it holds neither run.json nor ledger.jsonl")
     history = read(folder.ledger)
     facts = history.facts
     seeded = facts["noise"] == "seeded"

@@ -1,0 +1,105 @@
+"""How does a mistake end? In one line that speaks of flags, and an exit code.
+
+2 for usage, 1 for a check that failed or a machine that could not, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+INTERRUPTED = 130
+
+
+class Spoken(TyperCommand):
+    """A command whose errors name its flags where the library names arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "param", None) is not None and getattr(error, "message", None):
+                error.message = _with_value(error, words)  # type: ignore[attr-defined]
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            raise ValueError(in_flags(str(error), (flag for each in self.params for flag in each.opts))) from error
+
+
+def _with_value(error: Any, words: list[str]) -> str:
+    """What typer says of a value that it cannot read, with the value: of a flag given twice the last one counts."""
+    given = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, rest = word.partition("=")
+        if name in error.param.opts:
+            given.append(repr(rest if equals else following))
+    counted = given if getattr(error.param, "multiple", False) else given[-1:]
+    return f"{', '.join(counted)}: {error.message}" if counted else str(error.message)
+
+
+def in_flags(message: str, options: Iterable[str]) -> str:
+    """The message of a Python error, in the words of the command line.
+
+    >>> in_flags("sample_rate=2 must lie in (0, 1]; give steps=5, too", ["--sample-rate", "--steps"])
+    '--sample-rate=2 must lie in (0, 1]; give --steps=5, too'
+    """
+    flags = {option.lstrip("-").replace("-", "_"): option for option in options if option.startswith("--")}
+
+    def say(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        # A word without "=" or an underscore may be plain English: delta, share, task.
+        if name not in flags or (value is None and "_" not in name):
+            return match[0]
+        return flags[name] + {None: "", "=None": " is missing"}.get(value, "=")
+
+    # Only where a word can begin: what stands inside a path or a quoted value is the user's own.
+    return re.sub(r"(?<![^\s(])([a-z]\w*)\b(=None\b|=(?!=))?", say, message)
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Turn whatever ends the command into one line on standard error and an exit code."""
+    try:
+        yield
+    except typer.Abort:
+        fail("interrupted", INTERRUPTED)
+    except ValueError as error:
+        fail(str(error), 2)
+    except OSError as error:
+        fail(f"{error.strerror}: {error.filename}" if error.filename is not None else str(error), 1)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what typer says of wrong words, whichever click it carries
+            raise
+        _fail_of_usage(error)
+
+
+def _fail_of_usage(error: Any) -> None:
+    message = error.format_message().strip()
+    if not message:  # no words at all were given: the help was printed
+        sys.exit(error.exit_code)
+    where = getattr(error, "ctx", None)
+    hint = f"; see {where.command_path} --help" if where is not None else ""
+    fail(message.rstrip(".") + hint, error.exit_code)
+
+
+def fail(message: str, code: int) -> None:
+    print(f"vestige: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) -> None:
+    """An option that would be ignored is refused by name."""
+    for parameter in context.command.params:
+        given = str(context.get_parameter_source(str(parameter.name))).endswith("COMMANDLINE")
+        if given and parameter.name not in allowed:
+            raise ValueError(f"{parameter.opts[0]} cannot be given too: {why}")

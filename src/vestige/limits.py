@@ -1,0 +1,44 @@
+"""Which numbers can a plan be made of? Each is checked by name, with the way out."""
+
+from __future__ import annotations
+
+from math import inf
+
+SMALLEST_MULTIPLIER = 1e-100
+"""Noise that is positive in name only: its square is no number."""
+
+
+def check_rate(rate: float) -> None:
+    if not 0 < rate <= 1:
+        raise ValueError(f"sample_rate={rate} must lie in (0, 1]: it is the probability that an example joins a step")
+
+
+def check_steps(steps: int, name: str = "steps") -> None:
+    if not (isinstance(steps, int) and steps >= 1):
+        raise ValueError(f"{name}={steps} must be a whole number from 1 up")
+
+
+def check_delta(delta: float, population: int | None = None) -> None:
+    if not 0 < delta < 1:
+        raise ValueError(f"delta={delta} must lie in (0, 1): take one well below 1 / examples, such as 1e-5")
+    if population is not None and delta >= 1 / population:
+        raise ValueError(
+            f"delta={delta} is not below 1/N = {1 / population:.3g} for {population} examples: it would allow "
+            f"publishing a whole example; choose a smaller delta, such as {0.1 / population:.0e}"
+        )
+
+
+def check_multiplier(noise_multiplier: float, name: str = "noise_multiplier") -> None:
+    if not SMALLEST_MULTIPLIER <= noise_multiplier < inf:
+        raise ValueError(f"{name}={noise_multiplier} must be positive and finite: without noise there is no privacy")
+
+
+def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: int = 1) -> float:
+    """The noise multiplier of a whole step, from a memory method's own sigma.
+
+    The paper noises `fresh_share` times the sum with sigma times each group's bound. Dividing by `fresh_share` is a
+    bijection of the release given the earlier ones, and `groups` equal ratios on one sample are one Gaussian mechanism
+    with their ratio over sqrt(groups).
+    """
+    check_multiplier(paper_sigma, "paper_sigma")
+    return paper_sigma / (fresh_share * groups**0.5)
