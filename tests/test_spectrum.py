@@ -162,7 +162,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"shape \(5,\)"):
         spectrum.exponent(torch.zeros(5))
     with pytest.raises(ValueError, match="convention='other'"):
-        spectrum.spectrum.exponents([torch.zeros(5, 5)], "other")
+        spectrum.exponents([torch.zeros(5, 5)], "other")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
