@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -58,43 +56,15 @@ def _spectra(weights: Sequence[Tensor], convention: Convention) -> list[Tensor]:
     by_size: dict[int, list[int]] = {}
     for index, gram in enumerate(grams):
         by_size.setdefault(gram.shape[-1], []).append(index)
-    sizes = sorted(by_size, reverse=True)
-    found = _side_by_side(_eigenvalues, [torch.cat([grams[index] for index in by_size[size]]) for size in sizes])
     spectra: dict[int, Tensor] = {}
-    for size, values in zip(sizes, found, strict=True):
-        parts = values.split([len(grams[index]) for index in by_size[size]])
-        spectra |= {index: part.flatten().sort().values for index, part in zip(by_size[size], parts, strict=True)}
+    for members in by_size.values():
+        lengths = [len(grams[index]) for index in members]
+        stacked = torch.cat([grams[index] for index in members])
+        usable = stacked.isfinite().all(dim=-1).all(dim=-1)[:, None]
+        values = torch.linalg.eigvalsh(torch.where(usable[..., None], stacked, 0.0))  # LAPACK stops at a NaN
+        values = torch.where(usable, values, torch.nan).split(lengths)
+        spectra |= {index: part.flatten().sort().values for index, part in zip(members, values, strict=True)}
     return [spectra[index] for index in range(len(weights))]
-
-
-def _eigenvalues(matrices: Tensor) -> Tensor:
-    usable = matrices.isfinite().all(dim=-1).all(dim=-1)[:, None]
-    values = torch.linalg.eigvalsh(torch.where(usable[..., None], matrices, 0.0))  # LAPACK stops at a NaN
-    return torch.where(usable, values, torch.nan)
-
-
-def _side_by_side(solve: Callable[[Tensor], Tensor], problems: Sequence[Tensor]) -> list[Tensor]:
-    """On a GPU an eigenvalue problem is a chain of small operations that leaves most of it idle, and its host waits for
-    the end: each problem gets a thread and a stream of its own."""
-    if not problems or not problems[0].is_cuda:
-        return [solve(problem) for problem in problems]
-    device = problems[0].device
-    here = torch.cuda.current_stream(device)
-
-    def alone(problem: Tensor) -> Tensor:
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            torch.cuda.current_stream(device).wait_stream(here)
-            solved = solve(problem)
-            torch.cuda.current_stream(device).synchronize()
-            solved.record_stream(here)
-            return solved
-
-    return list(_threads().map(alone, problems))
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(8, "spectrum")
 
 
 def _matrices(weight: Tensor, convention: Convention) -> Tensor:
