@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from functools import partial
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vestige import capture
 from vestige.adaptive import Automatic, Counted
 from vestige.bookkeeping import BookKeeping
 from vestige.capture import LITTLE, Captured, Padded, Unsteady, padded_size
@@ -301,6 +303,10 @@ def test_a_model_that_looks_at_its_data_runs_unrecorded():
     close(results[1], results[0])
     close(results[2], results[0])
     assert torch.randn(3, device="cuda").isfinite().all()  # the generator survived the attempt
+    held = torch.cuda.memory_reserved()
+    torch.empty(2**28, device="cuda")
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= held  # and so did the allocator, which can give memory back
 
 
 @gpu
@@ -349,3 +355,18 @@ def test_steps_on_another_device_than_the_current_one_are_recorded_there():
         Reference(model, F.cross_entropy, layout)(batch, parameters, Flat(0.3), want)
         close(got, want, 5e-3)
     assert any(padded.graph is not None for padded in engine._padded.values())
+
+
+def test_nothing_is_collected_while_a_step_is_recorded():
+    assert gc.isenabled()
+    with pytest.raises(KeyError), capture._no_collection():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with capture._no_collection():
+            pass
+        assert not gc.isenabled(), "whoever turned it off has his reasons"
+    finally:
+        gc.enable()

@@ -119,7 +119,7 @@ def test_blanked_rows(device, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_fused_norms(shape, dtype, tf32, monkeypatch):
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     torch.manual_seed(3)
     examples, positions, out, width = shape
     left = torch.randn(examples, positions, out, device="cuda").to(dtype)

@@ -7,9 +7,11 @@ as what the engine already knows how to leave out, an example without a usable g
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -183,14 +185,30 @@ class Padded:
         # that it replaces would lie idle.
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
+            with _no_collection(), torch.cuda.graph(graph, pool=self.pool):
                 self._run()
         except RuntimeError:
-            generator.graphsafe_set_state(spare)  # a recording that breaks off leaves the generator unusable
+            # A recording that breaks off leaves the generator unusable, and, before torch 2.12, the allocator in the
+            # belief that it goes on, so that no cached memory is ever given back.
+            generator.graphsafe_set_state(spare)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.total.device.index, self.pool)
             raise
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What Python's collector frees while a step is recorded, an older recording above all, would break it off."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def padded_size(examples: int, padding: int = MUCH) -> int:
