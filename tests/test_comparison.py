@@ -576,3 +576,21 @@ def test_a_filtered_record_that_spent_more_than_its_filter_is_found(compared, tm
         row["count"] *= 10**4
     (copy.runs / f"{record['id']}.json").write_text(json.dumps(record))
     assert "filter refuses" in verify_comparison(copy.path).wrong[record["id"]]
+
+
+def test_verify_knows_a_comparison_from_a_run(compared, tmp_path):
+    def command(*words):
+        done = subprocess.run([sys.executable, "-m", "vestige.cli", *words], capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, _ = command("verify", str(compared.path))
+    assert code == 0
+    assert "runs cost what their records state" in out
+    copy = ComparisonFolder(shutil.copytree(compared.path, tmp_path / "c"))
+    path = next(path for path in copy.runs.iterdir() if json.loads(path.read_text())["status"] == "done")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "epsilon": 0.1}))
+    code, out, errors = command("verify", str(copy.path), "--json")
+    assert code == 1
+    assert json.loads(out)["wrong"] == {path.stem: json.loads(out)["wrong"][path.stem]}
+    assert f"runs/{path.name}: states epsilon 0.1" in errors
+    assert "NOT VERIFIED: 1 records do not hold" in errors

@@ -176,6 +176,19 @@ def test_many_methods_that_cannot_be_told_apart_are_counted_and_named_on_request
     assert "method-0, method-1 are not distinguishable from dp-sgd." in few
 
 
+def test_methods_whose_tuning_costs_more_than_others_are_named():
+    row = {"task": "t", "budget": "epsilon 3", "trials": 7, "epsilon_one_run": 2.99}
+    same = [{**row, "method": name, "epsilon_best_of_trials": 5.8} for name in ("a", "b")]
+    (line,) = price_lines(same)
+    assert line.startswith("price of tuning at epsilon 3: uncharged")
+    lines = price_lines([*same, {**row, "method": "c", "epsilon_best_of_trials": None}])
+    assert [line.split(":")[0] for line in lines] == [
+        "price of tuning at epsilon 3 (a, b)",
+        "price of tuning at epsilon 3 (c)",
+    ]
+    assert "has no proven price" in lines[1]
+
+
 def test_ticks_are_round_and_enclose():
     for low, high in ((0.123, 0.987), (0.0, 1e-7), (5.0, 5.0), (-3.0, 40.0), (1e4, 9e5)):
         ticks = drawing._ticks(low, high)

@@ -9,16 +9,46 @@ from typing import Annotated, Any
 import typer
 
 from vestige.cli_mistakes import fail
-from vestige.cli_terminal import LARGEST_SEED, Json, answers, print_json
+from vestige.cli_terminal import LARGEST_SEED, Json, answers, notes, print_json
 
 
-def verify(run: Annotated[Path, typer.Argument(help="The run's folder.")], as_json: Json = False) -> None:
+def verify(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of a comparison.")], as_json: Json = False
+) -> None:
     """Recompute a run's epsilon from its ledger alone; fail on any edit, gap or reuse of a step (exit code 1).
 
-    Example:
+    Of a comparison, every record's epsilon is recomputed from what the record says was charged.
+
+    Examples:
 
         vestige verify runs/digits-mlp-fo-dp-sgd-20260101-120000
+
+        vestige verify runs/compare-20260101-120000
     """
+    if (run / "spec.json").exists():
+        _verify_comparison(run, as_json)
+    else:
+        _verify_run(run, as_json)
+
+
+def _verify_comparison(folder: Path, as_json: bool) -> None:
+    from vestige.comparison_verification import verify_comparison
+
+    verdict = verify_comparison(folder)
+    if as_json:
+        print_json(verdict.to_json())
+    for name, fault in verdict.wrong.items():
+        notes.print(f"runs/{name.removesuffix('.json')}.json: {fault}", markup=False)
+    if verdict.wrong:
+        fail(f"NOT VERIFIED: {len(verdict.wrong)} records do not hold, {verdict.verified} do", 1)
+    elif not as_json:
+        failed = f"; {verdict.failed_runs} more ended in an error" if verdict.failed_runs else ""
+        answers.print(f"verified: {verdict.verified} runs cost what their records state{failed}", markup=False)
+        if verdict.largest_epsilon is not None:
+            answers.print(f"the largest epsilon of one run, released alone, is {verdict.largest_epsilon:.4f}")
+
+
+def _verify_run(run: Path, as_json: bool) -> None:
     from vestige.ledger import LedgerError
     from vestige.verification import verify as check
 

@@ -363,22 +363,26 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:
-    """The price of tuning, once per budget."""
-    seen: dict[tuple[str, Any, Any], str] = {}
+    """The price of tuning, once per budget; where methods differ in it, once for each kind, with their names."""
+    kinds: dict[tuple[str, Any, Any], list[dict[str, Any]]] = {}
     for row in sorted(prices, key=lambda each: each["epsilon_one_run"] or 0.0):
-        if row["epsilon_one_run"] is None:
-            continue
-        charged = row["epsilon_best_of_trials"]
-        rounded = None if charged is None else round(charged, 1)
-        cost = "has no proven price" if charged is None else f"costs epsilon {charged:.3g}"
-        seen.setdefault(
-            (row["budget"], row["trials"], rounded),
-            f"price of tuning at {row['budget']}: uncharged, as in the tuned rows, epsilon "
-            f"{row['epsilon_one_run']:.3g}; keeping the best of a random number of trials with mean "
-            f"{row['trials']} {cost} (Papernot & Steinke 2022, "
-            f"with public validation data); the automatic rate costs nothing",
-        )
-    return list(seen.values())
+        if row["epsilon_one_run"] is not None:
+            charged = row["epsilon_best_of_trials"]
+            rounded = None if charged is None else round(charged, 1)
+            kinds.setdefault((row["budget"], row["trials"], rounded), []).append(row)
+    several = {budget for budget, count in Counter(budget for budget, _, _ in kinds).items() if count > 1}
+    return [_price_line(rows, named=budget in several) for (budget, _, _), rows in kinds.items()]
+
+
+def _price_line(rows: Sequence[dict[str, Any]], named: bool) -> str:
+    row, charged = rows[0], rows[0]["epsilon_best_of_trials"]
+    cost = "has no proven price" if charged is None else f"costs epsilon {charged:.3g}"
+    whose = f" ({', '.join(dict.fromkeys(each['method'] for each in rows))})" if named else ""
+    return (
+        f"price of tuning at {row['budget']}{whose}: uncharged, as in the tuned rows, epsilon "
+        f"{row['epsilon_one_run']:.3g}; keeping the best of a random number of trials with mean {row['trials']} {cost} "
+        "(Papernot & Steinke 2022, with public validation data); the automatic rate costs nothing"
+    )
 
 
 @contextmanager
