@@ -468,3 +468,14 @@ def test_in_a_browser(browser, content, tmp_path):
     assert complaints == []
     assert all(url.startswith(("file:", "data:", "blob:")) for url in requests), requests
     page.close()
+
+
+def test_panels_stand_in_the_order_of_their_budgets(content):
+    def titles(figures):
+        return [figure.title.split(":")[0] for figure in figures]
+
+    run = next(r for r in content["records"] if r["run"]["stage"] == "tuning" and r["status"] == "done")
+    budgets = [{"kind": "epsilon", "value": value} for value in (17.4, 3.0, 1.0, 8.0)]
+    records = [{**run, "run": {**run["run"], "budget": budget}} for budget in budgets]
+    found = titles(pictures._accuracy_by_rate({**content, "records": records}))
+    assert found == [f"{run['run']['task']} at epsilon {value}" for value in ("1", "3", "8", "17.4")]

@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 560, 350
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
 
 
-ROW, NAMES = 17, 158
+ROW, NAMES = 17, 172
 """Height of a row and width of its name, in a figure of rows."""
 
 

@@ -47,7 +47,7 @@ def _differences(content: Content) -> Iterable[Figure]:
             if row["method"] != baseline
         )
         title = f"{task} at {budget}, {STAGES[rate]}: difference from {baseline}"
-        axis = "difference of test accuracies, paired by seed, with its 95% interval"
+        axis = "difference in test accuracy, 95% interval"
         yield Figure(_slug(f"difference-{task}-{budget}-{rate}"), title, axis, "", series, "rows", percent=True)
 
 
@@ -74,6 +74,15 @@ def _accuracy_by_budget(content: Content) -> Iterable[Figure]:
             )
 
 
+Cells = dict[tuple[str, ...], Curves]
+"""The curves of each task, budget and, where they have one, stage."""
+
+
+def _in_order(cells: Cells) -> Iterable[tuple[tuple[str, ...], Curves]]:
+    """By task, then by the budget's number, then as they are."""
+    return sorted(cells.items(), key=lambda cell: (cell[0][0], float(cell[0][1].split()[-1]), cell[0]))
+
+
 def _filled(series: Iterable[Series]) -> tuple[Series, ...]:
     return tuple(each for each in series if each.points)
 
@@ -96,7 +105,7 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
         (row["task"], row["budget"], row["method"]): (row["lr"], row["factor"], row["options"])
         for row in content["summary"]["choices"]
     }
-    cells: dict[tuple[str, str, str], Curves] = {}
+    cells: Cells = {}
     for record in content["records"]:
         run = record["run"]
         curve = record.get("curve") or record.get("nonprivate_validation_curve")
@@ -112,7 +121,7 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
         by_step = cells.setdefault((run["task"], budget, run["stage"]), {}).setdefault(run["label"], {})
         for step, accuracy, *_ in curve:
             by_step.setdefault(float(step), []).append(accuracy)
-    for (task, budget, stage), found in sorted(cells.items()):
+    for (task, budget, stage), found in _in_order(cells):
         where = "validation accuracy" if stage == "tuning" else f"{STAGES[stage]}, test accuracy"
         series, title = _drawn(content, found, _mean), f"{task} at {budget}: {where} by step"
         yield Figure(_slug(f"steps-{task}-{budget}-{stage}"), title, "step", "accuracy", series, percent=True)
@@ -120,21 +129,21 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
 
 def _accuracy_by_epsilon(content: Content) -> Iterable[Figure]:
     """The curves of final runs against what they had spent by then, as papers like to draw them."""
-    cells: dict[tuple[str, str, str], Curves] = {}
+    cells: Cells = {}
     for record in content["records"]:
         run = record["run"]
         for _, accuracy, spent in record.get("curve") or ():
             if spent is not None and run["stage"] in STAGES:
                 by_method = cells.setdefault((run["task"], budget_of(run), run["stage"]), {})
                 by_method.setdefault(run["label"], {}).setdefault(spent, []).append(accuracy)
-    for (task, budget, stage), found in sorted(cells.items()):
+    for (task, budget, stage), found in _in_order(cells):
         series, title = _drawn(content, found, _mean), f"{task} at {budget}: {STAGES[stage]}, test accuracy by epsilon"
         key = _slug(f"spent-{task}-{budget}-{stage}")
         yield Figure(key, title, "epsilon spent so far", "accuracy", series, percent=True)
 
 
 def _accuracy_by_rate(content: Content) -> Iterable[Figure]:
-    cells: dict[tuple[str, str], Curves] = {}
+    cells: Cells = {}
     for record in content["records"]:
         run = record["run"]
         if run["stage"] == "tuning" and record["status"] == "done":
@@ -144,7 +153,7 @@ def _accuracy_by_rate(content: Content) -> Iterable[Figure]:
             by_rate.setdefault(float(rate), []).append(record["nonprivate_validation_accuracy"])
     absolute = bool(content["specification"]["learning_rates"])
     label = "learning rate" if absolute else "learning rate, as a multiple of the automatic one"
-    for (task, budget), found in sorted(cells.items()):
+    for (task, budget), found in _in_order(cells):
         series, title = _drawn(content, found, max), f"{task} at {budget}: validation accuracy over the grid"
         key = _slug(f"rates-{task}-{budget}")
         yield Figure(key, title, label, "validation accuracy", series, log_x=True, percent=True)
