@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from scipy.signal import lfilter
 from torch import Tensor
 
 from vestige.questions import CyclicGaussian, Question, SampledGaussian
@@ -318,9 +317,7 @@ def banded_coefficients(bands: int, steps: int) -> Array:
 
 def _inverse(coefficients: Array, steps: int) -> Array:
     """The first column of the inverse of the Toeplitz matrix with this first column."""
-    impulse = np.zeros(steps)
-    impulse[0] = 1.0
-    return np.asarray(lfilter([1.0], coefficients, impulse))
+    return _response(np.ones(1), coefficients, steps)
 
 
 def _prefix(inverse: Array) -> Array:
@@ -356,6 +353,8 @@ def _polynomials(scales: tuple[float, ...], decays: tuple[float, ...]) -> tuple[
 
 
 def _response(top: Array, bottom: Array, steps: int) -> Array:
+    from scipy.signal import lfilter  # half a second to import, which every command would wait for
+
     impulse = np.zeros(steps)
     impulse[0] = 1.0
     return np.asarray(lfilter(top, bottom, impulse))
