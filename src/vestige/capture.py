@@ -191,7 +191,7 @@ class Padded:
             # A recording that breaks off leaves the generator unusable, and, before torch 2.12, the allocator in the
             # belief that it goes on, so that no cached memory is ever given back.
             generator.graphsafe_set_state(spare)
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, AttributeError):
                 torch._C._cuda_endAllocateToPool(self.total.device.index, self.pool)
             raise
         finally:

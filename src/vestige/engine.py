@@ -25,10 +25,10 @@ from vestige.groups import PerGroup
 from vestige.independence import require_independent
 from vestige.layout import Layout
 from vestige.ledger import Ledger
+from vestige.limits import check_multiplier
 from vestige.loaders import CollateEmpty, PrivateLoader, private_loader
 from vestige.method import Method, build
 from vestige.noise import Randomness
-from vestige.planning import check_multiplier
 from vestige.probes import AgainstLastRelease, AlongLastStep, Here
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.stepping import PrivateSteps

@@ -14,8 +14,7 @@ from vestige import accounting
 from vestige.groups import PerGroup
 from vestige.layout import Layout
 from vestige.learning_rate import auto_rate, initial_weight_norm
-from vestige.limits import check_delta, check_rate, check_steps
-from vestige.limits import check_multiplier as check_multiplier
+from vestige.limits import check_delta, check_multiplier, check_rate, check_steps
 from vestige.method import Method
 from vestige.questions import Question
 from vestige.schedules import Constant, level
