@@ -21,8 +21,8 @@ import torch
 from vestige import experiments, presets, stacked, tasks
 from vestige.cli_compare import contenders, summarised, write_report
 from vestige.comparison import Budget, Contender, Problem, Specification
-from vestige.method import METHODS, build
 from vestige.performing import Place
+from vestige.registry import METHODS, build
 
 OWN_BUDGET = 17.4
 """What the FO-DP-SGD paper's own settings cost, by loss distributions; the paper does not say it."""

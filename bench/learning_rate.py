@@ -24,8 +24,8 @@ from vestige import comparison, drawing, experiments
 from vestige.cli_compare import contenders
 from vestige.comparison import VALIDATION, Budget, Contender, Problem, Record, Specification
 from vestige.comparison_folder import ComparisonFolder
-from vestige.method import METHODS
 from vestige.performing import Place
+from vestige.registry import METHODS
 
 FACTORS = (0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0)
 COARSE = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import vestige
-from vestige.method import METHODS, build
 from vestige.models import mlp
+from vestige.registry import METHODS, build
 
 PUBLISHED = {
     "FO-DP-SGD paper, table 2": {

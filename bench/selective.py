@@ -29,8 +29,9 @@ from vestige.decay import PhasedDecay
 from vestige.files import write_json
 from vestige.gates import BufferedRejection
 from vestige.jobs import selection
-from vestige.method import Method, build
+from vestige.method import Method
 from vestige.presets import published
+from vestige.registry import build
 from vestige.rules import named
 from vestige.training import accuracy
 

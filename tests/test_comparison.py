@@ -19,8 +19,8 @@ from vestige.comparison import Budget, Contender, Problem, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
 from vestige.comparison_verification import verify_comparison
 from vestige.layout import Layout
-from vestige.method import METHODS, build
 from vestige.performing import Place
+from vestige.registry import METHODS, build
 
 TINY = Specification(
     problems=(Problem("digits-mlp"),),
@@ -455,7 +455,7 @@ SCRIPT = """
 import sys
 from vestige import experiments
 from vestige.layout import Layout
-from vestige.method import METHODS, build
+from vestige.registry import METHODS, build
 from vestige.performing import Place
 if __name__ == "__main__":
     experiments.compare(sys.argv[1], place=Place(stack=False), workers=int(sys.argv[2]))

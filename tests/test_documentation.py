@@ -6,12 +6,13 @@ import sys
 import textwrap
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import vestige
-from vestige import method
+from vestige.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,6 +45,7 @@ def test_the_example_runs_with_either_library(library):
     assert accuracy > 50
 
 
+@mock.patch.dict(METHODS)
 def test_the_method_of_the_page_on_adding_one_trains_and_filters_as_it_says(monkeypatch):
     code = "".join(textwrap.dedent(block) for block in blocks((ROOT / "docs" / "adding-a-method.md").read_text()))
     preamble = """
@@ -59,7 +61,6 @@ from vestige.methods.options import Bound, Momentum
 from vestige.noise import Release
 from vestige.rules import sgd
 """
-    monkeypatch.setattr(method, "METHODS", dict(method.METHODS))
     # Annotations are read by name, so the page needs a module of its own.
     page = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", page)

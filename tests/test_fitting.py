@@ -17,7 +17,7 @@ from vestige.bookkeeping import BookKeeping
 from vestige.clipping import Reference
 from vestige.fitting import Memory, largest_part, largest_that_fits, made_up, plausible_sample
 from vestige.layout import Layout
-from vestige.method import build
+from vestige.registry import build
 
 LOSS = nn.functional.cross_entropy
 

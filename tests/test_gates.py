@@ -25,10 +25,11 @@ from vestige.gates import Attempt, BufferedRejection, NoisyLossTest
 from vestige.layout import Layout
 from vestige.ledger import read
 from vestige.losses import LossDifference, example_losses, right_answers
-from vestige.method import Method, build
+from vestige.method import Method
 from vestige.noise import Randomness
 from vestige.planning import affordable
 from vestige.questions import BudgetSpent, SampledGaussian, Trial
+from vestige.registry import build
 from vestige.rules import Rule, sgd
 from vestige.sampling import Poisson
 from vestige.trial_prices import Trials, price

@@ -19,11 +19,12 @@ from vestige.curator import Curator
 from vestige.groups import named_grouping
 from vestige.layout import Layout
 from vestige.memory import Filtered, Identity
-from vestige.method import METHODS, Method, build, by_group
+from vestige.method import Method, by_group
 from vestige.noise import Randomness
 from vestige.planning import questions
 from vestige.probes import At, Here
 from vestige.questions import SampledGaussian
+from vestige.registry import METHODS, build
 from vestige.rules import named
 from vestige.training import Asking, State
 

@@ -22,10 +22,11 @@ from vestige.clipping import Flat, Reference, add_clipped
 from vestige.curator import Curator
 from vestige.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
 from vestige.layout import Layout
-from vestige.method import METHODS, Method, build
+from vestige.method import Method
 from vestige.noise import Randomness, Release
 from vestige.probes import AlongLastStep, Importance
 from vestige.questions import CyclicGaussian, SampledGaussian
+from vestige.registry import METHODS, build
 from vestige.sampling import CyclicPoisson, Poisson
 from vestige.training import Asking, State
 

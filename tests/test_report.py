@@ -14,8 +14,8 @@ from vestige import accounting, cli, drawing, experiments, pictures, presets, re
 from vestige.cli_compare import contenders, price_lines, reproduce, summarised, write_report
 from vestige.comparison import Budget, Contender, Problem, Specification
 from vestige.comparison_folder import ComparisonFolder
-from vestige.method import METHODS
 from vestige.questions import SampledGaussian
+from vestige.registry import METHODS
 from vestige.report_privacy import privacy
 
 FLAGS = [

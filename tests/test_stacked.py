@@ -15,9 +15,10 @@ from vestige.chains import Network
 from vestige.draws import Draws
 from vestige.groups import Layers, Patterns
 from vestige.layout import Layout
-from vestige.method import METHODS, build, by_group
+from vestige.method import by_group
 from vestige.noise import Randomness
 from vestige.questions import SampledGaussian
+from vestige.registry import METHODS, build
 from vestige.rules import named, sgd
 from vestige.sampling import CyclicPoisson, Poisson
 from vestige.stacked import Stack, StackedRun, check_noise, footprint, why_not

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from vestige.api import Training, train
     from vestige.engine import PrivacyEngine
     from vestige.groups import Layers, Patterns, PerGroup
-    from vestige.method import Method, build, by_group
+    from vestige.method import Method, by_group
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
     from vestige.questions import BudgetSpent
+    from vestige.registry import build
     from vestige.training import Record, accuracy
 
 __version__ = "0.1.0"
@@ -42,9 +43,10 @@ _ROOMS = {
     "api": ("Training", "train"),
     "engine": ("PrivacyEngine",),
     "groups": ("Layers", "Patterns", "PerGroup"),
-    "method": ("Method", "build", "by_group"),
+    "method": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),
     "questions": ("BudgetSpent",),
+    "registry": ("build",),
     "training": ("Record", "accuracy"),
 }
 

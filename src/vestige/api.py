@@ -25,11 +25,12 @@ from vestige.independence import require_independent
 from vestige.layout import Layout
 from vestige.ledger import Ledger, LedgerError, read
 from vestige.losses import example_losses, right_answers
-from vestige.method import Method, build
+from vestige.method import Method
 from vestige.noise import Randomness
 from vestige.normalising import PrivateMoments, fill
 from vestige.planning import DEFAULT_STEPS, Filter, Plan, plan, questions
 from vestige.questions import BudgetSpent, Question
+from vestige.registry import build
 from vestige.run_folder import RunFolder, paced
 from vestige.sampling import SAMPLINGS
 from vestige.training import Public, Record, State, accuracy, run

@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from vestige.method import METHODS, Entry, nearest
+from vestige.method import Entry
 from vestige.methods.references import BIBTEX
+from vestige.registry import METHODS, find
 
 RATE, STEPS = 0.05, 200
 """The defaults of `vestige train`, for what depends on them (the state of correlated noise)."""
@@ -17,12 +18,12 @@ def rows() -> list[dict[str, Any]]:
 
 
 def row(name: str) -> dict[str, Any]:
-    return _row(_entry(name))
+    return _row(find(name))
 
 
 def page(name: str) -> str:
     """Everything about one method, for a terminal."""
-    entry, facts = _entry(name), row(name)
+    entry, facts = find(name), row(name)
     options = [f"  --{k.replace('_', '-'):<18} {v!s:<12} {_words(entry, k)}" for k, v in facts["defaults"].items()]
     parts = [f"  {part:<9} {value}" for part, value in facts["parts"].items()] or ["  those of DP-SGD"]
     return "\n".join(
@@ -46,12 +47,6 @@ def page(name: str) -> str:
             facts["bibtex"],
         ]
     )
-
-
-def _entry(name: str) -> Entry:
-    if name not in METHODS:
-        raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {', '.join(METHODS)}")
-    return METHODS[name]
 
 
 def _row(entry: Entry) -> dict[str, Any]:

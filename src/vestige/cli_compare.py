@@ -158,7 +158,7 @@ def quick_specification() -> Any:
 
 def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """NAME or NAME:option=value,... as (label, name, options); `all` is every method, and DP-SGD with momentum."""
-    from vestige.method import METHODS, build, nearest
+    from vestige.registry import METHODS, build, nearest
 
     found: list[tuple[str, str, dict[str, Any]]] = []
     for word in words:
@@ -224,7 +224,7 @@ def _check_tasks(specification: Any) -> None:
 
 def _check_names(specification: Any) -> None:
     """Names of methods and options that would be passed over in silence."""
-    from vestige.method import METHODS, nearest
+    from vestige.registry import METHODS, nearest
 
     labels = [contender.label for contender in specification.contenders]
     if specification.baseline not in ("dp-sgd", *labels):  # the usual baseline may be left out

@@ -27,10 +27,11 @@ from vestige.layout import Layout
 from vestige.ledger import Ledger
 from vestige.limits import check_multiplier
 from vestige.loaders import CollateEmpty, PrivateLoader, private_loader
-from vestige.method import Method, build
+from vestige.method import Method
 from vestige.noise import Randomness
 from vestige.probes import AgainstLastRelease, AlongLastStep, Here
 from vestige.questions import BudgetSpent, Question, SampledGaussian
+from vestige.registry import build
 from vestige.stepping import PrivateSteps
 
 

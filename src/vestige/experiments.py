@@ -17,9 +17,9 @@ import torch
 from vestige import accounting, comparison
 from vestige.comparison import Record, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
-from vestige.method import METHODS
 from vestige.performing import Place, explain, failure, footprint, perform, room, stackable
 from vestige.questions import Question
+from vestige.registry import METHODS
 
 PAUSE = 0.3
 """Seconds between two looks at the folder."""

@@ -19,10 +19,11 @@ from vestige.gates import loss_test, public_file
 from vestige.groups import named_grouping, named_split
 from vestige.layout import Layout
 from vestige.limits import accounted_multiplier, check_steps
-from vestige.method import Method, build, by_group
+from vestige.method import Method, by_group
 from vestige.normalising import PrivateMoments, with_moments
 from vestige.planning import paper_groups
 from vestige.questions import Question, SampledGaussian
+from vestige.registry import build
 from vestige.rules import named
 from vestige.run_folder import RunFolder
 from vestige.training import Record, accuracy

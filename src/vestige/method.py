@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
@@ -163,6 +162,7 @@ class Entry:
 
 
 METHODS: dict[str, Entry] = {}
+"""Filled as the rooms of `methods` are imported; whoever looks a method up takes it from `registry`, where all are."""
 
 
 def register(
@@ -180,29 +180,3 @@ def register(
         return make
 
     return add
-
-
-def build(name: str, **options: Any) -> Method:
-    """A method by name, with its options; an unknown name or option is refused with the nearest known one.
-
-    >>> import vestige
-    >>> vestige.build("fo-dp-sgd", beta=0.8).memory.share
-    0.8
-    """
-    entry = METHODS.get(name)
-    if entry is None:
-        raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {', '.join(METHODS)}")
-    unknown = [key for key in options if key not in entry.options]
-    if unknown:
-        known = ", ".join(entry.options)
-        raise ValueError(f"{unknown[0]}={options[unknown[0]]} is not an option of {name}; its options are {known}")
-    return entry.make(**options)
-
-
-def nearest(word: str, known: object) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)  # type: ignore[call-overload]
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-# Whoever can look a method up by name must find them all: the rooms of the methods register themselves in this one.
-import vestige.methods  # noqa: E402, F401

@@ -22,9 +22,10 @@ from vestige.correlated import Noise
 from vestige.jobs import Job, complete, start
 from vestige.layout import Layout
 from vestige.limits import accounted_multiplier
-from vestige.method import Method, build
+from vestige.method import Method
 from vestige.probes import Here, Probe
 from vestige.questions import Question
+from vestige.registry import build
 from vestige.schedules import Schedule
 from vestige.training import Record as Step
 

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from vestige.comparison import Budget, Contender, Problem, Record, Specification
-from vestige.method import METHODS, nearest
+from vestige.registry import METHODS, nearest
 
 FO, SMA, BR = "FO-DP-SGD (arXiv:2605.09890)", "SMA-DP-SGD (arXiv:2605.20450)", "DPSGD-BR (Sci Rep 2026)"
 

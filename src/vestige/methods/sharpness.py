@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from vestige.clipping import Flat
-from vestige.method import METHODS, Method, Neutral, register
+from vestige.method import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum, Radius
 from vestige.probes import AgainstLastRelease, Ascent
 from vestige.rules import sgd
@@ -28,7 +28,7 @@ def dp_sam(*, clip: Bound = 1.0, momentum: Momentum = 0.0, rho: Radius = 0.05, a
 @register("sa-dp-sgd", SAM_REFERENCE, "extra release", releases=SAM_RELEASES, price=SAM_PRICE, neutral=SAM_NEUTRAL)
 def sa_dp_sgd(*, clip: Bound = 1.0, momentum: Momentum = 0.0, rho: Radius = 0.05, ascent: Who = "fresh") -> Method:
     """The same as dp-sam, under the name that some tables give it."""
-    return METHODS["dp-sam"].make(clip=clip, momentum=momentum, rho=rho, ascent=ascent)
+    return dp_sam(clip=clip, momentum=momentum, rho=rho, ascent=ascent)
 
 
 @register("dp-sat", SAT_REFERENCE, neutral=Neutral({"rho": 0.0}))
