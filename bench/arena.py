@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from vestige import experiments, presets, stacked, tasks
-from vestige.cli_compare import contenders, summarised, write_report
+from vestige.cli_report import write_report
 from vestige.comparison import Budget, Contender, Problem, Specification
+from vestige.comparison_summary import summarised
+from vestige.comparison_words import contenders
 from vestige.performing import Place
 from vestige.registry import METHODS, build
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from vestige import comparison, drawing, experiments
-from vestige.cli_compare import contenders
 from vestige.comparison import VALIDATION, Budget, Contender, Problem, Record, Specification
 from vestige.comparison_folder import ComparisonFolder
+from vestige.comparison_words import contenders
 from vestige.performing import Place
 from vestige.registry import METHODS
 

@@ -28,9 +28,9 @@ import torch
 
 import learning_rate
 from vestige import comparison, experiments, presets
-from vestige.cli_compare import contenders
 from vestige.comparison import Contender, Problem, Record, Run, Specification
 from vestige.comparison_folder import ComparisonFolder
+from vestige.comparison_words import contenders
 from vestige.files import write_json
 from vestige.performing import Place, stackable
 from vestige.statistics import paired, summarise

@@ -11,9 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from vestige import accounting, cli, drawing, experiments, pictures, presets, report
-from vestige.cli_compare import contenders, price_lines, reproduce, summarised, write_report
+from vestige.cli_presets import reproduce
+from vestige.cli_report import write_report
 from vestige.comparison import Budget, Contender, Problem, Specification
 from vestige.comparison_folder import ComparisonFolder
+from vestige.comparison_summary import price_lines, summarised
+from vestige.comparison_words import contenders
 from vestige.questions import SampledGaussian
 from vestige.registry import METHODS
 from vestige.report_privacy import privacy

@@ -30,11 +30,11 @@ COMMANDS = {
     "tasks": ("cli_lists", "List the tasks: datasets with their models."),
     "compare": ("cli_compare", "Which private optimizer is best at this budget, and is the difference real?"),
     "report": (
-        "cli_compare",
+        "cli_report",
         "Write one self-contained HTML page about a comparison: it opens from disk, without a network.",
     ),
-    "presets": ("cli_compare", "List the tables and figures of the papers that `vestige reproduce` makes again."),
-    "reproduce": ("cli_compare", "Make a table or figure of a paper again, and set ours beside the printed one."),
+    "presets": ("cli_presets", "List the tables and figures of the papers that `vestige reproduce` makes again."),
+    "reproduce": ("cli_presets", "Make a table or figure of a paper again, and set ours beside the printed one."),
 }
 """The room that holds a command, as a function of the command's name, and the first line of that function's help."""
 

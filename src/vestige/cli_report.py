@@ -1,0 +1,74 @@
+"""How does a terminal make the page of a comparison? `vestige report`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vestige.cli_terminal import answers
+from vestige.comparison_summary import price_lines, summarised
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of a comparison.")],
+    out: Annotated[Path | None, typer.Option(help="The page (default: FOLDER/report.html).")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Also write every figure here, as SVG and PNG.")] = None,
+    title: Annotated[str | None, typer.Option(help="Headline of the page.")] = None,
+) -> None:
+    """Write one self-contained HTML page about a comparison: it opens from disk, without a network.
+
+    Example:
+
+        vestige report runs/compare-20260101-120000 --figures figures
+    """
+    write_report(folder, out, figures, title)
+
+
+def write_report(folder: Path, out: Path | None, figures: Path | None, title: str | None) -> Path:
+    from vestige import report as page
+    from vestige.comparison_folder import ComparisonFolder
+    from vestige.files import make_folder
+
+    home = ComparisonFolder(folder)
+    specification = home.specification()
+    records = list(home.records().values())
+    if not records:
+        raise ValueError(f"{str(folder)!r} holds no finished run yet: make some with vestige compare --resume {folder}")
+    summary = summarised(home)
+    content = {
+        "title": title or "Private optimizers at one budget",
+        "specification": specification.to_json(),
+        "summary": {**summary, "price_lines": price_lines(summary["prices"])},
+        "records": records,
+        "paper": _paper(folder, records),
+    }
+    path = out or folder / "report.html"
+    make_folder(path.parent)
+    if figures is not None:
+        make_folder(figures, "figures")
+    path.write_text(page.page(content), encoding="utf-8")
+    answers.print(f"wrote {path} ({path.stat().st_size / 1e6:.2f} MB)", markup=False)
+    if figures is not None:
+        for line in page.export(content, figures):
+            answers.print(line, markup=False)
+    return path
+
+
+def _paper(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """What a paper printed beside ours, if the folder was made by `vestige reproduce`."""
+    from vestige import presets as known
+    from vestige.files import read_json
+
+    if not (folder / "preset.json").exists():
+        return None
+    made = read_json(folder / "preset.json")
+    preset = known.find(made["preset"])
+    return {
+        "title": f"{preset.paper}: {preset.what}",
+        "beside": known.beside(preset, records),
+        "notes": list(preset.notes),
+        "small": made["small"],
+    }
