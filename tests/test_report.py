@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from vestige import accounting, cli, drawing, experiments, pictures, presets, report
+from vestige import accounting, cli, drawing, experiments, pictures, presets, report, report_privacy
 from vestige.cli_presets import reproduce
 from vestige.cli_report import write_report
 from vestige.comparison import Budget, Contender, Problem, Specification
@@ -101,6 +101,20 @@ def test_the_privacy_section_says_what_an_officer_asks(content):
         {**record, "epsilon": None, "noise": "seeded", "reasons": ["known seed"]} for record in content["records"]
     ]
     assert "known seed" in privacy({**content, "records": seeded})
+
+
+def test_a_bill_of_many_questions_is_told_as_a_range():
+    def asked(*multipliers):
+        rows = [{"kind": "sampled-gaussian", "rate": 0.04, "multiplier": z, "count": 25} for z in multipliers]
+        run = {"task": "t", "label": "m", "budget": {"kind": "epsilon", "value": 3.0}}
+        (row,) = report_privacy._charged([{"run": run, "epsilon": 2.9, "charged": rows}] * 2)
+        assert row["runs"] == 2
+        return row["questions asked of the data in one run"]
+
+    assert asked(2.0) == "25 x sampled-gaussian (rate 0.04, multiplier 2)"
+    assert asked(2.0, 1.0).count("25 x") == 2
+    many = asked(*(12.5 * 0.99**i for i in range(100)))
+    assert many == "2500 x sampled-gaussian with 100 different numbers (rate 0.04, multiplier 4.622 to 12.5)"
 
 
 def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vestige.markup import items, table, text
@@ -63,22 +63,12 @@ def privacy(content: Content) -> str:
 
 
 def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    kinds: dict[str, dict[str, Any]] = {}
+    """One row per method and budget, and per kind of bill where runs of one method differ in it."""
+    kinds: dict[tuple[str, str, float, str], dict[str, Any]] = {}
     for record in done:
-        run = record["run"]
-        asked = "; ".join(
-            f"{row['count']} x {row['kind']} ("
-            + ", ".join(
-                f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
-                for k, v in row.items()
-                if k not in ("kind", "count")
-            )
-            + ")"
-            for row in record["charged"]
-        )
-        key = f"{run['task']}|{budget_of(run)}|{run['label']}|{asked}"
+        run, asked = record["run"], "; ".join(_questions(record["charged"]))
         row = kinds.setdefault(
-            key,
+            (run["task"], run["label"], run["budget"]["value"], asked),
             {
                 "task": run["task"],
                 "method": run["label"],
@@ -89,7 +79,32 @@ def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             },
         )
         row["runs"] += 1
-    return list(kinds.values())
+    return [kinds[key] for key in sorted(kinds)]
+
+
+MANY = 4
+"""Questions of one kind that are told one by one; of more, the range of each number is told."""
+
+
+def _questions(charged: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in charged:
+        kinds.setdefault(row["kind"], []).append(row)
+    for kind, rows in kinds.items():
+        told = [[row] for row in rows] if len(rows) <= MANY else [rows]
+        for alike in told:
+            facts = ", ".join(
+                _range(key, [row[key] for row in alike]) for key in alike[0] if key not in ("kind", "count")
+            )
+            various = f" with {len(alike)} different numbers" if len(alike) > 1 else ""
+            yield f"{sum(row['count'] for row in alike)} x {kind}{various} ({facts})"
+
+
+def _range(key: str, values: Sequence[Any]) -> str:
+    shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in (values[0], values[-1])]
+    if all(isinstance(value, int | float) for value in values):
+        shown = [f"{value:.4g}" for value in (min(values), max(values))]
+    return f"{key} {shown[0]}" if shown[0] == shown[1] else f"{key} {shown[0]} to {shown[1]}"
 
 
 def _limits(content: Content, done: Sequence[Mapping[str, Any]]) -> list[str]:
