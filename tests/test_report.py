@@ -183,6 +183,22 @@ def test_differences_lie_where_they_belong_and_are_hollow_where_nothing_can_be_t
     assert scale == pytest.approx([scale[0]] * 9, rel=0.02)
 
 
+def test_costs_far_apart_stand_a_decade_to_a_step():
+    rows = [{"task": "t", "method": f"m{i}", "seconds": 10.0**i, "memory_mb": 100.0 + i} for i in range(4)]
+    labels = [{"label": row["method"]} for row in rows]
+    content = {
+        "summary": {"rows": rows},
+        "specification": {"problems": [{"task": "t"}], "contenders": labels, "baseline": "m0"},
+    }
+    seconds, memory = pictures._costs(content)
+    assert (seconds.log_x, memory.log_x) == (True, False)
+    for figure, steps in ((seconds, [1, 1, 1]), (memory, None)):
+        tree = ElementTree.fromstring(drawing.svg(figure, ["m0", "m1", "m2", "m3"]))
+        places = [float(e.get("cx")) for e in tree.iter() if e.tag.endswith("circle")]
+        gaps = [(b - a) / (places[1] - places[0]) for a, b in zip(places, places[1:], strict=False)]
+        assert gaps == pytest.approx(steps or [1, 1, 1], rel=0.05)
+
+
 def test_many_methods_that_cannot_be_told_apart_are_counted_and_named_on_request():
     same = {f"method-{i}": (0.001 * i, -0.01, 0.01, "not distinguishable") for i in range(8)}
     words = report._findings(compared({**same, "bad": (-0.1, -0.11, -0.09, "worse")}))

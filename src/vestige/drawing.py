@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10
+from math import ceil, floor, isfinite, log10
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """A panel of lines, bars, dots or rows; `names` decides each series' colour, the same in every figure.
+    """A panel of lines, dots or rows; `names` decides each series' colour, the same in every figure.
 
     Rows lie on their side: each series has one point, its interval along x, and stands on a line of its own.
     """
@@ -71,8 +71,6 @@ def _upright(figure: Figure, order: Sequence[str]) -> list[str]:
     values = [v for s in figure.series for p in s.points for v in (p[1], p[2], p[3]) if v is not None and isfinite(v)]
     xs = [p[0] for s in figure.series for p in s.points]
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if figure.kind == "bars":
-        low = 0.0
     y_ticks = _ticks(low, high)
     scale_x, x_ticks = _x_axis(figure, xs)
     bottom, top = min(low, y_ticks[0]), max(high, y_ticks[-1])
@@ -94,14 +92,18 @@ def _group(name: str, colour: int, marks: str) -> str:
 
 
 def _lying(figure: Figure, order: Sequence[str]) -> tuple[int, list[str]]:
-    """Names on the left, intervals beside them, a line at zero."""
+    """Names on the left, intervals beside them, a line at zero where zero has a place."""
     ends = [v for s in figure.series for p in s.points for v in p[1:] if v is not None and isfinite(v)]
-    ticks = _ticks(min([0.0, *ends]), max([0.0, *ends]))
-    low, high = min([*ends, ticks[0]]), max([*ends, ticks[-1]])
+    if figure.log_x:
+        ticks = [10.0**power for power in range(floor(log10(min(ends))), ceil(log10(max(ends))) + 1)]
+    else:
+        ticks = _ticks(min([0.0, *ends]), max([0.0, *ends]))
+    at: Callable[[float], float] = log10 if figure.log_x else float
+    low, high = at(min([*ends, ticks[0]])), at(max([*ends, ticks[-1]]))
     base = TOP + ROW * len(figure.series)
 
     def place(value: float) -> float:
-        return NAMES + (WIDTH - RIGHT - 8 - NAMES) * (value - low) / ((high - low) or 1.0)
+        return NAMES + (WIDTH - RIGHT - 8 - NAMES) * (at(value) - low) / ((high - low) or 1.0)
 
     parts = [f'<text class="title" x="{RIGHT}" y="18">{text(figure.title)}</text>']
     for tick in ticks:
@@ -181,10 +183,8 @@ def _frame(figure: Figure, x_ticks: Sequence[tuple[float, str]], y_ticks: Sequen
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     crowded = len(x_ticks) * max((len(label) for _, label in x_ticks), default=0) * 7 > WIDTH - LEFT - RIGHT
     for index, (x, label) in enumerate(x_ticks):
-        if crowded and figure.kind != "bars" and index % 2:
-            continue
-        shown = str(index + 1) if crowded and figure.kind == "bars" else label
-        parts.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="middle">{text(shown)}</text>')
+        if not crowded or index % 2 == 0:
+            parts.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="middle">{text(label)}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 10}" text-anchor="middle">{text(figure.x)}</text>')
@@ -198,17 +198,6 @@ class _Axes:
     x: Callable[[float], float]
     y: Callable[[float], float]
     bottom: float
-
-
-def _bars(figure: Figure, index: int, axes: _Axes, dash: str) -> Iterator[str]:
-    series = figure.series[index]
-    width = 0.62 * (WIDTH - LEFT - RIGHT) / max(1, len(figure.categories))
-    for x, y, _, _ in series.points:
-        top, left = axes.y(y), axes.x(x) - width / 2
-        yield (
-            f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{axes.y(axes.bottom) - top:.1f}" '
-            f'style="fill:var(--c)"><title>{text(series.name)}: {y:.4g} {text(figure.y)}</title></rect>'
-        )
 
 
 def _dots(figure: Figure, index: int, axes: _Axes, dash: str) -> Iterator[str]:
@@ -240,7 +229,7 @@ def _circle(x: float, y: float, radius: int, words: str, hollow: bool = False) -
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" style="{paint}"><title>{text(words)}</title></circle>'
 
 
-_MARKS = {"bars": _bars, "dots": _dots, "line": _line}
+_MARKS = {"dots": _dots, "line": _line}
 
 
 def png(figure: Figure, order: Sequence[str], path: Path) -> None:
@@ -254,8 +243,6 @@ def png(figure: Figure, order: Sequence[str], path: Path) -> None:
         paint: dict[str, Any] = {"color": COLOURS[colour], "label": series.name}
         if figure.kind == "rows":
             _png_row(axes, index, series, COLOURS[colour])
-        elif figure.kind == "bars":
-            axes.bar(xs, ys, **paint)
         elif figure.kind == "dots":
             shift = 0.7 * ((index + 0.5) / count - 0.5)
             spread = [
@@ -268,13 +255,14 @@ def png(figure: Figure, order: Sequence[str], path: Path) -> None:
     if figure.kind == "rows":
         axes.set_yticks(range(count), [series.name for series in figure.series], fontsize=6)
         axes.invert_yaxis()
-        axes.axvline(0.0, color="#999", linewidth=0.8, zorder=0)
+        if not figure.log_x:
+            axes.axvline(0.0, color="#999", linewidth=0.8, zorder=0)
     elif figure.categories:
-        axes.set_xticks(range(len(figure.categories)), figure.categories, rotation=30 if figure.kind == "bars" else 0)
+        axes.set_xticks(range(len(figure.categories)), figure.categories)
     if figure.log_x:
         axes.set_xscale("log")
     axes.set(title=figure.title, xlabel=figure.x, ylabel=figure.y)
-    if figure.kind not in ("bars", "rows"):
+    if figure.kind != "rows":
         axes.legend(fontsize=6)
     canvas.tight_layout()
     canvas.savefig(path)

@@ -159,6 +159,10 @@ def _accuracy_by_rate(content: Content) -> Iterable[Figure]:
         yield Figure(key, title, label, "validation accuracy", series, log_x=True, percent=True)
 
 
+WIDE = 20
+"""Costs that differ by more than this are drawn on a logarithmic axis."""
+
+
 def _costs(content: Content) -> Iterable[Figure]:
     for key, title, label in (
         ("seconds", "time of one run", "seconds"),
@@ -169,11 +173,10 @@ def _costs(content: Content) -> Iterable[Figure]:
             for row in content["summary"]["rows"]:
                 if row["task"] == task and row[key] is not None:
                     found.setdefault(row["method"], []).append(row[key])
-            shown = [name for name in names(content) if name in found]
-            series = tuple(
-                Series(name, ((float(index), _mean(found[name]), None, None),)) for index, name in enumerate(shown)
-            )
-            yield Figure(_slug(f"{key}-{task}"), f"{task}: {title}", "", label, series, "bars", categories=tuple(shown))
+            means = {name: _mean(found[name]) for name in names(content) if name in found}
+            series = tuple(Series(name, ((0.0, mean, None, None),)) for name, mean in means.items())
+            wide = bool(means) and max(means.values()) > WIDE * min(means.values()) > 0
+            yield Figure(_slug(f"{key}-{task}"), f"{task}: {title}", label, "", series, "rows", log_x=wide)
 
 
 def _last_finals(content: Content) -> dict[tuple[str, str], Mapping[str, Any]]:

@@ -22,11 +22,11 @@ def page(content: Content) -> str:
     order = names(content)
     drawn = figures(content)
     groups = {
-        "differences": [f for f in drawn if f.kind == "rows"],
+        "differences": [f for f in drawn if f.key.startswith("difference-")],
         "accuracy": [f for f in drawn if f.key.startswith("accuracy-")],
         "steps": [f for f in drawn if f.key.startswith(("steps-", "spent-"))],
         "rates": [f for f in drawn if f.key.startswith("rates-")],
-        "costs": [f for f in drawn if f.kind == "bars"],
+        "costs": [f for f in drawn if f.key.startswith(("seconds-", "memory-mb-"))],
     }
     memory = [f for f in drawn if not any(f in group for group in groups.values())]
     sections = [
@@ -141,18 +141,11 @@ def _panels(drawn: Sequence[Figure], order: Sequence[str]) -> str:
     return (
         '<div class="panels">'
         + "".join(
-            f'<figure id="figure-{figure.key}">{svg(figure, order)}{_numbered(figure)}{_legend(figure, order)}</figure>'
+            f'<figure id="figure-{figure.key}">{svg(figure, order)}{_legend(figure, order)}</figure>'
             for figure in drawn
         )
         + "</div>"
     )
-
-
-def _numbered(figure: Figure) -> str:
-    """Bars whose names do not fit are numbered; the names stand below."""
-    if figure.kind != "bars":
-        return ""
-    return f"<figcaption><ol>{items(figure.categories)}</ol></figcaption>"
 
 
 def _legend(figure: Figure, order: Sequence[str]) -> str:
