@@ -22,7 +22,7 @@ class ComparisonVerdict:
 
     verified: int
     failed_runs: int
-    """Runs that ended in an error before they released anything."""
+    """Runs that ended in an error; no model of theirs was kept."""
     wrong: dict[str, str]
     largest_epsilon: float | None
     """Of one run, released alone."""
