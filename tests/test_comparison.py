@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vestige import comparison, experiments, performing, planning, tasks
+from vestige import accounting, comparison, experiments, performing, planning, tasks
 from vestige.comparison import Budget, Contender, Problem, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
 from vestige.comparison_verification import verify_comparison
 from vestige.layout import Layout
 from vestige.performing import Place
+from vestige.questions import Question
 from vestige.registry import METHODS, build
 
 TINY = Specification(
@@ -566,6 +567,16 @@ def test_a_forged_record_is_found(compared, tmp_path, forgery):
         path.write_text(json.dumps(record))
     wrong = verify_comparison(copy.path).wrong
     assert [told in fault for fault in wrong.values()] == [True]
+
+
+def test_a_record_that_states_honestly_more_than_its_budget_is_found(compared, tmp_path):
+    copy = ComparisonFolder(shutil.copytree(compared.path, tmp_path / "c"))
+    record = next(each for each in copy.records().values() if each["run"]["method"] == "dp-sgd")
+    record["charged"][0]["multiplier"] *= 0.8
+    asked = {Question.from_json(row): row["count"] for row in record["charged"]}
+    record["epsilon"] = accounting.epsilon(asked, record["run"]["delta"])
+    (copy.runs / f"{record['id']}.json").write_text(json.dumps(record))
+    assert "more than its budget" in verify_comparison(copy.path).wrong[record["id"]]
 
 
 def test_a_filtered_record_that_spent_more_than_its_filter_is_found(compared, tmp_path):

@@ -12,6 +12,7 @@ from vestige.cli_filling import Address, Device, Engine, Stacking, Workers, chec
 from vestige.cli_mistakes import refuse_others
 from vestige.cli_terminal import Json, notes
 from vestige.comparison_words import contenders, grid, numbers
+from vestige.limits import check_steps
 
 WHERE = ("engine", "ray_address", "workers", "stack", "device", "as_json")
 """Options that say where runs are made, and go with any comparison."""
@@ -97,6 +98,8 @@ def compare(
         )
         specification = quick_specification()
     else:
+        check_steps(seeds, "seeds")
+        check_steps(tuning_seeds, "tuning_seeds")
         kinds = tuple(rates.split(",")) if rates else (("tuned", "auto", "given") if lr else ("tuned", "auto"))
         specification = Specification(
             problems=tuple(Problem(name, data) for name in task or ["digits-mlp"]),
@@ -104,7 +107,7 @@ def compare(
                 Contender(label, name, options, lr) for label, name, options in contenders(method or ["all"])
             ),
             budgets=tuple(budgets or [Budget("epsilon", 3.0)]),
-            seeds=tuple(range(_positive("seeds", seeds))),
+            seeds=tuple(range(seeds)),
             steps=steps,
             sample_rate=sample_rate,
             delta=delta,
@@ -112,7 +115,7 @@ def compare(
             factors=numbers("factors", factors) if factors is not None else FACTORS,
             learning_rates=numbers("lrs", lrs) if lrs is not None else (),
             tune=dict(grid(each) for each in tune or ()),
-            tuning_seeds=tuple(range(1000, 1000 + _positive("tuning_seeds", tuning_seeds))),
+            tuning_seeds=tuple(range(1000, 1000 + tuning_seeds)),
             validation=validation,
             lr=lr,
             baseline=baseline,
@@ -137,12 +140,6 @@ def quick_specification() -> Any:
         steps=200,
         sample_rate=0.05,
     )
-
-
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name}={value} must be a whole number from 1 up")
-    return value
 
 
 def _check_names(specification: Any) -> None:

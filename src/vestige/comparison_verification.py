@@ -11,9 +11,7 @@ from typing import Any
 from vestige.comparison import Budget, Record, Run
 from vestige.comparison_folder import ComparisonFolder
 from vestige.questions import Question
-from vestige.verification import reprice
-
-TERMS = ("sampling", "noise", "nonprivate_outputs", "schedule", "filter_epsilon", "filter_expects")
+from vestige.verification import TERMS, reprice
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ from vestige.planning import Filter
 from vestige.questions import Question
 from vestige.run_folder import RunFolder
 
+FACTS = tuple(each.name for each in fields(accounting.Facts))
+TERMS = (*FACTS, "filter_expects")
+"""What `reprice` looks for in a ledger's first row or a record."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -72,7 +76,7 @@ def reprice(spent: accounting.History, delta: float, terms: Mapping[str, Any]) -
     A filtered run's epsilon is the filter's: every question is held against the filter that the terms describe, and
     ValueError says what it would have refused.
     """
-    known = {each.name: terms[each.name] for each in fields(accounting.Facts) if each.name in terms}
+    known = {key: terms[key] for key in FACTS if key in terms}
     if terms.get("schedule") == "filtered":
         expected = {Question.from_json(row): 1 for row in terms["filter_expects"]}
         try:
