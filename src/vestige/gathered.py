@@ -22,7 +22,7 @@ class Finished:
 
 
 class Gathered:
-    """The sum of every part, draw and loss since the last release."""
+    """SENSITIVE: the clipped sum of every part, draw and loss since the last release, before its noise."""
 
     def __init__(self, zeros: Callable[[], Tensor], reduction: str) -> None:
         self._zeros, self._reduction = zeros, reduction
