@@ -13,7 +13,6 @@ and preset under OUT (for `vestige report`), and writes reproduction-tables.md, 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from vestige.comparison_folder import ComparisonFolder
 from vestige.comparison_words import contenders
 from vestige.files import write_json
 from vestige.performing import Place, stackable
+from vestige.staff import dismiss, hire
 from vestige.statistics import paired, summarise
 
 FIELD = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory"]
@@ -149,18 +150,14 @@ def make(arguments: argparse.Namespace) -> None:
     home = learning_rate.pooled(arguments.out)
     for claim in home.claims.iterdir():
         claim.unlink()  # of processes that were killed: nobody else works in this pool
-    context = multiprocessing.get_context("spawn")
     until = time.time() + arguments.limit
 
-    def hire(alone: bool) -> Any:
+    def hired(alone: bool) -> BaseProcess:
         where = (arguments.device, arguments.largest, alone, until)
-        common = (str(arguments.out), arguments.data, arguments.small, *where)
-        process = context.Process(target=labour, args=common, daemon=True)
-        process.start()
-        return process
+        return hire(labour, str(arguments.out), arguments.data, arguments.small, *where)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that whoever is hired is also dismissed
-    staff = [hire(False) for _ in range(arguments.hands)] + [hire(True) for _ in range(arguments.alone)]
+    staff = [hired(False) for _ in range(arguments.hands)] + [hired(True) for _ in range(arguments.alone)]
     begin = told = time.time()
     try:
         while any(process.is_alive() for process in staff) and time.time() < until:
@@ -169,7 +166,7 @@ def make(arguments: argparse.Namespace) -> None:
                 told = time.time()
                 print(f"{told - begin:.0f} s: {len(list(home.runs.glob('*.json')))} runs on record", flush=True)
     finally:
-        experiments.dismiss(staff)
+        dismiss(staff)
     records = home.records()
     print(f"{time.time() - begin:.0f} s: {len(records)} runs on record", flush=True)
     for part in parts(arguments.data, arguments.small):

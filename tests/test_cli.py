@@ -477,3 +477,35 @@ def test_ctrl_c_ends_a_comparison_with_the_way_to_continue(tmp_path, workers):
     assert process.returncode in (130, -signal.SIGINT)  # a shell reports 130 for both
     assert out == ""
     assert error == f"interrupted; continue with: vestige compare --resume {folder}\n"
+    assert not list(folder.glob("claims/*"))  # let go of, not died at: the run is made again as if for the first time
+
+
+@pytest.mark.parametrize("moment", [0.05, 0.3, 1.0, 2.0])
+def test_ctrl_c_while_workers_load_says_no_more_than_that(tmp_path, moment):
+    """In a spawned process the import of torch takes a second or two; Ctrl-C in it used to print its traceback."""
+    folder = tmp_path / "comparison"
+    words = ("compare", "--method", "dp-sgd", "--steps", "3000", "--workers", 2, "--out", folder)
+    process = command(*words, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (folder / "spec.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(moment)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert (out, error) == ("", f"interrupted; continue with: vestige compare --resume {folder}\n")
+
+
+def test_a_comparison_that_is_told_to_end_takes_its_workers_with_it(tmp_path):
+    folder = tmp_path / "comparison"
+    process = command("compare", "--method", "dp-sgd", "--steps", "3000", "--workers", 2, "--out", folder)
+    deadline = time.monotonic() + 120
+    while len(held := [text for claim in folder.glob("claims/*") if (text := claim.read_text())]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = {json.loads(text)["pid"] for text in held}
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, f"interrupted; continue with: vestige compare --resume {folder}\n")
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

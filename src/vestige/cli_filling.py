@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from vestige.cli_mistakes import INTERRUPTED
-from vestige.cli_terminal import answers, notes, print_json
+from vestige.cli_terminal import answers, ctrl_c_also_by_sigterm, notes, print_json
 from vestige.comparison_summary import price_lines, summarised
 
 Workers = Annotated[int | None, typer.Option(help="Processes (default: one per core, one in all on a GPU).")]
@@ -60,7 +60,7 @@ def fill(
     hands = workers if workers is not None else usual
     place = Place(where, data or {}, stack == "auto" and not alone)
     try:
-        with progress(not as_json) as watch:
+        with ctrl_c_also_by_sigterm(), progress(not as_json) as watch:
             return experiments.compare(
                 path, specification, place=place, engine=engine, workers=hands, address=address, watch=watch
             )

@@ -80,3 +80,13 @@ def graceful() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def ctrl_c_also_by_sigterm() -> Iterator[None]:
+    """What ends a command from outside ends it as Ctrl-C does, so that whoever works for it stops too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
 from vestige.performing import Place, explain, failure, footprint, perform, room, stackable
 from vestige.questions import Question
 from vestige.registry import METHODS
+from vestige.staff import dismiss, hire
 
 PAUSE = 0.3
 """Seconds between two looks at the folder."""
@@ -214,37 +214,22 @@ def _by_processes(home: ComparisonFolder, place: Place, workers: int, meter: Met
     if workers == 1:
         work(home, place, after=meter.show)
         return
-    context = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or workers) // workers)
-
-    def hire() -> Any:
-        process = context.Process(target=_worker, args=(str(home.path), place, workers, threads), daemon=True)
-        process.start()
-        return process
-
-    staff = [hire() for _ in range(workers)]
+    hands: list[BaseProcess] = []
     deaths = 0
     try:
-        while any(process.is_alive() for process in staff):
+        hands += (hire(_worker, str(home.path), place, workers, threads) for _ in range(workers))
+        while any(process.is_alive() for process in hands):
             time.sleep(PAUSE)
             meter.show()
-            for index, process in enumerate(staff):
+            for index, process in enumerate(hands):
                 if not process.is_alive() and process.exitcode and deaths < 20 * workers:
                     deaths += 1
-                    staff[index] = hire()
+                    hands[index] = hire(_worker, str(home.path), place, workers, threads)
     finally:
-        dismiss(staff)
-    if any(process.exitcode for process in staff):
+        dismiss(hands)
+    if any(process.exitcode for process in hands):
         raise OSError("the worker processes keep dying; what they finished is on record: run the command again")
-
-
-def dismiss(staff: Sequence[BaseProcess]) -> None:
-    """End the processes that still run, and wait for all."""
-    for process in staff:
-        if process.is_alive():
-            process.terminate()
-    for process in staff:
-        process.join()
 
 
 def _worker(path: str, place: Place, workers: int, threads: int) -> None:
