@@ -500,7 +500,10 @@ def test_a_comparison_that_is_told_to_end_takes_its_workers_with_it(tmp_path):
     folder = tmp_path / "comparison"
     process = command("compare", "--method", "dp-sgd", "--steps", "3000", "--workers", 2, "--out", folder)
     deadline = time.monotonic() + 120
-    while len(held := [text for claim in folder.glob("claims/*") if (text := claim.read_text())]) < 2 and time.monotonic() < deadline:
+    while (
+        len(held := [text for claim in folder.glob("claims/*") if (text := claim.read_text())]) < 2
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     workers = {json.loads(text)["pid"] for text in held}
     process.terminate()

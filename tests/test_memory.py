@@ -185,7 +185,7 @@ def test_the_bijection_with_dp_sgd_on_whole_trajectories():
         model, nn.functional.cross_entropy, data, method=method, noise_multiplier=sigma / beta, delta=1e-5,
         sample_rate=rate, steps=steps, lr=lr, reproducible=seed,
     )  # fmt: skip
-    from vestige.noise import Randomness
+    from vestige.noise import Randomness, normal
     from vestige.sampling import Poisson
 
     key, kept, trend = Randomness.reproducible(seed), [], None
@@ -194,7 +194,7 @@ def test_the_bijection_with_dp_sgd_on_whole_trajectories():
         rows = Poisson(rate).draw(len(data[0]), t, key)
         nn.utils.vector_to_parameters(torch.tensor(theta, dtype=torch.float32), twin.parameters())
         s = clip_and_sum(example_gradients(twin, data[0][rows], data[1][rows]), bound)
-        z = sigma * bound * key.stream("noise", t).standard_normal(len(theta), dtype=np.float32).astype(np.float64)
+        z = sigma * bound * normal(len(theta), key.stream("noise", t), torch.device("cpu")).numpy().astype(np.float64)
         past = kept[::-1][:3]
         u = 0 * s
         if past:

@@ -1,5 +1,6 @@
 """Is the noise Gaussian, of the promised size, from a key of its own, and never drawn twice?"""
 
+import math
 import os
 from importlib.util import find_spec
 
@@ -10,7 +11,7 @@ from scipy import stats
 
 from vestige.clipping import BoundedSum
 from vestige.kernels import fused_available
-from vestige.noise import Randomness, Release, add_noise, normal
+from vestige.noise import PAIRS, Randomness, Release, add_noise, normal
 
 SIZE = 200_000
 
@@ -86,13 +87,14 @@ def test_the_norm_of_the_noise():
     assert Release(torch.zeros(2), torch.tensor([3.0, 4.0]), 1.0).noise_norm == pytest.approx(5.0)
 
 
-# --- the kernel that draws, scales and adds in one pass --------------------------------------------------------------
+# --- how it is drawn: on a CPU, and by the kernel that draws, scales and adds in one pass ----------------------------
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 DEVICE = torch.device("cuda" if fused_available() else "cpu")
 fused = pytest.mark.skipif(
     not (fused_available() or INTERPRETED), reason="needs a GPU and Triton, or Triton with TRITON_INTERPRET=1"
 )
+sources = pytest.mark.parametrize("source", ["cpu", pytest.param("kernel", marks=fused)])
 MANY = 20_000_000 if fused_available() else 400_000
 
 
@@ -102,9 +104,17 @@ def kernel_noise(seed: int, size: int = MANY) -> np.ndarray:
     return fused_noise.normal(size, seed, DEVICE).cpu().numpy()
 
 
-@fused
-def test_the_kernel_draws_standard_normals_and_a_wrong_size_is_seen():
-    sample = kernel_noise(2**62 + 12345)
+def cpu_noise(seed: int, size: int = MANY) -> np.ndarray:
+    return normal(size, Randomness.reproducible(seed).stream("noise", 0), torch.device("cpu")).numpy()
+
+
+SOURCES = {"cpu": (cpu_noise, PAIRS), "kernel": (kernel_noise, 512)}
+"""How each draws, and how far apart it writes the two numbers that Box-Muller makes of one radius."""
+
+
+@sources
+def test_the_numbers_are_standard_normal_and_a_wrong_size_is_seen(source):
+    sample = SOURCES[source][0](2**62 + 12345)
     assert accepts_std(sample, 1.0)
     assert not accepts_std(sample, 1.02)
     assert abs(sample.astype(np.float64).mean()) < 5 / MANY**0.5
@@ -116,10 +126,10 @@ def test_the_kernel_draws_standard_normals_and_a_wrong_size_is_seen():
         assert np.mean(sample.astype(np.float64) ** order) == pytest.approx(moment, abs=6 * spread)
 
 
-@fused
-def test_the_kernels_tails_are_those_of_a_gaussian():
+@sources
+def test_the_tails_are_those_of_a_gaussian(source):
     """Beyond each threshold as many as there should be, by an exact binomial test; and nothing there is missed."""
-    sample = np.abs(kernel_noise(77))
+    sample = np.abs(SOURCES[source][0](77))
     for threshold in (2.0, 3.0, 4.0, 5.0):
         chance = 2 * stats.norm.sf(threshold)
         beyond = int((sample > threshold).sum())
@@ -128,13 +138,14 @@ def test_the_kernels_tails_are_those_of_a_gaussian():
             assert stats.binomtest(int((1.1 * sample > threshold).sum()), MANY, chance).pvalue < 1e-6, threshold
 
 
-@fused
-def test_the_kernels_numbers_are_independent():
-    sample, other = kernel_noise(1), kernel_noise(2)
+@sources
+def test_the_numbers_are_independent(source):
+    draw, apart = SOURCES[source]
+    sample, other = draw(1), draw(2)
     halves = sample.reshape(-1, 2) if MANY % 2 == 0 else sample[:-1].reshape(-1, 2)
     pairs = {
         "next": (sample[:-1], sample[1:]),
-        "partner": (sample[:-512], sample[512:]),  # Box-Muller makes two of one radius
+        "partner": (sample[:-apart], sample[apart:]),
         "seed": (sample, other),
         "even and odd": (halves[:, 0], halves[:, 1]),
     }
@@ -195,7 +206,37 @@ def test_the_kernel_is_box_muller_on_philox(key):
     np.testing.assert_allclose(kernel_noise(key, size), both.transpose(1, 0, 2).ravel()[:size], atol=5e-6)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 2 * PAIRS - 1, 2 * PAIRS, 2 * PAIRS + 1, 5 * PAIRS + 7])
+def test_a_cpu_draws_by_box_muller_too(size):
+    """Beside the same uniforms one pair at a time, in double precision."""
+    stream, expected = Randomness.reproducible(3).stream("noise", 0), np.empty(size)
+    for first in range(0, size, 2 * PAIRS):
+        here = min(2 * PAIRS, size - first)
+        half = (here + 1) // 2
+        radii, angles = stream.random(half), stream.random(half, dtype=np.float32)
+        for i in range(half):
+            radius, angle = math.sqrt(-2 * math.log1p(-radii[i])), 2 * math.pi * float(angles[i])
+            expected[first + i] = radius * math.cos(angle)
+            if half + i < here:
+                expected[first + half + i] = radius * math.sin(angle)
+    np.testing.assert_allclose(cpu_noise(3, size), expected, atol=5e-6)
+
+
+class Extreme:
+    """The stream whose every uniform is the last (or the first) that there is."""
+
+    def __init__(self, uniform: float) -> None:
+        self.uniform = uniform
+
+    def random(self, size: int, dtype: type = np.float64) -> np.ndarray:
+        return np.full(size, self.uniform if dtype is np.float64 else 0.0, dtype)
+
+
 def test_the_radius_reaches_further_than_any_delta_asks():
-    """The smallest uniform is half of 2^-64: 9.49 standard deviations, beyond which a Gaussian has less than 3e-21."""
+    """The kernel's smallest uniform is half of 2^-64: 9.49 standard deviations, beyond which a Gaussian has less than
+    3e-21. On a CPU it is 2^-53: 8.57 and 2e-17. Neither is ever infinite."""
     assert np.sqrt(-2 * np.log(0.5 * 2.0**-64)) == pytest.approx(9.49, abs=0.01)
     assert 2 * stats.norm.sf(9.49) < 3e-21
+    assert normal(2, Extreme(1 - 2.0**-53), torch.device("cpu")).tolist() == pytest.approx([8.5717, 0.0], abs=1e-4)
+    assert 2 * stats.norm.sf(8.57) < 2e-17
+    assert normal(2, Extreme(0.0), torch.device("cpu")).tolist() == [0.0, 0.0]

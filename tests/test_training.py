@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
-from vestige.noise import Randomness
+from vestige.noise import Randomness, normal
 from vestige.sampling import Poisson
 
 LOSS = nn.functional.cross_entropy
@@ -35,7 +35,7 @@ def test_dp_sgd_is_the_textbook_one_in_float64():
         rows = Poisson(0.2).draw(60, t, key)
         nn.utils.vector_to_parameters(torch.tensor(theta, dtype=torch.float32), twin.parameters())
         s = clip_and_sum(example_gradients(twin, data[0][rows], data[1][rows]), 0.4)
-        z = 0.8 * 0.4 * key.stream("noise", t).standard_normal(len(theta), dtype=np.float32)
+        z = 0.8 * 0.4 * normal(len(theta), key.stream("noise", t), torch.device("cpu")).numpy()
         theta = theta - 0.1 * (s + z) / 12
     np.testing.assert_allclose(flat(model).numpy(), theta, rtol=1e-4, atol=1e-6)
 

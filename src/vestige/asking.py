@@ -10,7 +10,7 @@ from math import inf, sqrt
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vestige.adaptive import Adaptive, Counted
 from vestige.chains import Network, square
@@ -217,10 +217,15 @@ class Asking:
 
     def sum(self, rows: Tensor, real: Tensor, point: Parameters) -> None:
         """SENSITIVE: the clipped sums over the samples, written into `fresh`."""
-        values = self.network.forward(point, self.examples.inputs[rows])
+        values = self.network.forward(point, _taken(self.examples.inputs, rows))
         errors = self.network.backward(point, values, self.examples.targets[rows])
         squares = self.network.squares(values, errors, self.examples.squares[rows])
         squares.masked_fill_(~real.unsqueeze(-1), torch.inf)  # padding is an example without a usable gradient
         factors = [clip.factors(squares[clip.part]) for clip in self.clips]
         factor = factors[0] if len(factors) == 1 else torch.cat(factors)
         self.network.add_weighted(values, errors, (factor * self._slack).float(), self.fresh)
+
+
+def _taken(table: Tensor, rows: Tensor) -> Tensor:
+    """table[rows], which on a CPU copies number by number; as an embedding it copies row by row."""
+    return table[rows] if table.is_cuda else nn.functional.embedding(rows, table)

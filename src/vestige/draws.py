@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vestige.noise import Randomness, normal
+from vestige.noise import Randomness, fill_normal, normal
 from vestige.sampling import CyclicPoisson, Sampling
 
 BLOCK, LARGEST_BLOCK = 16, 1 << 25
@@ -96,9 +96,7 @@ class Draws:
                 into[run] = normal(into.shape[-1], randomness.stream(purpose, index), self.device)
             return into
         if self.device.type == "cpu":
-            # NumPy keeps the tails that torch's CPU generator cuts off (see `noise.normal`).
-            self._secret.stream(purpose, index).standard_normal(dtype="float32", out=into.numpy())
-            return into
+            return fill_normal(into, self._secret.stream(purpose, index))
         return torch.randn(into.shape, generator=self._generator, device=self.device, out=into)
 
     def numbers(self, purpose: str, index: int) -> Tensor:

@@ -66,11 +66,34 @@ class Randomness:
 Correlate = Callable[[Tensor], Tensor]
 
 
+PAIRS = 16384
+"""Pairs of coordinates drawn at once on a CPU, few enough to stay near it. Reproducible runs depend on it."""
+
+
+def fill_normal(into: Tensor, stream: np.random.Generator) -> Tensor:
+    """Standard normal numbers in a float32 tensor on the CPU, by Box-Muller: twice as fast as NumPy's ziggurat.
+
+    The radius is a double of 53 bits, so it reaches sqrt(106 log 2) = 8.57; torch's own, of 24, stops at 5.8.
+    """
+    flat = into.view(-1).numpy()
+    for first in range(0, len(flat), 2 * PAIRS):
+        chunk = flat[first : first + 2 * PAIRS]
+        pairs = -(-len(chunk) // 2)
+        square = np.log(1 - stream.random(pairs))
+        square *= -2
+        radius = np.sqrt(square, out=square).astype(np.float32)
+        angle = stream.random(pairs, dtype=np.float32)
+        angle *= np.float32(2 * np.pi)
+        np.multiply(radius, np.cos(angle), out=chunk[:pairs])
+        rest = len(chunk) - pairs
+        np.multiply(radius[:rest], np.sin(angle[:rest]), out=chunk[pairs:])
+    return into
+
+
 def normal(size: int, stream: np.random.Generator, device: torch.device) -> Tensor:
     """Standard normal float32 coordinates, drawn on the device where they are needed."""
     if device.type == "cpu":
-        # The ziggurat of NumPy keeps its tails; torch's CPU Box-Muller stops at 5.8 standard deviations.
-        return torch.from_numpy(stream.standard_normal(size, dtype=np.float32))
+        return fill_normal(torch.empty(size), stream)
     seed = int(stream.integers(2**63))
     if device.type == "cuda" and fused_available():
         from vestige import fused_noise
