@@ -195,7 +195,7 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
         (["account", *SELECTIVE, "--sigma-t", "1", "--trials", "0"], "--trials=0"),
         (["account", *SELECTIVE, "--sigma-t", "1", "--threshold", "nan"], "--threshold=nan"),
         (["verify", "/nowhere"], "no such folder"),
-        (["verify", "/"], "holds neither run.json nor ledger.jsonl"),
+        (["verify", "/"], "holds neither a run (run.json, ledger.jsonl) nor a comparison (spec.json)"),
         (["train", "--resume", "/nowhere"], "--resume='/nowhere' holds no run"),
         (["compare", "--quick", "--method", "fo-dp-sgd"], "--method cannot be given too: --quick is one fixed"),
         (["compare", "--resume", "/nowhere", "--steps", "3"], "--steps cannot be given too"),

@@ -122,7 +122,7 @@ class Moving:
     def __init__(self, method: Method, parameters: Tensor, lr: Tensor) -> None:
         self.parameters, self.lr, options = parameters, lr, dict(method.rule.options)
         adam = method.rule.optimizer in (torch.optim.Adam, torch.optim.AdamW)
-        if adam and parameters.device.type == "cuda" and not {"foreach", "fused"} & options.keys():
+        if adam and parameters.device.type in ("cpu", "cuda") and not {"foreach", "fused"} & options.keys():
             options["fused"] = True  # one pass over the moments in place of ten
         self._displacement = nn.Parameter(torch.zeros_like(parameters), requires_grad=False)
         self.optimizer = replace(method.rule, options=options).build([self._displacement], 1.0)

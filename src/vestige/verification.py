@@ -46,7 +46,7 @@ def verify(path: str | Path) -> Verdict:
     if not folder.path.is_dir():
         raise ValueError(f"{str(path)!r} is not a run: there is no such folder")
     if not (folder.ledger.exists() or (folder.path / "run.json").exists()):
-        raise ValueError(f"{str(path)!r} is not a run: it holds neither run.json nor ledger.jsonl")
+        raise ValueError(f"{str(path)!r} holds neither a run (run.json, ledger.jsonl) nor a comparison (spec.json)")
     history = read(folder.ledger)
     facts = history.facts
     seeded = facts["noise"] == "seeded"
