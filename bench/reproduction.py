@@ -33,6 +33,7 @@ from vestige.comparison_folder import ComparisonFolder
 from vestige.comparison_words import contenders
 from vestige.files import write_json
 from vestige.performing import Place, stackable
+from vestige.registry import METHODS
 from vestige.staff import dismiss, hire
 from vestige.statistics import paired, summarise
 
@@ -40,15 +41,23 @@ FIELD = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "post-fm", "uniform-memor
 FIRST = ["fo-rates", "fo-fig3", "fo-fig4", "fo-fig2", "fo-fig5", "fo-fig6", "fo-fig8", "fo-alpha"]
 REST = ["fo-table3", "fo-fig7", "fo-fig1"]
 """With rivals that may have to be trained alone."""
+EVERY = [*FIELD, *(name for name in METHODS if name not in (*FIELD, "sa-dp-sgd"))]
+"""The paper's field first, then every further method there is; sa-dp-sgd is another name of dp-sam."""
 
 
 class Part:
     """Runs wanted for one purpose: a comparison, a preset or a study (of which only the tuning runs are made)."""
 
     def __init__(
-        self, name: str, specification: Specification, kind: str, only: Callable[[Run], bool] = lambda run: True
+        self,
+        name: str,
+        specification: Specification,
+        kind: str,
+        only: Callable[[Run], bool] = lambda run: True,
+        twins: Mapping[str, Run] | None = None,
     ) -> None:
         self.name, self.specification, self.kind, self._only = name, specification, kind, only
+        self._twins = twins or {}
         self._grid = experiments.grid_of(specification)
         self._fixed = dict(self._named({})) if kind != "comparison" else None
 
@@ -60,6 +69,7 @@ class Part:
         runs = list(comparison.tuning_runs(self.specification, self._grid))
         if self.kind != "study":
             runs += comparison.final_runs(self.specification, self._grid, records)
+        runs = [run if run.id in records else self._twins.get(run.id, run) for run in runs]
         yield from ((run.id, run) for run in runs if self._only(run))
 
 
@@ -79,8 +89,12 @@ def _telling(run: Run) -> bool:
 
 def parts(data: str | None, small: bool) -> list[Part]:
     """Everything, the most wanted first. A part may come twice: first what matters of it."""
-    made = [Part(task, _tuned(f"{task}-mlp", data, small), "comparison") for task in ("svhn", "cifar100")]
     shown = {name: presets.find(name).specification(data, small=small) for name in (*FIRST, *REST)}
+    # A run that some figure wants with its curve is the same run: it is made once, with it.
+    curves = Part("fo-fig1", shown["fo-fig1"], "preset").wanted({}).values()
+    twins = {replace(run, evaluations=0).id: run for run in curves}
+    tuned = {task: _tuned(f"{task}-mlp", data, small) for task in ("svhn", "cifar100")}
+    made = [Part(task, each, "comparison", twins=twins) for task, each in tuned.items()]
     made += [Part(name, shown[name], "preset", _telling) for name in FIRST]
     made += [
         Part("fo-fig7", shown["fo-fig7"], "preset", _ours),
@@ -93,7 +107,7 @@ def parts(data: str | None, small: bool) -> list[Part]:
 def _tuned(task: str, data: str | None, small: bool) -> Specification:
     return Specification(
         problems=(Problem(task, data),),
-        contenders=tuple(Contender(label, name, options) for label, name, options in contenders(FIELD)),
+        contenders=tuple(Contender(label, name, options) for label, name, options in contenders(EVERY)),
         budgets=(presets.EQUAL,),
         seeds=(0, 1) if small else (0, 1, 2, 3, 4),
         steps=40 if small else 6250,
