@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from vestige.comparison import VALIDATION
+from vestige.registry import METHODS
 
 BENCH = Path(__file__).parents[1] / "bench"
 
@@ -75,6 +76,10 @@ def test_the_pool_names_each_run_once_and_everything_that_its_parts_want(bench):
     assert shared["fo-fig6"] == shared["fo-fig5"]
     done = {key: None for key in shared["fo-fig2"]}
     assert not set(reproduction.due(plan, {**done})) & shared["fo-fig3"]
+    svhn = next(part for part in plan if part.name == "svhn").wanted({})
+    assert {run.method for run in svhn.values()} == set(METHODS) - {"sa-dp-sgd"}  # which is dp-sam under another name
+    curves = {run.label for key, run in svhn.items() if key in shared["fo-fig1"]}
+    assert {"dp-sam", "dp-is", "dp-adam"} <= curves  # wanted with a curve by a figure: made once, with it
 
 
 # --- selective updates -----------------------------------------------------------------------------------------------
