@@ -18,6 +18,7 @@ from vestige import accounting, comparison, experiments, performing, planning, t
 from vestige.comparison import Budget, Contender, Problem, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
 from vestige.comparison_verification import verify_comparison
+from vestige.comparison_words import contenders
 from vestige.layout import Layout
 from vestige.performing import Place
 from vestige.questions import Question
@@ -250,6 +251,23 @@ def test_stacked_and_alone_agree_in_reproducible_mode(tmp_path):
                 assert record[field][0]["count"] == other[field][0]["count"]
             else:
                 assert record[field] == other[field], field
+
+
+def test_any_contender_may_clip_by_layers(tmp_path):
+    """DP-SGD by layers is SMA-DP-SGD without its memory; flat clipping is another method."""
+    words = ("dp-sgd", "dp-sgd:groups=layers", "sma-dp-sgd:beta=1")
+    field = tuple(Contender(label, name, options) for label, name, options in contenders(words))
+    spec = replace(TINY, contenders=field, reproducible=True, rates=("auto",), budgets=TINY.budgets[:1], steps=60)
+    for stack in (True, False):
+        home = experiments.compare(tmp_path / str(stack), spec, place=Place(stack=stack))
+        found = {(record["run"]["label"], record["run"]["seed"]): record for record in home.records().values()}
+        for seed in spec.seeds:
+            flat, layers, spectral = (found[label, seed] for label in words)
+            assert (flat["groups"], layers["groups"], spectral["groups"]) == (1, 3, 3)
+            assert layers["accuracy"] == spectral["accuracy"]
+            assert layers["lr"] == spectral["lr"]
+            assert layers["charged"] == flat["charged"]
+        assert any(found[words[0], seed]["accuracy"] != found[words[1], seed]["accuracy"] for seed in spec.seeds)
 
 
 def test_each_worker_takes_a_stack_of_as_few_methods_as_can_be(tmp_path):

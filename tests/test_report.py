@@ -264,6 +264,8 @@ def test_commands(folder, tmp_path):
         (["--resume", "/nonexistent"], "holds no comparison"),
         (["--retry"], "--retry goes with --resume"),
         (["--method", "dp-sgd:foo=1"], "foo=1 is not an option of dp-sgd"),
+        (["--method", "dp-quantile:groups=layers"], "dp-quantile clips by Quantile, which cannot be split in groups"),
+        (["--method", "dp-sgd:groups=;"], "must be layers, flat, or patterns"),
         (["--steps", "0"], "--steps=0"),
         (["--sample-rate", "2"], "--sample-rate=2.0"),
         (["--delta", "-1"], "--delta=-1.0"),

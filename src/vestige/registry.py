@@ -7,24 +7,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import vestige.methods  # noqa: F401
-from vestige.method import METHODS, Entry, Method
+from vestige.groups import named_grouping
+from vestige.method import METHODS, Entry, Method, by_group
 
 __all__ = ["METHODS", "build", "find", "nearest"]
 
 
-def build(name: str, **options: Any) -> Method:
+def build(name: str, *, groups: str | None = None, **options: Any) -> Method:
     """A method by name, with its options; an unknown name or option is refused with the nearest known one.
+
+    Any method may clip by groups of parameters instead of its own way: `groups` is layers, flat, or patterns.
 
     >>> import vestige
     >>> vestige.build("fo-dp-sgd", beta=0.8).memory.share
     0.8
+    >>> vestige.build("dp-sgd", groups="layers").grouping
+    Layers()
     """
     entry = find(name)
     unknown = [key for key in options if key not in entry.options]
     if unknown:
-        known = ", ".join(entry.options)
+        known = ", ".join((*entry.options, "groups"))
         raise ValueError(f"{unknown[0]}={options[unknown[0]]} is not an option of {name}; its options are {known}")
-    return entry.make(**options)
+    method = entry.make(**options)
+    return method if groups is None else by_group(method, named_grouping(groups))
 
 
 def find(name: str) -> Entry:
