@@ -118,15 +118,16 @@ def test_blanked_rows(device, dtype):
 @pytest.mark.parametrize("shape", [(3, 1, 5, 7), (4, 16, 64, 48), (5, 65, 40, 33), (2, 197, 96, 130), (0, 5, 6, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tf32", [False, True])
-def test_fused_norms(shape, dtype, tf32, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+def test_fused_norms(shape, dtype, tf32):
     torch.manual_seed(3)
     examples, positions, out, width = shape
     left = torch.randn(examples, positions, out, device="cuda").to(dtype)
     right = torch.randn(examples, positions, width, device="cuda").to(dtype)
     want = kernels.plain_outer_squares(left.double(), right.double())
     tolerance = 1e-2 if tf32 or dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(kernels.outer_squares(left, right).double(), want, rtol=tolerance, atol=1e-6)
+    with products_in_tf32(tf32):
+        got = kernels.outer_squares(left, right)
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=1e-6)
 
 
 @gpu
