@@ -166,6 +166,7 @@ class Unheard(Question):
         (lambda: calibrate(lambda z: steps(z), -1.0, DELTA), "epsilon=-1.0"),
         (lambda: tuned_epsilon({}, DELTA, 0.5), "expected_runs=0.5"),
         (lambda: tuned_epsilon({}, DELTA, 5, -1), "shape=-1"),
+        (lambda: tuned_epsilon({}, DELTA, 5, repeats=0), "repeats=0"),
         (lambda: Budget(-1.0, DELTA, {}), "epsilon=-1.0"),
         (lambda: RenyiFilter(1.0, DELTA, {}), "planned"),
         (lambda: RenyiFilter(1.0, DELTA, steps(1.0), weight=1.0), "weight=1.0"),
@@ -469,6 +470,22 @@ def test_price_of_a_search_equals_dp_accounting():
         ours = curve + selection + np.log(mean) / (orders - 1)
         np.testing.assert_allclose(accountant.rdp, np.minimum.accumulate(ours[::-1])[::-1], rtol=1e-6)
         assert tuned_epsilon(history, DELTA, mean, shape) <= accountant.get_epsilon(DELTA) + 1e-9
+
+
+def test_a_trial_of_several_runs_costs_what_the_search_over_so_long_a_run_costs():
+    single, triple = steps(4.0), {question: 3 * count for question, count in steps(4.0).items()}
+    assert tuned_epsilon(single, DELTA, 7, repeats=3) == pytest.approx(tuned_epsilon(triple, DELTA, 7), rel=1e-9)
+    # A cycle that a run leaves unfinished is not finished by the next run: both pay for it.
+    cycle = {CyclicGaussian(1.0, 4.0, 25): 30}
+    joined = {question: 2 * count for question, count in cycle.items()}
+    assert tuned_epsilon(cycle, DELTA, 7, repeats=2) > tuned_epsilon(joined, DELTA, 7)
+    run = SelfComposedDpEvent(PoissonSampledDpEvent(0.04, GaussianDpEvent(4.0)), 3 * 6250)
+    accountant = RdpAccountant()
+    accountant.compose(RepeatAndSelectDpEvent(run, 7, 1))
+    ours, theirs = tuned_epsilon(single, DELTA, 7, repeats=3), accountant.get_epsilon(DELTA)
+    assert ours == pytest.approx(theirs, rel=0.05)
+    assert ours <= theirs + 1e-9
+    assert ours > 1.5 * tuned_epsilon(single, DELTA, 7)
 
 
 def test_a_search_of_one_run_by_the_geometric_law_still_costs_and_more_runs_cost_more():

@@ -103,6 +103,28 @@ def test_a_failed_trial_loses_and_a_grid_that_failed_whole_gives_no_final_run():
     assert {run.factor for run in comparison.due(TINY, grid, records) if run.stage == "tuned"} == {0.5}
 
 
+def test_a_trial_tried_again_that_wins_supersedes_the_final_runs_of_the_one_that_won_before():
+    spec = replace(TINY, budgets=TINY.budgets[:1], contenders=TINY.contenders[:1], rates=("tuned",), evaluations=1)
+    grid = comparison.trials(spec, known())
+    tuning = {run.factor: run for run in comparison.tuning_runs(spec, grid)}
+    scores = {0.5: 0.6, 1.0: 0.7}
+    records = {tuning[factor].id: fake(tuning[factor], score) for factor, score in scores.items()}
+    records[tuning[2.0].id] = performing.failure(tuning[2.0], "broke")
+    for run in comparison.due(spec, grid, records):
+        records[run.id] = fake(run, 0.5 + run.seed / 100, curve=[[3, 0.4, 1.0]])
+    assert comparison.settled(spec, grid, records) == list(records.values())
+    records[tuning[2.0].id] = fake(tuning[2.0], 0.9)
+    after = comparison.settled(spec, grid, records)
+    assert [each["run"]["stage"] for each in after] == ["tuning"] * 3 + ["superseded"] * 3
+    assert comparison.rows(after, "dp-sgd") == []
+    fresh = comparison.due(spec, grid, records)
+    assert {(run.factor, run.seed) for run in fresh} == {(2.0, 0), (2.0, 1), (2.0, 2)}
+    records |= {run.id: fake(run, 0.8) for run in fresh}
+    (row,) = comparison.rows(comparison.settled(spec, grid, records), "dp-sgd")
+    assert (row["count"], row["mean"]) == (3, pytest.approx(0.8))
+    assert set(row["runs"]) == {run.id for run in fresh}
+
+
 def test_identity_is_the_job_not_the_machine():
     grid = comparison.trials(TINY, known())
     moved = replace(TINY, problems=(Problem("digits-mlp", "/elsewhere"),))
@@ -268,6 +290,19 @@ def test_any_contender_may_clip_by_layers(tmp_path):
             assert layers["lr"] == spectral["lr"]
             assert layers["charged"] == flat["charged"]
         assert any(found[words[0], seed]["accuracy"] != found[words[1], seed]["accuracy"] for seed in spec.seeds)
+
+
+def test_every_run_of_a_trial_is_in_the_price_of_tuning(tmp_path):
+    spec = replace(TINY, budgets=TINY.budgets[:1], contenders=TINY.contenders[:1], seeds=(0,), tuning_seeds=(10, 11))
+    home = experiments.compare(tmp_path / "c", spec)
+    (row,) = experiments.prices(home)
+    record = next(each for each in home.records().values() if each["run"]["stage"] == "tuning")
+    twice = {Question.from_json(each): 2 * each["count"] for each in record["charged"]}
+    assert (row["trials"], row["runs_per_trial"]) == (3, 2)
+    assert row["epsilon_best_of_trials"] == pytest.approx(accounting.tuned_epsilon(twice, spec.delta, 3), rel=1e-9)
+    assert row["epsilon_best_of_trials"] > 1.1 * accounting.tuned_epsilon(
+        {question: count // 2 for question, count in twice.items()}, spec.delta, 3
+    )
 
 
 def test_each_worker_takes_a_stack_of_as_few_methods_as_can_be(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vestige import accounting, cli, drawing, experiments, pictures, presets, report, report_privacy
+from vestige import accounting, cli, comparison, drawing, experiments, pictures, presets, report, report_privacy
 from vestige.cli_presets import reproduce
 from vestige.cli_report import write_report
 from vestige.comparison import Budget, Contender, Problem, Specification
@@ -68,6 +68,21 @@ def test_the_page_is_one_small_file_that_asks_nobody(content):
     outside = re.findall(r"""(?:src|href)=["']([^"'#][^"']*)""", page)
     assert set(outside) <= {"data:,"}
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org)", page)
+
+
+def test_a_superseded_run_is_listed_and_in_no_row_and_no_curve(content):
+    records = [
+        {**each, "run": {**each["run"], "stage": "superseded"}, "curve": [[4, 0.123, 0.5]]}
+        if each["run"]["stage"] == "tuned" and each["status"] == "done"
+        else each
+        for each in content["records"]
+    ]
+    marked = {**content, "records": records}
+    assert {row["stage"] for row in report._run_table(marked)} == {"tuning", "auto", "superseded"}
+    assert {row["rate"] for row in comparison.rows(records, "dp-sgd")} == {"auto"}
+    drawn = [figure for figure in pictures.figures(marked) if figure.key.startswith(("steps-", "spent-"))]
+    assert drawn
+    assert all(0.123 not in point for figure in drawn for series in figure.series for point in series.points)
 
 
 def test_every_number_has_its_run_and_comes_from_the_records(content):
@@ -210,10 +225,13 @@ def test_many_methods_that_cannot_be_told_apart_are_counted_and_named_on_request
 
 
 def test_methods_whose_tuning_costs_more_than_others_are_named():
-    row = {"task": "t", "budget": "epsilon 3", "trials": 7, "epsilon_one_run": 2.99}
+    row = {"task": "t", "budget": "epsilon 3", "trials": 7, "runs_per_trial": 1, "epsilon_one_run": 2.99}
     same = [{**row, "method": name, "epsilon_best_of_trials": 5.8} for name in ("a", "b")]
     (line,) = price_lines(same)
     assert line.startswith("price of tuning at epsilon 3: uncharged")
+    assert "with mean 7 costs epsilon 5.8" in line
+    (line,) = price_lines([{**each, "runs_per_trial": 3} for each in same])
+    assert "with mean 7, of 3 runs each, costs epsilon 5.8" in line
     lines = price_lines([*same, {**row, "method": "c", "epsilon_best_of_trials": None}])
     assert [line.split(":")[0] for line in lines] == [
         "price of tuning at epsilon 3 (a, b)",

@@ -311,11 +311,12 @@ class _Calibration:
 # --- other prices ----------------------------------------------------------------------------------------------------
 
 
-def tuned_epsilon(history: History, delta: float, expected_runs: float, shape: float = 1.0) -> float:
-    """The epsilon of the best of a random number of runs, each of which asks `history`.
+def tuned_epsilon(history: History, delta: float, expected_runs: float, shape: float = 1.0, repeats: int = 1) -> float:
+    """The epsilon of the best of a random number of runs, each of which asks `history`, or `repeats` copies of it.
 
     The number of runs is drawn before the search from a truncated negative binomial distribution with mean
-    `expected_runs`: `shape` 1 is geometric, 0 logarithmic. Only the best run is released.
+    `expected_runs`: `shape` 1 is geometric, 0 logarithmic. Only the best run is released. A setting that is judged by
+    the mean of several trainings is one run with as many `repeats`: each of them looks at the data.
 
     Formal guarantees: Papernot & Steinke 2022, Theorem 2. A number of runs fixed in advance is not covered: price it as
     so many copies of the history.
@@ -325,7 +326,9 @@ def tuned_epsilon(history: History, delta: float, expected_runs: float, shape: f
         raise ValueError(f"expected_runs={expected_runs} must be at least 1")
     if not 0 <= shape < inf:
         raise ValueError(f"shape={shape} must be a number, zero or more: 0 is logarithmic, 1 geometric")
-    curve, orders = total_curve(history), renyi.ORDERS
+    if not (isinstance(repeats, int) and repeats >= 1):
+        raise ValueError(f"repeats={repeats} must be a whole number from 1 up")
+    curve, orders = repeats * total_curve(history), renyi.ORDERS
     if not curve.any():
         return 0.0
     stop = stopping_probability(expected_runs, shape)

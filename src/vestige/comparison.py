@@ -14,12 +14,13 @@ from vestige.limits import check_delta, check_rate, check_steps
 from vestige.statistics import Difference, holm, paired, sentence, summarise
 
 VERSION = 2
+"""Of the folder's format: a record or specification of another version is refused."""
 VALIDATION = "nonprivate_validation_accuracy"
 """A tuning trial's score: measured on held-out private examples without noise, so never called accuracy."""
 VALIDATION_CURVE = "nonprivate_validation_curve"
-"""Of the folder's format: a record or specification of another version is refused."""
 
 Rate = Literal["tuned", "auto", "given"]
+SUPERSEDED = "superseded"
 Record = dict[str, Any]
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """The default grid: multiples of the rate that `lr auto` would take, which sees no data."""
@@ -307,6 +308,33 @@ def choose(
     return Choice(best, accuracy, (best.lr or best.factor) in (min(rates), max(rates)) and len(rates) > 1, len(grid))
 
 
+def settled(
+    specification: Specification, grid: Mapping[str, list[Trial]], records: Mapping[str, Record]
+) -> list[Record]:
+    """The records, with final runs at a rate that no longer wins marked as superseded.
+
+    A trial that failed and was tried again may win after others ran their final seeds: those are no rows any more.
+    """
+    winners: dict[tuple[str, str, str], Any] = {}
+    for problem, contender, budget in _cells(specification):
+        best = choose(specification, problem, contender, budget, grid[contender.label], records)
+        if best is not None:
+            run = _run(specification, problem, contender, budget, "tuned", best.trial, 0)
+            winners[run.cell] = _tried(run.to_json())
+    told = []
+    for record in records.values():
+        run = record["run"]
+        cell = (run["task"], str(Budget(**run["budget"])), run["label"])
+        if run["stage"] == "tuned" and winners.get(cell, _tried(run)) != _tried(run):
+            record = {**record, "run": {**run, "stage": SUPERSEDED}}
+        told.append(record)
+    return told
+
+
+def _tried(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    return run["lr"], run["factor"], dict(run["options"])
+
+
 def _cells(specification: Specification) -> Iterator[tuple[Problem, Contender, Budget]]:
     for problem in specification.problems:
         for budget in specification.budgets:
@@ -359,7 +387,7 @@ def rows(records: Iterable[Record], baseline: str) -> list[dict[str, Any]]:
     # In one order, whatever order the files were read in: the same records give the same table, to the last digit.
     for record in sorted(records, key=lambda each: (each["run"]["seed"], each["id"])):
         run = record["run"]
-        if run["stage"] != "tuning":
+        if run["stage"] in get_args(Rate):
             key = (run["task"], str(Budget(**run["budget"])), run["stage"], run["label"])
             cells.setdefault(key, []).append(record)
     made = [_row(key, found, cells.get((*key[:3], baseline), [])) for key, found in cells.items()]
@@ -424,11 +452,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def tuning_price(records: Iterable[Record], trials_made: int, price: Any) -> list[dict[str, Any]]:
+def tuning_price(records: Iterable[Record], trials_made: int, runs_per_trial: int, price: Any) -> list[dict[str, Any]]:
     """What choosing the best of the trials would cost, beside what one run costs: one row per task and budget.
 
-    `price(charged, delta, expected_runs)` is the epsilon of the best of a random number of runs with that mean
-    (Papernot & Steinke 2022), where `charged` are one run's questions with their counts.
+    `price(charged, delta)` is the epsilon of the best of a random number of such trials with that mean (Papernot &
+    Steinke 2022), where `charged` are one run's questions with their counts.
     """
     made: dict[tuple[str, str, str], dict[str, Any]] = {}
     for record in records:
@@ -438,12 +466,13 @@ def tuning_price(records: Iterable[Record], trials_made: int, price: Any) -> lis
         key = (run["task"], str(Budget(**run["budget"])), run["label"])
         if key not in made:
             single = record["epsilon"] if record["epsilon"] is not None else record.get("epsilon_if_noise_were_secret")
-            charged = price(record["charged"], run["delta"], trials_made) if single is not None else None
+            charged = price(record["charged"], run["delta"]) if single is not None else None
             made[key] = {
                 "task": key[0],
                 "budget": key[1],
                 "method": key[2],
                 "trials": trials_made,
+                "runs_per_trial": runs_per_trial,
                 "epsilon_one_run": single,
                 "epsilon_best_of_trials": charged,
             }

@@ -13,12 +13,13 @@ def summarised(home: Any) -> dict[str, Any]:
 
     specification, records = home.specification(), home.records()
     grid = experiments.grid_of(specification)
+    settled = comparison.settled(specification, grid, records)
     return {
         "folder": str(home.path),
         "total": comparison.total(specification, grid),
         "done": sum(record["status"] == "done" for record in records.values()),
         "baseline": specification.baseline,
-        "rows": comparison.rows(records.values(), specification.baseline),
+        "rows": comparison.rows(settled, specification.baseline),
         "choices": comparison.choices(specification, grid, records),
         "prices": experiments.prices(home) if "tuned" in specification.rates else [],
         "failed": [
@@ -49,9 +50,10 @@ def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:
 def _price_line(rows: Sequence[dict[str, Any]], named: bool) -> str:
     row, charged = rows[0], rows[0]["epsilon_best_of_trials"]
     cost = "has no proven price" if charged is None else f"costs epsilon {charged:.3g}"
+    each = f", of {row['runs_per_trial']} runs each," if row["runs_per_trial"] > 1 else ""
     whose = f" ({', '.join(dict.fromkeys(each['method'] for each in rows))})" if named else ""
     return (
         f"price of tuning at {row['budget']}{whose}: uncharged, as in the tuned rows, epsilon "
-        f"{row['epsilon_one_run']:.3g}; keeping the best of a random number of trials with mean {row['trials']} {cost} "
-        "(Papernot & Steinke 2022, with public validation data); the automatic rate costs nothing"
+        f"{row['epsilon_one_run']:.3g}; keeping the best of a random number of trials with mean {row['trials']}{each} "
+        f"{cost} (Papernot & Steinke 2022, with public validation data); the automatic rate costs nothing"
     )

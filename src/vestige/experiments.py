@@ -82,16 +82,16 @@ def grid_of(specification: Specification) -> dict[str, list[comparison.Trial]]:
 def prices(home: ComparisonFolder) -> list[dict[str, Any]]:
     """What tuning costs with and without charging it, by the Papernot-Steinke bound."""
     specification = home.specification()
-    made = len(next(iter(grid_of(specification).values())))
+    made, repeats = len(next(iter(grid_of(specification).values()))), len(specification.tuning_seeds)
 
-    def price(charged: Sequence[dict[str, Any]], delta: float, expected: float) -> float | None:
+    def price(charged: Sequence[dict[str, Any]], delta: float) -> float | None:
         history = {Question.from_json(row): row["count"] for row in charged}
         try:
-            return accounting.tuned_epsilon(history, delta, expected)
+            return accounting.tuned_epsilon(history, delta, made, repeats=repeats)
         except ValueError:
             return None  # a question without a Renyi curve has no such bound
 
-    return comparison.tuning_price(home.records().values(), made, price)
+    return comparison.tuning_price(home.records().values(), made, repeats, price)
 
 
 def _check_methods(specification: Specification) -> None:
@@ -120,16 +120,16 @@ class Meter:
         left = max(0, self.total - len(records))
         seconds = (time.monotonic() - self._begin) / made * left if made else None
         failed = sum(record["status"] == "failed" for record in records.values())
-        self.watch(Status(len(records), failed, self.total, seconds, _best(records.values(), self.specification)))
+        self.watch(Status(len(records), failed, self.total, seconds, self._best(records)))
 
-
-def _best(records: Any, specification: Specification) -> str:
-    """The best final row of the last task and largest budget that has one."""
-    rows = [row for row in comparison.rows(records, specification.baseline) if row["mean"] is not None]
-    if not rows:
-        return ""
-    last = max(rows, key=lambda row: (row["budget_value"], row["mean"]))
-    return f"{last['method']} ({last['rate']}) {last['mean']:.1%} at {last['budget']}, {last['task']}"
+    def _best(self, records: dict[str, Record]) -> str:
+        """The best final row of the last task and largest budget that has one."""
+        settled = comparison.settled(self.specification, self.grid, records)
+        rows = [row for row in comparison.rows(settled, self.specification.baseline) if row["mean"] is not None]
+        if not rows:
+            return ""
+        last = max(rows, key=lambda row: (row["budget_value"], row["mean"]))
+        return f"{last['method']} ({last['rate']}) {last['mean']:.1%} at {last['budget']}, {last['task']}"
 
 
 # --- processes -------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
     for record in content["records"]:
         run = record["run"]
         curve = record.get("curve") or record.get("nonprivate_validation_curve")
-        if record["status"] != "done" or not curve:
+        if record["status"] != "done" or not curve or run["stage"] not in (*STAGES, "tuning"):
             continue
         budget = budget_of(run)
         if run["stage"] == "tuning":
