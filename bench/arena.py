@@ -3,8 +3,9 @@
     python bench/arena.py --data DATA --out bench/results/arena --device cuda [--only cifar10 ...] [--small]
 
 `cifar10`: the FO-DP-SGD paper's protocol at epsilon 1, 3, 8 and at its own budget of 17.4, every method there is, five
-seeds, seven learning rates. `svhn`, `cifar100`: the same at 17.4. `presets`: every preset whose methods exist.
-`stack`: how fast 600 stacked runs are. Reports are written beside the records.
+seeds, seven learning rates. `svhn`, `cifar100`: the same at 17.4, nine rates. `layers`, `layers-mnist`: is it better to
+clip layer by layer, and does SMA-DP-SGD's memory add to that? `presets`: every preset whose methods exist. `stack`: how
+fast 600 stacked runs are. Every rate is tuned on three seeds. Reports are written beside the records.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import copy
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 
 from vestige import experiments, presets, stacked, tasks
 from vestige.cli_report import write_report
-from vestige.comparison import Budget, Contender, Problem, Specification
+from vestige.comparison import FACTORS, Budget, Contender, Problem, Specification
 from vestige.comparison_summary import summarised
 from vestige.comparison_words import contenders
 from vestige.performing import Place
@@ -28,18 +30,49 @@ from vestige.registry import METHODS, build
 
 OWN_BUDGET = 17.4
 """What the FO-DP-SGD paper's own settings cost, by loss distributions; the paper does not say it."""
+FIELD = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory"]
+BY_LAYERS = "dp-sgd:groups=layers"
+"""What SMA-DP-SGD is without its memory."""
+EVERY = [*FIELD, *(name for name in METHODS if name not in (*FIELD, "sa-dp-sgd")), BY_LAYERS]
+"""The paper's field first, then every further method there is; sa-dp-sgd is another name of dp-sam."""
+WIDE = (*FACTORS, 16.0, 32.0)
 
 
-def protocol(task: str, epsilons: list[float], data: str, small: bool) -> Specification:
-    return Specification(
-        problems=(Problem(task, data),),
-        contenders=tuple(Contender(label, name, options) for label, name, options in contenders(["all"])),
-        budgets=tuple(Budget("epsilon", value) for value in epsilons),
-        seeds=(0, 1) if small else (0, 1, 2, 3, 4),
-        steps=40 if small else 6250,
-        sample_rate=0.04,
-        factors=(0.5, 1.0) if small else (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
-    )
+@dataclass(frozen=True)
+class Shown:
+    """One comparison that docs/ reports."""
+
+    tasks: tuple[str, ...]
+    epsilons: tuple[float, ...]
+    methods: list[str]
+    factors: tuple[float, ...] = WIDE
+    seeds: int = 5
+    evaluations: int = 0
+    sample_rate: float = 0.04
+
+    def specification(self, data: str | None, small: bool) -> Specification:
+        return Specification(
+            problems=tuple(Problem(task, data) for task in self.tasks),
+            contenders=tuple(Contender(label, name, options) for label, name, options in contenders(self.methods)),
+            budgets=tuple(Budget("epsilon", value) for value in self.epsilons),
+            seeds=tuple(range(2 if small else self.seeds)),
+            tuning_seeds=(1000,) if small else (1000, 1001, 1002),
+            steps=40 if small else 6250,
+            sample_rate=self.sample_rate,
+            factors=(0.5, 1.0, 2.0) if small else self.factors,
+            evaluations=self.evaluations,
+        )
+
+
+LOW = (1.0, 3.0, 8.0)
+CLIPS = ["dp-sgd", BY_LAYERS, "sma-dp-sgd"]
+SHOWN = {
+    "cifar10": Shown(("cifar10-mlp",), (*LOW, OWN_BUDGET), EVERY, FACTORS, evaluations=25),
+    "svhn": Shown(("svhn-mlp",), (OWN_BUDGET,), EVERY),
+    "cifar100": Shown(("cifar100-mlp",), (OWN_BUDGET,), EVERY),
+    "layers": Shown(("svhn-mlp",), LOW, CLIPS, seeds=10),
+    "layers-mnist": Shown(("mnist-mlp", "fmnist-mlp"), LOW, CLIPS, seeds=10, sample_rate=0.0033333),
+}
 
 
 def compare(name: str, specification: Specification, arguments: argparse.Namespace) -> None:
@@ -109,7 +142,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/arena"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=["stack", "cifar10", "svhn", "cifar100", "presets"])
+    parser.add_argument("--only", nargs="*", default=["stack", *SHOWN, "presets"])
     parser.add_argument("--preset", nargs="*", help="with presets: only these")
     parser.add_argument("--small", action="store_true", help="a rehearsal of everything, with next to no steps")
     arguments = parser.parse_args()
@@ -120,11 +153,10 @@ def main() -> None:
             stack(arguments)
         elif part == "presets":
             reproduce(arguments)
-        elif part in ("cifar10", "svhn", "cifar100"):
-            epsilons = [1.0, 3.0, 8.0, OWN_BUDGET] if part == "cifar10" else [OWN_BUDGET]
-            compare(part, protocol(f"{part}-mlp", epsilons, arguments.data, arguments.small), arguments)
+        elif part in SHOWN:
+            compare(part, SHOWN[part].specification(arguments.data, arguments.small), arguments)
         else:
-            raise SystemExit(f"--only {part}: choose stack, cifar10, svhn, cifar100 or presets")
+            raise SystemExit(f"--only {part}: choose from stack, {', '.join(SHOWN)} and presets")
 
 
 if __name__ == "__main__":

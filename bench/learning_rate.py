@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ SMALL_IMAGES = ["cifar10-mlp", "svhn-mlp", "cifar100-mlp"]
 SELECTIVE = ("dpsur", "dpsgd-br")
 """Their loss tests alone cost more than these budgets on these data."""
 WORST = 10
+FEW = 6
+"""Methods, up to which a setting is a row and not a column."""
 WORTH_NAMING = 0.01
 
 
@@ -143,8 +146,8 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
         "# The automatic learning rate",
         "",
         "What `lr auto` loses against the best rate of a grid around it (`python bench/learning_rate.py`), in points",
-        "of accuracy on held-out training data, over two seeds (the rows with 6,250 steps: one, from",
-        "`bench/reproduction.py`). In brackets the best multiple of the automatic rate; * at the end of the grid. The",
+        "of accuracy on held-out training data, over two seeds (the rows with 6,250 steps: three, from",
+        "`bench/arena.py`). In brackets the best multiple of the automatic rate; * at the end of the grid. The",
         "best is chosen by the runs that judge it, which flatters it.",
         "",
         _summary(rows),
@@ -184,21 +187,30 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _others(rows: Sequence[dict[str, Any]]) -> list[str]:
-    places = sorted({(row["task"], row["steps"], row["epsilon"]) for row in rows})
-    found = {(row["method"], row["task"], row["steps"], row["epsilon"]): row for row in rows}
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    heads = [f"{task}, {steps} steps, epsilon {epsilon:g}" for task, steps, epsilon in places]
-    lines = ["| method | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
-    return lines + [f"| {m} | " + " | ".join(_cell(found.get((m, *p))) for p in places) + " |" for m in methods]
+    """Methods by settings; settings where few methods were run by methods, in a table of their own."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda each: (each["task"], each["steps"], each["epsilon"])):
+        place = f"{row['task']}, {row['steps']} steps, epsilon {row['epsilon']:g}"
+        found.setdefault(place, {})[row["method"]] = row
+    order = list(dict.fromkeys(row["method"] for row in rows))
+    most = {place: cells for place, cells in found.items() if len(cells) > FEW}
+    few = {place: cells for place, cells in found.items() if len(cells) <= FEW}
+    lines = []
+    if most:
+        lines += ["| method | " + " | ".join(most) + " |", "|---" * (1 + len(most)) + "|"]
+        names = [name for name in order if any(name in cells for cells in most.values())]
+        lines += [f"| {m} | " + " | ".join(_cell(cells.get(m)) for cells in most.values()) + " |" for m in names]
+    if few:
+        names = [name for name in order if any(name in cells for cells in few.values())]
+        lines += ["", "| setting | " + " | ".join(names) + " |", "|---" * (1 + len(names)) + "|"]
+        lines += [f"| {p} | " + " | ".join(_cell(cells.get(m)) for m in names) + " |" for p, cells in few.items()]
+    return lines
 
 
 def _failures(rows: Sequence[dict[str, Any]]) -> list[str]:
     bad = sorted((row for row in rows if row["loss"] >= WORTH_NAMING), key=lambda row: -row["loss"])
     real = [row for row in bad if row["honest"] is not None and row["honest"] > WORTH_NAMING / 2]
-    doubtful = (
-        f"{len(bad) - len(real)} of {len(rows)} settings lose a point or more that no second seed confirms (those "
-        "with 6,250 steps have no second seed)."
-    )
+    doubtful = f"{len(bad) - len(real)} of {len(rows)} settings lose a point or more that no second seed confirms."
     if not real:
         return ["No setting loses a point that a second seed confirms. " + doubtful]
     small = sum(row["best_factor"] > 1 for row in real)
@@ -236,13 +248,19 @@ def _words(row: dict[str, Any]) -> str:
     return f"{row['method']} on {row['task']}, epsilon {row['epsilon']:g}, {length}"
 
 
+def of_one_grid(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The settings with the largest grid; of several such grids, the commonest."""
+    grids = Counter(tuple(row["accuracy_by_factor"]) for row in rows)
+    largest = max(grids, key=lambda grid: (len(grid), grids[grid]))
+    return [row for row in rows if tuple(row["accuracy_by_factor"]) == largest]
+
+
 def plot(rows: Sequence[dict[str, Any]]) -> str:
     """Accuracy lost against the best, by multiple: a mean over settings for each of the field's methods.
 
-    Only settings with the widest grid count, so that every point of a line is a mean over the same settings.
+    Only settings of one grid count, so that every point of a line is a mean over the same settings.
     """
-    widest = max(len(row["accuracy_by_factor"]) for row in rows)
-    rows = [row for row in rows if len(row["accuracy_by_factor"]) == widest]
+    rows = of_one_grid(rows)
     series = []
     names = [name for name in FIELD if any(row["method"] == name for row in rows)]
     for name in names:

@@ -26,23 +26,19 @@ from typing import Any
 
 import torch
 
+import arena
 import learning_rate
 from vestige import comparison, experiments, presets
-from vestige.comparison import Contender, Problem, Record, Run, Specification
+from vestige.comparison import Record, Run, Specification
 from vestige.comparison_folder import ComparisonFolder
-from vestige.comparison_words import contenders
 from vestige.files import write_json
 from vestige.performing import Place, stackable
-from vestige.registry import METHODS
 from vestige.staff import dismiss, hire
 from vestige.statistics import paired, summarise
 
-FIELD = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory"]
 FIRST = ["fo-rates", "fo-fig3", "fo-fig4", "fo-fig2", "fo-fig5", "fo-fig6", "fo-fig8", "fo-alpha"]
 REST = ["fo-table3", "fo-fig7", "fo-fig1"]
 """With rivals that may have to be trained alone."""
-EVERY = [*FIELD, *(name for name in METHODS if name not in (*FIELD, "sa-dp-sgd"))]
-"""The paper's field first, then every further method there is; sa-dp-sgd is another name of dp-sam."""
 
 
 class Part:
@@ -93,8 +89,8 @@ def parts(data: str | None, small: bool) -> list[Part]:
     # A run that some figure wants with its curve is the same run: it is made once, with it.
     curves = Part("fo-fig1", shown["fo-fig1"], "preset").wanted({}).values()
     twins = {replace(run, evaluations=0).id: run for run in curves}
-    tuned = {task: _tuned(f"{task}-mlp", data, small) for task in ("svhn", "cifar100")}
-    made = [Part(task, each, "comparison", twins=twins) for task, each in tuned.items()]
+    tuned = {name: arena.SHOWN[name].specification(data, small) for name in ("svhn", "cifar100")}
+    made = [Part(name, each, "comparison", twins=twins) for name, each in tuned.items()]
     made += [Part(name, shown[name], "preset", _telling) for name in FIRST]
     made += [
         Part("fo-fig7", shown["fo-fig7"], "preset", _ours),
@@ -102,18 +98,6 @@ def parts(data: str | None, small: bool) -> list[Part]:
     ]
     made += [Part(name, study, "study") for name, study in learning_rate.studies(data, small).items()]
     return made + [Part(name, shown[name], "preset") for name in (*FIRST, *REST)]
-
-
-def _tuned(task: str, data: str | None, small: bool) -> Specification:
-    return Specification(
-        problems=(Problem(task, data),),
-        contenders=tuple(Contender(label, name, options) for label, name, options in contenders(EVERY)),
-        budgets=(presets.EQUAL,),
-        seeds=(0, 1) if small else (0, 1, 2, 3, 4),
-        steps=40 if small else 6250,
-        sample_rate=0.04,
-        factors=(0.5, 1.0, 2.0) if small else comparison.FACTORS,
-    )
 
 
 # --- the pool --------------------------------------------------------------------------------------------------------

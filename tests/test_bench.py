@@ -65,6 +65,33 @@ def test_failed_runs_and_given_rates_are_no_evidence(study):
     assert row["honest"] is None
 
 
+def test_the_plot_is_over_settings_of_one_grid(study):
+    rows = [
+        {"id": index, "accuracy_by_factor": dict.fromkeys(grid, 0.5)}
+        for index, grid in enumerate(["abc", "abd", "abd", "ab", "ab", "ab"])
+    ]
+    assert [row["id"] for row in study.of_one_grid(rows)] == [1, 2]
+
+
+def test_settings_of_few_methods_are_rows(study):
+    made = records({0.5: {1: 0.5}, 1.0: {1: 0.4}, 2.0: {1: 0.3}})
+    several = [{**each, "run": {**each["run"], "label": f"m{n}"}} for n in range(study.FEW + 1) for each in made]
+    alone = [{**each, "run": {**each["run"], "task": "u"}} for each in made]
+    page = study.render(study.losses([*several, *alone]))
+    assert "| method | t, 10 steps, epsilon 3 |" in page
+    assert "| m3 | 10.0 (0.5*) |" in page
+    assert "| setting | m |" in page
+    assert "| u, 10 steps, epsilon 3 | 10.0 (0.5*) |" in page
+
+
+def test_every_comparison_of_the_documents_can_be_made(bench):
+    arena = bench("arena")
+    for shown in arena.SHOWN.values():
+        assert len(shown.specification(None, small=False).tuning_seeds) == 3
+    everyone = {contender.method for contender in arena.SHOWN["cifar10"].specification(None, False).contenders}
+    assert everyone == set(METHODS) - {"sa-dp-sgd"}  # which is dp-sam under another name
+
+
 def test_the_pool_names_each_run_once_and_everything_that_its_parts_want(bench):
     reproduction = bench("reproduction")
     plan = reproduction.parts("nowhere", small=False)
