@@ -219,7 +219,9 @@ def test_many_methods_that_cannot_be_told_apart_are_counted_and_named_on_request
     words = report._findings(compared({**same, "bad": (-0.1, -0.11, -0.09, "worse")}))
     assert "8 methods are not distinguishable from dp-sgd</summary>" in words
     assert all(name in words for name in same)
-    assert "bad is worse" in words
+    assert "No method is shown to be better. Worse than dp-sgd: bad by 10.0 points." in words
+    both = report._findings(compared({"good": (0.1, 0.09, 0.11, "better"), "bad": (-0.1, -0.11, -0.09, "worse")}))
+    assert "Better than dp-sgd: good by 10.0 points. Worse than dp-sgd: bad by 10.0 points." in both
     few = report._findings(compared(dict(list(same.items())[:2])))
     assert "method-0, method-1 are not distinguishable from dp-sgd." in few
 
@@ -232,12 +234,17 @@ def test_methods_whose_tuning_costs_more_than_others_are_named():
     assert "with mean 7 costs epsilon 5.8" in line
     (line,) = price_lines([{**each, "runs_per_trial": 3} for each in same])
     assert "with mean 7, of 3 runs each, costs epsilon 5.8" in line
-    lines = price_lines([*same, {**row, "method": "c", "epsilon_best_of_trials": None}])
+    dearer, unproven = ({**row, "method": "c", "epsilon_best_of_trials": charged} for charged in (6.1, None))
+    (line,) = price_lines([*same, dearer])
+    assert "costs epsilon 5.8 to 6.1" in line
+    lines = price_lines([*same, unproven])
     assert [line.split(":")[0] for line in lines] == [
-        "price of tuning at epsilon 3 (a, b)",
+        "price of tuning at epsilon 3",
         "price of tuning at epsilon 3 (c)",
     ]
     assert "has no proven price" in lines[1]
+    (line,) = price_lines([unproven])
+    assert line.startswith("price of tuning at epsilon 3: uncharged")
 
 
 def test_ticks_are_round_and_enclose():

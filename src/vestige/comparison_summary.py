@@ -36,20 +36,20 @@ def _which(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:
-    """The price of tuning, once per budget; where methods differ in it, once for each kind, with their names."""
-    kinds: dict[tuple[str, Any, Any], list[dict[str, Any]]] = {}
+    """The price of tuning, once per budget, as a range where methods differ; those without a proven one by name."""
+    kinds: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for row in sorted(prices, key=lambda each: each["epsilon_one_run"] or 0.0):
         if row["epsilon_one_run"] is not None:
-            charged = row["epsilon_best_of_trials"]
-            rounded = None if charged is None else round(charged, 1)
-            kinds.setdefault((row["budget"], row["trials"], rounded), []).append(row)
-    several = {budget for budget, count in Counter(budget for budget, _, _ in kinds).items() if count > 1}
-    return [_price_line(rows, named=budget in several) for (budget, _, _), rows in kinds.items()]
+            kinds.setdefault((row["budget"], row["epsilon_best_of_trials"] is None), []).append(row)
+    several = {budget for budget, count in Counter(budget for budget, _ in kinds).items() if count > 1}
+    return [_price_line(rows, named=unproven and budget in several) for (budget, unproven), rows in kinds.items()]
 
 
 def _price_line(rows: Sequence[dict[str, Any]], named: bool) -> str:
-    row, charged = rows[0], rows[0]["epsilon_best_of_trials"]
-    cost = "has no proven price" if charged is None else f"costs epsilon {charged:.3g}"
+    row = rows[0]
+    charged = [each["epsilon_best_of_trials"] for each in rows if each["epsilon_best_of_trials"] is not None]
+    least, most = (f"{bound(charged):.3g}" if charged else "" for bound in (min, max))
+    cost = f"costs epsilon {least if least == most else f'{least} to {most}'}" if charged else "has no proven price"
     each = f", of {row['runs_per_trial']} runs each," if row["runs_per_trial"] > 1 else ""
     whose = f" ({', '.join(dict.fromkeys(each['method'] for each in rows))})" if named else ""
     return (

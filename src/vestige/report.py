@@ -104,24 +104,28 @@ def _findings(content: Content) -> str:
 
 
 def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline: str, chosen: Sequence[Any]) -> str:
-    apart = [row for row in others if row["sentence"].startswith(("better", "worse"))]
+    told = [f"<b>{text(task)}, {text(budget)}, {words}.</b>"]
     base = next((row for row in chosen if row["method"] == baseline and row["mean"] is not None), None)
-    start = f"<b>{text(task)}, {text(budget)}, {words}.</b> "
     if base is not None:
-        start += f"{text(baseline)} reaches {base['mean']:.1%}. "
-    told = "; ".join(f"{text(row['method'])} is {text(row['sentence'].split(' (95')[0])}" for row in apart)
-    same = [row["method"] for row in others if row["sentence"].startswith("not distinguishable")]
-    rest = ""
-    if len(same) > MANY:
-        said = f"{len(same)} methods are not distinguishable from {text(baseline)}"
-        rest = f"<details><summary>{said}</summary>{text(', '.join(same))}</details>"
-    elif same:
-        verb = "is" if len(same) == 1 else "are"
-        rest = f"{text(', '.join(same))} {verb} not distinguishable from {text(baseline)}."
+        told.append(f"{text(baseline)} reaches {base['mean']:.1%}.")
+    for word in ("better", "worse"):
+        apart = [row for row in others if row["sentence"].startswith(word)]
+        if apart:
+            points = ", ".join(f"{text(row['method'])} by {abs(100 * row['difference']):.1f} points" for row in apart)
+            told.append(f"{word.capitalize()} than {text(baseline)}: {points}.")
+        elif word == "better" and others:
+            told.append("No method is shown to be better." if len(others) > 1 else "")
     broken = [row["method"] for row in chosen if row["mean"] is None]
     if broken:
-        rest += f" Every run of {text(', '.join(broken))} failed; the table says why."
-    return f"<li>{start}{told + '. ' if told else ''}{rest}</li>"
+        told.append(f"Every run of {text(', '.join(broken))} failed; the table says why.")
+    same = [row["method"] for row in others if row["sentence"].startswith("not distinguishable")]
+    if len(same) > MANY:
+        said = f"{len(same)} methods are not distinguishable from {text(baseline)}"
+        told.append(f"<details><summary>{said}</summary>{text(', '.join(same))}</details>")
+    elif same:
+        verb = "is" if len(same) == 1 else "are"
+        told.append(f"{text(', '.join(same))} {verb} not distinguishable from {text(baseline)}.")
+    return f"<li>{' '.join(filter(None, told))}</li>"
 
 
 def _beside(paper: Mapping[str, Any]) -> str:
@@ -159,6 +163,10 @@ def _legend(figure: Figure, order: Sequence[str]) -> str:
 
 
 def _tuning(content: Content) -> str:
+    charged = {
+        (row["task"], row["budget"], row["method"]): row["epsilon_best_of_trials"]
+        for row in content["summary"]["prices"]
+    }
     choices = [
         {
             "task": row["task"],
@@ -168,6 +176,7 @@ def _tuning(content: Content) -> str:
             "other options": ", ".join(f"{key}={value}" for key, value in row["options"].items()) or "-",
             "validation accuracy": row["validation_accuracy"],
             "trials": row["trials"],
+            "epsilon with tuning charged": charged.get((row["task"], row["budget"], row["method"])),
             "at the edge of the grid": "yes" if row["at_edge"] else "no",
         }
         for row in content["summary"]["choices"]
