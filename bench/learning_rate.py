@@ -165,7 +165,8 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
         rest += [row for name, row in found.items() if name not in names]
     if rest:
         lines += ["", "Every other method, where its grid was run:", "", *_others(rest)]
-    return "\n".join([*lines, "", "## Where it fails", "", *_failures(rows)]) + "\n"
+    lines += ["", "## Where it fails", "", *_failures(rows), "", "## Would another constant be better?", ""]
+    return "\n".join([*lines, *_constants(rows)]) + "\n"
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -229,6 +230,25 @@ def _failures(rows: Sequence[dict[str, Any]]) -> list[str]:
         more = " or more" if row["at_edge"] else ""
         had = f"{100 * row['auto']:.1f} where {100 * row['best']:.1f} was to be had"
         lines.append(f"- {_words(row)}: {side} by {by}{more}; {had}.")
+    return lines
+
+
+def _constants(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What one multiple of the automatic rate for everyone would lose: in every setting, and where the grid is finest."""
+    lines = [
+        "Points lost against the best if everyone took that multiple of the automatic rate, on average / at worst:"
+    ]
+    for chosen in (rows, of_one_grid(rows)):
+        common = set.intersection(*(set(row["accuracy_by_factor"]) for row in chosen))
+        multiples = sorted((each for each in common if 0.5 <= float(each) <= 4), key=float)
+        lost = {m: [100 * (row["best"] - row["accuracy_by_factor"][m]) for row in chosen] for m in multiples}
+        cells = [f"{sum(values) / len(values):.2f} / {max(values):.1f}" for values in lost.values()]
+        lines += [
+            "",
+            f"| {len(chosen)} settings | " + " | ".join(multiples) + " |",
+            "|---" * (1 + len(multiples)) + "|",
+        ]
+        lines += ["| | " + " | ".join(cells) + " |"]
     return lines
 
 

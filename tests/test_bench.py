@@ -65,6 +65,17 @@ def test_failed_runs_and_given_rates_are_no_evidence(study):
     assert row["honest"] is None
 
 
+def test_what_another_constant_would_lose(study):
+    one = records({0.5: {1: 0.5}, 1.0: {1: 0.4}, 2.0: {1: 0.3}})
+    other = records({0.5: {1: 0.1}, 1.0: {1: 0.2}, 1.4: {1: 0.6}, 2.0: {1: 0.5}})
+    other = [{**each, "run": {**each["run"], "task": "u"}} for each in other]
+    page = study.render(study.losses([*one, *other]))
+    assert "| 2 settings | 0.5 | 1 | 2 |" in page
+    assert "| | 25.00 / 50.0 | 25.00 / 40.0 | 15.00 / 20.0 |" in page
+    assert "| 1 settings | 0.5 | 1 | 1.4 | 2 |" in page
+    assert "| | 50.00 / 50.0 | 40.00 / 40.0 | 0.00 / 0.0 | 10.00 / 10.0 |" in page
+
+
 def test_the_plot_is_over_settings_of_one_grid(study):
     rows = [
         {"id": index, "accuracy_by_factor": dict.fromkeys(grid, 0.5)}
