@@ -234,10 +234,10 @@ def _failures(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _constants(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What one multiple of the automatic rate for everyone would lose: in all settings, and where the grid is finest."""
+    """What one multiple of the automatic rate for everyone would lose: everywhere, and where the grid is finest."""
     lines = [
         "Points lost against the best if everyone took that multiple of the automatic rate, on average / at worst. The",
-        "rule's own constant was fixed before this study, and is left as it was: every automatic row of these documents",
+        "rule's own constant was fixed before this study and is left as it was: every automatic row of these documents",
         "is made with it.",
     ]
     for chosen in (rows, of_one_grid(rows)):
