@@ -21,7 +21,7 @@ from vestige.comparison_verification import verify_comparison
 from vestige.comparison_words import contenders
 from vestige.layout import Layout
 from vestige.performing import Place
-from vestige.questions import Question
+from vestige.questions import Question, SampledGaussian
 from vestige.registry import METHODS, build
 
 TINY = Specification(
@@ -63,7 +63,8 @@ def fake(run: Run, accuracy: float, **more):
 
 
 def test_every_contender_has_the_same_number_of_trials_over_the_same_range():
-    tuned = replace(TINY, tune={"beta": (0.8, 0.9), "window": (4, 8)})
+    free = (TINY.contenders[0], Contender("fo", "fo-dp-sgd"))
+    tuned = replace(TINY, contenders=free, tune={"beta": (0.8, 0.9), "window": (4, 8)})
     grid = comparison.trials(tuned, known())
     assert {label: len(points) for label, points in grid.items()} == {"dp-sgd": 12, "fo": 12}
     for points in grid.values():
@@ -71,6 +72,9 @@ def test_every_contender_has_the_same_number_of_trials_over_the_same_range():
         assert (min(rates), max(rates)) == pytest.approx((0.5, 2.0))
     assert {tuple(trial.options.items()) for trial in grid["dp-sgd"]} == {()}
     assert len({tuple(trial.options.items()) for trial in grid["fo"]}) == 4
+    fixed = comparison.trials(replace(tuned, contenders=TINY.contenders), known())["fo"]  # whose name says its beta
+    assert {tuple(trial.options) for trial in fixed} == {("window",)}
+    assert len(fixed) == 6
     absolute = comparison.trials(replace(TINY, learning_rates=(0.1, 0.3)), known())
     assert [(trial.lr, trial.factor) for trial in absolute["fo"]] == [(0.1, 1.0), (0.3, 1.0)]
 
@@ -239,7 +243,7 @@ def test_a_whole_comparison_and_its_continuation(tmp_path):
     assert set(home.runs.iterdir()) == set(before)
     assert sum(path.stat().st_mtime_ns != stamp for path, stamp in before.items()) == 1
     priced = experiments.prices(home)
-    assert all(row["epsilon_best_of_trials"] > row["epsilon_one_run"] for row in priced)
+    assert all(row["epsilon_with_tuning"] > row["epsilon_one_run"] for row in priced)
     assert not list(home.claims.iterdir())
 
 
@@ -299,10 +303,68 @@ def test_every_run_of_a_trial_is_in_the_price_of_tuning(tmp_path):
     record = next(each for each in home.records().values() if each["run"]["stage"] == "tuning")
     twice = {Question.from_json(each): 2 * each["count"] for each in record["charged"]}
     assert (row["trials"], row["runs_per_trial"]) == (3, 2)
-    assert row["epsilon_best_of_trials"] == pytest.approx(accounting.tuned_epsilon(twice, spec.delta, 3), rel=1e-9)
-    assert row["epsilon_best_of_trials"] > 1.1 * accounting.tuned_epsilon(
-        {question: count // 2 for question, count in twice.items()}, spec.delta, 3
+    once = {question: count // 2 for question, count in twice.items()}
+    whole = accounting.tuned_epsilon(once, spec.delta, 3, repeats=2, final_runs=1)
+    assert row["epsilon_with_tuning"] == pytest.approx(whole, rel=1e-9)
+    assert whole > accounting.tuned_epsilon(twice, spec.delta, 3) > 1.1 * accounting.tuned_epsilon(once, spec.delta, 3)
+
+
+def test_the_price_of_tuning_is_that_of_the_dearest_trial_and_none_without_a_theorem():
+    spec = replace(TINY, budgets=TINY.budgets[:1], contenders=TINY.contenders[:1], rates=("tuned",))
+    grid = comparison.trials(spec, known())
+    cheap, dear = ([{**SampledGaussian(0.1, z).to_json(), "count": 9}] for z in (9.0, 2.0))
+    runs = list(comparison.tuning_runs(spec, grid))
+    records = {run.id: fake(run, 0.5, charged=cheap, epsilon=0.1) for run in runs}
+    records[runs[1].id] |= {"charged": dear, "epsilon": 0.7}
+
+    def priced(**change):
+        changed = {key: {**record, **change} for key, record in records.items()}
+        (row,) = comparison.tuning_prices(spec, grid, changed, experiments._tuned_price)
+        return row["epsilon_one_run"], row["epsilon_with_tuning"]
+
+    dearest = {SampledGaussian(0.1, 2.0): 9}
+    assert priced() == (0.7, pytest.approx(accounting.tuned_epsilon(dearest, spec.delta, 3, final_runs=1)))
+    assert priced(schedule="filtered") == (0.7, None)
+    assert priced(epsilon=None, epsilon_if_noise_were_secret=0.7) == (None, None)
+
+
+def test_a_contender_whose_every_trial_failed_has_a_row_that_says_why():
+    grid = comparison.trials(TINY, known())
+    runs = [run for run in comparison.tuning_runs(TINY, grid) if run.label == "fo"]
+    records = [performing.failure(run, "no such budget") for run in runs]
+    first, second = comparison.rows(records, "dp-sgd")
+    assert first["sentence"] == second["sentence"] == "every run failed: no such budget"
+    assert (first["method"], first["rate"], first["mean"]) == ("fo", "tuned", None)
+    assert comparison.rows([*records[:-1], fake(runs[-1], 0.5)], "dp-sgd") == [first]
+
+
+def test_what_breaks_a_stack_is_recorded_with_the_run_it_belongs_to(tmp_path, monkeypatch):
+    broken = replace(
+        TINY, rates=("auto",), contenders=(TINY.contenders[0], Contender("odd", "fo-dp-sgd", {"beta": "x"}))
     )
+    records = experiments.compare(tmp_path / "c", broken).records().values()
+    assert {record["status"] for record in records if record["run"]["label"] == "dp-sgd"} == {"done"}
+    assert all("TypeError" in record["error"] for record in records if record["run"]["label"] == "odd")
+
+    def breaks(*arguments, **options):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(performing.stacked, "Stack", breaks)
+    whole = experiments.compare(tmp_path / "d", replace(TINY, rates=("auto",))).records().values()
+    assert {(record["status"], record["stacked"]) for record in whole} == {("done", 1)}
+    monkeypatch.setattr(performing, "start", breaks)
+    failed = experiments.compare(tmp_path / "e", replace(TINY, rates=("auto",))).records().values()
+    assert all("does not fit in memory" in record["error"] for record in failed)
+
+
+def test_other_data_are_not_mixed_in(tmp_path, monkeypatch):
+    spec = replace(TINY, rates=("auto",), seeds=(0,))
+    home = experiments.compare(tmp_path / "c", spec)
+    next(home.runs.iterdir()).unlink()
+    monkeypatch.setattr(experiments, "examples", lambda task, place: 77)
+    with pytest.raises(ValueError, match=r"77 training examples of digits-mlp.*on record.*1437"):
+        experiments.compare(tmp_path / "c")
+    assert len(list(home.runs.iterdir())) == 3
 
 
 def test_each_worker_takes_a_stack_of_as_few_methods_as_can_be(tmp_path):

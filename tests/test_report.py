@@ -79,7 +79,7 @@ def test_a_superseded_run_is_listed_and_in_no_row_and_no_curve(content):
     ]
     marked = {**content, "records": records}
     assert {row["stage"] for row in report._run_table(marked)} == {"tuning", "auto", "superseded"}
-    assert {row["rate"] for row in comparison.rows(records, "dp-sgd")} == {"auto"}
+    assert {row["rate"] for row in comparison.rows(records, "dp-sgd") if row["mean"] is not None} == {"auto"}
     drawn = [figure for figure in pictures.figures(marked) if figure.key.startswith(("steps-", "spent-"))]
     assert drawn
     assert all(0.123 not in point for figure in drawn for series in figure.series for point in series.points)
@@ -228,21 +228,26 @@ def test_many_methods_that_cannot_be_told_apart_are_counted_and_named_on_request
 
 def test_methods_whose_tuning_costs_more_than_others_are_named():
     row = {"task": "t", "budget": "epsilon 3", "trials": 7, "runs_per_trial": 1, "epsilon_one_run": 2.99}
-    same = [{**row, "method": name, "epsilon_best_of_trials": 5.8} for name in ("a", "b")]
+    same = [{**row, "method": name, "epsilon_with_tuning": 5.8} for name in ("a", "b")]
     (line,) = price_lines(same)
     assert line.startswith("price of tuning at epsilon 3: uncharged")
-    assert "with mean 7 costs epsilon 5.8" in line
+    assert "epsilon 2.99; choosing by the best of a random number of trials with mean 7 and one final run" in line
+    assert "together cost epsilon 5.8 (" in line
     (line,) = price_lines([{**each, "runs_per_trial": 3} for each in same])
-    assert "with mean 7, of 3 runs each, costs epsilon 5.8" in line
-    dearer, unproven = ({**row, "method": "c", "epsilon_best_of_trials": charged} for charged in (6.1, None))
+    assert "with mean 7, of 3 runs each, and one final run together cost epsilon 5.8 (" in line
+    dearer, unproven = ({**row, "method": "c", "epsilon_with_tuning": charged} for charged in (6.1, None))
     (line,) = price_lines([*same, dearer])
-    assert "costs epsilon 5.8 to 6.1" in line
+    assert "cost epsilon 5.8 to 6.1" in line
+    (line,) = price_lines([*same, {**same[0], "method": "d", "trials": 8, "epsilon_one_run": 4.0}])
+    assert "epsilon 2.99 to 4;" in line
+    assert "mean 7 to 8 " in line
+    assert price_lines([{**same[0], "epsilon_one_run": None}]) == []
     lines = price_lines([*same, unproven])
     assert [line.split(":")[0] for line in lines] == [
         "price of tuning at epsilon 3",
         "price of tuning at epsilon 3 (c)",
     ]
-    assert "has no proven price" in lines[1]
+    assert "have no proven price" in lines[1]
     (line,) = price_lines([unproven])
     assert line.startswith("price of tuning at epsilon 3: uncharged")
 

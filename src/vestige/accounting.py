@@ -311,30 +311,42 @@ class _Calibration:
 # --- other prices ----------------------------------------------------------------------------------------------------
 
 
-def tuned_epsilon(history: History, delta: float, expected_runs: float, shape: float = 1.0, repeats: int = 1) -> float:
-    """The epsilon of the best of a random number of runs, each of which asks `history`, or `repeats` copies of it.
+def tuned_epsilon(
+    history: History | Sequence[History],
+    delta: float,
+    expected_runs: float,
+    shape: float = 1.0,
+    repeats: int = 1,
+    final_runs: int = 0,
+) -> float:
+    """The epsilon of the best of a random number of runs, each of which asks `history`, or any of several histories.
 
     The number of runs is drawn before the search from a truncated negative binomial distribution with mean
     `expected_runs`: `shape` 1 is geometric, 0 logarithmic. Only the best run is released. A setting that is judged by
-    the mean of several trainings is one run with as many `repeats`: each of them looks at the data.
+    the mean of several trainings is one run of as many `repeats`: each of them looks at the data. `final_runs` are
+    made afterwards with the setting that won, and released too.
 
-    Formal guarantees: Papernot & Steinke 2022, Theorem 2. A number of runs fixed in advance is not covered: price it as
-    so many copies of the history.
+    Formal guarantees: Papernot & Steinke 2022, Theorem 2, for the pointwise largest of the runs' Renyi curves, and
+    composition. A number of runs fixed in advance is not covered: price it as so many copies of the history.
     """
     check_delta(delta)
     if not expected_runs >= 1:
         raise ValueError(f"expected_runs={expected_runs} must be at least 1")
     if not 0 <= shape < inf:
         raise ValueError(f"shape={shape} must be a number, zero or more: 0 is logarithmic, 1 geometric")
-    if not (isinstance(repeats, int) and repeats >= 1):
-        raise ValueError(f"repeats={repeats} must be a whole number from 1 up")
-    curve, orders = repeats * total_curve(history), renyi.ORDERS
+    for name, value, least in (("repeats", repeats, 1), ("final_runs", final_runs, 0)):
+        if not (isinstance(value, int) and value >= least):
+            raise ValueError(f"{name}={value} must be a whole number from {least} up")
+    histories = [history] if isinstance(history, Mapping) else list(history)
+    single = np.max([total_curve(each) for each in histories], axis=0)
+    curve, orders = repeats * single, renyi.ORDERS
     if not curve.any():
         return 0.0
     stop = stopping_probability(expected_runs, shape)
     # The theorem holds for every second order; the least is taken.
     selection = (1 + shape) * np.min((1 - 1 / orders) * curve - log(stop) / orders)
-    return renyi.tight_epsilon(curve + selection + log(expected_runs) / (orders - 1), delta)
+    chosen = curve + selection + log(expected_runs) / (orders - 1)
+    return renyi.tight_epsilon(chosen + final_runs * single, delta)
 
 
 def stopping_probability(expected_runs: float, shape: float) -> float:

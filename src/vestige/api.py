@@ -222,9 +222,14 @@ class Training:
         return terms
 
     def spent(self) -> float | None:
-        """An upper bound on epsilon so far, read in microseconds; None where no epsilon holds."""
+        """An upper bound on epsilon so far, read in microseconds; None where no epsilon holds.
+
+        Where questions follow from earlier answers it is the filter's from the first step on: nothing less is proved.
+        """
         if replace(self.facts, schedule="fixed", filter_epsilon=None) != accounting.Facts():
             return None
+        if self.facts.schedule == "filtered":
+            return self.facts.filter_epsilon
         by_renyi = self._charged()
         # The loss distribution of the whole plan bounds every part of it, and is tighter than Renyi at the end.
         if self.plan.epsilon is not None:

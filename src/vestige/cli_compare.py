@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from vestige.cli_filling import Address, Device, Engine, Stacking, Workers, check_tasks, fill, finish
-from vestige.cli_mistakes import refuse_others
+from vestige.cli_mistakes import refuse_if_given, refuse_others
 from vestige.cli_terminal import Json, notes
-from vestige.comparison_words import contenders, grid, numbers
+from vestige.comparison_words import contenders, grids, numbers, try_to_build
 from vestige.limits import check_steps
 
 WHERE = ("engine", "ray_address", "workers", "stack", "device", "as_json")
@@ -74,6 +74,7 @@ def compare(
 
         vestige compare --resume runs/compare-20260101-120000
     """
+    from vestige import presets as known
     from vestige.comparison import FACTORS, Budget, Contender, Problem, Specification
     from vestige.comparison_folder import ComparisonFolder
 
@@ -82,10 +83,12 @@ def compare(
         refuse_others(context, allowed, "a comparison continues with the options it was started with")
         folder = ComparisonFolder(resume)
         agreed = folder.specification()
+        elsewhere = {problem.task: data for problem in agreed.problems} if data is not None else {}
+        check_tasks(agreed, data)
         if retry:
             notes.print(f"trying {folder.forget_failures()} failed runs again", markup=False)
-        elsewhere = {problem.task: data for problem in agreed.problems} if data is not None else {}
-        finish(fill(resume, agreed, engine, ray_address, workers, stack, device, as_json, elsewhere), as_json)
+        alone = known.timed_in(resume)
+        finish(fill(resume, agreed, engine, ray_address, workers, stack, device, as_json, elsewhere, alone), as_json)
         return
     if retry:
         raise ValueError("--retry goes with --resume FOLDER: it tries the failed runs of a comparison again")
@@ -101,6 +104,7 @@ def compare(
         check_steps(seeds, "seeds")
         check_steps(tuning_seeds, "tuning_seeds")
         kinds = tuple(rates.split(",")) if rates else (("tuned", "auto", "given") if lr else ("tuned", "auto"))
+        _check_flags(context, kinds, lrs)
         specification = Specification(
             problems=tuple(Problem(name, data) for name in task or ["digits-mlp"]),
             contenders=tuple(
@@ -114,7 +118,7 @@ def compare(
             rates=kinds,  # type: ignore[arg-type]
             factors=numbers("factors", factors) if factors is not None else FACTORS,
             learning_rates=numbers("lrs", lrs) if lrs is not None else (),
-            tune=dict(grid(each) for each in tune or ()),
+            tune=grids(tune or ()),
             tuning_seeds=tuple(range(1000, 1000 + tuning_seeds)),
             validation=validation,
             lr=lr,
@@ -142,8 +146,19 @@ def quick_specification() -> Any:
     )
 
 
+def _check_flags(context: typer.Context, kinds: tuple[str, ...], lrs: str | None) -> None:
+    """Flags that would be passed over in silence."""
+    if lrs is not None:
+        refuse_if_given(context, ("factors",), "--lrs is a grid of rates already")
+    if "tuned" not in kinds:
+        words = ("factors", "lrs", "tune", "tuning_seeds", "validation")
+        refuse_if_given(context, words, f"--rates {','.join(kinds)} tunes nothing")
+    if "given" not in kinds:
+        refuse_if_given(context, ("lr",), f"--rates {','.join(kinds)} has no rows at a given rate")
+
+
 def _check_names(specification: Any) -> None:
-    """Names of methods and options that would be passed over in silence."""
+    """Names and values of methods and options that no run could use, or that would be passed over in silence."""
     from vestige.registry import METHODS, nearest
 
     labels = [contender.label for contender in specification.contenders]
@@ -157,3 +172,9 @@ def _check_names(specification: Any) -> None:
                 f"tune={option!r} is an option of none of the methods{nearest(option, known)}; "
                 f"choose from {', '.join(sorted(known))}"
             )
+    for contender in specification.contenders:
+        for option, values in specification.tune.items():
+            if option in METHODS[contender.method].options and option not in contender.options:
+                for value in values:
+                    options = {**contender.options, option: value}
+                    try_to_build(f"tune={option}={value!r}", contender.method, options)

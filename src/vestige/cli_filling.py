@@ -25,12 +25,26 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda 
 Address = Annotated[str | None, typer.Option(help="Address of the Ray cluster (default: a local one).")]
 
 
-def check_tasks(specification: Any) -> None:
-    """A task that no run could load is refused before there is a folder."""
+def check_tasks(specification: Any, elsewhere: str | None = None) -> None:
+    """A task that no run could load here is refused before there is a folder, or a record that says so."""
     from vestige import tasks
 
     for problem in specification.problems:
-        tasks.check(problem.task, problem.data)
+        tasks.check(problem.task, elsewhere or problem.data)
+
+
+def check_place(engine: str, address: str | None, workers: int | None, stack: str, alone: bool) -> None:
+    """Where runs are made, checked before there is a folder."""
+    if stack not in ("auto", "off"):
+        raise ValueError(f"stack={stack!r} must be auto or off")
+    if engine not in ("local", "ray"):
+        raise ValueError(f"engine={engine!r} is unknown; choose local or ray")
+    if address is not None and engine != "ray":
+        raise ValueError(f"ray_address={address!r} goes with --engine ray")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be a whole number from 1 up")
+    if alone and (engine != "local" or (workers or 1) > 1):
+        raise ValueError("this preset times its runs, one after another here: leave --workers and --engine out")
 
 
 def fill(
@@ -50,10 +64,7 @@ def fill(
     from vestige.jobs import check_device, default_device
     from vestige.performing import Place
 
-    if stack not in ("auto", "off"):
-        raise ValueError(f"stack={stack!r} must be auto or off")
-    if address is not None and engine != "ray":
-        raise ValueError(f"ray_address={address!r} goes with --engine ray")
+    check_place(engine, address, workers, stack, alone)
     where = device or default_device()
     check_device(where)
     usual = 1 if where != "cpu" or alone else max(1, os.cpu_count() or 1)
@@ -109,6 +120,7 @@ def finish(home: Any, as_json: bool) -> None:
 def show(summary: dict[str, Any]) -> None:
     """One table per task and budget: each method tuned and at the automatic rate, and what may be said of it."""
     sections: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    tested = any(row["p_holm"] is not None for row in summary["rows"])
     for row in summary["rows"]:
         sections.setdefault((row["task"], row["budget"]), {}).setdefault(row["method"], {})[row["rate"]] = row
     for (task, budget), methods in sections.items():
@@ -116,14 +128,9 @@ def show(summary: dict[str, Any]) -> None:
         table = Table("method", *(f"{kind} rate" for kind in kinds))
         table.title, table.title_justify = f"{task} at {budget}", "left"
         for method, found in methods.items():
-            table.add_row(method, *(_cell(found.get(kind)) for kind in kinds))
+            table.add_row(method, *(_cell(found.get(kind), tested) for kind in kinds))
         answers.print(table)
-    answers.print(
-        f"test accuracy in percent ± its 95% interval; ▲ better, ▼ worse than {summary['baseline']} (paired by "
-        "seed, Holm); "
-        f"unmarked: not distinguishable",
-        markup=False,
-    )
+    answers.print(f"test accuracy in percent ± its 95% interval; {_marks(summary)}", markup=False)
     for row in summary["rows"]:
         if row["sentence"].startswith(("better", "worse")):
             answers.print(f"{row['method']} on {row['task']} ({row['rate']}): {row['sentence']}", markup=False)
@@ -143,11 +150,23 @@ def show(summary: dict[str, Any]) -> None:
         notes.print(f"left out: runs/{name} cannot be read ({why}); its run is made again on --resume", markup=False)
 
 
-def _cell(row: dict[str, Any] | None) -> str:
+def _marks(summary: dict[str, Any]) -> str:
+    """What the marks say, or why there are none."""
+    baseline, rows = summary["baseline"], summary["rows"]
+    if any(row["p_holm"] is not None for row in rows):
+        untested = any(row["p_holm"] is None and row["method"] != baseline and row["mean"] is not None for row in rows)
+        rest = "; ?: not tested" if untested else ""
+        return f"▲ better, ▼ worse than {baseline} (paired by seed, Holm); unmarked: not distinguishable{rest}"
+    if not any(row["method"] == baseline and row["mean"] is not None for row in rows):
+        return f"nothing is tested, because no run of the baseline {baseline} is here; --baseline names another"
+    return "nothing is tested: that takes another method, and two seeds of each or more"
+
+
+def _cell(row: dict[str, Any] | None, tested: bool) -> str:
     if row is None or row["mean"] is None:
         return "-"
     half = f" ± {100 * (row['high'] - row['mean']):.1f}" if row["high"] is not None else ""
-    mark = {"better": " ▲", "worse": " ▼"}.get(row["sentence"].split()[0], "")
+    mark = {"better": " ▲", "worse": " ▼", "not": "", "the": ""}.get(row["sentence"].split()[0], " ?" if tested else "")
     if row["epsilon"] is None:
         spent = " (no epsilon)"
     else:

@@ -100,6 +100,12 @@ def fail(message: str, code: int) -> None:
 def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) -> None:
     """An option that would be ignored is refused by name."""
     for parameter in context.command.params:
-        given = str(context.get_parameter_source(str(parameter.name))).endswith("COMMANDLINE")
-        if given and parameter.name not in allowed:
+        if parameter.name not in allowed:
+            refuse_if_given(context, (str(parameter.name),), why)
+
+
+def refuse_if_given(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+    """Those of these options that were written at the terminal, and would be ignored."""
+    for parameter in context.command.params:
+        if parameter.name in names and str(context.get_parameter_source(parameter.name)).endswith("COMMANDLINE"):
             raise ValueError(f"{parameter.opts[0]} cannot be given too: {why}")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vestige.cli_filling import Address, Device, Engine, Stacking, Workers, check_tasks, fill, show
+from vestige.cli_filling import Address, Device, Engine, Stacking, Workers, check_place, check_tasks, fill, show
 from vestige.cli_terminal import Json, answers, print_json
 from vestige.comparison_summary import summarised
 
@@ -59,6 +59,7 @@ def reproduce(
     preset = known.find(name)
     specification = preset.specification(data, small=small)
     check_tasks(specification)
+    check_place(engine, ray_address, workers, stack, preset.timed)
     path = out or Path("runs") / (f"{name}-small" if small else name)
     ComparisonFolder(path).create(specification)
     write_json(path / "preset.json", {"preset": name, "small": small})

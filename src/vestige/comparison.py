@@ -11,7 +11,7 @@ from math import exp, inf, log
 from typing import Any, Literal, get_args
 
 from vestige.limits import check_delta, check_rate, check_steps
-from vestige.statistics import Difference, holm, paired, sentence, summarise
+from vestige.statistics import Difference, holm, least_step, paired, sentence, summarise
 
 VERSION = 2
 """Of the folder's format: a record or specification of another version is refused."""
@@ -105,10 +105,18 @@ class Specification:
             raise ValueError(f"evaluations={self.evaluations} must be a whole number from 0 up")
         if self.lr is not None and not 0 < self.lr < inf:
             raise ValueError(f"lr={self.lr} must be positive and finite")
-        labels = [contender.label for contender in self.contenders]
-        if len(set(labels)) < len(labels):
-            twice = next(label for label in labels if labels.count(label) > 1)
-            raise ValueError(f"methods: {twice!r} is there twice; give each contender once")
+        each: dict[str, list[Any]] = {
+            "tasks": [problem.task for problem in self.problems],
+            "methods": [contender.label for contender in self.contenders],
+            "budgets": [str(budget) for budget in self.budgets],
+            "rates": list(self.rates),
+            "seeds": list(self.seeds),
+            "tuning_seeds": list(self.tuning_seeds),
+        }
+        for name, values in each.items():
+            twice = [value for value in values if values.count(value) > 1]
+            if twice:
+                raise ValueError(f"{name}: {twice[0]!r} is there twice; give each once")
         unknown = [rate for rate in self.rates if rate not in get_args(Rate)]
         if unknown:
             raise ValueError(f"rates={unknown[0]!r} is unknown; choose from {', '.join(get_args(Rate))}")
@@ -199,15 +207,16 @@ class Trial:
 
 
 def trials(specification: Specification, known: Mapping[str, Iterable[str]]) -> dict[str, list[Trial]]:
-    """Each contender's grid. All have the same number of points and the same range of rates.
+    """Each contender's grid: the same range of rates for all, and as nearly the same number of points as can be.
 
-    A contender without one of the tuned options gets a denser grid of rates instead, so that nobody has more chances.
-    `known` names every method's options.
+    A contender without one of the tuned options, or that fixes it in its name, gets a denser grid of rates instead, so
+    that nobody has more chances. `known` names every method's options.
     """
     grids = {}
     counts = {}
     for contender in specification.contenders:
-        own = {k: v for k, v in specification.tune.items() if k in known.get(contender.method, ())}
+        free = set(known.get(contender.method, ())) - set(contender.options)
+        own = {key: values for key, values in specification.tune.items() if key in free}
         grids[contender.label] = [dict(zip(own, values, strict=True)) for values in product(*own.values())]
         counts[contender.label] = len(grids[contender.label])
     base = specification.learning_rates or specification.factors
@@ -384,13 +393,20 @@ def rows(records: Iterable[Record], baseline: str) -> list[dict[str, Any]]:
     one task and kind of rate.
     """
     cells: dict[tuple[str, str, str, str], list[Record]] = {}
+    trials: dict[tuple[str, str, str, str], list[Record]] = {}
     # In one order, whatever order the files were read in: the same records give the same table, to the last digit.
     for record in sorted(records, key=lambda each: (each["run"]["seed"], each["id"])):
         run = record["run"]
+        key = (run["task"], str(Budget(**run["budget"])), run["stage"], run["label"])
         if run["stage"] in get_args(Rate):
-            key = (run["task"], str(Budget(**run["budget"])), run["stage"], run["label"])
             cells.setdefault(key, []).append(record)
-    made = [_row(key, found, cells.get((*key[:3], baseline), [])) for key, found in cells.items()]
+        elif run["stage"] == "tuning":
+            trials.setdefault((*key[:2], "tuned", key[3]), []).append(record)
+    for key, found in trials.items():
+        if key not in cells and all(record["status"] == "failed" for record in found):
+            cells[key] = found  # a row that says why nothing could be tuned
+    steps = {task: least_step(_accuracies(cells, task)) for task in {key[0] for key in cells}}
+    made = [_row(key, found, cells.get((*key[:3], baseline), []), steps[key[0]]) for key, found in cells.items()]
     for family in {(row["task"], row["rate"]) for row in made}:
         tested = [row for row in made if (row["task"], row["rate"]) == family and row["p"] is not None]
         for row, adjusted in zip(tested, holm([row["p"] for row in tested]), strict=True):
@@ -401,13 +417,19 @@ def rows(records: Iterable[Record], baseline: str) -> list[dict[str, Any]]:
     return sorted(made, key=lambda row: (row["task"], row["budget_value"], row["rate"], -(row["mean"] or 0)))
 
 
-def _row(key: tuple[str, str, str, str], found: list[Record], base: list[Record]) -> dict[str, Any]:
+def _accuracies(cells: Mapping[tuple[str, str, str, str], list[Record]], task: str) -> list[float]:
+    """Of every final run of a task."""
+    runs = [record for key, found in cells.items() if key[0] == task for record in found]
+    return [record["accuracy"] for record in runs if record["status"] == "done"]
+
+
+def _row(key: tuple[str, str, str, str], found: list[Record], base: list[Record], resolution: float) -> dict[str, Any]:
     task, budget, rate, label = key
     done = [record for record in found if record["status"] == "done"]
     values = {record["run"]["seed"]: record["accuracy"] for record in done}
     against = {record["run"]["seed"]: record["accuracy"] for record in base if record["status"] == "done"}
     summary = summarise(list(values.values())) if values else None
-    difference = paired(values, against) if base is not found else None
+    difference = paired(values, against, resolution) if base is not found else None
     spent = [record["epsilon"] for record in done if record["epsilon"] is not None]
     return {
         "task": task,
@@ -452,31 +474,43 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def tuning_price(records: Iterable[Record], trials_made: int, runs_per_trial: int, price: Any) -> list[dict[str, Any]]:
-    """What choosing the best of the trials would cost, beside what one run costs: one row per task and budget.
+def tuning_prices(
+    specification: Specification, grid: Mapping[str, list[Trial]], records: Mapping[str, Record], price: Any
+) -> list[dict[str, Any]]:
+    """What tuning costs beside what one run costs: one row per task, budget and contender with a finished trial.
 
-    `price(charged, delta)` is the epsilon of the best of a random number of such trials with that mean (Papernot &
-    Steinke 2022), where `charged` are one run's questions with their counts.
+    `price(charged, delta, trials, repeats)` is the epsilon of choosing by the best of a random number of trials with
+    that mean, of `repeats` runs each, and of one final run; `charged` holds what each trial asked. There is none where
+    a run has no epsilon, or where what it asks follows from earlier answers: the theorem is about fixed questions.
     """
-    made: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for record in records:
-        run = record["run"]
-        if run["stage"] != "tuning" or record["status"] != "done":
+    repeats = len(specification.tuning_seeds)
+    made = []
+    for problem, contender, budget in _cells(specification):
+        trials = grid[contender.label]
+        runs = [
+            _run(specification, problem, contender, budget, "tuning", trial, seed)
+            for trial in trials
+            for seed in specification.tuning_seeds
+        ]
+        found = [record for record in (records.get(run.id) for run in runs) if record and record["status"] == "done"]
+        if not found:
             continue
-        key = (run["task"], str(Budget(**run["budget"])), run["label"])
-        if key not in made:
-            single = record["epsilon"] if record["epsilon"] is not None else record.get("epsilon_if_noise_were_secret")
-            charged = price(record["charged"], run["delta"]) if single is not None else None
-            made[key] = {
-                "task": key[0],
-                "budget": key[1],
-                "method": key[2],
-                "trials": trials_made,
-                "runs_per_trial": runs_per_trial,
-                "epsilon_one_run": single,
-                "epsilon_best_of_trials": charged,
+        spent = [record["epsilon"] for record in found]
+        known = all(value is not None for value in spent)
+        covered = known and all(record.get("schedule", "fixed") == "fixed" for record in found)
+        charged = [record["charged"] for record in found]
+        made.append(
+            {
+                "task": problem.task,
+                "budget": str(budget),
+                "method": contender.label,
+                "trials": len(trials),
+                "runs_per_trial": repeats,
+                "epsilon_one_run": max(spent) if known else None,
+                "epsilon_with_tuning": price(charged, runs[0].delta, len(trials), repeats) if covered else None,
             }
-    return list(made.values())
+        )
+    return made
 
 
 def choices(

@@ -38,22 +38,27 @@ def _which(record: dict[str, Any]) -> dict[str, Any]:
 def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:
     """The price of tuning, once per budget, as a range where methods differ; those without a proven one by name."""
     kinds: dict[tuple[str, bool], list[dict[str, Any]]] = {}
-    for row in sorted(prices, key=lambda each: each["epsilon_one_run"] or 0.0):
+    for row in prices:
         if row["epsilon_one_run"] is not None:
-            kinds.setdefault((row["budget"], row["epsilon_best_of_trials"] is None), []).append(row)
+            kinds.setdefault((row["budget"], row["epsilon_with_tuning"] is None), []).append(row)
     several = {budget for budget, count in Counter(budget for budget, _ in kinds).items() if count > 1}
     return [_price_line(rows, named=unproven and budget in several) for (budget, unproven), rows in kinds.items()]
 
 
 def _price_line(rows: Sequence[dict[str, Any]], named: bool) -> str:
-    row = rows[0]
-    charged = [each["epsilon_best_of_trials"] for each in rows if each["epsilon_best_of_trials"] is not None]
-    least, most = (f"{bound(charged):.3g}" if charged else "" for bound in (min, max))
-    cost = f"costs epsilon {least if least == most else f'{least} to {most}'}" if charged else "has no proven price"
-    each = f", of {row['runs_per_trial']} runs each," if row["runs_per_trial"] > 1 else ""
-    whose = f" ({', '.join(dict.fromkeys(each['method'] for each in rows))})" if named else ""
+    charged = [row["epsilon_with_tuning"] for row in rows if row["epsilon_with_tuning"] is not None]
+    cost = f"together cost epsilon {_range(charged)}" if charged else "have no proven price"
+    repeats = rows[0]["runs_per_trial"]
+    each = f", of {repeats} runs each," if repeats > 1 else ""
+    whose = f" ({', '.join(dict.fromkeys(row['method'] for row in rows))})" if named else ""
     return (
-        f"price of tuning at {row['budget']}{whose}: uncharged, as in the tuned rows, epsilon "
-        f"{row['epsilon_one_run']:.3g}; keeping the best of a random number of trials with mean {row['trials']}{each} "
-        f"{cost} (Papernot & Steinke 2022, with public validation data); the automatic rate costs nothing"
+        f"price of tuning at {rows[0]['budget']}{whose}: uncharged, as in the tuned rows, epsilon "
+        f"{_range([row['epsilon_one_run'] for row in rows])}; choosing by the best of a random number of trials with "
+        f"mean {_range([row['trials'] for row in rows])}{each} and one final run {cost} (Papernot & Steinke 2022, with "
+        "public validation data); the automatic rate costs nothing"
     )
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.3g}", f"{max(values):.3g}"
+    return least if least == most else f"{least} to {most}"

@@ -10,7 +10,7 @@ from typing import Any
 
 def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """NAME or NAME:option=value,... as (label, name, options); `all` is every method, and DP-SGD with momentum."""
-    from vestige.registry import METHODS, build, nearest
+    from vestige.registry import METHODS, nearest
 
     found: list[tuple[str, str, dict[str, Any]]] = []
     for word in words:
@@ -22,10 +22,20 @@ def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
         if name not in METHODS:
             known = ", ".join(METHODS)
             raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {known}, or all")
-        options = dict(_option(part) for part in re.split(r",(?![^\[]*\])", rest) if part)
-        build(name, **options)  # an option that no run could use is refused before there is a folder
+        options = dict(_option(part) for part in _parts(rest) if part)
+        try_to_build(f"method={word!r}", name, options)
         found.append((word, name, options))
     return found
+
+
+def try_to_build(word: str, name: str, options: dict[str, Any]) -> None:
+    """An option that no run could use is refused before there is a folder."""
+    from vestige.registry import build
+
+    try:
+        build(name, **options)
+    except TypeError as error:
+        raise ValueError(f"{word} cannot be built: {error}") from None
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -37,15 +47,35 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_number)
     except ValueError:
         return text.strip()
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} has no place in a folder's files")
+
+
+def _parts(text: str) -> list[str]:
+    """Split at commas, except inside brackets."""
+    return re.split(r",(?![^\[]*\])", text)
+
+
+def grids(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Several grids, each of another option."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for word in words:
+        key, values = grid(word)
+        if key in found:
+            raise ValueError(f"tune={word!r}: {key} has a grid already; give all its values in one, with commas")
+        found[key] = values
+    return found
 
 
 def grid(text: str) -> tuple[str, tuple[Any, ...]]:
     """option=value,value,... as the option and its values."""
     key, _, rest = text.partition("=")
-    values = tuple(_value(part) for part in rest.split(",") if part.strip())
+    values = tuple(_value(part) for part in _parts(rest) if part.strip())
     if not values:
         raise ValueError(f"tune={text!r} is an empty grid; give option=value,value,...")
     return key.strip().replace("-", "_"), values

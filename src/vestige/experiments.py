@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import torch
 from vestige import accounting, comparison
 from vestige.comparison import Record, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
-from vestige.performing import Place, explain, failure, footprint, perform, room, stackable
+from vestige.performing import Place, examples, explain, failure, footprint, perform, room, stackable
 from vestige.questions import Question
 from vestige.registry import METHODS
 from vestige.staff import dismiss, hire
@@ -64,6 +65,7 @@ def compare(
     data = {problem.task: problem.data for problem in agreed.problems}
     place = place or Place()
     place = replace(place, data={**data, **place.data})
+    _check_data(home, place)
     meter = Meter(home, watch)
     if engine == "local":
         _by_processes(home, place, workers, meter)
@@ -82,16 +84,32 @@ def grid_of(specification: Specification) -> dict[str, list[comparison.Trial]]:
 def prices(home: ComparisonFolder) -> list[dict[str, Any]]:
     """What tuning costs with and without charging it, by the Papernot-Steinke bound."""
     specification = home.specification()
-    made, repeats = len(next(iter(grid_of(specification).values()))), len(specification.tuning_seeds)
+    return comparison.tuning_prices(specification, grid_of(specification), home.records(), _tuned_price)
 
-    def price(charged: Sequence[dict[str, Any]], delta: float) -> float | None:
-        history = {Question.from_json(row): row["count"] for row in charged}
-        try:
-            return accounting.tuned_epsilon(history, delta, made, repeats=repeats)
-        except ValueError:
-            return None  # a question without a Renyi curve has no such bound
 
-    return comparison.tuning_price(home.records().values(), made, repeats, price)
+def _tuned_price(charged: Sequence[Sequence[dict[str, Any]]], delta: float, trials: int, repeats: int) -> float | None:
+    """The epsilon of the rate chosen by so many trials, and of one final run with it."""
+    asked = {json.dumps(rows, sort_keys=True): rows for rows in charged}
+    histories = [{Question.from_json(row): row["count"] for row in rows} for rows in asked.values()]
+    try:
+        return accounting.tuned_epsilon(histories, delta, trials, repeats=repeats, final_runs=1)
+    except ValueError:
+        return None  # a question without a Renyi curve has no such bound
+
+
+def _check_data(home: ComparisonFolder, place: Place) -> None:
+    """Records made here would stand beside those on record: both must be of as many examples."""
+    counted: dict[str, float] = {}
+    for record in home.records().values():
+        if record["status"] == "done" and not record["run"]["holdout"]:
+            counted[record["run"]["task"]] = record["expected_batch"] / record["run"]["sample_rate"]
+    for task, there in counted.items():
+        here = examples(task, place)
+        if here is not None and round(there) != here:
+            raise ValueError(
+                f"data={place.data.get(task)!r} holds {here} training examples of {task}, and the runs on record in "
+                f"{str(home.path)!r} were made of {round(there)}: give --data the same data, or start another folder"
+            )
 
 
 def _check_methods(specification: Specification) -> None:

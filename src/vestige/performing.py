@@ -58,10 +58,11 @@ def perform(runs: Sequence[Run], place: Place) -> Iterator[Record]:
         for record in _together(runs, place):
             del left[record["id"]]
             yield record
-    except (MemoryError, torch.OutOfMemoryError):
+    except Exception as error:  # of the stack, or of one run in it: whose, the runs say by themselves
         rest = list(left.values())
-        yield from perform(rest[: len(rest) // 2], place)
-        yield from perform(rest[len(rest) // 2 :], place)
+        size = max(1, len(rest) // 2) if memory_ran_out(error) else 1
+        for first in range(0, len(rest), size):
+            yield from perform(rest[first : first + size], place)
 
 
 def stackable(run: Run, place: Place) -> tuple[Any, ...] | None:
@@ -78,7 +79,7 @@ def _covered(task: str, data: str | None, method: str, options: str) -> bool:
     try:
         loaded = _initial(task, data, 0)
         return stacked.why_not(loaded.model, loaded.loss, build(method, **json.loads(options))) is None
-    except (ValueError, OSError, MemoryError):
+    except Exception:
         return False  # it will fail alone, with its own line
 
 
@@ -103,10 +104,15 @@ def failure(run: Run, error: str) -> Record:
     return {"version": VERSION, "id": run.id, "run": run.to_json(), "status": "failed", "error": error}
 
 
+def memory_ran_out(error: BaseException) -> bool:
+    """On a CPU torch raises no error of its own for it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def explain(error: BaseException) -> str:
     """One line for a record: the library's own words for a mistake, the kind of error for anything else."""
     line = " ".join(str(error).split())[:500]
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if memory_ran_out(error):
         return f"does not fit in memory: give --physical-batch, fewer --workers or a smaller task ({line[:120]})"
     return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
 
@@ -129,6 +135,11 @@ def _initial(task: str, data: str | None, seed: int) -> tasks.Task:
         first = _initial(task, data, 0)
         return replace(loaded, train=first.train, test=first.test)
     return loaded
+
+
+def examples(task: str, place: Place) -> int | None:
+    """How many a named task trains on here; a user's own task may make them anew each time."""
+    return len(_initial(task, place.data.get(task), 0).train[1]) if task in tasks.names() else None
 
 
 def _task(run: Run, place: Place) -> tasks.Task:
@@ -171,10 +182,14 @@ def _job(run: Run, place: Place) -> Job:
         seed=run.seed,
         reproducible=run.reproducible,
         device=place.device,
-        # Beyond the last step: the test set is then touched once, at the end.
-        evaluate_every=max(1, run.steps // run.evaluations) if run.evaluations else run.steps + 1,
+        evaluate_every=_between_looks(run),
         **{run.budget.kind: run.budget.value},  # type: ignore[arg-type]
     )
+
+
+def _between_looks(run: Run) -> int:
+    """Steps from one look at the test set to the next. Without looks, beyond the last step: it is touched once then."""
+    return -(-run.steps // run.evaluations) if run.evaluations else run.steps + 1
 
 
 def _alone(run: Run, place: Place) -> Record:
@@ -249,7 +264,9 @@ def _together(runs: Sequence[Run], place: Place) -> Iterator[Record]:
     for run in runs:
         try:
             ready.append(_prepared(run, place))
-        except (ValueError, OSError) as error:
+        except Exception as error:
+            if memory_ran_out(error):
+                raise
             yield failure(run, explain(error))
     if not ready:
         return
@@ -261,7 +278,7 @@ def _together(runs: Sequence[Run], place: Place) -> Iterator[Record]:
     stack = stacked.Stack(chosen, task.train, sample_rate=first.sample_rate, steps=first.steps, device=device)
     curves: list[list[Any]] = [[] for _ in ready]
     pictures: list[dict[str, list[Any]]] = [{} for _ in ready]
-    judge = max(1, first.steps // first.evaluations) if first.evaluations else first.steps + 1
+    judge = _between_looks(first)
     every = max(1, first.steps // PICTURES)
     for done in stack.train():
         if done % judge == 0:

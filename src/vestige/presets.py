@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from vestige.comparison import Budget, Contender, Problem, Record, Specification
+from vestige.files import read_json
 from vestige.registry import METHODS, nearest
 
 FO, SMA, BR = "FO-DP-SGD (arXiv:2605.09890)", "SMA-DP-SGD (arXiv:2605.20450)", "DPSGD-BR (Sci Rep 2026)"
@@ -106,6 +108,13 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {}
+
+
+def timed_in(folder: Path) -> bool:
+    """Whether a comparison's folder was made by a preset about seconds."""
+    path = folder / "preset.json"
+    name = read_json(path).get("preset") if path.exists() else None
+    return name in PRESETS and PRESETS[name].timed
 
 
 def find(name: str) -> Preset:

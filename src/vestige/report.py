@@ -164,8 +164,7 @@ def _legend(figure: Figure, order: Sequence[str]) -> str:
 
 def _tuning(content: Content) -> str:
     charged = {
-        (row["task"], row["budget"], row["method"]): row["epsilon_best_of_trials"]
-        for row in content["summary"]["prices"]
+        (row["task"], row["budget"], row["method"]): row["epsilon_with_tuning"] for row in content["summary"]["prices"]
     }
     choices = [
         {
@@ -184,11 +183,13 @@ def _tuning(content: Content) -> str:
     if not choices:
         return "<p>Nothing was tuned.</p>"
     share = content["specification"]["validation"]
+    counts = sorted({row["trials"] for row in choices})
+    had = "the same number of trials" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} trials"
     words = (
-        f"<p>Every method had the same number of trials over the same range of rates, judged on {share:.0%} of the "
-        "training data held out for it; the test set was not looked at. The tuned rows treat the chosen rate "
-        "as public: "
-        f"the price of having looked is stated here and is not in their epsilon.</p>"
+        f"<p>Every method had {had} over the same range of rates, judged on {share:.0%} of the training data held out "
+        "for it; the test set was not looked at. The tuned rows treat the chosen rate as public: the price of having "
+        "looked is stated here and is not in their epsilon. With tuning charged, epsilon is that of the choice and of "
+        "one final run.</p>"
     )
     lines = items(content["summary"]["price_lines"])
     return f"{words}<ul>{lines}</ul>" + table("choices", choices)

@@ -19,39 +19,41 @@ def privacy(content: Content) -> str:
         return text(", ".join(dict.fromkeys(str(record.get(key)) for record in done)))
 
     without = [record for record in done if record["epsilon"] is None]
+    covered = [record for record in done if record["epsilon"] is not None]
+    seeded = sum(record["noise"] != "secret" for record in done)
     facts = [
         (
             "The promise",
-            "Whoever sees one finished model, and everything released on the way to it, learns almost the same "
+            "None. No run on this page has an epsilon; the reasons are below."
+            if not covered
+            else "Whoever sees one finished model, and everything released on the way to it, learns almost the same "
             'about a person\'s example as if that example had not been in the data. Epsilon says how much "almost" '
             "leaves open (0 is nothing; each step of about 1 multiplies what may be inferred by e), delta how "
-            "often it may "
-            "fail.",
+            "often it may fail." + (" Runs without an epsilon have no part in it." if without else ""),
         ),
         ("Neighbouring data", f"{seen('adjacency')}: the promise is for each example's presence or absence."),
         (
             "Unit",
             "One row of the data. A person who contributed several rows is protected less; see the notes of the task.",
         ),
-        (
-            "Sampler",
-            f"{seen('sampling')}: at every step each example joins by its own coin flip, as the theorems assume.",
-        ),
+        ("Sampler", " ".join(_sampler(str(kind)) for kind in dict.fromkeys(record["sampling"] for record in done))),
         ("Accountant", f"{seen('accountant')}; epsilon is an upper bound, rounded upwards."),
         ("Delta", seen("delta")),
         (
             "Noise",
             f"{seen('noise')}; its keys were drawn from the operating system and never written down."
-            if all(record["noise"] == "secret" for record in done)
-            else f"{seen('noise')}: some runs drew predictable noise for testing; those protect nobody and have "
-            "no epsilon.",
+            if not seeded
+            else f"{seen('noise')}: {seeded} of {len(done)} runs drew predictable noise for testing; those protect "
+            "nobody and have no epsilon.",
         ),
     ]
     listed = "".join(f"<dt>{text(term)}</dt><dd>{words}</dd>" for term, words in facts)
-    assumptions = dict.fromkeys(line for record in done for line in record.get("assumptions", ()))
+    assumptions = dict.fromkeys(line for record in covered for line in record.get("assumptions", ()))
     reasons = dict.fromkeys(line for record in without for line in record.get("reasons", ()))
-    parts = [f"<dl>{listed}</dl><h3>It rests on these assumptions</h3><ul>{items(assumptions)}"]
-    parts.append("</ul><h3>What was charged</h3>" + table("charged", _charged(done)))
+    parts = [f"<dl>{listed}</dl>"]
+    if assumptions:
+        parts.append(f"<h3>It rests on these assumptions</h3><ul>{items(assumptions)}</ul>")
+    parts.append("<h3>What was charged</h3>" + table("charged", _charged(done)))
     parts.append(
         "<h3>What is not private, or not covered</h3><ul>"
         + "".join(f"<li>{line}</li>" for line in _limits(content, done))
@@ -60,6 +62,18 @@ def privacy(content: Content) -> str:
         words = "; ".join(text(reason) for reason in reasons) or "no theorem covers them"
         parts.append(f"<li><b>{len(without)} runs have no epsilon at all:</b> {words}.</li>")
     return "".join(parts) + "</ul>"
+
+
+SAMPLERS = {
+    "poisson": "at every step each example joins by its own coin flip, as the theorems assume.",
+    "cyclic-poisson": "the data are split once into parts that take turns; at its part's turn an example joins by its "
+    "own coin flip, and always where the charge says rate 1.",
+    "every-example": "every example is in every step.",
+}
+
+
+def _sampler(kind: str) -> str:
+    return f"{text(kind)}: {SAMPLERS.get(kind, 'no theorem here covers it.')}"
 
 
 def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -122,11 +136,11 @@ def _limits(content: Content, done: Sequence[Mapping[str, Any]]) -> list[str]:
             "automatic rate uses "
             "public numbers only."
         )
-    watched = content["specification"]["evaluations"]
+    watched = max((len(record["curve"]) for record in done if record["run"]["stage"] != "tuning"), default=0)
     if watched:
         lines.append(
-            f"The test set was looked at {watched} times during each final run, for the curves; nothing was "
-            "chosen by it."
+            f"The test set was looked at up to {watched} times during a final run, for the curves; nothing was chosen "
+            "by it."
         )
     else:
         lines.append("The test set was touched once per final run, at its end.")

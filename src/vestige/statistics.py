@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf, isfinite, sqrt
 
 from scipy.stats import t as student
 
 LEVEL = 0.95
+TINY = 1e-9
+"""Accuracies closer than this are one accuracy, rounded differently."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +48,31 @@ def summarise(values: Sequence[float]) -> Summary:
     return Summary(len(values), mean, sd, mean - half, mean + half)
 
 
-def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
-    """The paired t-test over the seeds that both have; None if they share no seed."""
+def paired(values: Mapping[int, float], baseline: Mapping[int, float], resolution: float = 0.0) -> Difference | None:
+    """The paired t-test over the seeds that both have; None if they share no seed.
+
+    Accuracies are whole numbers of test examples, so a few of them agree by chance: differences count as spread by at
+    least half a `resolution`, the least step between two accuracies. Without that, tables of two or three seeds
+    would find differences where there are none.
+    """
     gaps = [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
     if not gaps:
         return None
     total = summarise(gaps)
     if total.sd is None:
         return Difference(1, total.mean, None, None, None)
-    error = total.sd / sqrt(total.count)
-    # Differences that are all equal leave no error: zero is then certain to be right (all zero) or wrong (all not).
+    error = max(total.sd, resolution / 2) / sqrt(total.count)
+    # Without any spread zero is certain to be right (all zero) or wrong (all not).
     statistic = abs(total.mean) / error if error > 0 else (0.0 if total.mean == 0 else inf)
     p = 2 * float(student.sf(statistic, total.count - 1)) if isfinite(statistic) else 0.0
-    return Difference(total.count, total.mean, total.low, total.high, p)
+    half = _quantile(total.count) * error
+    return Difference(total.count, total.mean, total.mean - half, total.mean + half, p)
+
+
+def least_step(values: Iterable[float]) -> float:
+    """The smallest difference between two of these that are not equal; 0 if all are."""
+    ordered = sorted(set(values))
+    return min((after - before for before, after in pairwise(ordered) if after - before > TINY), default=0.0)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
