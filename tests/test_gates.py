@@ -647,7 +647,7 @@ def filtered(tmp_path, **options):
 def test_the_filter_stops_a_schedule_that_decays(tmp_path):
     training = filtered(tmp_path)
     promise = training.guarantee()
-    assert promise.epsilon == 6.0
+    assert promise.epsilon == training.spent() == 6.0
     assert promise.accountant == "renyi filter"
     assert training.state.step < training.plan.steps, "a plan at the initial noise must be out of reach once it decays"
     multipliers = {question.multiplier for question in training.ledger.spent}

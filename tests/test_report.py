@@ -117,6 +117,16 @@ def test_the_privacy_section_says_what_an_officer_asks(content):
         {**record, "epsilon": None, "noise": "seeded", "reasons": ["known seed"]} for record in content["records"]
     ]
     assert "known seed" in privacy({**content, "records": seeded})
+    assert "None. No run on this page has an epsilon" in privacy({**content, "records": seeded})
+    assert "It rests on these assumptions" not in privacy({**content, "records": seeded})
+    cyclic = [
+        {**each, "sampling": "cyclic-poisson"} if each["status"] == "done" else each for each in content["records"]
+    ]
+    words = privacy({**content, "records": [*content["records"], *cyclic]})
+    assert "poisson: at every step each example joins by its own coin flip" in words
+    assert "cyclic-poisson: the data are split once into parts that take turns" in words
+    watched = [{**each, "curve": [[1, 0.5, 1.0]] * 7} if "curve" in each else each for each in content["records"]]
+    assert "looked at up to 7 times during a final run" in privacy({**content, "records": watched})
 
 
 def test_a_bill_of_many_questions_is_told_as_a_range():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vestige.statistics import holm, paired, sentence, summarise
+from vestige.statistics import holm, least_step, paired, sentence, summarise
 
 GENERATOR = np.random.default_rng(7)
 
@@ -69,6 +69,26 @@ def test_family_wise_error_is_held_and_real_differences_are_found():
         found += holm([*same, paired(better, base).p])[-1] < 0.05
     assert false / 400 < 0.05 + 3 * (0.05 * 0.95 / 400) ** 0.5
     assert found > 380
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_accuracies_that_agree_by_chance_prove_nothing(seeds):
+    """Accuracies of 360 test examples, no real difference, 24 methods: equal gaps are common, and once were certainty."""
+    step, careless, careful = 1 / 360, 0, 0
+    for _ in range(150):
+        runs = np.round(GENERATOR.normal(0.9, 0.005, (25, seeds)) / step) * step
+        base, *others = (dict(enumerate(each)) for each in runs)
+        resolution = least_step(runs.ravel())
+        assert resolution == pytest.approx(step)
+        careless += min(holm([paired(other, base).p for other in others])) < 0.05
+        careful += min(holm([paired(other, base, resolution).p for other in others])) < 0.05
+    assert careful / 150 < 0.05 + 3 * (0.05 * 0.95 / 150) ** 0.5
+    assert seeds > 3 or careless / 150 > 0.1
+
+
+def test_the_least_step():
+    assert least_step([0.5, 0.5, 0.25, 0.5 + 1e-12, 1.0]) == 0.25
+    assert least_step([0.5, 0.5]) == least_step([]) == 0
 
 
 def test_sentences():

@@ -655,7 +655,8 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
         reasons = (*reasons, f"the questions cost {by_renyi:.4g}, so no filter of epsilon {spent:.4g} allowed them")
     if by_renyi == inf:
         reasons = (*reasons, "a question was answered without noise, so no epsilon is finite")
-    result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", by_renyi, reasons)
+    # What a filtered run happened to spend depends on the data: only the filter's own epsilon is proved, by Renyi.
+    result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", spent if filtered else by_renyi, reasons)
     if not reasons:
         return result
     return replace(result, epsilon=None, epsilon_if_noise_were_secret=spent if by_renyi < inf else None)
