@@ -6,12 +6,25 @@ import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vestige import accounting, cli, comparison, drawing, experiments, looks, pictures, presets, report, report_privacy
+from vestige import (
+    accounting,
+    cli,
+    cli_report,
+    comparison,
+    drawing,
+    experiments,
+    looks,
+    pictures,
+    presets,
+    report,
+    report_privacy,
+)
 from vestige.cli_presets import reproduce
 from vestige.cli_report import write_report
 from vestige.comparison import Budget, Contender, Problem, Specification
@@ -44,6 +57,7 @@ SMALL = Specification(
     steps=8,
     factors=(0.5, 1.0),
 )
+MANY = ["dp-sgd", *(name for name in METHODS if name != "dp-sgd"), "dp-sgd:groups=layers"]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +82,72 @@ def test_the_page_is_one_small_file_that_asks_nobody(content):
     outside = re.findall(r"""(?:src|href)=["']([^"'#][^"']*)""", page)
     assert set(outside) <= {"data:,"}
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org)", page)
+
+
+def enlarged(content, tasks=3, budgets=4, seeds=10, factors=7):
+    """Copies of real records for every method, with names, ids and all the digits of their own."""
+    numbers = np.random.default_rng(0)
+    done = [record for record in content["records"] if record["status"] == "done"]
+    patterns = {stage: next(r for r in done if r["run"]["stage"] == stage) for stage in ("tuning", "tuned", "auto")}
+    stages = [("tuning", 1000, 2.0**k) for k in range(factors)]
+    stages += [(stage, seed, 1.0) for stage in ("tuned", "auto") for seed in range(seeds)]
+    names, cells = [f"task-{i}" for i in range(tasks)], [{"kind": "epsilon", "value": 2.0**i} for i in range(budgets)]
+    records = []
+    for task, label, budget, (stage, seed, factor) in product(names, MANY, cells, stages):
+        record, chance = patterns[stage], numbers.random(5).tolist()
+        run = {**record["run"], "task": task, "label": label, "budget": budget, "seed": seed, "factor": factor}
+        score = "accuracy" if stage != "tuning" else "nonprivate_validation_accuracy"
+        found = dict(zip(("epsilon", "noise_multiplier", "lr", "seconds", score), chance, strict=True))
+        if stage == "tuning":
+            found["nonprivate_validation_curve"] = [[50 * k, *numbers.random(2).tolist()] for k in range(1, 21)]
+        records.append({**record, **found, "id": numbers.bytes(10).hex(), "run": run})
+    (choice, *_), (price, *_) = content["summary"]["choices"], content["summary"]["prices"]
+    where = [
+        {"task": task, "budget": f"epsilon {budget['value']:g}", "method": label}
+        for task, label, budget in product(names, MANY, cells)
+    ]
+    summary = {
+        **content["summary"],
+        "rows": comparison.rows(records, "dp-sgd"),
+        "choices": [{**choice, **each, "factor": 1.0} for each in where],
+        "prices": [{**price, **each} for each in where],
+        "failed": [],
+    }
+    specification = {
+        **content["specification"],
+        "problems": [{"task": task} for task in names],
+        "contenders": [{"label": label} for label in MANY],
+        "budgets": cells,
+    }
+    return {**content, "specification": specification, "summary": summary, "records": records}
+
+
+def test_a_large_comparison_is_a_page_below_five_megabytes_and_loses_nothing(content):
+    large = enlarged(content)
+    assert len(large["records"]) > 8400
+    page = report.page(large)
+    assert 1_000_000 < len(page.encode()) < 4_500_000
+    body = re.search(r'<table id="table-runs".*?<tbody>(.*?)</tbody>', page).group(1)
+    rows = [re.findall(r"<td([^>]*)>([^<]*)", row) for row in body.split("<tr>")[1:]]
+    wanted = report._run_table(large)
+    assert len(rows) == len(wanted)
+    for cells, row in zip(rows, wanted, strict=True):
+        for (kind, shown), value in zip(cells, row.values(), strict=True):
+            exact = kind.partition("data-v")[2].lstrip("=") if "data-v" in kind else shown
+            assert (
+                (float(exact) == value)
+                if isinstance(value, float)
+                else (exact == ("" if value is None else str(value)))
+            )
+
+
+def test_a_page_that_is_too_large_is_said_to_be(folder, tmp_path, monkeypatch):
+    def told():
+        return CliRunner().invoke(cli.app, ["report", str(folder), "--out", str(tmp_path / "r.html")]).stdout
+
+    assert "more than" not in told()
+    monkeypatch.setattr(cli_report, "LARGE", 50_000)
+    assert "MB, more than the 0.05 MB a page should have" in " ".join(told().split())
 
 
 def test_a_superseded_run_is_listed_and_in_no_row_and_no_curve(content):
@@ -175,9 +255,6 @@ def test_a_task_named_by_a_path_has_figures_too(content, tmp_path):
     assert {path.stem for path in (tmp_path / "f").glob("*.svg")} == {figure.key for figure in drawn}
     assert len(list((tmp_path / "f").glob("*.svg"))) == len(drawn)
     assert len({figure.title for figure in drawn}) == len(drawn)
-
-
-MANY = ["dp-sgd", *(name for name in METHODS if name != "dp-sgd"), "dp-sgd:groups=layers"]
 
 
 def of_many(kind, count=30):
@@ -600,6 +677,11 @@ def test_in_a_browser(browser, content, tmp_path):
     with open(saved, newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["accuracy"] for row in rows] == values()
+    records = {row["run"]: row for row in report._run_table(content)}
+    for row in rows:
+        for name, value in records[row["run"]].items():
+            exact = float(row[name]) if isinstance(value, float) else row[name]
+            assert exact == (value if isinstance(value, float) else "" if value is None else str(value))
     search.fill("no such thing")
     assert values() == []
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vestige.drawing import Figure, png, svg
 from vestige.looks import key, look_of
-from vestige.markup import items, table, text
+from vestige.markup import ALIGNED, items, table, text
 from vestige.pictures import figures
 from vestige.report_privacy import privacy
 from vestige.report_words import STAGES, Content, budget_of, names, tasks
@@ -57,7 +57,7 @@ def page(content: Content) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f'<link rel="icon" href="data:,"><title>{text(content["title"])}</title><style>{style}</style></head>'
+        f'<link rel="icon" href="data:,"><title>{text(content["title"])}</title><style>{style}{ALIGNED}</style></head>'
         f"<body><header><h1>{text(content['title'])}</h1>{_facts(content)}<nav>{links}</nav>"
         f'<div class="chips" role="group" aria-label="methods shown">{chips}</div></header><main>{body}</main>'
         f"<footer>Written by vestige from {len(content['records'])} records. Every figure and table on this page is "
