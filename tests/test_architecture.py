@@ -88,7 +88,7 @@ def test_only_the_rooms_behind_tasks_know_files_of_data():
             assert not {f"vestige.{each}" for each in DATA} & rooms(path), path
 
 
-REPORT = {"report", "report_words", "report_privacy", "pictures", "drawing", "markup"}
+REPORT = {"report", "report_words", "report_privacy", "pictures", "drawing", "looks", "markup"}
 
 
 @pytest.mark.parametrize("room", sorted(REPORT))

@@ -6,12 +6,25 @@ import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vestige import accounting, cli, comparison, drawing, experiments, pictures, presets, report, report_privacy
+from vestige import (
+    accounting,
+    cli,
+    cli_report,
+    comparison,
+    drawing,
+    experiments,
+    looks,
+    pictures,
+    presets,
+    report,
+    report_privacy,
+)
 from vestige.cli_presets import reproduce
 from vestige.cli_report import write_report
 from vestige.comparison import Budget, Contender, Problem, Specification
@@ -44,6 +57,7 @@ SMALL = Specification(
     steps=8,
     factors=(0.5, 1.0),
 )
+MANY = ["dp-sgd", *(name for name in METHODS if name != "dp-sgd"), "dp-sgd:groups=layers"]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +82,72 @@ def test_the_page_is_one_small_file_that_asks_nobody(content):
     outside = re.findall(r"""(?:src|href)=["']([^"'#][^"']*)""", page)
     assert set(outside) <= {"data:,"}
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org)", page)
+
+
+def enlarged(content, tasks=3, budgets=4, seeds=10, factors=7):
+    """Copies of real records for every method, with names, ids and all the digits of their own."""
+    numbers = np.random.default_rng(0)
+    done = [record for record in content["records"] if record["status"] == "done"]
+    patterns = {stage: next(r for r in done if r["run"]["stage"] == stage) for stage in ("tuning", "tuned", "auto")}
+    stages = [("tuning", 1000, 2.0**k) for k in range(factors)]
+    stages += [(stage, seed, 1.0) for stage in ("tuned", "auto") for seed in range(seeds)]
+    names, cells = [f"task-{i}" for i in range(tasks)], [{"kind": "epsilon", "value": 2.0**i} for i in range(budgets)]
+    records = []
+    for task, label, budget, (stage, seed, factor) in product(names, MANY, cells, stages):
+        record, chance = patterns[stage], numbers.random(5).tolist()
+        run = {**record["run"], "task": task, "label": label, "budget": budget, "seed": seed, "factor": factor}
+        score = "accuracy" if stage != "tuning" else "nonprivate_validation_accuracy"
+        found = dict(zip(("epsilon", "noise_multiplier", "lr", "seconds", score), chance, strict=True))
+        if stage == "tuning":
+            found["nonprivate_validation_curve"] = [[50 * k, *numbers.random(2).tolist()] for k in range(1, 21)]
+        records.append({**record, **found, "id": numbers.bytes(10).hex(), "run": run})
+    (choice, *_), (price, *_) = content["summary"]["choices"], content["summary"]["prices"]
+    where = [
+        {"task": task, "budget": f"epsilon {budget['value']:g}", "method": label}
+        for task, label, budget in product(names, MANY, cells)
+    ]
+    summary = {
+        **content["summary"],
+        "rows": comparison.rows(records, "dp-sgd"),
+        "choices": [{**choice, **each, "factor": 1.0} for each in where],
+        "prices": [{**price, **each} for each in where],
+        "failed": [],
+    }
+    specification = {
+        **content["specification"],
+        "problems": [{"task": task} for task in names],
+        "contenders": [{"label": label} for label in MANY],
+        "budgets": cells,
+    }
+    return {**content, "specification": specification, "summary": summary, "records": records}
+
+
+def test_a_large_comparison_is_a_page_below_five_megabytes_and_loses_nothing(content):
+    large = enlarged(content)
+    assert len(large["records"]) > 8400
+    page = report.page(large)
+    assert 1_000_000 < len(page.encode()) < 4_500_000
+    body = re.search(r'<table id="table-runs".*?<tbody>(.*?)</tbody>', page).group(1)
+    rows = [re.findall(r"<td([^>]*)>([^<]*)", row) for row in body.split("<tr>")[1:]]
+    wanted = report._run_table(large)
+    assert len(rows) == len(wanted)
+    for cells, row in zip(rows, wanted, strict=True):
+        for (kind, shown), value in zip(cells, row.values(), strict=True):
+            exact = kind.partition("data-v")[2].lstrip("=") if "data-v" in kind else shown
+            assert (
+                (float(exact) == value)
+                if isinstance(value, float)
+                else (exact == ("" if value is None else str(value)))
+            )
+
+
+def test_a_page_that_is_too_large_is_said_to_be(folder, tmp_path, monkeypatch):
+    def told():
+        return CliRunner().invoke(cli.app, ["report", str(folder), "--out", str(tmp_path / "r.html")]).stdout
+
+    assert "more than" not in told()
+    monkeypatch.setattr(cli_report, "LARGE", 50_000)
+    assert "MB, more than the 0.05 MB a page should have" in " ".join(told().split())
 
 
 def test_a_superseded_run_is_listed_and_in_no_row_and_no_curve(content):
@@ -164,6 +244,93 @@ def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
         assert not any("nan" in number or "inf" in number for number in numbers)
     if "PNG" in lines[-1] and "no PNG" not in lines[-1]:
         assert {path.stem for path in tmp_path.glob("*.png")} == set(drawn)
+
+
+def test_a_task_named_by_a_path_has_figures_too(content, tmp_path):
+    """Every key is the name of a file, and two tasks whose names look alike in one keep their own."""
+
+    def renamed(task):
+        mine = [{**r, "run": {**r["run"], "task": task}} for r in content["records"]]
+        return mine, [{**row, "task": task} for row in content["summary"]["rows"]]
+
+    tasks = ["sub/my.py:make", "sub/my py:Make", "/deep" * 80 + "/my.py:make"]
+    made = [renamed(task) for task in tasks]
+    summary = {**content["summary"], "rows": [row for _, rows in made for row in rows], "choices": []}
+    specification = {**content["specification"], "problems": [{"task": task} for task in tasks]}
+    records = [record for mine, _ in made for record in mine]
+    theirs = {**content, "specification": specification, "summary": summary, "records": records}
+    drawn = pictures.figures(theirs)
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", figure.key) and len(figure.key) < 150 for figure in drawn)
+    report.export(theirs, tmp_path / "f")
+    assert {path.stem for path in (tmp_path / "f").glob("*.svg")} == {figure.key for figure in drawn}
+    assert len(list((tmp_path / "f").glob("*.svg"))) == len(drawn)
+    assert len({figure.title for figure in drawn}) == len(drawn)
+
+
+def of_many(kind, count=30):
+    """A figure in which each of many methods has a series."""
+    points = tuple((float(x), 0.1 * x, 0.1 * x - 0.01, 0.1 * x + 0.01) for x in range(2 if kind == "dots" else count))
+    series = tuple(drawing.Series(name, points[: 1 if kind == "rows" else None]) for name in MANY)
+    return drawing.Figure("k", "t", "x", "y", series, kind, categories=("a", "b") if kind == "dots" else ())
+
+
+@pytest.mark.parametrize(("kind", "count"), [("dots", 2), ("line", 30), ("line", 7), ("rows", 1)])
+def test_a_figure_in_a_file_needs_no_style_sheet_and_names_its_methods_below_the_plot(kind, count):
+    figure = of_many(kind, count)
+    drawn = drawing.svg(figure, MANY, standalone=True)
+    assert "var(" not in drawn
+    assert "<style" not in drawn
+    assert 'class="c0"' not in drawn
+    for colour in looks.COLOURS:
+        assert f"fill:{colour}" in drawn
+        assert f"stroke:{colour}" in drawn
+    tree = ElementTree.fromstring(drawn)
+    words = {e.text: e for e in tree.iter() if e.tag.endswith("text")}
+    assert set(MANY) <= set(words)
+    height = float(tree.get("viewBox").split()[3])
+    assert all(float(words[name].get("y")) < height for name in MANY)
+    if kind != "rows":
+        assert min(float(words[name].get("y")) for name in MANY) > float(words["x"].get("y"))
+    on_the_page = drawing.svg(figure, MANY)
+    assert "fill:var(--c)" in on_the_page
+    assert not any(colour in on_the_page for colour in looks.COLOURS)
+
+
+def test_many_methods_look_apart_everywhere_and_hollow_still_means_not_told_apart(content):
+    seen = [looks.look_of(name, MANY) for name in MANY]
+    assert len(MANY) > 2 * len(looks.COLOURS)
+    assert len({(look.colour, look.shape) for look in seen}) == len(MANY)
+    assert len({(look.colour, look.dash) for look in seen}) == len(MANY)
+    shapes = {re.sub(r"M[^a-z]*", "", looks.outline(look, 50, 50, 4)) for look in seen}
+    assert len(shapes) == len({look.shape for look in seen}) == 3
+    for look in seen:
+        for hollow in (True, False):
+            assert ("stroke" in looks.mark(look, 1, 1, 4, "", hollow)) == hollow
+        assert ("stroke-dasharray" in looks.sample(look, 0, 0)) == (look.shape != "o")
+    contenders = [{"label": name} for name in (*MANY, "fo", "bad")]
+    page = report.page({**content, "specification": {**content["specification"], "contenders": contenders}})
+    chips = re.findall(r'<button class="chip c(\d)".*?(<svg.*?</svg>)', page)
+    assert [key for _, key in chips[: len(MANY)]] == [looks.key(look) for look in seen]
+    assert len(set(chips)) == len(contenders)
+
+
+@pytest.mark.parametrize("kind", ["dots", "line"])
+def test_the_legend_of_a_png_lies_below_its_plot(kind, tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    drawing.png(of_many(kind), MANY, tmp_path / "f.png")
+    monkeypatch.undo()
+    (canvas,) = kept
+    (legend,), (axes,) = canvas.legends, canvas.axes
+    assert [each.get_text() for each in legend.get_texts()] == MANY
+    assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0
+    assert legend.get_window_extent().x0 >= 0
+    assert axes.get_window_extent().height > 0.5 * canvas.bbox.height
+    drawn = axes.lines if kind == "line" else [bars[0] for bars in axes.containers]
+    assert [each.get_marker() for each in drawn] == [looks.look_of(name, MANY).shape for name in MANY]
+    pyplot.close(canvas)
 
 
 def compared(differences):
@@ -491,8 +658,8 @@ def test_in_a_browser(browser, content, tmp_path):
     page.on("request", lambda request: requests.append(request.url))
     page.goto(path.as_uri())
 
-    assert page.locator("figure svg").count() == len(pictures.figures(content))
-    boxes = page.eval_on_selector_all("figure svg", "all => all.map(s => s.getBoundingClientRect().height)")
+    assert page.locator("figure > svg").count() == len(pictures.figures(content))
+    boxes = page.eval_on_selector_all("figure > svg", "all => all.map(s => s.getBoundingClientRect().height)")
     assert min(boxes) > 60
     marks = page.eval_on_selector_all("g.s", "all => all.map(g => g.getBBox().width + g.getBBox().height)")
     assert min(marks) > 0
@@ -525,6 +692,11 @@ def test_in_a_browser(browser, content, tmp_path):
     with open(saved, newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["accuracy"] for row in rows] == values()
+    records = {row["run"]: row for row in report._run_table(content)}
+    for row in rows:
+        for name, value in records[row["run"]].items():
+            exact = float(row[name]) if isinstance(value, float) else row[name]
+            assert exact == (value if isinstance(value, float) else "" if value is None else str(value))
     search.fill("no such thing")
     assert values() == []
 
@@ -542,6 +714,32 @@ def test_in_a_browser(browser, content, tmp_path):
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
     assert complaints == []
     assert all(url.startswith(("file:", "data:", "blob:")) for url in requests), requests
+    page.close()
+
+
+def test_methods_named_on_request_always_stand_on_a_line_of_their_own(browser, content, tmp_path):
+    same = {f"method-{i}": (0.001 * i, -0.01, 0.01, "not distinguishable") for i in range(8)}
+    path = tmp_path / "report.html"
+    words = report._findings(compared(same)) + report._findings(
+        compared({**same, "bad": (-0.1, -0.11, -0.09, "worse")})
+    )
+    path.write_text(report.page(content).replace("</main>", f"<div id='here'>{words}</div></main>"), encoding="utf-8")
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        places = page.eval_on_selector_all(
+            "#here details",
+            """all => all.map(each => {
+                const before = document.createRange();
+                before.setStart(each.parentElement, 0);
+                before.setEndBefore(each);
+                const [own, whole] = [each.getBoundingClientRect(), each.parentElement.getBoundingClientRect()];
+                return [own.left - whole.left, own.top - before.getBoundingClientRect().bottom];
+            })""",
+        )
+        assert len(places) == 2
+        assert all(left == pytest.approx(0, abs=1) and above > -4 for left, above in places)
     page.close()
 
 

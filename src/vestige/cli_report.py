@@ -51,11 +51,22 @@ def write_report(folder: Path, out: Path | None, figures: Path | None, title: st
     if figures is not None:
         make_folder(figures, "figures")
     path.write_text(page.page(content), encoding="utf-8")
-    answers.print(f"wrote {path} ({path.stat().st_size / 1e6:.2f} MB)", markup=False)
+    answers.print(f"wrote {path} ({_size(path.stat().st_size)})", markup=False)
     if figures is not None:
         for line in page.export(content, figures):
             answers.print(line, markup=False)
     return path
+
+
+LARGE = 5_000_000
+"""Bytes beyond which a page is slow to open and refused by mail."""
+
+
+def _size(bytes_: int) -> str:
+    told = f"{bytes_ / 1e6:.2f} MB"
+    if bytes_ <= LARGE:
+        return told
+    return f"{told}, more than the {LARGE / 1e6:g} MB a page should have: compare fewer tasks or budgets in one folder"
 
 
 def _paper(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

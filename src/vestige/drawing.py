@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, isfinite, log10
 from pathlib import Path
 from typing import Any
 
+from vestige.looks import KEY, Look, line, look_of, mark, outline, sample
 from vestige.markup import text
 
 Point = tuple[float, float, float | None, float | None]
 """x, y, and the ends of the interval around y."""
 
-COLOURS = ("#3a3a3a", "#1f6fb4", "#d1601f", "#2b8a4b", "#a83a8f", "#b8860b", "#0b8a94", "#c2334d", "#6a55b8", "#7a5230")
-DASHES = ("", "7 4", "2 3", "9 3 2 3")
-PAINT = "stroke:var(--c);fill:none"
 WIDTH, HEIGHT = 560, 350
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
-
-
 ROW, NAMES = 17, 172
-"""Height of a row and width of its name, in a figure of rows."""
+"""Height of a row, of a legend too, and width of its name, in a figure of rows."""
+FEW, SOME = 12, 8
+"""A line of few points has a mark at each, which says its value; a longer one has about so many, to be known by."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +49,35 @@ class Figure:
 
 
 def svg(figure: Figure, order: Sequence[str], standalone: bool = False) -> str:
-    """The figure as SVG: colours come from the page's style, or are written in for a file of its own."""
-    height, parts = _lying(figure, order) if figure.kind == "rows" else (HEIGHT, _upright(figure, order))
-    colours = "".join(f".c{i}{{--c:{colour}}}" for i, colour in enumerate(COLOURS))
-    style = (
-        f"<style>text{{font:12px sans-serif;fill:#222}}.axis{{stroke:#999}}.grid{{stroke:#e4e4e4}}"
-        f".title{{font-weight:600;font-size:13px}}{colours}</style>"
-        if standalone
-        else ""
+    """The figure as SVG: for the page, whose style has the colours, or for a file, with plain colours and a legend."""
+    looks = [look_of(series.name, order, index, standalone) for index, series in enumerate(figure.series)]
+    height, parts = _lying(figure, looks) if figure.kind == "rows" else (HEIGHT, _upright(figure, looks))
+    if standalone and figure.kind != "rows":
+        height, legend = _legend(figure, looks)
+        parts += legend
+    alone = (
+        f' width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="12" fill="#222">'
+        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
     )
-    ground = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>' if standalone else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="{text(figure.title)}">{style}{ground}{"".join(parts)}</svg>'
+        f'aria-label="{text(figure.title)}"{alone if standalone else ">"}{"".join(parts)}</svg>'
     )
 
 
-def _upright(figure: Figure, order: Sequence[str]) -> list[str]:
+def _legend(figure: Figure, looks: Sequence[Look]) -> tuple[int, list[str]]:
+    """Every series by name, in columns below the plot; and how high the figure is with them."""
+    wide = KEY[0] + 14 + 6.2 * max(len(series.name) for series in figure.series)
+    columns = max(1, int((WIDTH - 2 * RIGHT) / wide))
+    parts = []
+    for index, (series, look) in enumerate(zip(figure.series, looks, strict=True)):
+        x, y = RIGHT + wide * (index % columns), HEIGHT + ROW * (index // columns + 0.5)
+        words = f'<text x="{x + KEY[0] + 4:.1f}" y="{y + 4:.1f}" font-size="11">{text(series.name)}</text>'
+        parts.append(sample(look, x, y, figure.kind == "line") + words)
+    return HEIGHT + ROW * -(-len(looks) // columns) + RIGHT, parts
+
+
+def _upright(figure: Figure, looks: Sequence[Look]) -> list[str]:
     values = [v for s in figure.series for p in s.points for v in (p[1], p[2], p[3]) if v is not None and isfinite(v)]
     xs = [p[0] for s in figure.series for p in s.points]
     low, high = min(values, default=0.0), max(values, default=1.0)
@@ -80,18 +90,16 @@ def _upright(figure: Figure, order: Sequence[str]) -> list[str]:
 
     axes = _Axes(scale_x, scale_y, bottom)
     parts = [_frame(figure, x_ticks, [(scale_y(t), _number(t, figure.percent)) for t in y_ticks])]
-    for index, series in enumerate(figure.series):
-        colour, dash = style_of(series.name, order, index)
-        marks = "".join(_MARKS[figure.kind](figure, index, axes, dash))
-        parts.append(_group(series.name, colour, marks))
+    for index, (series, look) in enumerate(zip(figure.series, looks, strict=True)):
+        parts.append(_group(series.name, look, "".join(_MARKS[figure.kind](figure, index, axes, look))))
     return parts
 
 
-def _group(name: str, colour: int, marks: str) -> str:
-    return f'<g class="s c{colour}" data-series="{text(name)}">{marks}</g>'
+def _group(name: str, look: Look, marks: str) -> str:
+    return f'<g class="s c{look.colour}" data-series="{text(name)}">{marks}</g>'
 
 
-def _lying(figure: Figure, order: Sequence[str]) -> tuple[int, list[str]]:
+def _lying(figure: Figure, looks: Sequence[Look]) -> tuple[int, list[str]]:
     """Names on the left, intervals beside them, a line at zero where zero has a place."""
     ends = [v for s in figure.series for p in s.points for v in p[1:] if v is not None and isfinite(v)]
     if figure.log_x:
@@ -105,22 +113,22 @@ def _lying(figure: Figure, order: Sequence[str]) -> tuple[int, list[str]]:
     def place(value: float) -> float:
         return NAMES + (WIDTH - RIGHT - 8 - NAMES) * (at(value) - low) / ((high - low) or 1.0)
 
-    parts = [f'<text class="title" x="{RIGHT}" y="18">{text(figure.title)}</text>']
+    parts = [_title(figure, RIGHT)]
     for tick in ticks:
-        x, mark = place(tick), "axis" if tick == 0 else "grid"
-        parts.append(f'<line class="{mark}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{base}"/>')
+        x = place(tick)
+        parts.append(_rule("axis" if tick == 0 else "grid", x, x, TOP, base))
         parts.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="middle">{_number(tick, figure.percent)}</text>')
     middle = (NAMES + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{base + 34}" text-anchor="middle">{text(figure.x)}</text>')
-    for index, series in enumerate(figure.series):
+    for index, (series, look) in enumerate(zip(figure.series, looks, strict=True)):
         y, marks = TOP + ROW * (index + 0.5), ""
         for _, value, start, stop in series.points:
             if start is not None and stop is not None:
-                line = f"M{place(start):.1f} {y:.1f}H{place(stop):.1f}"
-                marks += f'<path d="{line}" style="{PAINT}" stroke-width="1.8"/>'
-            marks += _circle(place(value), y, 4, _interval(figure, series.name, value, start, stop), series.hollow)
+                marks += _bar(look, f"M{place(start):.1f} {y:.1f}H{place(stop):.1f}")
+            words = _interval(figure, series.name, value, start, stop)
+            marks += mark(look, place(value), y, 4, words, series.hollow)
         name = f'<text x="{NAMES - 10}" y="{y + 4:.1f}" text-anchor="end">{text(series.name)}</text>'
-        parts.append(_group(series.name, style_of(series.name, order, index)[0], name + marks))
+        parts.append(_group(series.name, look, name + marks))
     return base + BOTTOM, parts
 
 
@@ -129,12 +137,6 @@ def _interval(figure: Figure, name: str, value: float, low: float | None, high: 
     if low is None or high is None:
         return words
     return f"{words} ({_number(low, figure.percent)} to {_number(high, figure.percent)})"
-
-
-def style_of(name: str, order: Sequence[str], index: int) -> tuple[int, str]:
-    """Colour and dash of a series: by the method's place in the order, so that it looks the same everywhere."""
-    place = order.index(name) if name in order else len(order) + index
-    return place % len(COLOURS), DASHES[(place // len(COLOURS)) % len(DASHES)]
 
 
 def _x_axis(figure: Figure, xs: Sequence[float]) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
@@ -175,17 +177,27 @@ def _number(value: float, percent: bool) -> str:
     return f"{100 * value:.4g}%" if percent else f"{value:.6g}" if abs(value) < 1e5 else f"{value:.2g}"
 
 
+def _title(figure: Figure, x: float) -> str:
+    return f'<text class="title" font-weight="600" font-size="13" x="{x}" y="18">{text(figure.title)}</text>'
+
+
+def _rule(kind: str, x1: float, x2: float, y1: float, y2: float) -> str:
+    """A line of the grid or an axis; the page's style paints over the colour that a file has."""
+    colour = {"grid": "#e4e4e4", "axis": "#999"}[kind]
+    return f'<line class="{kind}" stroke="{colour}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
+
+
 def _frame(figure: Figure, x_ticks: Sequence[tuple[float, str]], y_ticks: Sequence[tuple[float, str]]) -> str:
     base = HEIGHT - BOTTOM
-    parts = [f'<text class="title" x="{LEFT}" y="18">{text(figure.title)}</text>']
+    parts = [_title(figure, LEFT)]
     for y, label in y_ticks:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_rule("grid", LEFT, WIDTH - RIGHT, y, y))
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     crowded = len(x_ticks) * max((len(label) for _, label in x_ticks), default=0) * 7 > WIDTH - LEFT - RIGHT
     for index, (x, label) in enumerate(x_ticks):
         if not crowded or index % 2 == 0:
             parts.append(f'<text x="{x:.1f}" y="{base + 16}" text-anchor="middle">{text(label)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
+    parts.append(_rule("axis", LEFT, WIDTH - RIGHT, base, base))
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 10}" text-anchor="middle">{text(figure.x)}</text>')
     y = (TOP + base) / 2
@@ -200,59 +212,59 @@ class _Axes:
     bottom: float
 
 
-def _dots(figure: Figure, index: int, axes: _Axes, dash: str) -> Iterator[str]:
+def _bar(look: Look, path: str) -> str:
+    """An interval, which is never dashed."""
+    return line(replace(look, dash=""), path, 1.6)
+
+
+def _dots(figure: Figure, index: int, axes: _Axes, look: Look) -> Iterator[str]:
     series = figure.series[index]
     room = 0.72 * (WIDTH - LEFT - RIGHT) / max(1, len(figure.categories))
     shift = room * ((index + 0.5) / len(figure.series) - 0.5)
     for x, y, low, high in series.points:
         px = axes.x(x) + shift
         if low is not None and high is not None:
-            yield (
-                f'<path d="M{px:.1f} {axes.y(low):.1f}V{axes.y(high):.1f}M{px - 3:.1f} {axes.y(low):.1f}h6'
-                f'M{px - 3:.1f} {axes.y(high):.1f}h6" style="{PAINT}" stroke-width="1.6"/>'
-            )
-        yield _circle(px, axes.y(y), 4, _interval(figure, series.name, y, low, high))
+            ends = f"M{px - 3:.1f} {axes.y(low):.1f}h6M{px - 3:.1f} {axes.y(high):.1f}h6"
+            yield _bar(look, f"M{px:.1f} {axes.y(low):.1f}V{axes.y(high):.1f}{ends}")
+        yield mark(look, px, axes.y(y), 4, _interval(figure, series.name, y, low, high))
 
 
-def _line(figure: Figure, index: int, axes: _Axes, dash: str) -> Iterator[str]:
+def _line(figure: Figure, index: int, axes: _Axes, look: Look) -> Iterator[str]:
     series = figure.series[index]
-    path = "L".join(f"{axes.x(x):.1f} {axes.y(y):.1f}" for x, y, _, _ in series.points if isfinite(y))
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    yield f'<path d="M{path}" style="{PAINT}" stroke-width="1.9"{dashes}><title>{text(series.name)}</title></path>'
-    if len(series.points) <= 12:
-        for x, y, _, _ in series.points:
-            yield _circle(axes.x(x), axes.y(y), 3, f"{series.name}: {_number(y, figure.percent)}")
+    places = [(axes.x(x), axes.y(y), y) for x, y, _, _ in series.points if isfinite(y)]
+    if not places:
+        return
+    yield line(look, "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in places), 1.9, series.name)
+    if len(places) <= FEW:
+        for x, y, value in places:
+            yield mark(look, x, y, 3, f"{series.name}: {_number(value, figure.percent)}")
+    else:
+        shapes = "".join(outline(look, x, y, 3) for x, y, _ in places[_marked(index, len(places))])
+        yield f'<path d="{shapes}" style="fill:{look.ink}"/>'
 
 
-def _circle(x: float, y: float, radius: int, words: str, hollow: bool = False) -> str:
-    paint = "fill:var(--paper,#fff);stroke:var(--c);stroke-width:1.8" if hollow else "fill:var(--c)"
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" style="{paint}"><title>{text(words)}</title></circle>'
+def _marked(index: int, count: int) -> slice:
+    """Which points of a line have a mark: not those of its neighbours, where there is a choice."""
+    step = -(-count // SOME) if count > FEW else 1
+    return slice(index % step, None, step)
 
 
 _MARKS = {"dots": _dots, "line": _line}
+INCHES, LETTER = 6.4, 0.05
+"""Width of a PNG and of a letter of its legend."""
 
 
 def png(figure: Figure, order: Sequence[str], path: Path) -> None:
     from matplotlib import pyplot
 
-    canvas, axes = pyplot.subplots(figsize=(6.4, 4.0), dpi=200)
-    count = len(figure.series)
+    count, rows = len(figure.series), figure.kind == "rows"
+    columns = max(1, int(INCHES / (0.55 + LETTER * max(len(series.name) for series in figure.series))))
+    below = 0.0 if rows else 0.13 * -(-count // columns)
+    size = (INCHES, max(4.0, 1.0 + 0.13 * count) if rows else 4.0 + below)
+    canvas, axes = pyplot.subplots(figsize=size, dpi=200, layout="constrained")
     for index, series in enumerate(figure.series):
-        colour, dash = style_of(series.name, order, index)
-        xs, ys = [p[0] for p in series.points], [p[1] for p in series.points]
-        paint: dict[str, Any] = {"color": COLOURS[colour], "label": series.name}
-        if figure.kind == "rows":
-            _png_row(axes, index, series, COLOURS[colour])
-        elif figure.kind == "dots":
-            shift = 0.7 * ((index + 0.5) / count - 0.5)
-            spread = [
-                [p[1] - p[2] if p[2] is not None else 0.0 for p in series.points],
-                [p[3] - p[1] if p[3] is not None else 0.0 for p in series.points],
-            ]
-            axes.errorbar([x + shift for x in xs], ys, yerr=spread, fmt="o", markersize=4, capsize=2, **paint)
-        else:
-            axes.plot(xs, ys, linestyle="--" if dash else "-", linewidth=1.5, **paint)
-    if figure.kind == "rows":
+        _PNG_MARKS[figure.kind](axes, figure, index, look_of(series.name, order, index, literal=True))
+    if rows:
         axes.set_yticks(range(count), [series.name for series in figure.series], fontsize=6)
         axes.invert_yaxis()
         if not figure.log_x:
@@ -261,16 +273,48 @@ def png(figure: Figure, order: Sequence[str], path: Path) -> None:
         axes.set_xticks(range(len(figure.categories)), figure.categories)
     if figure.log_x:
         axes.set_xscale("log")
-    axes.set(title=figure.title, xlabel=figure.x, ylabel=figure.y)
-    if figure.kind != "rows":
-        axes.legend(fontsize=6)
-    canvas.tight_layout()
+    axes.set(xlabel=figure.x, ylabel=figure.y)
+    canvas.suptitle(figure.title, fontsize=10)
+    if not rows:
+        canvas.legend(loc="outside lower center", ncols=columns, fontsize=6, handlelength=4, frameon=False)
     canvas.savefig(path)
     pyplot.close(canvas)
 
 
-def _png_row(axes: Any, index: int, series: Series, colour: str) -> None:
+def _png_row(axes: Any, figure: Figure, index: int, look: Look) -> None:
+    series = figure.series[index]
     for _, value, low, high in series.points:
         ends = [[value - low], [high - value]] if low is not None and high is not None else None
-        inside = "white" if series.hollow else colour
-        axes.errorbar([value], [index], xerr=ends, fmt="o", markersize=4, color=colour, markerfacecolor=inside)
+        inside = look.paper if series.hollow else look.ink
+        axes.errorbar([value], [index], xerr=ends, fmt=look.shape, markersize=4, color=look.ink, markerfacecolor=inside)
+
+
+def _png_dots(axes: Any, figure: Figure, index: int, look: Look) -> None:
+    points = figure.series[index].points
+    shift = 0.7 * ((index + 0.5) / len(figure.series) - 0.5)
+    spread = [
+        [y - low if low is not None else 0.0 for _, y, low, _ in points],
+        [high - y if high is not None else 0.0 for _, y, _, high in points],
+    ]
+    xs, ys = [p[0] + shift for p in points], [p[1] for p in points]
+    name = figure.series[index].name
+    axes.errorbar(xs, ys, yerr=spread, fmt=look.shape, markersize=4, capsize=2, color=look.ink, label=name)
+
+
+def _png_line(axes: Any, figure: Figure, index: int, look: Look) -> None:
+    series = figure.series[index]
+    marked = _marked(index, len(series.points))
+    axes.plot(
+        [p[0] for p in series.points],
+        [p[1] for p in series.points],
+        color=look.ink,
+        label=series.name,
+        linestyle=(0, [float(part) / 2 for part in look.dash.split()]) if look.dash else "-",
+        linewidth=1.5,
+        marker=look.shape,
+        markersize=3.5,
+        markevery=(marked.start, marked.step),
+    )
+
+
+_PNG_MARKS = {"dots": _png_dots, "line": _png_line, "rows": _png_row}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from vestige.drawing import Figure, Point, Series
@@ -22,7 +24,22 @@ def figures(content: Content) -> list[Figure]:
         _weights_by_lag,
         _pictures,
     ]
-    return [figure for make in makers for figure in make(content) if figure.series]
+    return _named_apart(figure for make in makers for figure in make(content) if figure.series)
+
+
+LONGEST = 120
+"""Letters of a figure's key: file systems end at 255."""
+
+
+def _named_apart(drawn: Iterable[Figure]) -> list[Figure]:
+    """Every key as the name of a file on any system; a key that is taken gets a number."""
+    named: dict[str, Figure] = {}
+    for figure in drawn:
+        slug = re.sub(r"[^a-z0-9]+", "-", figure.key.lower())[:LONGEST].strip("-")
+        tries = (slug if turn == 1 else f"{slug}-{turn}" for turn in count(1))
+        key = next(each for each in tries if each not in named)
+        named[key] = replace(figure, key=key)
+    return list(named.values())
 
 
 Curves = dict[str, dict[float, list[float]]]
@@ -48,7 +65,7 @@ def _differences(content: Content) -> Iterable[Figure]:
         )
         title = f"{task} at {budget}, {STAGES[rate]}: difference from {baseline}"
         axis = "difference in test accuracy, 95% interval"
-        yield Figure(_slug(f"difference-{task}-{budget}-{rate}"), title, axis, "", series, "rows", percent=True)
+        yield Figure(f"difference-{task}-{budget}-{rate}", title, axis, "", series, "rows", percent=True)
 
 
 def _accuracy_by_budget(content: Content) -> Iterable[Figure]:
@@ -124,7 +141,7 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
     for (task, budget, stage), found in _in_order(cells):
         where = "validation accuracy" if stage == "tuning" else f"{STAGES[stage]}, test accuracy"
         series, title = _drawn(content, found, _mean), f"{task} at {budget}: {where} by step"
-        yield Figure(_slug(f"steps-{task}-{budget}-{stage}"), title, "step", "accuracy", series, percent=True)
+        yield Figure(f"steps-{task}-{budget}-{stage}", title, "step", "accuracy", series, percent=True)
 
 
 def _accuracy_by_epsilon(content: Content) -> Iterable[Figure]:
@@ -138,7 +155,7 @@ def _accuracy_by_epsilon(content: Content) -> Iterable[Figure]:
                 by_method.setdefault(run["label"], {}).setdefault(spent, []).append(accuracy)
     for (task, budget, stage), found in _in_order(cells):
         series, title = _drawn(content, found, _mean), f"{task} at {budget}: {STAGES[stage]}, test accuracy by epsilon"
-        key = _slug(f"spent-{task}-{budget}-{stage}")
+        key = f"spent-{task}-{budget}-{stage}"
         yield Figure(key, title, "epsilon spent so far", "accuracy", series, percent=True)
 
 
@@ -155,7 +172,7 @@ def _accuracy_by_rate(content: Content) -> Iterable[Figure]:
     label = "learning rate" if absolute else "learning rate, as a multiple of the automatic one"
     for (task, budget), found in _in_order(cells):
         series, title = _drawn(content, found, max), f"{task} at {budget}: validation accuracy over the grid"
-        key = _slug(f"rates-{task}-{budget}")
+        key = f"rates-{task}-{budget}"
         yield Figure(key, title, label, "validation accuracy", series, log_x=True, percent=True)
 
 
@@ -176,7 +193,7 @@ def _costs(content: Content) -> Iterable[Figure]:
             means = {name: _mean(found[name]) for name in names(content) if name in found}
             series = tuple(Series(name, ((0.0, mean, None, None),)) for name, mean in means.items())
             wide = bool(means) and max(means.values()) > WIDE * min(means.values()) > 0
-            yield Figure(_slug(f"{key}-{task}"), f"{task}: {title}", label, "", series, "rows", log_x=wide)
+            yield Figure(f"{key}-{task}", f"{task}: {title}", label, "", series, "rows", log_x=wide)
 
 
 def _last_finals(content: Content) -> dict[tuple[str, str], Mapping[str, Any]]:
@@ -201,7 +218,7 @@ def _weights_by_lag(content: Content) -> Iterable[Figure]:
                 points = tuple((float(lag), value, None, None) for lag, value in enumerate(weights[-1][1], 1))
                 series.append(Series(name, points))
         title = f"{task}: how much each past release weighs at the end"
-        yield Figure(_slug(f"weights-{task}"), title, "lag (steps ago)", "weight in the memory", tuple(series))
+        yield Figure(f"weights-{task}", title, "lag (steps ago)", "weight in the memory", tuple(series))
 
 
 PICTURES = {
@@ -229,7 +246,7 @@ def _pictures(content: Content) -> Iterable[Figure]:
                 values = runs.get((task, name), {}).get("pictures", {}).get(key) or []
                 series += _lines(name, values)
             words = PICTURES.get(key, key.replace("_", " "))
-            yield Figure(_slug(f"{key}-{task}"), f"{task}: {words} over time", "step", words, _filled(series))
+            yield Figure(f"{key}-{task}", f"{task}: {words} over time", "step", words, _filled(series))
 
 
 def _lines(name: str, values: Sequence[Sequence[Any]]) -> list[Series]:
@@ -246,7 +263,3 @@ def _lines(name: str, values: Sequence[Sequence[Any]]) -> list[Series]:
         )
         made.append(Series(f"{name}, layer {index + 1}", points))
     return made
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -7,8 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from vestige.drawing import Figure, png, style_of, svg
-from vestige.markup import items, table, text
+from vestige.drawing import Figure, png, svg
+from vestige.looks import key, look_of
+from vestige.markup import ALIGNED, items, table, text
 from vestige.pictures import figures
 from vestige.report_privacy import privacy
 from vestige.report_words import STAGES, Content, budget_of, names, tasks
@@ -47,16 +48,16 @@ def page(content: Content) -> str:
     links = "".join(f'<a href="#{key}">{text(title)}</a>' for key, title, _ in sections)
     body = "".join(f'<section id="{key}"><h2>{text(title)}</h2>{inner}</section>' for key, title, inner in sections)
     chips = "".join(
-        f'<button class="chip c{style_of(name, order, 0)[0]}" data-series="{text(name)}" aria-pressed="true">'
-        f"<i></i>{text(name)}</button>"
-        for name in order
+        f'<button class="chip c{look.colour}" data-series="{text(name)}" aria-pressed="true">{key(look)}'
+        f"{text(name)}</button>"
+        for name, look in ((name, look_of(name, order)) for name in order)
     )
     asset = resources.files("vestige") / "data"
     style, script = (asset / "report.css").read_text(), (asset / "report.js").read_text()
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f'<link rel="icon" href="data:,"><title>{text(content["title"])}</title><style>{style}</style></head>'
+        f'<link rel="icon" href="data:,"><title>{text(content["title"])}</title><style>{style}{ALIGNED}</style></head>'
         f"<body><header><h1>{text(content['title'])}</h1>{_facts(content)}<nav>{links}</nav>"
         f'<div class="chips" role="group" aria-label="methods shown">{chips}</div></header><main>{body}</main>'
         f"<footer>Written by vestige from {len(content['records'])} records. Every figure and table on this page is "
@@ -155,9 +156,9 @@ def _panels(drawn: Sequence[Figure], order: Sequence[str]) -> str:
 def _legend(figure: Figure, order: Sequence[str]) -> str:
     """Names of the series that are no methods, such as layers; methods are named once, at the top of the page."""
     keys = [
-        f'<span class="c{style_of(series.name, order, index)[0]}"><i></i>{text(series.name)}</span>'
-        for index, series in enumerate(figure.series)
-        if series.name not in order
+        f'<span class="c{look.colour}">{key(look)}{text(name)}</span>'
+        for name, look in ((each.name, look_of(each.name, order, index)) for index, each in enumerate(figure.series))
+        if name not in order
     ]
     return f'<figcaption class="keys">{"".join(keys)}</figcaption>' if keys else ""
 

@@ -24,6 +24,7 @@ document.querySelectorAll("table").forEach((table) => {
       table.tBodies[0].append(...rows);
     });
   });
+  table.querySelectorAll("td").forEach((cell) => { cell.dataset.v ??= cell.textContent; });
   count(table);
 });
 document.querySelectorAll("input[type=search]").forEach((input) => {
