@@ -222,6 +222,7 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
         (["reproduce", "fo-tabel3"], "did you mean 'fo-table3'"),
         (["reproduce", "fo-table3", "--small"], "--data is missing"),
         ([*TRAIN, "--log-to", "paper:x"], "--log-to='paper:x'"),
+        ([*TRAIN, "--nonprivate-logs"], "--nonprivate-logs goes with --log-to"),
         ([*TRAIN, "--augment", "4"], "--augment=4 flips and crops images"),
         (
             ["account", "--sample-rate", "0.1", "--steps", "10", "--method", "dp-sgd"],

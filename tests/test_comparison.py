@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vestige import accounting, comparison, experiments, performing, planning, tasks
+from vestige import accounting, comparison, experiments, performing, planning, presets, tasks
+from vestige.cli_filling import check_place, check_tasks
 from vestige.comparison import Budget, Contender, Problem, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
 from vestige.comparison_verification import verify_comparison
@@ -355,6 +356,23 @@ def test_what_breaks_a_stack_is_recorded_with_the_run_it_belongs_to(tmp_path, mo
     monkeypatch.setattr(performing, "start", breaks)
     failed = experiments.compare(tmp_path / "e", replace(TINY, rates=("auto",))).records().values()
     assert all("does not fit in memory" in record["error"] for record in failed)
+
+
+def test_a_helper_with_wrong_data_is_refused_before_it_fails_anything(tmp_path):
+    with pytest.raises(ValueError, match="nowhere"):
+        check_tasks(replace(TINY, problems=(Problem("mnist-mlp", str(tmp_path)),)), str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="--data is missing"):
+        check_tasks(replace(TINY, problems=(Problem("mnist-mlp", None),)))
+
+
+def test_a_preset_about_seconds_is_continued_one_run_after_another(tmp_path):
+    assert not presets.timed_in(tmp_path)
+    for name, timed in (("fo-table1", True), ("fo-table3", False), ("gone", False)):
+        (tmp_path / "preset.json").write_text(json.dumps({"preset": name, "small": True}))
+        assert presets.timed_in(tmp_path) is timed
+    with pytest.raises(ValueError, match="leave --workers"):
+        check_place("local", None, 2, "auto", alone=True)
+    check_place("local", None, 1, "auto", alone=True)
 
 
 def test_other_data_are_not_mixed_in(tmp_path, monkeypatch):

@@ -51,6 +51,20 @@ def test_a_run_logs_releases_and_keeps_its_guarantee(fake, tmp_path):
     assert json.loads(made.stdout)["epsilon"] is not None
 
 
+def test_a_run_that_is_continued_may_log_again(fake, tmp_path, monkeypatch):
+    def breaks(self, step, values):
+        raise RuntimeError("the board is gone")
+
+    monkeypatch.setattr(fake, "log", breaks)
+    words = ["--log-to", "tensorboard:board"]
+    assert CliRunner().invoke(cli.app, [*BASE, "--out", str(tmp_path / "r"), *words]).exit_code != 0
+    monkeypatch.undo()
+    monkeypatch.setitem(sinks.SINKS, "tensorboard", Fake)
+    made = CliRunner().invoke(cli.app, ["train", "--resume", str(tmp_path / "r"), "--json", *words])
+    assert made.exit_code == 0, made.output
+    assert fake.made[-1].rows[-1][0] == 3
+
+
 def test_nonprivate_logs_void_the_guarantee(fake, tmp_path):
     arguments = [*BASE, "--out", str(tmp_path / "r"), "--log-to", "tensorboard:board", "--nonprivate-logs"]
     made = CliRunner().invoke(cli.app, arguments)

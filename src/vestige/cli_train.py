@@ -121,7 +121,7 @@ def train(
     from vestige.run_folder import RunFolder
 
     if resume is not None:
-        refuse_others(context, ("resume", "as_json"), "a run continues with the options it was started with")
+        refuse_others(context, ("resume", "log_to", "as_json"), "a run continues with the options it was started with")
         folder = RunFolder(resume)
         job = load(folder)
         if folder.result() is not None:
@@ -158,6 +158,8 @@ def train(
             nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
             nonprivate_logs=nonprivate_logs,
         )
+    if nonprivate_logs and not log_to:
+        raise ValueError("--nonprivate-logs goes with --log-to: it voids the guarantee, and there is nowhere to log")
     sinks.check(log_to or [])
     path = resume or out or Path("runs") / f"{Path(task).stem}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
     loaded, training = start(job, path, resume=resume is not None)
