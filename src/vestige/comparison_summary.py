@@ -60,5 +60,6 @@ def _price_line(rows: Sequence[dict[str, Any]], named: bool) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    least, most = f"{min(values):.3g}", f"{max(values):.3g}"
-    return least if least == most else f"{least} to {most}"
+    """Both ends, or the upper one where they are one to a percent."""
+    least, most = min(values), max(values)
+    return f"{most:.3g}" if most <= 1.01 * least else f"{least:.3g} to {most:.3g}"
