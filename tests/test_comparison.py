@@ -52,6 +52,7 @@ def fake(run: Run, accuracy: float, **more):
         "seconds": 1.0,
         "memory_mb": 1.0,
         "stacked": 1,
+        "noise": "secret",
         "curve": [],
         "pictures": {},
         "charged": [],
@@ -601,7 +602,7 @@ FORGERIES = {
     "another run": (lambda record: record["run"].update(seed=77), "hash"),
     "noise that was known": (lambda record: record.update(noise="seeded"), "noise was seeded"),
     "shuffled data": (lambda record: record.update(sampling="shuffled"), "states epsilon"),
-    "no charges": (lambda record: record.pop("charged"), "cannot be priced"),
+    "no charges": (lambda record: record.pop("charged"), "'charged'"),
     "half a file": (None, "JSONDecodeError"),
 }
 
@@ -658,3 +659,156 @@ def test_verify_knows_a_comparison_from_a_run(compared, tmp_path):
     assert json.loads(out)["wrong"] == {path.stem: json.loads(out)["wrong"][path.stem]}
     assert f"runs/{path.name}: states epsilon 0.1" in errors
     assert "NOT VERIFIED: 1 records do not hold" in errors
+
+
+# --- what is no part of a comparison ---------------------------------------------------------------------------------
+
+AUTO = replace(TINY, rates=("auto",), seeds=(0,), budgets=(Budget("epsilon", 3.0),), steps=2)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two final runs of two steps."""
+    return experiments.compare(tmp_path_factory.mktemp("small") / "c", AUTO)
+
+
+def _command(*words):
+    done = subprocess.run([sys.executable, "-m", "vestige.cli", *words], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def _specified(change):
+    content = json.loads(json.dumps({"version": comparison.VERSION, "specification": AUTO.to_json()}))
+    change(content["specification"])
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"version": 2}, "the specification is None"),
+        ({"version": 2, "specification": {}}, "lacks its part 'problems'"),
+        (
+            _specified(lambda spec: spec["problems"][0].update(colour="red")),
+            r"problems\[0\] has an unknown part 'colour'",
+        ),
+        (_specified(lambda spec: spec["budgets"][0].update(value="3")), r"budgets\[0\]: value is '3', not a number"),
+        (_specified(lambda spec: spec.update(seeds="012")), "seeds is '012', not a list"),
+        (_specified(lambda spec: spec.update(steps=True)), "steps is True, not a whole number"),
+        (_specified(lambda spec: spec.update(tune=[])), r"tune is \[\], not an object"),
+        (_specified(lambda spec: spec.update(reproducible="no")), "reproducible is 'no', not true or false"),
+        (_specified(lambda spec: spec.update(baseline=None)), "baseline is None, not text"),
+    ],
+)
+def test_a_specification_that_is_none_is_refused_in_a_line(tmp_path, content, words):
+    (tmp_path / "spec.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words) as told:
+        ComparisonFolder(tmp_path).specification()
+    assert str(tmp_path / "spec.json") in str(told.value)
+
+
+def test_every_command_says_in_a_line_that_a_specification_is_none(tmp_path):
+    (tmp_path / "spec.json").write_text('{"version": 2}')
+    for words in (["compare", "--resume"], ["report"], ["verify"]):
+        code, _, errors = _command(*words, str(tmp_path))
+        assert (code, errors.count("\n")) == (2, 1), errors
+        assert "spec.json cannot be read" in errors
+
+
+UNMADE = {
+    "nothing but a name": (
+        lambda record: [record.pop(key) for key in list(record) if key not in ("version", "id")],
+        "run",
+    ),
+    "no accuracy": (lambda record: record.update(accuracy=None), "'accuracy' is None"),
+    "no learning rate": (lambda record: record.pop("lr"), "'lr' is 'missing'"),
+    "half a run": (lambda record: record["run"].pop("steps"), "lacks its part 'steps'"),
+    "no run": (lambda record: record.update(run=None), "its run is None"),
+    "the run of another": (lambda record: record["run"].update(seed=77), "not the hash"),
+    "another name": (lambda record: record.update(id="0" * 20), "not the hash"),
+    "another end": (lambda record: record.update(status="superseded"), "neither done nor failed"),
+    "a failure without a line": (lambda record: record.update(status="failed"), "'error' is 'missing'"),
+    "no question": (lambda record: record.update(charged=[{"count": 2}]), "unknown kind of question"),
+    "half a question": (lambda record: record["charged"][0].pop("rate"), "no question with its count"),
+    "a question never asked": (lambda record: record["charged"][0].update(count=0), "count=0"),
+}
+
+
+@pytest.mark.parametrize("damage", UNMADE)
+def test_a_record_that_no_table_can_be_made_of_is_left_out_and_made_again(small, tmp_path, damage):
+    copy = ComparisonFolder(shutil.copytree(small.path, tmp_path / "c"))
+    change, told = UNMADE[damage]
+    victim = min(copy.runs.iterdir())
+    record = json.loads(victim.read_text())
+    change(record)
+    victim.write_text(json.dumps(record))
+    assert victim.stem not in copy.records()
+    assert told in copy.unreadable[victim.name]
+    assert told in verify_comparison(copy.path).wrong[victim.name]
+    again = experiments.compare(copy.path)
+    assert (len(again.records()), again.unreadable) == (2, {})
+
+
+def test_a_report_leaves_out_what_it_cannot_read_and_refuses_a_preset_that_is_none(small, tmp_path):
+    copy = ComparisonFolder(shutil.copytree(small.path, tmp_path / "c"))
+    victim = min(copy.runs.iterdir())
+    victim.write_text(json.dumps({"version": 2, "id": victim.stem, "status": "done"}))
+    assert _command("report", str(copy.path))[0] == 0
+    assert victim.name in (copy.path / "report.html").read_text()
+    (copy.path / "preset.json").write_text("{}")
+    code, _, errors = _command("report", str(copy.path))
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "preset.json names no preset" in errors
+
+
+STRANGERS = {
+    "longer": {"steps": 3},
+    "of another label": {"contenders": (Contender("stranger", "dp-sgd"),)},
+    "with other options": {"contenders": (Contender("fo", "fo-dp-sgd", {"beta": 0.5}),)},
+    "on another seed": {"seeds": (5,)},
+    "at another budget": {"budgets": (Budget("epsilon", 4.0),)},
+    "at a given rate": {"rates": ("given",), "lr": 1.0},
+    "with known noise": {"reproducible": True},
+    "in parts": {"physical_batch": 8},
+    "at another delta": {"delta": 1e-6},
+    "on another task": {"problems": (Problem("mnist-mlp"),)},
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_records_of_another_comparison_are_left_out_and_named(small, tmp_path, stranger):
+    copy = ComparisonFolder(shutil.copytree(small.path, tmp_path / "c"))
+    other = replace(AUTO, **STRANGERS[stranger])
+    run = comparison.due(other, experiments.grid_of(other), {})[0]
+    copy.keep(fake(run, 0.5))
+    assert len(copy.records()) == 2
+    assert "no run of this comparison" in copy.unreadable[f"{run.id}.json"]
+    assert "foreign" in verify_comparison(copy.path).wrong[f"{run.id}.json"]
+
+
+def test_runs_with_their_curve_and_at_rates_that_lost_are_no_strangers(tmp_path):
+    spec = replace(TINY, seeds=(0,), budgets=(Budget("epsilon", 3.0),))
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(spec)
+    grid = experiments.grid_of(spec)
+    tuning = {run.id: fake(run, run.factor) for run in comparison.tuning_runs(spec, grid)}
+    finals = [run for run in comparison.final_runs(spec, grid, tuning) if run.stage == "tuned"]
+    kept = [
+        replace(finals[0], evaluations=20),
+        replace(finals[1], factor=0.5),  # of a trial that won before
+        *comparison.tuning_runs(spec, grid),
+    ]
+    for run in kept:
+        home.keep(fake(run, 0.5))
+    home.keep(fake(replace(finals[1], factor=0.3), 0.5))
+    assert set(home.records()) == {run.id for run in kept}
+    assert len(home.unreadable) == 1
+
+
+def test_a_folder_without_a_specification_takes_every_record(tmp_path):
+    pool = ComparisonFolder(tmp_path)
+    pool.runs.mkdir()
+    runs = [comparison.due(each, experiments.grid_of(each), {})[0] for each in (AUTO, replace(AUTO, steps=3))]
+    for run in runs:
+        pool.keep(fake(run, 0.5))
+    assert set(pool.records()) == {run.id for run in runs}

@@ -12,14 +12,32 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vestige.comparison import VERSION, Record, Run, Specification
+from vestige.comparison import VALIDATION, VERSION, Record, Run, Specification, belongs, kinds, trials
 from vestige.files import make_folder, read_json, write_json
+from vestige.questions import Question
+from vestige.registry import METHODS
 
 STALE = 120.0
 """Seconds without a sign of life after which another process may take a claimed run over."""
 BEAT = 15.0
 ATTEMPTS = 3
 """A run whose process died this often is recorded as failed: most likely it does not fit in memory."""
+
+NUMBER = int | float
+MAYBE = int | float | None
+FAILED: dict[str, Any] = {"error": str}
+DONE: dict[str, Any] = {
+    "epsilon": MAYBE,
+    "lr": MAYBE,
+    "noise_multiplier": MAYBE,
+    "seconds": MAYBE,
+    "memory_mb": MAYBE,
+    "stacked": int,
+    "noise": str,
+    "charged": list,
+    "pictures": dict,
+}
+"""What tables, prices and pages take from the record of a failed or a finished run, beside its accuracy."""
 
 
 class ComparisonFolder:
@@ -30,6 +48,7 @@ class ComparisonFolder:
         self.runs, self.claims = self.path / "runs", self.path / "claims"
         self._seen: dict[str, Record] = {}
         self.unreadable: dict[str, str] = {}
+        self._members: tuple[Specification, frozenset[str]] | None = None
 
     def create(self, specification: Specification) -> None:
         """Start a comparison here, or continue the very same one."""
@@ -58,25 +77,39 @@ class ComparisonFolder:
                 f"{path} was written by another version of vestige (format {version}, this one reads {VERSION}): "
                 f"use that version, or start a new folder"
             )
-        return Specification.from_json(content["specification"])
+        try:
+            return Specification.from_json(content.get("specification"))
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}; restore a copy, or start a new folder") from error
 
     def records(self) -> dict[str, Record]:
-        """Every finished run, by id. A torn or foreign record is left out, and named in `unreadable`."""
+        """Every finished run of this comparison, by id. A torn or foreign record is left out, named in `unreadable`."""
         for path in sorted(self.runs.glob("*.json")):
             if path.stem in self._seen or path.name.startswith("."):
                 continue
             try:
                 record = json.loads(path.read_text())
-                if record["version"] != VERSION:
-                    raise ValueError(f"format {record['version']}, this version reads {VERSION}")
-                if record["id"] != path.stem or record["status"] not in ("done", "failed"):
-                    raise ValueError("not the record that its name says")
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                self.unreadable[path.name] = f"{type(error).__name__}: {error}"
+                self._check(_described(record, path.stem))
+            except (OSError, ValueError) as error:
+                self.unreadable[path.name] = (
+                    str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+                )
                 continue
             self.unreadable.pop(path.name, None)
             self._seen[path.stem] = record
         return dict(self._seen)
+
+    def _check(self, run: Run) -> None:
+        """Refuse a run that this comparison never needs; a folder without a specification is a pool and takes all."""
+        if self._members is None and (self.path / "spec.json").exists():
+            specification = self.specification()
+            grid = trials(specification, {name: entry.options for name, entry in METHODS.items()})
+            self._members = specification, kinds(specification, grid)
+        if self._members is not None and not belongs(run, *self._members):
+            raise ValueError(
+                f"foreign: {run.label} on {run.task}, {run.budget}, {run.stage}, {run.steps} steps, seed {run.seed} is "
+                f"no run of this comparison"
+            )
 
     def keep(self, record: Record) -> None:
         """Make a record durable. If another process finished the same run first, its record stands."""
@@ -141,6 +174,40 @@ class ComparisonFolder:
         finally:
             done.set()
             thread.join()
+
+
+def _described(record: Any, name: str) -> Run:
+    """The run that a record is about; ValueError says why it is none that a table could be made of."""
+    if not isinstance(record, dict):
+        raise ValueError("not a record")
+    if record.get("version") != VERSION:
+        raise ValueError(f"format {record.get('version')}, this version reads {VERSION}")
+    run = Run.from_json(record.get("run"))
+    if record.get("id") != name or run.id != name:
+        raise ValueError("its name is not the hash of the run that it describes")
+    if record.get("status") not in ("done", "failed"):
+        raise ValueError(f"status is {record.get('status')!r}, neither done nor failed")
+    needed = (
+        FAILED
+        if record["status"] == "failed"
+        else {**DONE, VALIDATION if run.stage == "tuning" else "accuracy": NUMBER}
+    )
+    for key, kind in needed.items():
+        if key not in record or not isinstance(record[key], kind):
+            raise ValueError(f"its part {key!r} is {record.get(key, 'missing')!r}")
+    for row in record.get("charged", ()):
+        _check_charge(row)
+    return run
+
+
+def _check_charge(row: Any) -> None:
+    try:
+        Question.from_json(row)
+        right = row["count"] > 0
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"charged: {row!r} is no question with its count ({type(error).__name__}: {error})") from error
+    if not right:
+        raise ValueError(f"charged: count={row['count']} must be positive")
 
 
 def _claim_of(path: Path) -> dict[str, Any] | None:
