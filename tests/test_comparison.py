@@ -9,12 +9,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from vestige import accounting, comparison, experiments, performing, planning, tasks
+from vestige import accounting, comparison, comparison_folder, experiments, performing, planning, tasks
 from vestige.comparison import Budget, Contender, Problem, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
 from vestige.comparison_verification import verify_comparison
@@ -469,24 +470,38 @@ def test_an_unknown_method_or_engine_is_refused(tmp_path):
         experiments.compare(tmp_path / "c", TINY, workers=0)
 
 
+def _ended():
+    """The number of a process that is no more."""
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead.wait()
+    return dead.pid
+
+
+def _kill(home, run, **more):
+    """Make the last claim of a run that of a process that is no more."""
+    claim = max(home.claims.glob(f"{run.id}*"), key=lambda path: int(path.suffix[1:] or 1))
+    claim.write_text(json.dumps({**json.loads(claim.read_text()), "pid": _ended(), **more}))
+    return claim
+
+
 def test_claims_are_exclusive_and_dead_ones_are_taken_over(tmp_path):
     home = ComparisonFolder(tmp_path / "c")
     home.create(TINY)
     run = next(comparison.tuning_runs(TINY, experiments.grid_of(TINY)))
-    assert home.claim(run) == 1
+    assert home.claim(run) == 0
     assert ComparisonFolder(home.path).claim(run) is None
-    dead = subprocess.Popen([sys.executable, "-c", "pass"])
-    dead.wait()
-    claim = home.claims / run.id
-    content = json.loads(claim.read_text())
-    for attempt in range(2, ATTEMPTS + 2):
-        claim.write_text(json.dumps({**json.loads(claim.read_text()), "pid": dead.pid}))
-        assert home.claim(run) == attempt
-    claim.write_text(json.dumps({**content, "host": "elsewhere"}))
+    for deaths in range(1, ATTEMPTS + 1):
+        home.begin([run])
+        _kill(home, run)
+        assert home.claim(run) == deaths
+        assert ComparisonFolder(home.path).claim(run) is None
+    claim = _kill(home, run, host="elsewhere")
     assert home.claim(run) is None
     os.utime(claim, (time.time() - 10_000, time.time() - 10_000))
-    assert home.claim(run) == 2
-    claim.write_text("")  # a claim torn at birth is judged by its age alone
+    assert home.claim(run) == ATTEMPTS
+    home.release(run)
+    assert not list(home.claims.iterdir())
+    (home.claims / run.id).write_text("")  # a claim torn at birth is judged by its age alone
     assert home.claim(run) is None
 
 
@@ -494,16 +509,16 @@ def test_a_run_whose_process_keeps_dying_is_recorded_as_failed(tmp_path):
     spec = replace(TINY, rates=("auto",), seeds=(0,), budgets=(Budget("epsilon", 3.0),))
     home = ComparisonFolder(tmp_path / "c")
     home.create(spec)
-    dead = subprocess.Popen([sys.executable, "-c", "pass"])
-    dead.wait()
     run = comparison.due(spec, experiments.grid_of(spec), {})[0]
     home.claim(run)
-    claim = home.claims / run.id
-    claim.write_text(json.dumps({**json.loads(claim.read_text()), "pid": dead.pid, "attempt": ATTEMPTS}))
+    home.begin([run])
+    _kill(home, run, deaths=ATTEMPTS - 1)
     experiments.compare(home.path)
     records = ComparisonFolder(home.path).records()
-    assert "does not fit in memory" in records[run.id]["error"]
+    assert "died 3 times while making it alone (killed, or out of memory)" in records[run.id]["error"]
+    assert "--retry" in records[run.id]["error"]
     assert len(records) == 2
+    assert not list(home.claims.iterdir())
 
 
 SCRIPT = """
@@ -812,3 +827,130 @@ def test_a_folder_without_a_specification_takes_every_record(tmp_path):
     for run in runs:
         pool.keep(fake(run, 0.5))
     assert set(pool.records()) == {run.id for run in runs}
+
+
+# --- deaths ----------------------------------------------------------------------------------------------------------
+
+
+def _claiming(tmp_path, count=2):
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(TINY)
+    return home, list(comparison.tuning_runs(TINY, experiments.grid_of(TINY)))[:count]
+
+
+def test_of_two_that_take_over_one_dead_claim_at_the_same_moment_one_succeeds(tmp_path, monkeypatch):
+    home, (run, _) = _claiming(tmp_path)
+    home.claim(run)
+    _kill(home, run)
+    rival, taken = ComparisonFolder(home.path), []
+    read = comparison_folder._read_claim
+
+    def slow(path, number):
+        found = read(path, number)
+        if not taken:
+            taken.append(None)
+            taken.append(rival.claim(run))  # between the first one's look and its own claim
+        return found
+
+    monkeypatch.setattr(comparison_folder, "_read_claim", slow)
+    assert (home.claim(run), taken[1]) == (None, 0)
+    rival.release(run)
+    assert not list(home.claims.iterdir())
+
+
+@pytest.mark.parametrize("then", ["released", "released and claimed", "signed"])
+def test_who_follows_a_dead_claim_withdraws_if_it_is_no_longer_there(tmp_path, monkeypatch, then):
+    home, (run, _) = _claiming(tmp_path)
+    home.claim(run)
+    old = _kill(home, run)
+    rival, third, seen = ComparisonFolder(home.path), ComparisonFolder(home.path), []
+    read = comparison_folder._read_claim
+
+    def slow(path, number):
+        found = read(path, number)
+        if not seen:
+            seen.append(path)
+            if then == "signed":
+                os.utime(old)
+            else:
+                assert rival.claim(run) == 0
+                rival.release(run)
+            if then == "released and claimed":
+                assert third.claim(run) == 0
+        return found
+
+    monkeypatch.setattr(comparison_folder, "_read_claim", slow)
+    assert home.claim(run) is None
+    assert [path.name for path in home.claims.iterdir()] == ([] if then == "released" else [run.id])
+
+
+def test_a_claim_that_was_taken_over_is_not_released_by_who_lost_it(tmp_path):
+    home, (run, _) = _claiming(tmp_path)
+    home.claim(run)
+    os.utime(home.claims / run.id, (time.time() - 10_000, time.time() - 10_000))  # asleep
+    rival = ComparisonFolder(home.path)
+    assert rival.claim(run) == 0
+    home.release(run)
+    assert ComparisonFolder(home.path).claim(run) is None
+
+
+def test_only_a_death_that_can_be_a_runs_own_fault_counts_against_it(tmp_path, monkeypatch):
+    home, (run, other) = _claiming(tmp_path)
+    home.claim(run)
+    _kill(home, run)  # before it was begun
+    assert home.claim(run) == 0
+    home.claim(other)
+    home.begin([run, other])
+    _kill(home, run)
+    assert home.claim(run) == 0
+    home.begin([run])
+    monkeypatch.setattr(comparison_folder, "_boot", lambda: "a new start")
+    assert home.claim(run) == 0  # the machine was started again, whoever has that process number now
+    home.begin([run])
+    _kill(home, run)
+    assert home.claim(run) == 1
+
+
+def test_a_stack_that_died_is_made_in_smaller_ones_and_in_the_end_alone(tmp_path):
+    spec = replace(TINY, rates=("auto",), seeds=tuple(range(20)), budgets=(Budget("epsilon", 3.0),))
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(spec)
+    due = comparison.due(spec, experiments.grid_of(spec), {})
+    sizes = []
+    for _ in range(4):
+        batch = experiments._claimed(home, due, Place(), workers=1)
+        sizes.append(len(batch))
+        home.begin(batch)
+        for run in batch:
+            _kill(home, run)
+    assert sizes == [40, 10, 2, 1]
+    records = experiments.compare(home.path).records()
+    assert [record["status"] for record in records.values()] == ["done"] * 40
+    assert max(record["stacked"] for record in records.values()) == 10
+    assert not list(home.claims.iterdir())
+
+
+def test_ray_keeps_its_claims_alive_and_gives_them_back(tmp_path, monkeypatch):
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(AUTO)
+    ages, rounds = [], 12
+
+    def wait(references, timeout):
+        time.sleep(0.1)
+        ages.append(max(time.time() - path.stat().st_mtime for path in home.claims.iterdir()))
+        if len(ages) == 2 * rounds:
+            raise KeyboardInterrupt
+        return (references, []) if len(ages) == rounds else ([], references)
+
+    ray = SimpleNamespace(
+        is_initialized=lambda: True,
+        remote=lambda **needs: lambda make: SimpleNamespace(remote=lambda runs, place: f"of {runs[0].id}"),
+        wait=wait,
+        get=lambda reference: [],
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(comparison_folder, "BEAT", 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        experiments.compare(home.path, engine="ray")
+    assert max(ages) < 0.6
+    assert not list(home.claims.iterdir())
