@@ -954,3 +954,149 @@ def test_ray_keeps_its_claims_alive_and_gives_them_back(tmp_path, monkeypatch):
         experiments.compare(home.path, engine="ray")
     assert max(ages) < 0.6
     assert not list(home.claims.iterdir())
+
+
+# --- held against the run --------------------------------------------------------------------------------------------
+
+
+def _cheaper(record, **change):
+    """Charges that were edited, with the epsilon that they cost."""
+    record["charged"][0].update(change)
+    asked = {Question.from_json(row): row["count"] for row in record["charged"]}
+    record["epsilon"] = accounting.epsilon(asked, record["run"]["delta"])
+    record["asked"] = sum(asked.values())
+
+
+CONTRADICTIONS = {
+    "fewer questions": (lambda record: _cheaper(record, count=1), "lists other questions than 6 steps"),
+    "a smaller rate": (lambda record: _cheaper(record, rate=0.0497), "lists other questions than 6 steps"),
+    "more noise in the charges": (
+        lambda record: _cheaper(record, multiplier=1.001 * record["noise_multiplier"]),
+        "lists other questions than 6 steps",
+    ),
+    "more noise": (lambda record: record.update(noise_multiplier=99.0), "lists other questions than 6 steps"),
+    "more noise throughout": (
+        lambda record: (record.update(noise_multiplier=5.0), _cheaper(record, multiplier=5.0)),
+        "less than noise that was fitted to its budget",
+    ),
+    "another delta": (lambda record: record.update(delta=1e-12), "states delta 1e-12"),
+    "another budget": (lambda record: record.update(budget=1.0), "states budget 1.0"),
+    "another epsilon of secret noise": (
+        lambda record: record.update(epsilon_if_noise_were_secret=0.1),
+        "states epsilon if noise were secret 0.1",
+    ),
+    "fewer steps": (lambda record: record.update(steps=3), "finished after 3 steps"),
+    "an early stop": (
+        lambda record: (_cheaper(record, count=3), record.update(steps=3, stopped="budget")),
+        "would have paid for step 4",
+    ),
+    "a filter": (lambda record: record.update(schedule="filtered", filter_epsilon=3.0), "cannot be priced"),
+    "no examples": (lambda record: record.update(expected_batch=None), "cannot be priced"),
+}
+
+
+def _forged(compared, tmp_path, chosen, forge):
+    copy = ComparisonFolder(shutil.copytree(compared.path, tmp_path / "c"))
+    record = next(each for each in copy.records().values() if each["status"] == "done" and chosen(each))
+    forge(record)
+    (copy.runs / f"{record['id']}.json").write_text(json.dumps(record))
+    return verify_comparison(copy.path).wrong[record["id"]]
+
+
+@pytest.mark.parametrize("contradiction", CONTRADICTIONS)
+def test_a_record_that_contradicts_its_run_is_found(compared, tmp_path, contradiction):
+    forge, told = CONTRADICTIONS[contradiction]
+    assert told in _forged(compared, tmp_path, lambda each: each["run"]["method"] == "dp-sgd", forge)
+
+
+def _with_one_charge(record):
+    record["charged"] = [{**record["charged"][0], "count": 1}]
+    record["asked"] = 1
+
+
+def _with_a_smaller_filter(record):
+    _with_one_charge(record)
+    record["epsilon"] = record["filter_epsilon"] = 0.9 * record["filter_epsilon"]
+
+
+FILTERED = {
+    "a smaller filter": (_with_a_smaller_filter, "states a filter of epsilon"),
+    "other expectations": (
+        lambda record: record["filter_expects"][0].update(rate=0.04),
+        "expects other questions than dpsgd-br asks",
+    ),
+    "no filter": (lambda record: _cheaper(record) or record.update(schedule="fixed"), "are filtered"),
+    "more steps": (lambda record: record.update(steps=99), "after 99 steps"),
+    "fewer questions": (_with_one_charge, "lists 1 questions"),
+}
+
+
+@pytest.mark.parametrize("contradiction", FILTERED)
+def test_a_filtered_record_that_contradicts_its_run_is_found(compared, tmp_path, contradiction):
+    forge, told = FILTERED[contradiction]
+    assert told in _forged(compared, tmp_path, lambda each: each.get("schedule") == "filtered", forge)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Runs whose noise is given, or a paper's, or of a known seed; in parts; and such as stop when their budget is spent."""
+    folder = tmp_path_factory.mktemp("odd")
+    field = (
+        Contender("dp-sgd", "dp-sgd"),
+        Contender("fo", "fo-dp-sgd", {"groups": "layers"}),
+        Contender("is", "dp-is"),
+    )
+    early = {"sigma_t": 0.8, "sigma_v": 0.5, "accounting": "every-trial"}
+    made = {
+        "noise": replace(AUTO, contenders=field, budgets=(Budget("noise_multiplier", 1.3), Budget("paper_sigma", 1.3))),
+        "seeded": replace(AUTO, contenders=field, reproducible=True),
+        "parts": replace(AUTO, contenders=field, physical_batch=16),
+        "early": replace(
+            AUTO,
+            contenders=(Contender("dpsur", "dpsur", early), Contender("br", "dpsgd-br", {**early, "progress": "none"})),
+            budgets=(Budget("epsilon", 14.0),),
+            steps=60,
+        ),
+    }
+    return {name: experiments.compare(folder / name, each) for name, each in made.items()}
+
+
+@pytest.mark.parametrize("name", ["noise", "seeded", "parts", "early"])
+def test_real_records_raise_no_alarm(odd, name):
+    records = odd[name].records().values()
+    assert all(record["status"] == "done" for record in records)
+    assert name != "early" or all(record["stopped"] == "budget" for record in records)
+    verdict = verify_comparison(odd[name].path)
+    assert (verdict.verified, verdict.wrong) == (len(records), {})
+
+
+@pytest.mark.parametrize("kind", ["noise_multiplier", "paper_sigma"])
+def test_noise_other_than_the_run_was_given_is_found(odd, tmp_path, kind):
+    def forge(record):
+        record["noise_multiplier"] *= 1.1
+        for row in record["charged"]:
+            row["multiplier"] *= 1.1
+        _cheaper(record)
+
+    told = _forged(odd["noise"], tmp_path, lambda each: each["run"]["budget"]["kind"] == kind, forge)
+    assert "states noise multiplier" in told
+
+
+def test_a_smaller_epsilon_of_noise_from_a_known_seed_is_found(odd, tmp_path):
+    told = _forged(odd["seeded"], tmp_path, bool, lambda record: record.update(epsilon_if_noise_were_secret=0.5))
+    assert "states epsilon if noise were secret 0.5" in told
+
+
+EARLY = {
+    "fewer steps": (lambda record: record.update(steps=2), "lists other questions than 2 of the 60 steps"),
+    "earlier": (
+        lambda record: ([row.update(count=2) for row in record["charged"]], _cheaper(record), record.update(steps=2)),
+        "would have paid for step 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("contradiction", EARLY)
+def test_a_stop_that_the_budget_does_not_explain_is_found(odd, tmp_path, contradiction):
+    forge, told = EARLY[contradiction]
+    assert told in _forged(odd["early"], tmp_path, bool, forge)

@@ -89,12 +89,15 @@ class ComparisonFolder:
 
     def records(self) -> dict[str, Record]:
         """Every finished run of this comparison, by id. A torn or foreign record is left out, named in `unreadable`."""
+        self._learn_members()
         for path in sorted(self.runs.glob("*.json")):
             if path.stem in self._seen or path.name.startswith("."):
                 continue
             try:
                 record = json.loads(path.read_text())
-                self._check(_described(record, path.stem))
+                run = _described(record, path.stem)
+                if not self._own(run):
+                    raise ValueError(f"foreign: {_told(run)} is no run of this comparison")
             except (OSError, ValueError) as error:
                 self.unreadable[path.name] = (
                     str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
@@ -104,17 +107,15 @@ class ComparisonFolder:
             self._seen[path.stem] = record
         return dict(self._seen)
 
-    def _check(self, run: Run) -> None:
-        """Refuse a run that this comparison never needs; a folder without a specification is a pool and takes all."""
+    def _own(self, run: Run) -> bool:
+        """Whether this comparison can come to need a run; a folder without a specification is a pool and takes all."""
+        return self._members is None or belongs(run, *self._members)
+
+    def _learn_members(self) -> None:
         if self._members is None and (self.path / "spec.json").exists():
             specification = self.specification()
             grid = trials(specification, {name: entry.options for name, entry in METHODS.items()})
             self._members = specification, kinds(specification, grid)
-        if self._members is not None and not belongs(run, *self._members):
-            raise ValueError(
-                f"foreign: {run.label} on {run.task}, {run.budget}, {run.stage}, {run.steps} steps, seed {run.seed} is "
-                f"no run of this comparison"
-            )
 
     def keep(self, record: Record) -> None:
         """Make a record durable. If another process finished the same run first, its record stands."""
@@ -233,6 +234,10 @@ def _described(record: Any, name: str) -> Run:
     for row in record.get("charged", ()):
         _check_charge(row)
     return run
+
+
+def _told(run: Run) -> str:
+    return f"{run.label} on {run.task}, {run.budget}, {run.stage}, {run.steps} steps, seed {run.seed}"
 
 
 def _check_charge(row: Any) -> None:
