@@ -923,11 +923,23 @@ def test_a_stack_that_died_is_made_in_smaller_ones_and_in_the_end_alone(tmp_path
         home.begin(batch)
         for run in batch:
             _kill(home, run)
-    assert sizes == [40, 10, 2, 1]
+    assert sizes == [40, 10, 3, 1]
     records = experiments.compare(home.path).records()
     assert [record["status"] for record in records.values()] == ["done"] * 40
     assert max(record["stacked"] for record in records.values()) == 10
     assert not list(home.claims.iterdir())
+
+
+def test_after_a_death_the_other_runs_come_first(tmp_path):
+    home, _ = _claiming(tmp_path)
+    due = comparison.due(TINY, experiments.grid_of(TINY), {})
+    first = experiments._claimed(home, due, Place(stack=False), workers=1)
+    home.begin(first)
+    _kill(home, first[0])
+    second = experiments._claimed(home, due, Place(stack=False), workers=1)
+    assert first == due[:1]
+    assert second == due[1:2]
+    assert experiments._claimed(home, due[:2], Place(stack=False), workers=1) == first
 
 
 def test_ray_keeps_its_claims_alive_and_gives_them_back(tmp_path, monkeypatch):

@@ -162,6 +162,10 @@ class ComparisonFolder:
         self._held[run.id] = number, content
         return int(content.get("deaths", 0))
 
+    def claimed(self) -> set[str]:
+        """The ids of the runs that somebody claimed, living or dead."""
+        return {name.partition(".")[0] for name in os.listdir(self.claims)}
+
     def largest_stack(self, run: Run) -> int | None:
         """In how large a stack a claimed run may be made, where one that it was in died; None: in any."""
         largest: int | None = self._held[run.id][1].get("largest")
@@ -300,7 +304,7 @@ class Claim:
         if together is None or self._restarted:
             largest: int | None = content.get("largest")
             return largest
-        return max(1, int(together) // SMALLER)
+        return -(-int(together) // SMALLER)
 
     @property
     def _restarted(self) -> bool:

@@ -174,10 +174,14 @@ def _own(home: ComparisonFolder) -> Callable[[dict[str, Record]], list[Run]]:
 
 
 def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, workers: int) -> list[Run]:
-    """The next run that nobody has claimed, and as many others as may be stacked on it."""
+    """The next run that nobody has claimed, and as many others as may be stacked on it.
+
+    Runs whose process died come last: what really kills it holds nothing up, and what does not is not hit again.
+    """
     batch: list[Run] = []
     common, most, free = None, 1, 0
-    for run in _by_method(waiting):
+    taken = home.claimed()
+    for run in sorted(_by_method(waiting), key=lambda run: run.id in taken):
         if batch and (common is None or len(batch) >= most or free <= 0):
             break
         key = stackable(run, place) if not batch or run.task == batch[0].task else None
