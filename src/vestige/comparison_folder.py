@@ -227,11 +227,8 @@ def _described(record: Any, name: str) -> Run:
         raise ValueError("its name is not the hash of the run that it describes")
     if record.get("status") not in ("done", "failed"):
         raise ValueError(f"status is {record.get('status')!r}, neither done nor failed")
-    needed = (
-        FAILED
-        if record["status"] == "failed"
-        else {**DONE, VALIDATION if run.stage == "tuning" else "accuracy": NUMBER}
-    )
+    score = VALIDATION if run.stage == "tuning" else "accuracy"
+    needed = FAILED if record["status"] == "failed" else {**DONE, score: NUMBER}
     for key, kind in needed.items():
         if key not in record or not isinstance(record[key], kind):
             raise ValueError(f"its part {key!r} is {record.get(key, 'missing')!r}")
@@ -247,11 +244,11 @@ def _told(run: Run) -> str:
 def _check_charge(row: Any) -> None:
     try:
         Question.from_json(row)
-        right = row["count"] > 0
+        right = isinstance(row["count"], int) and row["count"] > 0
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"charged: {row!r} is no question with its count ({type(error).__name__}: {error})") from error
     if not right:
-        raise ValueError(f"charged: count={row['count']} must be positive")
+        raise ValueError(f"charged: count={row['count']} must be a whole number from 1 up")
 
 
 @dataclass(frozen=True)
@@ -293,18 +290,19 @@ class Claim:
 
         A death in a stack may be another run's fault, and a machine that was started again is nobody's.
         """
-        content = self.content
-        return int(content.get("deaths") or 0) + (content.get("together") == 1 and not self._restarted)
+        return (self._number("deaths") or 0) + (self._number("together") == 1 and not self._restarted)
 
     @property
     def largest(self) -> int | None:
         """The largest stack in which to make this run after this process died."""
-        content = self.content
-        together = content.get("together")
+        together = self._number("together")
         if together is None or self._restarted:
-            largest: int | None = content.get("largest")
-            return largest
-        return -(-int(together) // SMALLER)
+            return self._number("largest")
+        return -(-together // SMALLER)
+
+    def _number(self, key: str) -> int | None:
+        value = self.content.get(key)
+        return value if isinstance(value, int) and value >= 0 else None
 
     @property
     def _restarted(self) -> bool:
