@@ -1051,7 +1051,7 @@ def test_a_filtered_record_that_contradicts_its_run_is_found(compared, tmp_path,
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """Runs whose noise is given, or a paper's, or of a known seed; in parts; and such as stop when their budget is spent."""
+    """Noise that is given, a paper's, or of a known seed; in parts; and some that stop when their budget is spent."""
     folder = tmp_path_factory.mktemp("odd")
     field = (
         Contender("dp-sgd", "dp-sgd"),
