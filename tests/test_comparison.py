@@ -9,12 +9,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from vestige import accounting, comparison, experiments, performing, planning, presets, tasks
+from vestige import accounting, comparison, comparison_folder, experiments, performing, planning, presets, tasks
 from vestige.cli_filling import check_place, check_tasks
 from vestige.comparison import Budget, Contender, Problem, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
@@ -53,6 +54,7 @@ def fake(run: Run, accuracy: float, **more):
         "seconds": 1.0,
         "memory_mb": 1.0,
         "stacked": 1,
+        "noise": "secret",
         "curve": [],
         "pictures": {},
         "charged": [],
@@ -347,6 +349,11 @@ def test_what_breaks_a_stack_is_recorded_with_the_run_it_belongs_to(tmp_path, mo
     assert {record["status"] for record in records if record["run"]["label"] == "dp-sgd"} == {"done"}
     assert all("TypeError" in record["error"] for record in records if record["run"]["label"] == "odd")
 
+    banded = (TINY.contenders[0], Contender("dp-bandmf", "dp-bandmf"))
+    rare = replace(TINY, rates=("auto",), contenders=banded, sample_rate=0.3, seeds=(0,))
+    records = experiments.compare(tmp_path / "b", rare).records().values()
+    assert {(r["run"]["label"], r["status"]) for r in records} == {("dp-sgd", "done"), ("dp-bandmf", "failed")}
+
     def breaks(*arguments, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
@@ -548,24 +555,38 @@ def test_an_unknown_method_or_engine_is_refused(tmp_path):
         experiments.compare(tmp_path / "c", TINY, workers=0)
 
 
+def _ended():
+    """The number of a process that is no more."""
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead.wait()
+    return dead.pid
+
+
+def _kill(home, run, **more):
+    """Make the last claim of a run that of a process that is no more."""
+    claim = max(home.claims.glob(f"{run.id}*"), key=lambda path: int(path.suffix[1:] or 1))
+    claim.write_text(json.dumps({**json.loads(claim.read_text()), "pid": _ended(), **more}))
+    return claim
+
+
 def test_claims_are_exclusive_and_dead_ones_are_taken_over(tmp_path):
     home = ComparisonFolder(tmp_path / "c")
     home.create(TINY)
     run = next(comparison.tuning_runs(TINY, experiments.grid_of(TINY)))
-    assert home.claim(run) == 1
+    assert home.claim(run) == 0
     assert ComparisonFolder(home.path).claim(run) is None
-    dead = subprocess.Popen([sys.executable, "-c", "pass"])
-    dead.wait()
-    claim = home.claims / run.id
-    content = json.loads(claim.read_text())
-    for attempt in range(2, ATTEMPTS + 2):
-        claim.write_text(json.dumps({**json.loads(claim.read_text()), "pid": dead.pid}))
-        assert home.claim(run) == attempt
-    claim.write_text(json.dumps({**content, "host": "elsewhere"}))
+    for deaths in range(1, ATTEMPTS + 1):
+        home.begin([run])
+        _kill(home, run)
+        assert home.claim(run) == deaths
+        assert ComparisonFolder(home.path).claim(run) is None
+    claim = _kill(home, run, host="elsewhere")
     assert home.claim(run) is None
     os.utime(claim, (time.time() - 10_000, time.time() - 10_000))
-    assert home.claim(run) == 2
-    claim.write_text("")  # a claim torn at birth is judged by its age alone
+    assert home.claim(run) == ATTEMPTS
+    home.release(run)
+    assert not list(home.claims.iterdir())
+    (home.claims / run.id).write_text("")  # a claim torn at birth is judged by its age alone
     assert home.claim(run) is None
 
 
@@ -573,16 +594,16 @@ def test_a_run_whose_process_keeps_dying_is_recorded_as_failed(tmp_path):
     spec = replace(TINY, rates=("auto",), seeds=(0,), budgets=(Budget("epsilon", 3.0),))
     home = ComparisonFolder(tmp_path / "c")
     home.create(spec)
-    dead = subprocess.Popen([sys.executable, "-c", "pass"])
-    dead.wait()
     run = comparison.due(spec, experiments.grid_of(spec), {})[0]
     home.claim(run)
-    claim = home.claims / run.id
-    claim.write_text(json.dumps({**json.loads(claim.read_text()), "pid": dead.pid, "attempt": ATTEMPTS}))
+    home.begin([run])
+    _kill(home, run, deaths=ATTEMPTS - 1)
     experiments.compare(home.path)
     records = ComparisonFolder(home.path).records()
-    assert "does not fit in memory" in records[run.id]["error"]
+    assert "died 3 times while making it alone (killed, or out of memory)" in records[run.id]["error"]
+    assert "--retry" in records[run.id]["error"]
     assert len(records) == 2
+    assert not list(home.claims.iterdir())
 
 
 SCRIPT = """
@@ -681,7 +702,7 @@ FORGERIES = {
     "another run": (lambda record: record["run"].update(seed=77), "hash"),
     "noise that was known": (lambda record: record.update(noise="seeded"), "noise was seeded"),
     "shuffled data": (lambda record: record.update(sampling="shuffled"), "states epsilon"),
-    "no charges": (lambda record: record.pop("charged"), "cannot be priced"),
+    "no charges": (lambda record: record.pop("charged"), "'charged'"),
     "half a file": (None, "JSONDecodeError"),
 }
 
@@ -738,3 +759,441 @@ def test_verify_knows_a_comparison_from_a_run(compared, tmp_path):
     assert json.loads(out)["wrong"] == {path.stem: json.loads(out)["wrong"][path.stem]}
     assert f"runs/{path.name}: states epsilon 0.1" in errors
     assert "NOT VERIFIED: 1 records do not hold" in errors
+
+
+# --- what is no part of a comparison ---------------------------------------------------------------------------------
+
+AUTO = replace(TINY, rates=("auto",), seeds=(0,), budgets=(Budget("epsilon", 3.0),), steps=2)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two final runs of two steps."""
+    return experiments.compare(tmp_path_factory.mktemp("small") / "c", AUTO)
+
+
+def _command(*words):
+    done = subprocess.run([sys.executable, "-m", "vestige.cli", *words], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def _specified(change):
+    content = json.loads(json.dumps({"version": comparison.VERSION, "specification": AUTO.to_json()}))
+    change(content["specification"])
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"version": 2}, "the specification is None"),
+        ({"version": 2, "specification": {}}, "lacks its part 'problems'"),
+        (
+            _specified(lambda spec: spec["problems"][0].update(colour="red")),
+            r"problems\[0\] has an unknown part 'colour'",
+        ),
+        (_specified(lambda spec: spec["budgets"][0].update(value="3")), r"budgets\[0\]: value is '3', not a number"),
+        (_specified(lambda spec: spec.update(seeds="012")), "seeds is '012', not a list"),
+        (_specified(lambda spec: spec.update(steps=True)), "steps is True, not a whole number"),
+        (_specified(lambda spec: spec.update(tune=[])), r"tune is \[\], not an object"),
+        (_specified(lambda spec: spec.update(reproducible="no")), "reproducible is 'no', not true or false"),
+        (_specified(lambda spec: spec.update(baseline=None)), "baseline is None, not text"),
+    ],
+)
+def test_a_specification_that_is_none_is_refused_in_a_line(tmp_path, content, words):
+    (tmp_path / "spec.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=words) as told:
+        ComparisonFolder(tmp_path).specification()
+    assert str(tmp_path / "spec.json") in str(told.value)
+
+
+def test_every_command_says_in_a_line_that_a_specification_is_none(tmp_path):
+    (tmp_path / "spec.json").write_text('{"version": 2}')
+    for words in (["compare", "--resume"], ["report"], ["verify"]):
+        code, _, errors = _command(*words, str(tmp_path))
+        assert (code, errors.count("\n")) == (2, 1), errors
+        assert "spec.json cannot be read" in errors
+
+
+UNMADE = {
+    "nothing but a name": (
+        lambda record: [record.pop(key) for key in list(record) if key not in ("version", "id")],
+        "run",
+    ),
+    "no accuracy": (lambda record: record.update(accuracy=None), "'accuracy' is None"),
+    "no learning rate": (lambda record: record.pop("lr"), "'lr' is 'missing'"),
+    "half a run": (lambda record: record["run"].pop("steps"), "lacks its part 'steps'"),
+    "no run": (lambda record: record.update(run=None), "its run is None"),
+    "the run of another": (lambda record: record["run"].update(seed=77), "not the hash"),
+    "another name": (lambda record: record.update(id="0" * 20), "not the hash"),
+    "another end": (lambda record: record.update(status="superseded"), "neither done nor failed"),
+    "a failure without a line": (lambda record: record.update(status="failed"), "'error' is 'missing'"),
+    "no question": (lambda record: record.update(charged=[{"count": 2}]), "unknown kind of question"),
+    "half a question": (lambda record: record["charged"][0].pop("rate"), "no question with its count"),
+    "a question never asked": (lambda record: record["charged"][0].update(count=0), "count=0"),
+}
+
+
+@pytest.mark.parametrize("damage", UNMADE)
+def test_a_record_that_no_table_can_be_made_of_is_left_out_and_made_again(small, tmp_path, damage):
+    copy = ComparisonFolder(shutil.copytree(small.path, tmp_path / "c"))
+    change, told = UNMADE[damage]
+    victim = min(copy.runs.iterdir())
+    record = json.loads(victim.read_text())
+    change(record)
+    victim.write_text(json.dumps(record))
+    assert victim.stem not in copy.records()
+    assert told in copy.unreadable[victim.name]
+    assert told in verify_comparison(copy.path).wrong[victim.name]
+    again = experiments.compare(copy.path)
+    assert (len(again.records()), again.unreadable) == (2, {})
+
+
+def test_a_report_leaves_out_what_it_cannot_read_and_refuses_a_preset_that_is_none(small, tmp_path):
+    copy = ComparisonFolder(shutil.copytree(small.path, tmp_path / "c"))
+    victim = min(copy.runs.iterdir())
+    victim.write_text(json.dumps({"version": 2, "id": victim.stem, "status": "done"}))
+    assert _command("report", str(copy.path))[0] == 0
+    assert victim.name in (copy.path / "report.html").read_text()
+    (copy.path / "preset.json").write_text("{}")
+    code, _, errors = _command("report", str(copy.path))
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "preset.json names no preset" in errors
+
+
+STRANGERS = {
+    "longer": {"steps": 3},
+    "of another label": {"contenders": (Contender("stranger", "dp-sgd"),)},
+    "with other options": {"contenders": (Contender("fo", "fo-dp-sgd", {"beta": 0.5}),)},
+    "on another seed": {"seeds": (5,)},
+    "at another budget": {"budgets": (Budget("epsilon", 4.0),)},
+    "at a given rate": {"rates": ("given",), "lr": 1.0},
+    "with known noise": {"reproducible": True},
+    "in parts": {"physical_batch": 8},
+    "at another delta": {"delta": 1e-6},
+    "on another task": {"problems": (Problem("mnist-mlp"),)},
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_records_of_another_comparison_are_left_out_and_named(small, tmp_path, stranger):
+    copy = ComparisonFolder(shutil.copytree(small.path, tmp_path / "c"))
+    other = replace(AUTO, **STRANGERS[stranger])
+    run = comparison.due(other, experiments.grid_of(other), {})[0]
+    copy.keep(fake(run, 0.5))
+    assert len(copy.records()) == 2
+    assert "no run of this comparison" in copy.unreadable[f"{run.id}.json"]
+    assert "foreign" in verify_comparison(copy.path).wrong[f"{run.id}.json"]
+
+
+def test_runs_with_their_curve_and_at_rates_that_lost_are_no_strangers(tmp_path):
+    spec = replace(TINY, seeds=(0,), budgets=(Budget("epsilon", 3.0),))
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(spec)
+    grid = experiments.grid_of(spec)
+    tuning = {run.id: fake(run, run.factor) for run in comparison.tuning_runs(spec, grid)}
+    finals = [run for run in comparison.final_runs(spec, grid, tuning) if run.stage == "tuned"]
+    kept = [
+        replace(finals[0], evaluations=20),
+        replace(finals[1], factor=0.5),  # of a trial that won before
+        *comparison.tuning_runs(spec, grid),
+    ]
+    for run in kept:
+        home.keep(fake(run, 0.5))
+    home.keep(fake(replace(finals[1], factor=0.3), 0.5))
+    assert set(home.records()) == {run.id for run in kept}
+    assert len(home.unreadable) == 1
+
+
+def test_a_folder_without_a_specification_takes_every_record(tmp_path):
+    pool = ComparisonFolder(tmp_path)
+    pool.runs.mkdir()
+    runs = [comparison.due(each, experiments.grid_of(each), {})[0] for each in (AUTO, replace(AUTO, steps=3))]
+    for run in runs:
+        pool.keep(fake(run, 0.5))
+    assert set(pool.records()) == {run.id for run in runs}
+
+
+# --- deaths ----------------------------------------------------------------------------------------------------------
+
+
+def _claiming(tmp_path, count=2):
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(TINY)
+    return home, list(comparison.tuning_runs(TINY, experiments.grid_of(TINY)))[:count]
+
+
+def test_of_two_that_take_over_one_dead_claim_at_the_same_moment_one_succeeds(tmp_path, monkeypatch):
+    home, (run, _) = _claiming(tmp_path)
+    home.claim(run)
+    _kill(home, run)
+    rival, taken = ComparisonFolder(home.path), []
+    read = comparison_folder._read_claim
+
+    def slow(path, number):
+        found = read(path, number)
+        if not taken:
+            taken.append(None)
+            taken.append(rival.claim(run))  # between the first one's look and its own claim
+        return found
+
+    monkeypatch.setattr(comparison_folder, "_read_claim", slow)
+    assert (home.claim(run), taken[1]) == (None, 0)
+    rival.release(run)
+    assert not list(home.claims.iterdir())
+
+
+@pytest.mark.parametrize("then", ["released", "released and claimed", "signed"])
+def test_who_follows_a_dead_claim_withdraws_if_it_is_no_longer_there(tmp_path, monkeypatch, then):
+    home, (run, _) = _claiming(tmp_path)
+    home.claim(run)
+    old = _kill(home, run)
+    rival, third, seen = ComparisonFolder(home.path), ComparisonFolder(home.path), []
+    read = comparison_folder._read_claim
+
+    def slow(path, number):
+        found = read(path, number)
+        if not seen:
+            seen.append(path)
+            if then == "signed":
+                os.utime(old)
+            else:
+                assert rival.claim(run) == 0
+                rival.release(run)
+            if then == "released and claimed":
+                assert third.claim(run) == 0
+        return found
+
+    monkeypatch.setattr(comparison_folder, "_read_claim", slow)
+    assert home.claim(run) is None
+    assert [path.name for path in home.claims.iterdir()] == ([] if then == "released" else [run.id])
+
+
+def test_a_claim_that_was_taken_over_is_not_released_by_who_lost_it(tmp_path):
+    home, (run, _) = _claiming(tmp_path)
+    home.claim(run)
+    os.utime(home.claims / run.id, (time.time() - 10_000, time.time() - 10_000))  # asleep
+    rival = ComparisonFolder(home.path)
+    assert rival.claim(run) == 0
+    home.release(run)
+    assert ComparisonFolder(home.path).claim(run) is None
+
+
+def test_only_a_death_that_can_be_a_runs_own_fault_counts_against_it(tmp_path, monkeypatch):
+    home, (run, other) = _claiming(tmp_path)
+    home.claim(run)
+    _kill(home, run)  # before it was begun
+    assert home.claim(run) == 0
+    home.claim(other)
+    home.begin([run, other])
+    _kill(home, run)
+    assert home.claim(run) == 0
+    home.begin([run])
+    monkeypatch.setattr(comparison_folder, "_boot", lambda: "a new start")
+    assert home.claim(run) == 0  # the machine was started again, whoever has that process number now
+    home.begin([run])
+    _kill(home, run)
+    assert home.claim(run) == 1
+
+
+def test_a_stack_that_died_is_made_in_smaller_ones_and_in_the_end_alone(tmp_path):
+    spec = replace(TINY, rates=("auto",), seeds=tuple(range(20)), budgets=(Budget("epsilon", 3.0),))
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(spec)
+    due = comparison.due(spec, experiments.grid_of(spec), {})
+    sizes = []
+    for _ in range(4):
+        batch = experiments._claimed(home, due, Place(), workers=1)
+        sizes.append(len(batch))
+        home.begin(batch)
+        for run in batch:
+            _kill(home, run)
+    assert sizes == [40, 10, 3, 1]
+    records = experiments.compare(home.path).records()
+    assert [record["status"] for record in records.values()] == ["done"] * 40
+    assert max(record["stacked"] for record in records.values()) == 10
+    assert not list(home.claims.iterdir())
+
+
+def test_after_a_death_the_other_runs_come_first(tmp_path):
+    home, _ = _claiming(tmp_path)
+    due = comparison.due(TINY, experiments.grid_of(TINY), {})
+    first = experiments._claimed(home, due, Place(stack=False), workers=1)
+    home.begin(first)
+    _kill(home, first[0])
+    second = experiments._claimed(home, due, Place(stack=False), workers=1)
+    assert first == due[:1]
+    assert second == due[1:2]
+    assert experiments._claimed(home, due[:2], Place(stack=False), workers=1) == first
+
+
+def test_ray_keeps_its_claims_alive_and_gives_them_back(tmp_path, monkeypatch):
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(AUTO)
+    ages, rounds = [], 12
+
+    def wait(references, timeout):
+        time.sleep(0.1)
+        ages.append(max(time.time() - path.stat().st_mtime for path in home.claims.iterdir()))
+        if len(ages) == 2 * rounds:
+            raise KeyboardInterrupt
+        return (references, []) if len(ages) == rounds else ([], references)
+
+    ray = SimpleNamespace(
+        is_initialized=lambda: True,
+        remote=lambda **needs: lambda make: SimpleNamespace(remote=lambda runs, place: f"of {runs[0].id}"),
+        wait=wait,
+        get=lambda reference: [],
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(comparison_folder, "BEAT", 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        experiments.compare(home.path, engine="ray")
+    assert max(ages) < 0.6
+    assert not list(home.claims.iterdir())
+
+
+# --- held against the run --------------------------------------------------------------------------------------------
+
+
+def _cheaper(record, **change):
+    """Charges that were edited, with the epsilon that they cost."""
+    record["charged"][0].update(change)
+    asked = {Question.from_json(row): row["count"] for row in record["charged"]}
+    record["epsilon"] = accounting.epsilon(asked, record["run"]["delta"])
+    record["asked"] = sum(asked.values())
+
+
+CONTRADICTIONS = {
+    "fewer questions": (lambda record: _cheaper(record, count=1), "lists other questions than 6 steps"),
+    "a smaller rate": (lambda record: _cheaper(record, rate=0.0497), "lists other questions than 6 steps"),
+    "more noise in the charges": (
+        lambda record: _cheaper(record, multiplier=1.001 * record["noise_multiplier"]),
+        "lists other questions than 6 steps",
+    ),
+    "more noise": (lambda record: record.update(noise_multiplier=99.0), "lists other questions than 6 steps"),
+    "more noise throughout": (
+        lambda record: (record.update(noise_multiplier=5.0), _cheaper(record, multiplier=5.0)),
+        "less than noise that was fitted to its budget",
+    ),
+    "another delta": (lambda record: record.update(delta=1e-12), "states delta 1e-12"),
+    "another budget": (lambda record: record.update(budget=1.0), "states budget 1.0"),
+    "another epsilon of secret noise": (
+        lambda record: record.update(epsilon_if_noise_were_secret=0.1),
+        "states epsilon if noise were secret 0.1",
+    ),
+    "fewer steps": (lambda record: record.update(steps=3), "finished after 3 steps"),
+    "an early stop": (
+        lambda record: (_cheaper(record, count=3), record.update(steps=3, stopped="budget")),
+        "would have paid for step 4",
+    ),
+    "a filter": (lambda record: record.update(schedule="filtered", filter_epsilon=3.0), "cannot be priced"),
+    "no examples": (lambda record: record.update(expected_batch=None), "cannot be priced"),
+}
+
+
+def _forged(compared, tmp_path, chosen, forge):
+    copy = ComparisonFolder(shutil.copytree(compared.path, tmp_path / "c"))
+    record = next(each for each in copy.records().values() if each["status"] == "done" and chosen(each))
+    forge(record)
+    (copy.runs / f"{record['id']}.json").write_text(json.dumps(record))
+    return verify_comparison(copy.path).wrong[record["id"]]
+
+
+@pytest.mark.parametrize("contradiction", CONTRADICTIONS)
+def test_a_record_that_contradicts_its_run_is_found(compared, tmp_path, contradiction):
+    forge, told = CONTRADICTIONS[contradiction]
+    assert told in _forged(compared, tmp_path, lambda each: each["run"]["method"] == "dp-sgd", forge)
+
+
+def _with_one_charge(record):
+    record["charged"] = [{**record["charged"][0], "count": 1}]
+    record["asked"] = 1
+
+
+def _with_a_smaller_filter(record):
+    _with_one_charge(record)
+    record["epsilon"] = record["filter_epsilon"] = 0.9 * record["filter_epsilon"]
+
+
+FILTERED = {
+    "a smaller filter": (_with_a_smaller_filter, "states a filter of epsilon"),
+    "other expectations": (
+        lambda record: record["filter_expects"][0].update(rate=0.04),
+        "expects other questions than dpsgd-br asks",
+    ),
+    "no filter": (lambda record: _cheaper(record) or record.update(schedule="fixed"), "are filtered"),
+    "more steps": (lambda record: record.update(steps=99), "after 99 steps"),
+    "fewer questions": (_with_one_charge, "lists 1 questions"),
+}
+
+
+@pytest.mark.parametrize("contradiction", FILTERED)
+def test_a_filtered_record_that_contradicts_its_run_is_found(compared, tmp_path, contradiction):
+    forge, told = FILTERED[contradiction]
+    assert told in _forged(compared, tmp_path, lambda each: each.get("schedule") == "filtered", forge)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Noise that is given, a paper's, or of a known seed; in parts; and some that stop when their budget is spent."""
+    folder = tmp_path_factory.mktemp("odd")
+    field = (
+        Contender("dp-sgd", "dp-sgd"),
+        Contender("fo", "fo-dp-sgd", {"groups": "layers"}),
+        Contender("is", "dp-is"),
+    )
+    early = {"sigma_t": 0.8, "sigma_v": 0.5, "accounting": "every-trial"}
+    made = {
+        "noise": replace(AUTO, contenders=field, budgets=(Budget("noise_multiplier", 1.3), Budget("paper_sigma", 1.3))),
+        "seeded": replace(AUTO, contenders=field, reproducible=True),
+        "parts": replace(AUTO, contenders=field, physical_batch=16),
+        "early": replace(
+            AUTO,
+            contenders=(Contender("dpsur", "dpsur", early), Contender("br", "dpsgd-br", {**early, "progress": "none"})),
+            budgets=(Budget("epsilon", 14.0),),
+            steps=60,
+        ),
+    }
+    return {name: experiments.compare(folder / name, each) for name, each in made.items()}
+
+
+@pytest.mark.parametrize("name", ["noise", "seeded", "parts", "early"])
+def test_real_records_raise_no_alarm(odd, name):
+    records = odd[name].records().values()
+    assert all(record["status"] == "done" for record in records)
+    assert name != "early" or all(record["stopped"] == "budget" for record in records)
+    verdict = verify_comparison(odd[name].path)
+    assert (verdict.verified, verdict.wrong) == (len(records), {})
+
+
+@pytest.mark.parametrize("kind", ["noise_multiplier", "paper_sigma"])
+def test_noise_other_than_the_run_was_given_is_found(odd, tmp_path, kind):
+    def forge(record):
+        record["noise_multiplier"] *= 1.1
+        for row in record["charged"]:
+            row["multiplier"] *= 1.1
+        _cheaper(record)
+
+    told = _forged(odd["noise"], tmp_path, lambda each: each["run"]["budget"]["kind"] == kind, forge)
+    assert "states noise multiplier" in told
+
+
+def test_a_smaller_epsilon_of_noise_from_a_known_seed_is_found(odd, tmp_path):
+    told = _forged(odd["seeded"], tmp_path, bool, lambda record: record.update(epsilon_if_noise_were_secret=0.5))
+    assert "states epsilon if noise were secret 0.5" in told
+
+
+EARLY = {
+    "fewer steps": (lambda record: record.update(steps=2), "lists other questions than 2 of the 60 steps"),
+    "earlier": (
+        lambda record: ([row.update(count=2) for row in record["charged"]], _cheaper(record), record.update(steps=2)),
+        "would have paid for step 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("contradiction", EARLY)
+def test_a_stop_that_the_budget_does_not_explain_is_found(odd, tmp_path, contradiction):
+    forge, told = EARLY[contradiction]
+    assert told in _forged(odd["early"], tmp_path, bool, forge)

@@ -147,7 +147,7 @@ def show(summary: dict[str, Any]) -> None:
     for line, count in lines.items():
         notes.print(f"failed ({count} runs): {line}", markup=False)
     for name, why in summary["unreadable"].items():
-        notes.print(f"left out: runs/{name} cannot be read ({why}); its run is made again on --resume", markup=False)
+        notes.print(f"left out: runs/{name} ({why})", markup=False)
 
 
 def _marks(summary: dict[str, Any]) -> str:

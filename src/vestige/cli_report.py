@@ -77,6 +77,8 @@ def _paper(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, Any] | 
     if not (folder / "preset.json").exists():
         return None
     made = read_json(folder / "preset.json")
+    if not isinstance(made, dict) or not isinstance(made.get("preset"), str) or "small" not in made:
+        raise ValueError(f"{folder / 'preset.json'} names no preset: remove it, or make the folder again")
     preset = known.find(made["preset"])
     return {
         "title": f"{preset.paper}: {preset.what}",

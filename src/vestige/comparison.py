@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from math import exp, inf, log
 from typing import Any, Literal, get_args
 
 from vestige.limits import check_delta, check_rate, check_steps
 from vestige.statistics import Difference, holm, least_step, paired, sentence, summarise
+from vestige.values import read_value
 
 VERSION = 2
 """Of the folder's format: a record or specification of another version is refused."""
@@ -143,19 +144,9 @@ class Specification:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Specification:
-        known = {each.name for each in fields(cls)}
-        wrong = [key for key in content if key not in known]
-        if wrong:
-            raise ValueError(f"the specification has an unknown part {wrong[0]!r}: another version wrote it")
-        parts: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
-        }
-        parts["problems"] = tuple(Problem(**each) for each in content["problems"])
-        parts["contenders"] = tuple(Contender(**each) for each in content["contenders"])
-        parts["budgets"] = tuple(Budget(**each) for each in content["budgets"])
-        parts["tune"] = {key: tuple(values) for key, values in content.get("tune", {}).items()}
-        return cls(**parts)
+    def from_json(cls, content: Any) -> Specification:
+        """The specification that was written so; ValueError names the part that cannot be one."""
+        return read_value(cls, content, "the specification")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,11 +178,21 @@ class Run:
         return hashlib.sha256(content.encode()).hexdigest()[:20]
 
     @property
+    def kind(self) -> str:
+        """What runs have in common that differ in nothing but their seed and how often they were judged."""
+        return replace(self, seed=0, evaluations=0).id
+
+    @property
     def cell(self) -> tuple[str, str, str]:
         return self.task, str(self.budget), self.label
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Any) -> Run:
+        """The run that a record describes; ValueError names the part that cannot be one."""
+        return read_value(cls, content, "its run")
 
 
 # --- which runs are needed -------------------------------------------------------------------------------------------
@@ -258,20 +259,45 @@ def final_runs(
             if rate == "tuned":
                 best = choose(specification, problem, contender, budget, grid[contender.label], records)
                 chosen = best.trial if best else None
-            elif rate == "auto":
-                chosen = Trial(None, 1.0, {})
             else:
-                given = problem.settings.get("lr") or contender.lr or specification.lr
-                chosen = Trial(given, 1.0, {})
+                chosen = _untuned(specification, problem, contender, rate)
             if chosen is not None:
                 for seed in specification.seeds:
                     yield _run(specification, problem, contender, budget, rate, chosen, seed)
+
+
+def _untuned(specification: Specification, problem: Problem, contender: Contender, rate: str) -> Trial:
+    given = problem.settings.get("lr") or contender.lr or specification.lr
+    return Trial(given if rate == "given" else None, 1.0, {})
 
 
 def due(specification: Specification, grid: Mapping[str, list[Trial]], records: Mapping[str, Record]) -> list[Run]:
     """The runs that can be made now and are not on record, tuning first."""
     wanted = [*tuning_runs(specification, grid), *final_runs(specification, grid, records)]
     return [run for run in wanted if run.id not in records]
+
+
+def kinds(specification: Specification, grid: Mapping[str, list[Trial]]) -> frozenset[str]:
+    """The `kind` of every run that a specification can come to need: a tuned row may be won by any trial."""
+    made: set[str] = set()
+    for problem, contender, budget in _cells(specification):
+        ways: list[tuple[Any, Trial]] = []
+        for rate in specification.rates:
+            if rate == "tuned":
+                ways += ((stage, trial) for stage in ("tuning", "tuned") for trial in grid[contender.label])
+            else:
+                ways.append((rate, _untuned(specification, problem, contender, rate)))
+        made.update(_run(specification, problem, contender, budget, *way, seed=0).kind for way in ways)
+    return frozenset(made)
+
+
+def belongs(run: Run, specification: Specification, known: frozenset[str]) -> bool:
+    """Whether a specification with these known `kinds` can come to need this run.
+
+    How often it was judged is left open: a run made with its curve stands for the same run without.
+    """
+    seeds = specification.tuning_seeds if run.stage == "tuning" else specification.seeds
+    return run.seed in seeds and run.kind in known
 
 
 def total(specification: Specification, grid: Mapping[str, list[Trial]]) -> int:

@@ -174,6 +174,7 @@ def work(
             time.sleep(PAUSE)  # the rest is in other hands
             continue
         try:
+            home.begin(batch)
             with home.alive(batch):
                 for record in perform(batch, place):
                     home.keep(record)
@@ -191,30 +192,35 @@ def _own(home: ComparisonFolder) -> Callable[[dict[str, Record]], list[Run]]:
 
 
 def _claimed(home: ComparisonFolder, waiting: Sequence[Run], place: Place, workers: int) -> list[Run]:
-    """The next run that nobody has claimed, and as many others as may be stacked on it."""
+    """The next run that nobody has claimed, and as many others as may be stacked on it.
+
+    Runs whose process died come last: what really kills it holds nothing up, and what does not is not hit again.
+    """
     batch: list[Run] = []
     common, most, free = None, 1, 0
-    for run in _by_method(waiting):
+    taken = home.claimed()
+    for run in sorted(_by_method(waiting), key=lambda run: run.id in taken):
         if batch and (common is None or len(batch) >= most or free <= 0):
             break
         key = stackable(run, place) if not batch or run.task == batch[0].task else None
         if batch and key != common:
             continue
-        attempt = home.claim(run)
-        if attempt is None:
+        deaths = home.claim(run, beside=len(batch))
+        if deaths is None:
             continue
-        if attempt > ATTEMPTS:
-            line = f"its process died {ATTEMPTS} times: most likely it does not fit in memory; give --physical-batch"
-            home.keep(failure(run, line))
+        if deaths >= ATTEMPTS:
+            line = f"its process died {deaths} times while making it alone (killed, or out of memory)"
+            home.keep(failure(run, f"{line}; --resume FOLDER --retry tries again"))
             home.release(run)
             continue
         if run.id in home.records():  # finished between our look and our claim
             home.release(run)
             continue
         batch.append(run)
-        if len(batch) == 1 and key is not None and attempt == 1:
+        if len(batch) == 1 and key is not None:
             common, alike = key, sum(stackable(other, place) == key for other in waiting)
             most, free = min(LARGEST_STACK, -(-alike // workers)), room(place)
+        most = min(most, home.largest_stack(run) or most)
         if common is not None:
             free -= footprint(run, place)
     return batch
@@ -269,16 +275,29 @@ def _by_ray(home: ComparisonFolder, place: Place, workers: int, address: str | N
     needs = {"num_cpus": 1, "num_gpus": 1 if place.device.startswith("cuda") else 0}
     # A run is repeated elsewhere when its node dies: its record was never written, so nothing was released.
     remote = ray.remote(max_retries=ATTEMPTS, **needs)(_perform_there)
-    specification, grid = home.specification(), meter.grid
+    held: list[Run] = []
+    try:
+        with home.alive(held):
+            _send(home, place, max(1, workers), meter, ray, remote, held)
+    finally:
+        for run in held:
+            home.release(run)
+
+
+def _send(
+    home: ComparisonFolder, place: Place, slots: int, meter: Meter, ray: Any, remote: Any, held: list[Run]
+) -> None:
+    """Keep the cluster busy until nothing is left; `held` are the runs that are claimed meanwhile."""
+    wanted = _own(home)
     under_way: dict[Any, list[Run]] = {}
     while True:
-        busy = {run.id for runs in under_way.values() for run in runs}
-        waiting = [run for run in comparison.due(specification, grid, home.records()) if run.id not in busy]
-        slots = max(1, workers)
+        busy = {run.id for run in held}
+        waiting = [run for run in wanted(home.records()) if run.id not in busy]
         while waiting and len(under_way) < 2 * slots:
             batch = _claimed(home, waiting, place, max(2, slots))
             if not batch:
                 break
+            held += batch
             under_way[remote.remote(batch, place)] = batch
             taken = {run.id for run in batch}
             waiting = [run for run in waiting if run.id not in taken]
@@ -287,15 +306,14 @@ def _by_ray(home: ComparisonFolder, place: Place, workers: int, address: str | N
                 return
             time.sleep(PAUSE)
             continue
-        everything = [run for runs in under_way.values() for run in runs]
-        with home.alive(everything):
-            ready, _ = ray.wait(list(under_way), timeout=2.0)
+        ready, _ = ray.wait(list(under_way), timeout=2.0)
         for reference in ready:
             batch = under_way.pop(reference)
             for record in _fetched(ray, reference, batch):
                 home.keep(record)
             for run in batch:
                 home.release(run)
+                held.remove(run)
         meter.show()
 
 

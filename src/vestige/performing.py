@@ -329,6 +329,7 @@ def _prepared(run: Run, place: Place) -> tuple[Run, tasks.Task, planning.Plan, s
     )
     if run.lr is None and run.factor != 1.0:
         plan = replace(plan, lr=run.factor * plan.lr, lr_reason=f"{run.factor:g} times {plan.lr_reason}")
+    method.noise.sampling(run.sample_rate)  # refuses a rate that it cannot serve
     seed = run.seed if run.reproducible else None
     made = stacked.StackedRun(task.model, method, multiplier, plan.lr, seed)
     stacked.check_noise(made, run.sample_rate * len(task.train[1]))

@@ -275,7 +275,7 @@ def _problems(content: Content) -> str:
         parts.append(f"<h3>{len(failed)} runs failed</h3>" + table("failed", failed))
     if torn:
         rows = [{"file": name, "why it was left out": why} for name, why in torn.items()]
-        parts.append("<h3>Records that could not be read</h3>" + table("torn", rows))
+        parts.append("<h3>Records left out</h3>" + table("torn", rows))
     return "".join(parts)
 
 
