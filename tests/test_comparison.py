@@ -533,6 +533,8 @@ def test_folders_of_another_version_or_purpose_are_refused(tmp_path):
     home = ComparisonFolder(tmp_path / "c")
     home.create(TINY)
     home.create(TINY)
+    elsewhere = replace(TINY, problems=(replace(TINY.problems[0], data=str(tmp_path)),))
+    ComparisonFolder(tmp_path / "c").create(elsewhere)  # the same comparison, with its data in another place
     with pytest.raises(ValueError, match="another comparison"):
         home.create(replace(TINY, steps=7))
     (tmp_path / "c" / "spec.json").write_text(json.dumps({"version": 0, "specification": {}}))

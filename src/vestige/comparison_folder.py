@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class ComparisonFolder:
     def create(self, specification: Specification) -> None:
         """Start a comparison here, or continue the very same one."""
         if (self.path / "spec.json").exists():
-            if self.specification().to_json() != _plain(specification.to_json()):
+            if _whats_compared(self.specification()) != _whats_compared(specification):
                 raise ValueError(
                     f"out={str(self.path)!r} holds another comparison: continue it with `vestige compare --resume "
                     f"{self.path}`, or choose another folder"
@@ -326,6 +326,8 @@ def _boot() -> str | None:
         return None
 
 
-def _plain(content: Any) -> Any:
-    """As it would be read back."""
-    return Specification.from_json(json.loads(json.dumps(content))).to_json()
+def _whats_compared(specification: Specification) -> Any:
+    """As it would be read back, without where the data are: that may differ from machine to machine."""
+    nowhere = tuple(replace(problem, data=None) for problem in specification.problems)
+    content = json.loads(json.dumps(replace(specification, problems=nowhere).to_json()))
+    return Specification.from_json(content).to_json()

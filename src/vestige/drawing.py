@@ -256,6 +256,7 @@ INCHES, LETTER = 6.4, 0.05
 
 def png(figure: Figure, order: Sequence[str], path: Path) -> None:
     from matplotlib import pyplot
+    from matplotlib.ticker import PercentFormatter
 
     count, rows = len(figure.series), figure.kind == "rows"
     columns = max(1, int(INCHES / (0.55 + LETTER * max(len(series.name) for series in figure.series))))
@@ -273,6 +274,8 @@ def png(figure: Figure, order: Sequence[str], path: Path) -> None:
         axes.set_xticks(range(len(figure.categories)), figure.categories)
     if figure.log_x:
         axes.set_xscale("log")
+    if figure.percent:
+        (axes.xaxis if rows else axes.yaxis).set_major_formatter(PercentFormatter(1.0))
     axes.set(xlabel=figure.x, ylabel=figure.y)
     canvas.suptitle(figure.title, fontsize=10)
     if not rows:

@@ -63,6 +63,7 @@ def compare(
     agreed = home.specification()
     _check_methods(agreed)
     data = {problem.task: problem.data for problem in agreed.problems}
+    data |= {problem.task: problem.data for problem in (specification or agreed).problems if problem.data is not None}
     place = place or Place()
     place = replace(place, data={**data, **place.data})
     _check_data(home, place)
