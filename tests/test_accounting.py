@@ -167,6 +167,8 @@ class Unheard(Question):
         (lambda: tuned_epsilon({}, DELTA, 0.5), "expected_runs=0.5"),
         (lambda: tuned_epsilon({}, DELTA, 5, -1), "shape=-1"),
         (lambda: tuned_epsilon({}, DELTA, 5, repeats=0), "repeats=0"),
+        (lambda: tuned_epsilon({}, DELTA, 5, final_runs=-1), "final_runs=-1"),
+        (lambda: tuned_epsilon([], DELTA, 5), "history="),
         (lambda: Budget(-1.0, DELTA, {}), "epsilon=-1.0"),
         (lambda: RenyiFilter(1.0, DELTA, {}), "planned"),
         (lambda: RenyiFilter(1.0, DELTA, steps(1.0), weight=1.0), "weight=1.0"),
@@ -442,6 +444,8 @@ def test_a_filtered_run_is_promised_the_filters_epsilon():
     cheat = guarantee(steps(0.5, 1000), DELTA, Facts(schedule="filtered", filter_epsilon=5.0))
     assert cheat.epsilon is None
     assert "filter" in cheat.reasons[0]
+    assert cheat.epsilon_rdp > 5
+    assert cheat.epsilon_if_noise_were_secret is None
 
 
 # --- other prices ---

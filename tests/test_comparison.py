@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +56,9 @@ def fake(run: Run, accuracy: float, **more):
         "memory_mb": 1.0,
         "stacked": 1,
         "noise": "secret",
-        "curve": [],
+        "sampling": "poisson",
+        "expected_batch": 71.85,
+        ("nonprivate_validation_curve" if run.stage == "tuning" else "curve"): [],
         "pictures": {},
         "charged": [],
         **more,
@@ -318,7 +321,9 @@ def test_the_price_of_tuning_is_that_of_the_dearest_trial_and_none_without_a_the
     cheap, dear = ([{**SampledGaussian(0.1, z).to_json(), "count": 9}] for z in (9.0, 2.0))
     runs = list(comparison.tuning_runs(spec, grid))
     records = {run.id: fake(run, 0.5, charged=cheap, epsilon=0.1) for run in runs}
-    records[runs[1].id] |= {"charged": dear, "epsilon": 0.7}
+    assert comparison.tuning_prices(spec, grid, records, experiments._tuned_price) == []  # no final run yet
+    records |= {run.id: fake(run, 0.5, charged=cheap, epsilon=0.7) for run in comparison.due(spec, grid, records)}
+    records[runs[1].id] |= {"charged": dear, "epsilon": 0.9}
 
     def priced(**change):
         changed = {key: {**record, **change} for key, record in records.items()}
@@ -328,7 +333,23 @@ def test_the_price_of_tuning_is_that_of_the_dearest_trial_and_none_without_a_the
     dearest = {SampledGaussian(0.1, 2.0): 9}
     assert priced() == (0.7, pytest.approx(accounting.tuned_epsilon(dearest, spec.delta, 3, final_runs=1)))
     assert priced(schedule="filtered") == (0.7, None)
-    assert priced(epsilon=None, epsilon_if_noise_were_secret=0.7) == (None, None)
+    assert priced(epsilon=None, epsilon_if_noise_were_secret=0.7)[1] is None
+    final = next(key for key, record in records.items() if record["run"]["stage"] == "tuned")
+    records[final]["charged"] = [{**SampledGaussian(0.1, 1.0).to_json(), "count": 9}]
+    dearer = accounting.tuned_epsilon({SampledGaussian(0.1, 1.0): 9}, spec.delta, 3, final_runs=1)
+    assert priced()[1] == pytest.approx(dearer)
+
+
+def test_a_run_made_with_its_curve_stands_for_the_same_run_without():
+    spec = replace(TINY, rates=("auto",), contenders=TINY.contenders[:1], budgets=TINY.budgets[:1])
+    grid = comparison.trials(spec, known())
+    plain = comparison.due(spec, grid, {})
+    watched = [replace(run, evaluations=9) for run in plain]
+    records = {run.id: fake(run, 0.6) for run in watched}
+    assert comparison.due(spec, grid, records) == []
+    records |= {run.id: fake(run, 0.5) for run in plain}
+    (row,) = comparison.rows(records.values(), "dp-sgd")
+    assert (row["count"], row["mean"], set(row["runs"])) == (3, 0.5, {run.id for run in plain})
 
 
 def test_a_contender_whose_every_trial_failed_has_a_row_that_says_why():
@@ -339,6 +360,28 @@ def test_a_contender_whose_every_trial_failed_has_a_row_that_says_why():
     assert first["sentence"] == second["sentence"] == "every run failed: no such budget"
     assert (first["method"], first["rate"], first["mean"]) == ("fo", "tuned", None)
     assert comparison.rows([*records[:-1], fake(runs[-1], 0.5)], "dp-sgd") == [first]
+
+
+def test_what_a_failed_stack_held_is_given_back_before_smaller_ones_are_made(monkeypatch):
+    spec = replace(TINY, rates=("auto",))
+    runs = list(comparison.final_runs(spec, experiments.grid_of(spec), {}))[:8]
+    held = []
+
+    class Held:
+        pass
+
+    def together(runs, place):
+        mine = Held()
+        held.append(weakref.ref(mine))
+        alive.append(sum(each() is not None for each in held))
+        raise MemoryError
+        yield mine
+
+    alive: list[int] = []
+    monkeypatch.setattr(performing, "_together", together)
+    monkeypatch.setattr(performing, "_guarded", lambda run, place: {"id": run.id})
+    assert len(list(performing.perform(runs, Place()))) == 8
+    assert max(alive) == 1
 
 
 def test_what_breaks_a_stack_is_recorded_with_the_run_it_belongs_to(tmp_path, monkeypatch):
@@ -374,9 +417,13 @@ def test_a_helper_with_wrong_data_is_refused_before_it_fails_anything(tmp_path):
 
 def test_a_preset_about_seconds_is_continued_one_run_after_another(tmp_path):
     assert not presets.timed_in(tmp_path)
-    for name, timed in (("fo-table1", True), ("fo-table3", False), ("gone", False)):
+    for name, timed in (("fo-table1", True), ("fo-table3", False)):
         (tmp_path / "preset.json").write_text(json.dumps({"preset": name, "small": True}))
         assert presets.timed_in(tmp_path) is timed
+    for nothing in ([], {}, {"preset": 3, "small": True}):
+        (tmp_path / "preset.json").write_text(json.dumps(nothing))
+        with pytest.raises(ValueError, match="names no preset"):
+            presets.timed_in(tmp_path)
     with pytest.raises(ValueError, match="leave --workers"):
         check_place("local", None, 2, "auto", alone=True)
     check_place("local", None, 1, "auto", alone=True)
@@ -823,6 +870,9 @@ UNMADE = {
         "run",
     ),
     "no accuracy": (lambda record: record.update(accuracy=None), "'accuracy' is None"),
+    "no curve": (lambda record: record.pop("curve"), "'curve' is 'missing'"),
+    "no sampler": (lambda record: record.pop("sampling"), "'sampling' is 'missing'"),
+    "no batch": (lambda record: record.pop("expected_batch"), "'expected_batch' is 'missing'"),
     "no learning rate": (lambda record: record.pop("lr"), "'lr' is 'missing'"),
     "half a run": (lambda record: record["run"].pop("steps"), "lacks its part 'steps'"),
     "no run": (lambda record: record.update(run=None), "its run is None"),
@@ -992,6 +1042,9 @@ def test_only_a_death_that_can_be_a_runs_own_fault_counts_against_it(tmp_path, m
     assert home.claim(run) == 0
     home.begin([run])
     monkeypatch.setattr(comparison_folder, "_boot", lambda: "a new start")
+    assert home.claim(run) is None  # another machine of the same name, alive
+    for path in home.claims.iterdir():
+        os.utime(path, (time.time() - 60, time.time() - 60))
     assert home.claim(run) == 0  # the machine was started again, whoever has that process number now
     home.begin([run])
     _kill(home, run)
@@ -1090,7 +1143,6 @@ CONTRADICTIONS = {
         "would have paid for step 4",
     ),
     "a filter": (lambda record: record.update(schedule="filtered", filter_epsilon=3.0), "cannot be priced"),
-    "no examples": (lambda record: record.update(expected_batch=None), "cannot be priced"),
 }
 
 

@@ -338,6 +338,8 @@ def tuned_epsilon(
         if not (isinstance(value, int) and value >= least):
             raise ValueError(f"{name}={value} must be a whole number from {least} up")
     histories = [history] if isinstance(history, Mapping) else list(history)
+    if not histories:
+        raise ValueError("history=[] is empty: a run asks at least one history")
     single = np.max([total_curve(each) for each in histories], axis=0)
     curve, orders = repeats * single, renyi.ORDERS
     if not curve.any():
@@ -651,15 +653,18 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
     by_renyi = epsilon(history, delta, "rdp")
     filtered = facts.schedule == "filtered"
     spent = facts.filter_epsilon if filtered else epsilon(history, delta)
+    broken: tuple[str, ...] = ()
     if spent is not None and by_renyi < inf and filtered and by_renyi > spent:
-        reasons = (*reasons, f"the questions cost {by_renyi:.4g}, so no filter of epsilon {spent:.4g} allowed them")
+        broken = (f"the questions cost {by_renyi:.4g}, so no filter of epsilon {spent:.4g} allowed them",)
     if by_renyi == inf:
-        reasons = (*reasons, "a question was answered without noise, so no epsilon is finite")
+        broken = (*broken, "a question was answered without noise, so no epsilon is finite")
+    reasons = (*reasons, *broken)
     # What a filtered run happened to spend depends on the data: only the filter's own epsilon is proved, by Renyi.
-    result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", spent if filtered else by_renyi, reasons)
+    proved = spent if filtered and not broken else by_renyi
+    result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", proved, reasons)
     if not reasons:
         return result
-    return replace(result, epsilon=None, epsilon_if_noise_were_secret=spent if by_renyi < inf else None)
+    return replace(result, epsilon=None, epsilon_if_noise_were_secret=None if broken else spent)
 
 
 def _reasons_of_noise(facts: Facts) -> tuple[str, ...]:

@@ -72,17 +72,14 @@ def _size(bytes_: int) -> str:
 def _paper(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """What a paper printed beside ours, if the folder was made by `vestige reproduce`."""
     from vestige import presets as known
-    from vestige.files import read_json
 
-    if not (folder / "preset.json").exists():
+    made = known.of_folder(folder)
+    if made is None:
         return None
-    made = read_json(folder / "preset.json")
-    if not isinstance(made, dict) or not isinstance(made.get("preset"), str) or "small" not in made:
-        raise ValueError(f"{folder / 'preset.json'} names no preset: remove it, or make the folder again")
-    preset = known.find(made["preset"])
+    preset, small = made
     return {
         "title": f"{preset.paper}: {preset.what}",
         "beside": known.beside(preset, records),
         "notes": list(preset.notes),
-        "small": made["small"],
+        "small": small,
     }

@@ -274,7 +274,15 @@ def _untuned(specification: Specification, problem: Problem, contender: Contende
 def due(specification: Specification, grid: Mapping[str, list[Trial]], records: Mapping[str, Record]) -> list[Run]:
     """The runs that can be made now and are not on record, tuning first."""
     wanted = [*tuning_runs(specification, grid), *final_runs(specification, grid, records)]
-    return [run for run in wanted if run.id not in records]
+    missing = [run for run in wanted if run.id not in records]
+    finals = {run.stage for run in missing} - {"tuning"}
+    made = {_twin(record["run"]) for record in records.values() if record["run"]["stage"] in finals}
+    return [run for run in missing if run.stage == "tuning" or _twin(run.to_json()) not in made]
+
+
+def _twin(run: Mapping[str, Any]) -> str:
+    """A final run but for how often it was judged: one made with its curve stands for the same run without."""
+    return json.dumps({key: value for key, value in run.items() if key != "evaluations"}, sort_keys=True)
 
 
 def kinds(specification: Specification, grid: Mapping[str, list[Trial]]) -> frozenset[str]:
@@ -359,11 +367,14 @@ def settled(
     told = []
     for record in records.values():
         run = record["run"]
-        cell = (run["task"], str(Budget(**run["budget"])), run["label"])
-        if run["stage"] == "tuned" and winners.get(cell, _tried(run)) != _tried(run):
+        if run["stage"] == "tuned" and winners.get(_cell_of(run), _tried(run)) != _tried(run):
             record = {**record, "run": {**run, "stage": SUPERSEDED}}
         told.append(record)
     return told
+
+
+def _cell_of(run: Mapping[str, Any]) -> tuple[str, str, str]:
+    return run["task"], str(Budget(**run["budget"])), run["label"]
 
 
 def _tried(run: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -443,6 +454,13 @@ def rows(records: Iterable[Record], baseline: str) -> list[dict[str, Any]]:
     return sorted(made, key=lambda row: (row["task"], row["budget_value"], row["rate"], -(row["mean"] or 0)))
 
 
+def _one_per_seed(found: Sequence[Record]) -> list[Record]:
+    """The finished runs; of two that differ in how often they were judged, the one judged least."""
+    done = [record for record in found if record["status"] == "done"]
+    ordered = sorted(done, key=lambda record: (record["run"]["seed"], -record["run"]["evaluations"], record["id"]))
+    return list({record["run"]["seed"]: record for record in ordered}.values())
+
+
 def _accuracies(cells: Mapping[tuple[str, str, str, str], list[Record]], task: str) -> list[float]:
     """Of every final run of a task."""
     runs = [record for key, found in cells.items() if key[0] == task for record in found]
@@ -451,9 +469,9 @@ def _accuracies(cells: Mapping[tuple[str, str, str, str], list[Record]], task: s
 
 def _row(key: tuple[str, str, str, str], found: list[Record], base: list[Record], resolution: float) -> dict[str, Any]:
     task, budget, rate, label = key
-    done = [record for record in found if record["status"] == "done"]
+    done = _one_per_seed(found)
     values = {record["run"]["seed"]: record["accuracy"] for record in done}
-    against = {record["run"]["seed"]: record["accuracy"] for record in base if record["status"] == "done"}
+    against = {record["run"]["seed"]: record["accuracy"] for record in _one_per_seed(base)}
     summary = summarise(list(values.values())) if values else None
     difference = paired(values, against, resolution) if base is not found else None
     spent = [record["epsilon"] for record in done if record["epsilon"] is not None]
@@ -503,13 +521,17 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def tuning_prices(
     specification: Specification, grid: Mapping[str, list[Trial]], records: Mapping[str, Record], price: Any
 ) -> list[dict[str, Any]]:
-    """What tuning costs beside what one run costs: one row per task, budget and contender with a finished trial.
+    """What tuning costs beside what one run costs: one row per task, budget and contender with a final run.
 
     `price(charged, delta, trials, repeats)` is the epsilon of choosing by the best of a random number of trials with
-    that mean, of `repeats` runs each, and of one final run; `charged` holds what each trial asked. There is none where
-    a run has no epsilon, or where what it asks follows from earlier answers: the theorem is about fixed questions.
+    that mean, of `repeats` runs each, and of one final run; `charged` holds what each run asked. There is none where a
+    run has no epsilon, or where what it asks follows from earlier answers: the theorem is about fixed questions.
     """
     repeats = len(specification.tuning_seeds)
+    finals: dict[tuple[str, str, str], list[Record]] = {}
+    for record in settled(specification, grid, records):
+        if record["run"]["stage"] == "tuned" and record["status"] == "done":
+            finals.setdefault(_cell_of(record["run"]), []).append(record)
     made = []
     for problem, contender, budget in _cells(specification):
         trials = grid[contender.label]
@@ -518,11 +540,12 @@ def tuning_prices(
             for trial in trials
             for seed in specification.tuning_seeds
         ]
-        found = [record for record in (records.get(run.id) for run in runs) if record and record["status"] == "done"]
-        if not found:
+        tuned = finals.get(runs[0].cell, [])
+        if not tuned or any(run.id not in records for run in runs):
             continue
-        spent = [record["epsilon"] for record in found]
-        known = all(value is not None for value in spent)
+        found = [*tuned, *(records[run.id] for run in runs if records[run.id]["status"] == "done")]
+        spent = [record["epsilon"] for record in tuned]
+        known = all(record["epsilon"] is not None for record in found)
         covered = known and all(record.get("schedule", "fixed") == "fixed" for record in found)
         charged = [record["charged"] for record in found]
         made.append(

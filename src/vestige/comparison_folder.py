@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from vestige.comparison import VALIDATION, VERSION, Record, Run, Specification, belongs, kinds, trials
+from vestige.comparison import VALIDATION, VALIDATION_CURVE, VERSION, Record, Run, Specification, belongs, kinds, trials
 from vestige.files import make_folder, read_json, write_json
 from vestige.questions import Question
 from vestige.registry import METHODS
@@ -38,6 +38,8 @@ DONE: dict[str, Any] = {
     "memory_mb": MAYBE,
     "stacked": int,
     "noise": str,
+    "sampling": str,
+    "expected_batch": NUMBER,
     "charged": list,
     "pictures": dict,
 }
@@ -227,8 +229,8 @@ def _described(record: Any, name: str) -> Run:
         raise ValueError("its name is not the hash of the run that it describes")
     if record.get("status") not in ("done", "failed"):
         raise ValueError(f"status is {record.get('status')!r}, neither done nor failed")
-    score = VALIDATION if run.stage == "tuning" else "accuracy"
-    needed = FAILED if record["status"] == "failed" else {**DONE, score: NUMBER}
+    score, curve = (VALIDATION, VALIDATION_CURVE) if run.stage == "tuning" else ("accuracy", "curve")
+    needed = FAILED if record["status"] == "failed" else {**DONE, score: NUMBER, curve: list}
     for key, kind in needed.items():
         if key not in record or not isinstance(record[key], kind):
             raise ValueError(f"its part {key!r} is {record.get(key, 'missing')!r}")
@@ -274,8 +276,8 @@ class Claim:
         """Whether the claiming process is known to be dead, or has given no sign of life for long."""
         content = self.content
         if content.get("host") == socket.gethostname() and isinstance(content.get("pid"), int):
-            if self._restarted:
-                return True
+            if self._restarted:  # or another machine of the same name, which would have signed
+                return time.time() - self.signed / 1e9 > 3 * BEAT
             try:
                 os.kill(content["pid"], 0)
             except ProcessLookupError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Decimal, localcontext
 from typing import Any
 
 
@@ -17,7 +18,7 @@ def summarised(home: Any) -> dict[str, Any]:
     return {
         "folder": str(home.path),
         "total": comparison.total(specification, grid),
-        "done": sum(record["status"] == "done" for record in records.values()),
+        "done": sum(r["status"] == "done" and r["run"]["stage"] != comparison.SUPERSEDED for r in settled),
         "baseline": specification.baseline,
         "rows": comparison.rows(settled, specification.baseline),
         "choices": comparison.choices(specification, grid, records),
@@ -60,6 +61,12 @@ def _price_line(rows: Sequence[dict[str, Any]], named: bool) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Both ends, or the upper one where they are one to a percent."""
-    least, most = min(values), max(values)
-    return f"{most:.3g}" if most <= 1.01 * least else f"{least:.3g} to {most:.3g}"
+    """Both ends, or the upper one where they are one to a percent; rounded upwards, as what bounds must be."""
+    least, most = (_upwards(bound(values)) for bound in (min, max))
+    return most if max(values) <= 1.01 * min(values) else f"{least} to {most}"
+
+
+def _upwards(value: float) -> str:
+    """Three digits, not below the value."""
+    with localcontext(prec=3, rounding=ROUND_CEILING):
+        return f"{float(+Decimal(repr(value))):g}"

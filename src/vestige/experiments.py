@@ -135,15 +135,16 @@ class Meter:
         if self.watch is None:
             return
         records = self.home.records()
+        settled = comparison.settled(self.specification, self.grid, records)
+        standing = sum(record["run"]["stage"] != comparison.SUPERSEDED for record in settled)
         made = len(records) - self._before
-        left = max(0, self.total - len(records))
+        left = max(0, self.total - standing)
         seconds = (time.monotonic() - self._begin) / made * left if made else None
         failed = sum(record["status"] == "failed" for record in records.values())
-        self.watch(Status(len(records), failed, self.total, seconds, self._best(records)))
+        self.watch(Status(standing, failed, self.total, seconds, self._best(settled)))
 
-    def _best(self, records: dict[str, Record]) -> str:
+    def _best(self, settled: list[Record]) -> str:
         """The best final row of the last task and largest budget that has one."""
-        settled = comparison.settled(self.specification, self.grid, records)
         rows = [row for row in comparison.rows(settled, self.specification.baseline) if row["mean"] is not None]
         if not rows:
             return ""

@@ -54,15 +54,17 @@ def perform(runs: Sequence[Run], place: Place) -> Iterator[Record]:
             yield _guarded(run, place)
         return
     left = {run.id: run for run in runs}
+    size = 0
     try:
         for record in _together(runs, place):
             del left[record["id"]]
             yield record
     except Exception as error:  # of the stack, or of one run in it: whose, the runs say by themselves
-        rest = list(left.values())
-        size = max(1, len(rest) // 2) if memory_ran_out(error) else 1
-        for first in range(0, len(rest), size):
-            yield from perform(rest[first : first + size], place)
+        size = max(1, len(left) // 2) if memory_ran_out(error) else 1
+    # Only here, where the error is gone, is what the stack held given back.
+    rest = list(left.values())
+    for first in range(0, len(rest), max(1, size)):
+        yield from perform(rest[first : first + size], place)
 
 
 def stackable(run: Run, place: Place) -> tuple[Any, ...] | None:

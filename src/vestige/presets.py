@@ -112,9 +112,19 @@ PRESETS: dict[str, Preset] = {}
 
 def timed_in(folder: Path) -> bool:
     """Whether a comparison's folder was made by a preset about seconds."""
+    made = of_folder(folder)
+    return made is not None and made[0].timed
+
+
+def of_folder(folder: Path) -> tuple[Preset, bool] | None:
+    """The preset that a comparison's folder was made by, and whether it was the small one."""
     path = folder / "preset.json"
-    name = read_json(path).get("preset") if path.exists() else None
-    return name in PRESETS and PRESETS[name].timed
+    if not path.exists():
+        return None
+    made = read_json(path)
+    if not isinstance(made, dict) or not isinstance(made.get("preset"), str) or "small" not in made:
+        raise ValueError(f"{path} names no preset: remove it, or make the folder again")
+    return find(made["preset"]), bool(made["small"])
 
 
 def find(name: str) -> Preset:
