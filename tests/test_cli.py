@@ -250,6 +250,28 @@ def test_a_users_mistake_is_one_line_and_exit_code_two(tmp_path, words, message)
     assert not out.exists(), "nothing may be half-written"
 
 
+def test_a_helper_without_the_task_or_with_several_hands_at_a_stopwatch_changes_nothing(tmp_path):
+    (tmp_path / "my.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make(data, seed):\n"
+        "    x, y = torch.randn(60, 3), torch.randint(2, (60,))\n"
+        "    return nn.Linear(3, 2), nn.functional.cross_entropy, (x, y), (x, y)\n"
+    )
+    task, folder = tmp_path / "my.py", tmp_path / "c"
+    words = ["--method", "dp-sgd", "--steps", 2, "--seeds", 1, "--rates", "auto", "--workers", 1, "--out", folder]
+    made = vestige("compare", "--task", f"{task}:make", "--sample-rate", 0.2, *words)
+    assert made[0] == 0, made
+    (record,) = (folder / "runs").iterdir()
+    record.unlink()
+    (folder / "preset.json").write_text(json.dumps({"preset": "fo-table1", "small": True}))
+    code, _, error = vestige("compare", "--resume", folder, "--workers", 2)
+    assert (code, "one after another" in error) == (2, True)
+    task.unlink()
+    code, _, error = vestige("compare", "--resume", folder)
+    assert (code, "my.py" in error) == (2, True)
+    assert not list((folder / "runs").iterdir()), "a run that cannot be made here is no failed run"
+
+
 @pytest.mark.parametrize(
     "words", [TRAIN, ["compare", "--method", "dp-sgd", "--steps", "2"], ["report", "FOLDER", "--figures", "x"]]
 )

@@ -17,9 +17,10 @@ import pytest
 from scipy import stats
 
 from vestige import accounting, comparison, comparison_folder, experiments, performing, planning, presets, tasks
-from vestige.cli_filling import check_place, check_tasks
+from vestige.cli_filling import _marks, check_place, check_tasks
 from vestige.comparison import Budget, Contender, Problem, Run, Specification
 from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
+from vestige.comparison_summary import summarised
 from vestige.comparison_verification import verify_comparison
 from vestige.comparison_words import contenders
 from vestige.layout import Layout
@@ -113,7 +114,7 @@ def test_a_failed_trial_loses_and_a_grid_that_failed_whole_gives_no_final_run():
     assert {run.factor for run in comparison.due(TINY, grid, records) if run.stage == "tuned"} == {0.5}
 
 
-def test_a_trial_tried_again_that_wins_supersedes_the_final_runs_of_the_one_that_won_before():
+def test_a_trial_tried_again_that_wins_supersedes_the_final_runs_of_the_one_that_won_before(tmp_path):
     spec = replace(TINY, budgets=TINY.budgets[:1], contenders=TINY.contenders[:1], rates=("tuned",), evaluations=1)
     grid = comparison.trials(spec, known())
     tuning = {run.factor: run for run in comparison.tuning_runs(spec, grid)}
@@ -132,6 +133,13 @@ def test_a_trial_tried_again_that_wins_supersedes_the_final_runs_of_the_one_that
     records |= {run.id: fake(run, 0.8) for run in fresh}
     (row,) = comparison.rows(comparison.settled(spec, grid, records), "dp-sgd")
     assert (row["count"], row["mean"]) == (3, pytest.approx(0.8))
+    home = ComparisonFolder(tmp_path / "c")
+    home.create(spec)
+    for record in records.values():
+        home.keep(record)
+    seen = []
+    experiments.Meter(home, seen.append).show()
+    assert summarised(home)["done"] == seen[0].done == summarised(home)["total"] == 6
     assert set(row["runs"]) == {run.id for run in fresh}
 
 
@@ -348,8 +356,11 @@ def test_a_run_made_with_its_curve_stands_for_the_same_run_without():
     records = {run.id: fake(run, 0.6) for run in watched}
     assert comparison.due(spec, grid, records) == []
     records |= {run.id: fake(run, 0.5) for run in plain}
-    (row,) = comparison.rows(records.values(), "dp-sgd")
+    other = [replace(run, label="fo", method="fo-dp-sgd") for run in plain]
+    records |= {run.id: fake(run, 0.7) for run in other}
+    better, row = comparison.rows(records.values(), "dp-sgd")
     assert (row["count"], row["mean"], set(row["runs"])) == (3, 0.5, {run.id for run in plain})
+    assert better["difference"] == pytest.approx(0.2)
 
 
 def test_a_contender_whose_every_trial_failed_has_a_row_that_says_why():
@@ -396,6 +407,7 @@ def test_what_breaks_a_stack_is_recorded_with_the_run_it_belongs_to(tmp_path, mo
     rare = replace(TINY, rates=("auto",), contenders=banded, sample_rate=0.3, seeds=(0,))
     records = experiments.compare(tmp_path / "b", rare).records().values()
     assert {(r["run"]["label"], r["status"]) for r in records} == {("dp-sgd", "done"), ("dp-bandmf", "failed")}
+    assert {r["stacked"] for r in records if r["status"] == "done"} == {2}, "what cannot be served breaks no stack"
 
     def breaks(*arguments, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
@@ -427,6 +439,56 @@ def test_a_preset_about_seconds_is_continued_one_run_after_another(tmp_path):
     with pytest.raises(ValueError, match="leave --workers"):
         check_place("local", None, 2, "auto", alone=True)
     check_place("local", None, 1, "auto", alone=True)
+
+
+@pytest.mark.parametrize("stack", [True, False])
+@pytest.mark.parametrize(("steps", "asked", "looks"), [(6, 4, 3), (6, 6, 6), (5, 100, 5), (6, 0, 0)])
+def test_the_test_set_is_never_looked_at_more_often_than_was_asked(tmp_path, stack, steps, asked, looks):
+    spec = replace(TINY, rates=("auto",), steps=steps, seeds=(0,), evaluations=asked)
+    records = experiments.compare(tmp_path / "c", spec, place=Place(stack=stack)).records().values()
+    assert {len(record["curve"]) for record in records} == {looks}
+
+
+def test_memory_that_runs_out_while_a_stack_is_prepared_makes_it_smaller(monkeypatch):
+    spec = replace(TINY, rates=("auto",))
+    runs = list(comparison.final_runs(spec, experiments.grid_of(spec), {}))[:4]
+
+    def prepared(run, place):
+        raise MemoryError
+
+    monkeypatch.setattr(performing, "_prepared", prepared)
+    monkeypatch.setattr(performing, "_guarded", lambda run, place: {"id": run.id, "status": "done"})
+    assert [record["status"] for record in performing.perform(runs, Place())] == ["done"] * 4
+
+
+def test_the_same_comparison_reads_its_data_where_this_process_has_them(tmp_path, monkeypatch):
+    spec = replace(TINY, rates=("auto",), seeds=(0,))
+    experiments.compare(tmp_path / "c", spec)
+    met = []
+    monkeypatch.setattr(experiments, "examples", lambda task, place: met.append(place.data))
+    here = replace(spec, problems=(replace(spec.problems[0], data="here"),))
+    experiments.compare(tmp_path / "c", here)
+    experiments.compare(tmp_path / "c", here, place=Place(data={"digits-mlp": "there"}))
+    experiments.compare(tmp_path / "c")
+    assert met == [{"digits-mlp": "here"}, {"digits-mlp": "there"}, {}]
+
+
+def row_of(method, p, mean=0.5):
+    return {"method": method, "p_holm": p, "mean": mean}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row_of("dp-sgd", None), row_of("a", 0.5)], "unmarked: not distinguishable"),
+        ([row_of("dp-sgd", None), row_of("a", 0.5), row_of("b", None)], "not distinguishable; ?: not tested"),
+        ([row_of("a", None), row_of("b", None)], "no run of the baseline dp-sgd is here; --baseline names another"),
+        ([row_of("dp-sgd", None), row_of("a", None)], "two seeds of each or more"),
+    ],
+)
+def test_what_was_not_tested_is_not_called_indistinguishable(rows, words):
+    said = _marks({"baseline": "dp-sgd", "rows": rows})
+    assert said.endswith(words)
 
 
 def test_other_data_are_not_mixed_in(tmp_path, monkeypatch):

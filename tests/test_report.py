@@ -403,6 +403,13 @@ def test_many_methods_that_cannot_be_told_apart_are_counted_and_named_on_request
     assert "method-0, method-1 are not distinguishable from dp-sgd." in few
 
 
+def test_the_page_says_how_many_trials_each_method_had(content):
+    assert "Every method had the same number of trials" in report._tuning(content)
+    first, *rest = content["summary"]["choices"]
+    uneven = {**content["summary"], "choices": [{**first, "trials": 5}, *rest]}
+    assert "Every method had 2 to 5 trials" in report._tuning({**content, "summary": uneven})
+
+
 def test_methods_whose_tuning_costs_more_than_others_are_named():
     row = {"task": "t", "budget": "epsilon 3", "trials": 7, "runs_per_trial": 1, "epsilon_one_run": 2.99}
     same = [{**row, "method": name, "epsilon_with_tuning": 5.8} for name in ("a", "b")]

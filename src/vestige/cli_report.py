@@ -28,14 +28,14 @@ def report(
 
 
 def write_report(folder: Path, out: Path | None, figures: Path | None, title: str | None) -> Path:
-    from vestige import comparison, experiments
+    from vestige import experiments
     from vestige import report as page
     from vestige.comparison_folder import ComparisonFolder
     from vestige.files import make_folder
 
     home = ComparisonFolder(folder)
     specification = home.specification()
-    records = comparison.settled(specification, experiments.grid_of(specification), home.records())
+    records = experiments.settled(home)
     if not records:
         raise ValueError(f"{str(folder)!r} holds no finished run yet: make some with vestige compare --resume {folder}")
     summary = summarised(home)

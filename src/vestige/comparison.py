@@ -178,9 +178,14 @@ class Run:
         return hashlib.sha256(content.encode()).hexdigest()[:20]
 
     @property
+    def unwatched(self) -> Run:
+        """The same run, judged at its end only: one made with its curve stands for it."""
+        return replace(self, evaluations=0)
+
+    @property
     def kind(self) -> str:
         """What runs have in common that differ in nothing but their seed and how often they were judged."""
-        return replace(self, seed=0, evaluations=0).id
+        return replace(self.unwatched, seed=0).id
 
     @property
     def cell(self) -> tuple[str, str, str]:
@@ -276,13 +281,9 @@ def due(specification: Specification, grid: Mapping[str, list[Trial]], records: 
     wanted = [*tuning_runs(specification, grid), *final_runs(specification, grid, records)]
     missing = [run for run in wanted if run.id not in records]
     finals = {run.stage for run in missing} - {"tuning"}
-    made = {_twin(record["run"]) for record in records.values() if record["run"]["stage"] in finals}
-    return [run for run in missing if run.stage == "tuning" or _twin(run.to_json()) not in made]
-
-
-def _twin(run: Mapping[str, Any]) -> str:
-    """A final run but for how often it was judged: one made with its curve stands for the same run without."""
-    return json.dumps({key: value for key, value in run.items() if key != "evaluations"}, sort_keys=True)
+    told = [record["run"] for record in records.values() if record["run"]["stage"] in finals]
+    made = {Run.from_json(each).unwatched.id for each in told}
+    return [run for run in missing if run.stage == "tuning" or run.unwatched.id not in made]
 
 
 def kinds(specification: Specification, grid: Mapping[str, list[Trial]]) -> frozenset[str]:
@@ -300,10 +301,7 @@ def kinds(specification: Specification, grid: Mapping[str, list[Trial]]) -> froz
 
 
 def belongs(run: Run, specification: Specification, known: frozenset[str]) -> bool:
-    """Whether a specification with these known `kinds` can come to need this run.
-
-    How often it was judged is left open: a run made with its curve stands for the same run without.
-    """
+    """Whether a specification with these known `kinds` can come to need this run, however often it was judged."""
     seeds = specification.tuning_seeds if run.stage == "tuning" else specification.seeds
     return run.seed in seeds and run.kind in known
 
@@ -434,11 +432,11 @@ def rows(records: Iterable[Record], baseline: str) -> list[dict[str, Any]]:
     # In one order, whatever order the files were read in: the same records give the same table, to the last digit.
     for record in sorted(records, key=lambda each: (each["run"]["seed"], each["id"])):
         run = record["run"]
-        key = (run["task"], str(Budget(**run["budget"])), run["stage"], run["label"])
+        task, budget, label = _cell_of(run)
         if run["stage"] in get_args(Rate):
-            cells.setdefault(key, []).append(record)
+            cells.setdefault((task, budget, run["stage"], label), []).append(record)
         elif run["stage"] == "tuning":
-            trials.setdefault((*key[:2], "tuned", key[3]), []).append(record)
+            trials.setdefault((task, budget, "tuned", label), []).append(record)
     for key, found in trials.items():
         if key not in cells and all(record["status"] == "failed" for record in found):
             cells[key] = found  # a row that says why nothing could be tuned

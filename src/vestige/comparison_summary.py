@@ -14,7 +14,7 @@ def summarised(home: Any) -> dict[str, Any]:
 
     specification, records = home.specification(), home.records()
     grid = experiments.grid_of(specification)
-    settled = comparison.settled(specification, grid, records)
+    settled = experiments.settled(home)
     return {
         "folder": str(home.path),
         "total": comparison.total(specification, grid),

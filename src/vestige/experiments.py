@@ -62,8 +62,8 @@ def compare(
         home.create(specification)
     agreed = home.specification()
     _check_methods(agreed)
-    data = {problem.task: problem.data for problem in agreed.problems}
-    data |= {problem.task: problem.data for problem in (specification or agreed).problems if problem.data is not None}
+    problems = (*agreed.problems, *(specification.problems if specification is not None else ()))
+    data = {problem.task: problem.data for problem in problems if problem.data is not None}
     place = place or Place()
     place = replace(place, data={**data, **place.data})
     _check_data(home, place)
@@ -80,6 +80,12 @@ def compare(
 
 def grid_of(specification: Specification) -> dict[str, list[comparison.Trial]]:
     return comparison.trials(specification, {name: entry.options for name, entry in METHODS.items()})
+
+
+def settled(home: ComparisonFolder) -> list[Record]:
+    """The folder's records, final runs at a rate that no longer wins marked as superseded."""
+    specification = home.specification()
+    return comparison.settled(specification, grid_of(specification), home.records())
 
 
 def prices(home: ComparisonFolder) -> list[dict[str, Any]]:

@@ -114,8 +114,8 @@ def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline
         if apart:
             points = ", ".join(f"{text(row['method'])} by {abs(100 * row['difference']):.1f} points" for row in apart)
             told.append(f"{word.capitalize()} than {text(baseline)}: {points}.")
-        elif word == "better" and others:
-            told.append("No method is shown to be better." if len(others) > 1 else "")
+        elif word == "better" and len(others) > 1:
+            told.append("No method is shown to be better.")
     broken = [row["method"] for row in chosen if row["mean"] is None]
     if broken:
         told.append(f"Every run of {text(', '.join(broken))} failed; the table says why.")
@@ -126,7 +126,7 @@ def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline
     elif same:
         verb = "is" if len(same) == 1 else "are"
         told.append(f"{text(', '.join(same))} {verb} not distinguishable from {text(baseline)}.")
-    return f"<li>{' '.join(filter(None, told))}</li>"
+    return f"<li>{' '.join(told)}</li>"
 
 
 def _beside(paper: Mapping[str, Any]) -> str:
