@@ -404,7 +404,8 @@ def test_what_breaks_a_stack_is_recorded_with_the_run_it_belongs_to(tmp_path, mo
     assert all("TypeError" in record["error"] for record in records if record["run"]["label"] == "odd")
 
     banded = (TINY.contenders[0], Contender("dp-bandmf", "dp-bandmf"))
-    rare = replace(TINY, rates=("auto",), contenders=banded, sample_rate=0.3, seeds=(0,))
+    fixed = (Budget("noise_multiplier", 1.0), Budget("noise_multiplier", 2.0))  # nothing is calibrated, and refused so
+    rare = replace(TINY, rates=("auto",), contenders=banded, budgets=fixed, sample_rate=0.3, seeds=(0,))
     records = experiments.compare(tmp_path / "b", rare).records().values()
     assert {(r["run"]["label"], r["status"]) for r in records} == {("dp-sgd", "done"), ("dp-bandmf", "failed")}
     assert {r["stacked"] for r in records if r["status"] == "done"} == {2}, "what cannot be served breaks no stack"

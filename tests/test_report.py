@@ -426,6 +426,8 @@ def test_methods_whose_tuning_costs_more_than_others_are_named():
     assert "epsilon 2.99 to 4;" in line
     assert "mean 7 to 8 " in line
     assert price_lines([{**same[0], "epsilon_one_run": None}]) == []
+    (line,) = price_lines([{**same[0], "epsilon_with_tuning": 5.801}])
+    assert "together cost epsilon 5.81 (" in line, "a bound is rounded upwards"
     lines = price_lines([*same, unproven])
     assert [line.split(":")[0] for line in lines] == [
         "price of tuning at epsilon 3",
