@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from vestige import experiments, presets, stacked, tasks
-from vestige.cli_report import write_report
-from vestige.comparison import FACTORS, Budget, Contender, Problem, Specification
-from vestige.comparison_summary import summarised
-from vestige.comparison_words import contenders
-from vestige.performing import Place
-from vestige.registry import METHODS, build
+from vestige import tasks
+from vestige.cli.report import write_report
+from vestige.compare import presets, runner, stacked
+from vestige.compare.arguments import contenders
+from vestige.compare.comparison import FACTORS, Budget, Contender, Problem, Specification
+from vestige.compare.execute import Place
+from vestige.compare.summary import summarised
+from vestige.methods.registry import METHODS, build
 
 OWN_BUDGET = 17.4
 """What the FO-DP-SGD paper's own settings cost, by loss distributions; the paper does not say it."""
@@ -80,7 +81,7 @@ def compare(name: str, specification: Specification, arguments: argparse.Namespa
     begin = time.perf_counter()
     shown = [0.0]
 
-    def watch(status: experiments.Status) -> None:
+    def watch(status: runner.Status) -> None:
         if time.perf_counter() - shown[0] > 20:
             shown[0] = time.perf_counter()
             left = "?" if status.seconds_left is None else f"{status.seconds_left:.0f} s"
@@ -88,9 +89,7 @@ def compare(name: str, specification: Specification, arguments: argparse.Namespa
                 f"{name}: {status.done}/{status.total}, {status.failed} failed, {left} left; {status.best}", flush=True
             )
 
-    home = experiments.compare(
-        folder, specification, place=Place(arguments.device), workers=arguments.workers, watch=watch
-    )
+    home = runner.compare(folder, specification, place=Place(arguments.device), workers=arguments.workers, watch=watch)
     (folder / "summary.json").write_text(json.dumps(summarised(home), indent=1))
     write_report(folder, None, None, f"{name}: private optimizers at one budget")
     print(f"{name}: {len(home.records())} runs in {time.perf_counter() - begin:.0f} s", flush=True)
@@ -107,7 +106,7 @@ def reproduce(arguments: argparse.Namespace) -> None:
             print(f"{name}: {error}")
             continue
         compare(name, specification, arguments)
-        home = experiments.ComparisonFolder(arguments.out / name)
+        home = runner.ComparisonFolder(arguments.out / name)
         printed[name] = presets.beside(preset, list(home.records().values()))
         (arguments.out / "beside.json").write_text(json.dumps(printed, indent=1))
 

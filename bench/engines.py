@@ -29,13 +29,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
-from vestige import PrivacyEngine, kernels, models
-from vestige.capture import Captured
-from vestige.clipping import BoundedSum, Engine, Flat, Reference
-from vestige.layers import Geometry, Patches
+from vestige import PrivacyEngine
+from vestige.engines import kernels
+from vestige.engines.cuda_graphs import Captured
+from vestige.engines.layers import Geometry, Patches
 from vestige.layout import Layout, Segment
-from vestige.memory import HISTORIES, Blend, Identity
-from vestige.noise import Randomness, Release, add_noise
+from vestige.mechanism.clipping import BoundedSum, Engine, Flat, Reference
+from vestige.mechanism.noise import Randomness, Release, add_noise
+from vestige.optim.memory import HISTORIES, Blend, Identity
+from vestige.tasks import models
 
 Step = Callable[[], object]
 BOUND, MULTIPLIER, RATE = 1.0, 1.0, 0.1
@@ -337,7 +339,7 @@ def on_device(step: Step, repeats: int = 50) -> float:
 
 def plainly(on: bool) -> mock._patch[Any]:
     """Inside, memory and noise run without the fused kernels, where `on`."""
-    return mock.patch.multiple("vestige.recall", fused_available=lambda: not on)
+    return mock.patch.multiple("vestige.optim.recall", triton_available=lambda: not on)
 
 
 def memory_rows(window: int, size: int, history: Any, bandwidth: float) -> Iterator[dict[str, Any]]:

@@ -18,9 +18,9 @@ import torch
 import vestige
 from vestige import tasks
 from vestige.layout import Layout, Segment
-from vestige.memory import Blend
-from vestige.noise import Release
-from vestige.training import accuracy
+from vestige.mechanism.noise import Release
+from vestige.optim.memory import Blend
+from vestige.training.loop import accuracy
 
 HISTORIES: tuple[Any, Any] = ("float32", "bfloat16")
 

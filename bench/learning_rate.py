@@ -21,12 +21,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vestige import comparison, drawing, experiments
-from vestige.comparison import VALIDATION, Budget, Contender, Problem, Record, Specification
-from vestige.comparison_folder import ComparisonFolder
-from vestige.comparison_words import contenders
-from vestige.performing import Place
-from vestige.registry import METHODS
+from vestige.compare import comparison, runner
+from vestige.compare.arguments import contenders
+from vestige.compare.comparison import VALIDATION, Budget, Contender, Problem, Record, Specification
+from vestige.compare.execute import Place
+from vestige.compare.folder import ComparisonFolder
+from vestige.compare.report import drawing
+from vestige.methods.registry import METHODS
 
 FACTORS = (0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0)
 COARSE = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -85,7 +86,7 @@ def _study(
 
 def wanted(specification: Specification) -> list[comparison.Run]:
     """The study's runs: those that would tune the rate, and no final ones."""
-    return list(comparison.tuning_runs(specification, experiments.grid_of(specification)))
+    return list(comparison.tuning_runs(specification, runner.grid_of(specification)))
 
 
 # --- what they say ---------------------------------------------------------------------------------------------------
@@ -345,7 +346,7 @@ def main() -> None:
             def due(records: dict[str, Record], runs: list[comparison.Run] = runs) -> list[comparison.Run]:
                 return [run for run in runs if run.id not in records]
 
-            experiments.work(home, Place(arguments.device, data), due=due)
+            runner.work(home, Place(arguments.device, data), due=due)
             print(f"{name}: {len(runs)} runs", flush=True)
     records = [
         record for folder in (home, *map(ComparisonFolder, arguments.also)) for record in folder.records().values()

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import vestige
-from vestige.models import mlp
-from vestige.registry import METHODS, build
+from vestige.methods.registry import METHODS, build
+from vestige.tasks.models import mlp
 
 PUBLISHED = {
     "FO-DP-SGD paper, table 2": {

@@ -28,13 +28,13 @@ import torch
 
 import arena
 import learning_rate
-from vestige import comparison, experiments, presets
-from vestige.comparison import Record, Run, Specification
-from vestige.comparison_folder import ComparisonFolder
+from vestige.compare import comparison, presets, runner
+from vestige.compare.comparison import Record, Run, Specification
+from vestige.compare.execute import Place, stackable
+from vestige.compare.folder import ComparisonFolder
+from vestige.compare.processes import dismiss, hire
+from vestige.compare.statistics import paired, summarise
 from vestige.files import write_json
-from vestige.performing import Place, stackable
-from vestige.staff import dismiss, hire
-from vestige.statistics import paired, summarise
 
 FIRST = ["fo-rates", "fo-fig3", "fo-fig4", "fo-fig2", "fo-fig5", "fo-fig6", "fo-fig8", "fo-alpha"]
 REST = ["fo-table3", "fo-fig7", "fo-fig1"]
@@ -54,7 +54,7 @@ class Part:
     ) -> None:
         self.name, self.specification, self.kind, self._only = name, specification, kind, only
         self._twins = twins or {}
-        self._grid = experiments.grid_of(specification)
+        self._grid = runner.grid_of(specification)
         self._fixed = dict(self._named({})) if kind != "comparison" else None
 
     def wanted(self, records: Mapping[str, Record]) -> dict[str, Run]:
@@ -135,7 +135,7 @@ def labour(out: str, data: str | None, small: bool, device: str, largest: int, a
 
     while time.time() < until:
         try:
-            experiments.work(home, replace(there, device="cpu", stack=False) if alone else there, due=next_batch)
+            runner.work(home, replace(there, device="cpu", stack=False) if alone else there, due=next_batch)
         except Exception:  # whatever happened to one stack, the others go on
             traceback.print_exc()
             avoided.update(run.id for run in batch)
@@ -196,7 +196,7 @@ def render(arguments: argparse.Namespace) -> None:
         if part.kind == "preset":
             write_json(home.path / "preset.json", {"preset": part.name, "small": arguments.small})
         what = presets.find(part.name).what if part.kind == "preset" else "tuned at the paper's budget"
-        total = comparison.total(part.specification, experiments.grid_of(part.specification))
+        total = comparison.total(part.specification, runner.grid_of(part.specification))
         lines += [f"## {part.name}: {what}", "", f"{len(records)} of {total} runs.", ""]
         lines += _gap(records) if part.name == "fo-rates" else _tables(records, part.specification)
         if part.kind == "preset" and part.name != "fo-rates":

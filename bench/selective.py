@@ -24,16 +24,17 @@ from typing import Any, NamedTuple
 import torch
 
 import vestige
-from vestige import accounting, planning, tasks
-from vestige.decay import PhasedDecay
+from vestige import accounting, tasks
+from vestige.compare.presets import published
 from vestige.files import write_json
-from vestige.gates import BufferedRejection
-from vestige.jobs import selection
-from vestige.method import Method
-from vestige.presets import published
-from vestige.registry import build
-from vestige.rules import named
-from vestige.training import accuracy
+from vestige.methods.base import Method
+from vestige.methods.registry import build
+from vestige.optim.decay import PhasedDecay
+from vestige.optim.gates import BufferedRejection
+from vestige.optim.rules import named
+from vestige.training import planning
+from vestige.training.job import selection
+from vestige.training.loop import accuracy
 
 DELTA = 1e-5
 EPSILONS = (1, 2, 3, 4)

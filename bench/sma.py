@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 import vestige
-from vestige import models
-from vestige.engines import ENGINES
-from vestige.groups import Layers
+from vestige.engines.registry import ENGINES
 from vestige.layout import Layout
-from vestige.spectral import Spectral, group_exponents
+from vestige.mechanism.groups import Layers
+from vestige.optim.spectral import Spectral, group_exponents
+from vestige.tasks import models
 
 RATE = 0.04
 EPOCH = round(1 / RATE)

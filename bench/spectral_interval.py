@@ -14,7 +14,7 @@ import json
 import statistics
 from pathlib import Path
 
-from vestige.jobs import Job, complete, default_device, start
+from vestige.training.job import Job, complete, default_device, start
 
 PAPER = {
     (1.0, 3.0): (2.7636, 0.0065),

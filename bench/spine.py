@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 import vestige
-from vestige import accounting, models
-from vestige.engines import ENGINES
-from vestige.noise import Release
+from vestige import accounting
+from vestige.engines.registry import ENGINES
+from vestige.mechanism.noise import Release
 from vestige.questions import SampledGaussian
+from vestige.tasks import models
 
 BATCH, EXAMPLES = 200, 5000
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.special import ndtr
 
-from vestige import accounting, renyi
+from vestige import accounting
 from vestige.accounting import (
     Budget,
     Facts,
@@ -28,10 +28,11 @@ from vestige.accounting import (
     epsilon,
     guarantee,
     published_claim_epsilon,
+    rdp,
     tuned_epsilon,
 )
-from vestige.adaptive import Counted
-from vestige.limits import accounted_multiplier
+from vestige.checks import accounted_multiplier
+from vestige.mechanism.adaptive_clipping import Counted
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 
 DELTA = 1e-5
@@ -58,7 +59,7 @@ def test_published_table(multiplier, classic, tight, pld):
     history = steps(multiplier)
     assert epsilon(history, DELTA) == pytest.approx(pld, abs=0.006)
     assert tight - 0.012 < epsilon(history, DELTA, "rdp") < tight + 0.006  # our orders are finer
-    assert renyi.classic_epsilon(accounting.total_curve(history), DELTA) == pytest.approx(classic, abs=0.012)
+    assert rdp.classic_epsilon(accounting.total_curve(history), DELTA) == pytest.approx(classic, abs=0.012)
 
 
 @pytest.mark.parametrize(("groups", "memory", "published"), [(3, 1.0, 77.8), (21, 0.9, 1246.0)])
@@ -223,7 +224,7 @@ def test_many_distinct_multipliers_are_rounded_down_together():
     assert min(q.multiplier for q in fewer) == 1.0
     rounded, exact = accounting.total_curve(fewer), accounting.total_curve(history)
     assert np.all(rounded >= exact)
-    assert np.all((rounded <= exact * 1.02)[renyi.ORDERS < 4])
+    assert np.all((rounded <= exact * 1.02)[rdp.ORDERS < 4])
     assert 0.8 * epsilon(history, DELTA, "rdp") < epsilon(history, DELTA) < epsilon(history, DELTA, "rdp")
 
 
@@ -370,7 +371,7 @@ def test_a_filter_never_allows_beyond(multipliers, target):
     curve = accounting.total_curve(door.history)
     shares = [
         (weight, budget)
-        for order, weight, budget, spent in zip(renyi.ORDERS, door.weights, door.budgets, curve, strict=True)
+        for order, weight, budget, spent in zip(rdp.ORDERS, door.weights, door.budgets, curve, strict=True)
         if spent <= budget + 1e-12
     ]
     assert shares
@@ -378,7 +379,7 @@ def test_a_filter_never_allows_beyond(multipliers, target):
     assert epsilon(door.history, DELTA, "rdp") <= target
     # The order's budget turns weight * delta into epsilon exactly: curve + conversion = epsilon.
     at = int(np.argmax(door.weights))
-    single = door.budgets[at] + renyi.CONVERSION[at] - np.log(door.weights[at] * DELTA) / (renyi.ORDERS[at] - 1)
+    single = door.budgets[at] + rdp.CONVERSION[at] - np.log(door.weights[at] * DELTA) / (rdp.ORDERS[at] - 1)
     assert single == pytest.approx(target)
 
 
@@ -463,12 +464,12 @@ def test_price_of_a_search(base, geometric, logarithmic, hundred):
 
 
 def test_price_of_a_search_equals_dp_accounting():
-    history, orders = steps(4.0), renyi.INTEGER_ORDERS  # its fractional orders are looser than ours
+    history, orders = steps(4.0), rdp.INTEGER_ORDERS  # its fractional orders are looser than ours
     run = SelfComposedDpEvent(PoissonSampledDpEvent(0.04, GaussianDpEvent(4.0)), 6250)
     for mean, shape in [(10, 1), (10, 0), (7.5, 0.5)]:
         accountant = RdpAccountant(orders=list(orders))
         accountant.compose(RepeatAndSelectDpEvent(run, mean, shape))
-        curve = accounting.total_curve(history)[len(renyi.FRACTIONAL_ORDERS) :]
+        curve = accounting.total_curve(history)[len(rdp.FRACTIONAL_ORDERS) :]
         stop = accounting.stopping_probability(mean, shape)
         selection = (1 + shape) * np.min((1 - 1 / orders) * curve - np.log(stop) / orders)
         ours = curve + selection + np.log(mean) / (orders - 1)

@@ -1,4 +1,4 @@
-"""Do imports go downward only, and does data stay in its room?"""
+"""Do imports go downward only, and does data stay behind its wall?"""
 
 import ast
 import subprocess
@@ -8,10 +8,30 @@ from pathlib import Path
 import pytest
 
 import vestige
-from vestige.registry import METHODS
+from vestige.methods.base import METHODS
 
 ROOT = Path(vestige.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+
+ABOVE: dict[str, str] = {
+    "": "",
+    "accounting": "",
+    "mechanism": "",
+    "engines": "mechanism",
+    "optim": "mechanism",
+    "methods": "mechanism optim",
+    "tasks": "mechanism",
+    "training": "accounting mechanism engines optim methods tasks",
+    "privacy_engine": "accounting mechanism engines optim methods training",
+    "compare.stacked": "accounting mechanism optim methods",
+    "compare.report": "",
+    "compare": "accounting mechanism optim methods tasks training compare.stacked compare.report",
+    "cli": "accounting mechanism engines optim methods tasks training privacy_engine compare compare.report",
+}
+"""Which packages each package may import, beside itself and the modules of the root."""
+
+SENSITIVE = {"vestige.mechanism.curator", "vestige.compare.stacked.curator"}
+"""The modules that hold examples."""
 
 
 def imports(path: Path) -> set[str]:
@@ -29,77 +49,93 @@ def named(path: Path) -> str:
     return ".".join(("vestige", *(part for part in parts if part != "__init__")))
 
 
+def package(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).parent.parts)
+
+
 KNOWN = {named(path): path for path in FILES if path != ROOT / "__init__.py"}
-"""By the name it is imported by; the package itself names its rooms without importing them."""
+"""By the name it is imported by; the root package names its modules without importing them."""
 
 
-def rooms(path: Path) -> set[str]:
+def modules(path: Path) -> set[str]:
     """The package's own modules that a file imports directly."""
     return imports(path) & KNOWN.keys()
 
 
-def reach(path: Path) -> set[str]:
-    """Everything of the package that a file imports, directly or not."""
+def reach(name: str) -> set[str]:
+    """Everything of Vestige that a module imports, directly or not."""
     seen: set[str] = set()
-    queue = [path]
+    queue = [KNOWN[f"vestige.{name}"]]
     while queue:
-        for name in rooms(queue.pop()) - seen:
-            seen.add(name)
-            queue.append(KNOWN[name])
+        for found in modules(queue.pop()) - seen:
+            seen.add(found)
+            queue.append(KNOWN[found])
     return seen
 
 
-def test_training_and_accounting_never_meet():
-    assert "vestige.accounting" not in reach(ROOT / "training.py")
-    assert "vestige.training" not in reach(ROOT / "accounting.py")
+def inside(name: str) -> list[str]:
+    """The modules of a package, without `vestige.` in front."""
+    return [named(path).removeprefix("vestige.") for path in FILES if package(path) == name and path.stem != "__init__"]
 
 
-def test_only_accounting_knows_dp_accounting():
-    users = {p.stem for p in FILES if any(name.split(".")[0] == "dp_accounting" for name in imports(p))}
-    assert "accounting" in users
-    assert users <= {"accounting", "profiles", "trials"}
+@pytest.mark.parametrize("path", [path for path in FILES if path != ROOT / "__init__.py"], ids=named)
+def test_imports_go_downward(path):
+    allowed = {"", package(path), *ABOVE[package(path)].split()}
+    for found in modules(path):
+        assert package(KNOWN[found]) in allowed, f"{named(path)} imports {found}"
 
 
-@pytest.mark.parametrize(
-    "room", ["memory", "spectral", "groups", "probes", "rules", "learning_rate", "layout", "method", "moving"]
-)
-def test_what_remembers_and_moves_never_sees_data(room):
-    seen = reach(ROOT / f"{room}.py")
-    assert not {"vestige.curator", "vestige.asking", "vestige.tasks", *(f"vestige.{each}" for each in DATA)} & seen
-
-
-@pytest.mark.parametrize(
-    "room", ["questions", "accounting", "profiles", "trials", "trial_prices", "ledger", "planning"]
-)
-def test_what_prices_never_sees_data(room):
-    assert not {"vestige.curator", "vestige.asking", "vestige.tasks"} & reach(ROOT / f"{room}.py")
-
-
-DATA = {"images", "reviews", "features", "datasets", "recipes", "reading"}
-
-
-def test_only_the_rooms_behind_tasks_know_files_of_data():
-    for path in FILES:
-        if path.stem not in DATA:
-            text = path.read_text()
-            assert "np.load(" not in text, path
-            assert "load_digits" not in text, path
-        if path.stem not in {*DATA, "tasks"}:
-            assert not {f"vestige.{each}" for each in DATA} & rooms(path), path
-
-
-REPORT = {"report", "report_words", "report_privacy", "pictures", "drawing", "looks", "markup"}
-
-
-@pytest.mark.parametrize("room", sorted(REPORT))
-def test_the_report_reads_records_and_knows_nothing_else_of_the_package(room):
-    assert reach(ROOT / f"{room}.py") <= {f"vestige.{each}" for each in REPORT}
-    assert not any(name.split(".")[0] == "torch" for name in imports(ROOT / f"{room}.py"))
+def test_every_package_has_its_place_and_few_files():
+    assert {package(path) for path in FILES} == ABOVE.keys()
+    for name in ABOVE:
+        assert len(inside(name)) <= 12, name
 
 
 def test_there_is_no_circle():
-    for name, path in KNOWN.items():
-        assert name not in reach(path), name
+    for name in KNOWN:
+        assert name not in reach(name.removeprefix("vestige.")), name
+
+
+def test_training_and_theorems_never_meet():
+    assert not any(name.startswith("vestige.accounting") for name in reach("training.loop"))
+    assert not any(name.startswith("vestige.training") for each in inside("accounting") for name in reach(each))
+
+
+def test_only_accounting_knows_dp_accounting():
+    users = {package(p) for p in FILES if any(name.split(".")[0] == "dp_accounting" for name in imports(p))}
+    assert users == {"accounting"}
+
+
+@pytest.mark.parametrize(
+    "name", [*inside("optim"), *inside("methods"), "training.learning_rate", "layout", "compare.stacked.learner"]
+)
+def test_what_remembers_and_moves_never_sees_data(name):
+    seen = reach(name)
+    assert not SENSITIVE & seen
+    assert not any(each.startswith(("vestige.tasks", "vestige.training.run")) for each in seen)
+
+
+@pytest.mark.parametrize("name", ["questions", *inside("accounting"), "training.planning"])
+def test_what_prices_never_sees_data(name):
+    seen = reach(name)
+    assert not SENSITIVE & seen
+    assert not any(each.startswith("vestige.tasks") for each in seen)
+
+
+def test_only_tasks_knows_files_of_data():
+    for path in FILES:
+        if package(path) != "tasks":
+            text = path.read_text()
+            assert "np.load(" not in text, path
+            assert "load_digits" not in text, path
+            readers = {f"vestige.{each}" for each in inside("tasks")} - {"vestige.tasks.task", "vestige.tasks.models"}
+            assert not readers & modules(path), path
+
+
+@pytest.mark.parametrize("name", inside("compare.report"))
+def test_the_report_reads_records_and_imports_nothing_else(name):
+    assert reach(name) <= {"vestige.compare.report", *(f"vestige.{each}" for each in inside("compare.report"))}
+    assert not any(found.split(".")[0] == "torch" for found in imports(KNOWN[f"vestige.{name}"]))
 
 
 def test_the_package_is_imported_without_torch_and_has_all_its_names():
@@ -109,23 +145,21 @@ def test_the_package_is_imported_without_torch_and_has_all_its_names():
         "assert set(vestige.__all__) <= set(dir(vestige))\n"
         "assert vestige.accounting.epsilon and 'torch' not in sys.modules\n"
         "assert all(getattr(vestige, name) is not None for name in vestige.__all__)\n"
-        "assert not hasattr(vestige, 'no_such_room') and not hasattr(vestige, '__path_to_nothing__')\n"
+        "assert not hasattr(vestige, 'no_such_module') and not hasattr(vestige, '__path_to_nothing__')\n"
         "from vestige import *\n"
-        "assert train is vestige.api.train\n"
+        "assert train is vestige.training.run.train\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("room", ["method", "methods.adam", "jobs", "engine"])
-def test_whoever_looks_a_method_up_finds_them_all(room):
-    code = f"import vestige.{room}\nfrom vestige.registry import METHODS\nprint(*METHODS)"
+@pytest.mark.parametrize("name", ["methods.base", "methods.adam", "training.job", "privacy_engine.engine"])
+def test_whoever_looks_a_method_up_finds_them_all(name):
+    code = f"import vestige.{name}\nfrom vestige.methods.base import METHODS\nprint(*METHODS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == list(METHODS)
     assert len(METHODS) > 20
-    users = {path.stem for path in FILES if "vestige.method.METHODS" in imports(path)}
-    assert users == {"registry"}, "elsewhere it may not be full"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", FILES, ids=named)
 def test_every_file_says_which_question_it_answers(path):
     assert ast.get_docstring(ast.parse(path.read_text()))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vestige.comparison import VALIDATION
-from vestige.registry import METHODS
+from vestige.compare.comparison import VALIDATION
+from vestige.methods.registry import METHODS
 
 BENCH = Path(__file__).parents[1] / "bench"
 

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from vestige import bookkeeping, layers, precision
-from vestige.bookkeeping import BookKeeping
-from vestige.capture import Captured
-from vestige.clipping import Flat, Reference
-from vestige.layers import Geometry, Patches
+from vestige import devices
+from vestige.engines import bookkeeping, layers
+from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.cuda_graphs import Captured
+from vestige.engines.layers import Geometry, Patches
 from vestige.layout import Layout
+from vestige.mechanism.clipping import Flat, Reference
 
 property_test = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -1062,12 +1063,12 @@ def test_the_slack_for_tf32_tightens_every_share(monkeypatch):
 @pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("convolutions", [False, True])
 def test_there_is_slack_where_tf32_may_round_up(products, convolutions, monkeypatch):
-    monkeypatch.setattr(precision, "tf32_products", lambda: products)
-    monkeypatch.setattr(precision, "tf32_convolutions", lambda: convolutions)
+    monkeypatch.setattr(devices, "tf32_products", lambda: products)
+    monkeypatch.setattr(devices, "tf32_convolutions", lambda: convolutions)
     rounded = 1 + 2**-10  # each factor of a product, at most
-    share = rounded**2 * precision.slack(SimpleNamespace(is_cuda=True))
+    share = rounded**2 * devices.slack(SimpleNamespace(is_cuda=True))
     assert share == pytest.approx(1.0 if products or convolutions else rounded**2, abs=1e-12)
-    assert precision.slack(torch.zeros(1)) == 1.0  # a CPU does not round so
+    assert devices.slack(torch.zeros(1)) == 1.0  # a CPU does not round so
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2, "padding": 1}, {"groups": 4}])
@@ -1118,7 +1119,7 @@ def test_however_terms_cancel_tf32_lifts_no_share_over_the_bound(kind, nearest, 
     bare = looked_at.norms()
     monkeypatch.setattr(layers, "convolves_in_tf32", lambda tensor: True)
     norms = looked_at.norms()
-    close(norms, bare + precision.MARGIN * looked_at._lengths())
+    close(norms, bare + devices.MARGIN * looked_at._lengths())
     bound = 0.3 * bare.min().item()
 
     def shares(norms: Tensor) -> Tensor:

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vestige import capture
-from vestige.adaptive import Automatic, Counted
-from vestige.bookkeeping import BookKeeping
-from vestige.capture import LITTLE, Captured, Padded, Unsteady, padded_size
-from vestige.clipping import Flat, Reference
-from vestige.groups import Layers, PerGroup
+from vestige.engines import cuda_graphs
+from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.cuda_graphs import LITTLE, Captured, Padded, Unsteady, padded_size
+from vestige.engines.standing import standing
 from vestige.layout import Layout
-from vestige.standing import standing
+from vestige.mechanism.adaptive_clipping import Automatic, Counted
+from vestige.mechanism.clipping import Flat, Reference
+from vestige.mechanism.groups import Layers, PerGroup
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -359,13 +359,13 @@ def test_steps_on_another_device_than_the_current_one_are_recorded_there():
 
 def test_nothing_is_collected_while_a_step_is_recorded():
     assert gc.isenabled()
-    with pytest.raises(KeyError), capture._no_collection():
+    with pytest.raises(KeyError), cuda_graphs._no_collection():
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled()
     gc.disable()
     try:
-        with capture._no_collection():
+        with cuda_graphs._no_collection():
             pass
         assert not gc.isenabled(), "whoever turned it off has his reasons"
     finally:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vestige import cli
-from vestige.cli_mistakes import in_flags
-from vestige.cli_options import help_of
+from vestige.cli import main
+from vestige.cli.errors import in_flags
+from vestige.cli.method_flags import help_of
 
 TRAIN = ["train", "--task", "digits-mlp", "--epsilon", "8", "--sample-rate", "0.05", "--steps", "20"]
 SELECTIVE = [
@@ -36,7 +36,7 @@ FO = "--lr auto --clip 1.0 --beta 0.9 --alpha 0.8 --window 8 --lam 0.01 --tau 0.
 
 def vestige(*words):
     """The command in this process: exit code, standard output, standard error."""
-    result = CliRunner().invoke(cli.app, [str(word) for word in words])
+    result = CliRunner().invoke(main.app, [str(word) for word in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
@@ -382,7 +382,7 @@ def test_a_file_that_cannot_be_imported_is_one_line(tmp_path):
 
 
 def test_an_option_that_methods_share_is_told_apart_where_they_differ():
-    from vestige.registry import METHODS
+    from vestige.methods.registry import METHODS
 
     users = {name: entry.options for name, entry in METHODS.items()}
     helps = help_of({name: options["kappa"] for name, options in users.items() if "kappa" in options}, len(METHODS))
@@ -399,10 +399,10 @@ def test_a_switch_that_is_on_can_be_turned_off(tmp_path):
     assert job["options"] == {"steady_steps": False}
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", main.COMMANDS)
 def test_what_is_known_of_a_command_is_what_it_says_itself(name):
-    assert cli.load(name).name == name
-    assert cli.load(name).help.split("\n\n")[0] == cli.COMMANDS[name][1]
+    assert main.load(name).name == name
+    assert main.load(name).help.split("\n\n")[0] == main.COMMANDS[name][1]
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_every_command_has_help_with_an_example(command):
 
 def command(*words, **options):
     return subprocess.Popen(
-        [sys.executable, "-m", "vestige.cli", *map(str, words)],
+        [sys.executable, "-m", "vestige.cli.main", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

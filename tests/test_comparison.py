@@ -16,17 +16,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vestige import accounting, comparison, comparison_folder, experiments, performing, planning, presets, tasks
-from vestige.cli_filling import _marks, check_place, check_tasks
-from vestige.comparison import Budget, Contender, Problem, Run, Specification
-from vestige.comparison_folder import ATTEMPTS, ComparisonFolder
-from vestige.comparison_summary import summarised
-from vestige.comparison_verification import verify_comparison
-from vestige.comparison_words import contenders
+from vestige import accounting, tasks
+from vestige.cli.progress import _marks, check_place, check_tasks
+from vestige.compare import comparison, execute, folder, presets, runner
+from vestige.compare.arguments import contenders
+from vestige.compare.comparison import Budget, Contender, Problem, Run, Specification
+from vestige.compare.execute import Place
+from vestige.compare.folder import ATTEMPTS, ComparisonFolder
+from vestige.compare.summary import summarised
+from vestige.compare.verify import verify_comparison
 from vestige.layout import Layout
-from vestige.performing import Place
+from vestige.methods.registry import METHODS, build
 from vestige.questions import Question, SampledGaussian
-from vestige.registry import METHODS, build
+from vestige.training import planning
 
 TINY = Specification(
     problems=(Problem("digits-mlp"),),
@@ -107,7 +109,7 @@ def test_final_runs_wait_for_the_whole_grid_and_use_the_best_of_it():
 def test_a_failed_trial_loses_and_a_grid_that_failed_whole_gives_no_final_run():
     grid = comparison.trials(TINY, known())
     tuning = list(comparison.tuning_runs(TINY, grid))
-    records = {run.id: performing.failure(run, "broke") for run in tuning}
+    records = {run.id: execute.failure(run, "broke") for run in tuning}
     assert not [run for run in comparison.due(TINY, grid, records) if run.stage == "tuned"]
     one = next(run for run in tuning if run.factor == 0.5)
     records[one.id] = fake(one, 0.4)
@@ -120,7 +122,7 @@ def test_a_trial_tried_again_that_wins_supersedes_the_final_runs_of_the_one_that
     tuning = {run.factor: run for run in comparison.tuning_runs(spec, grid)}
     scores = {0.5: 0.6, 1.0: 0.7}
     records = {tuning[factor].id: fake(tuning[factor], score) for factor, score in scores.items()}
-    records[tuning[2.0].id] = performing.failure(tuning[2.0], "broke")
+    records[tuning[2.0].id] = execute.failure(tuning[2.0], "broke")
     for run in comparison.due(spec, grid, records):
         records[run.id] = fake(run, 0.5 + run.seed / 100, curve=[[3, 0.4, 1.0]])
     assert comparison.settled(spec, grid, records) == list(records.values())
@@ -138,7 +140,7 @@ def test_a_trial_tried_again_that_wins_supersedes_the_final_runs_of_the_one_that
     for record in records.values():
         home.keep(record)
     seen = []
-    experiments.Meter(home, seen.append).show()
+    runner.Meter(home, seen.append).show()
     assert summarised(home)["done"] == seen[0].done == summarised(home)["total"] == 6
     assert set(row["runs"]) == {run.id for run in fresh}
 
@@ -226,7 +228,7 @@ def test_rows_without_runs_or_epsilon_say_so():
     grid = comparison.trials(TINY, known())
     finals = [run for run in comparison.final_runs(TINY, grid, {}) if run.stage == "auto"]
     records = [fake(run, 0.5, epsilon=None) for run in finals if run.label == "dp-sgd"]
-    records += [performing.failure(run, "no valid accountant") for run in finals if run.label == "fo"]
+    records += [execute.failure(run, "no valid accountant") for run in finals if run.label == "fo"]
     rows = {row["method"]: row for row in comparison.rows(records, "dp-sgd")}
     assert rows["dp-sgd"]["epsilon"] is None
     assert rows["fo"]["sentence"] == "every run failed: no valid accountant"
@@ -238,9 +240,9 @@ def test_rows_without_runs_or_epsilon_say_so():
 
 def test_a_whole_comparison_and_its_continuation(tmp_path):
     seen = []
-    home = experiments.compare(tmp_path / "c", TINY, watch=seen.append)
+    home = runner.compare(tmp_path / "c", TINY, watch=seen.append)
     records = home.records()
-    assert len(records) == comparison.total(TINY, experiments.grid_of(TINY)) == 12 + 2 * 2 * 2 * 3
+    assert len(records) == comparison.total(TINY, runner.grid_of(TINY)) == 12 + 2 * 2 * 2 * 3
     assert all(record["status"] == "done" for record in records.values())
     assert seen[-1].done == seen[-1].total
     assert "at epsilon" in seen[-1].best
@@ -249,22 +251,22 @@ def test_a_whole_comparison_and_its_continuation(tmp_path):
         assert 0.99 * budget < record["epsilon"] <= budget
         assert record["charged"][0]["count"] == record["asked"] == 6
     before = {path: path.stat().st_mtime_ns for path in home.runs.iterdir()}
-    experiments.compare(tmp_path / "c")
+    runner.compare(tmp_path / "c")
     assert before == {path: path.stat().st_mtime_ns for path in home.runs.iterdir()}
     lost = next(iter(before))
     lost.unlink()
-    experiments.compare(tmp_path / "c", TINY)
+    runner.compare(tmp_path / "c", TINY)
     assert set(home.runs.iterdir()) == set(before)
     assert sum(path.stat().st_mtime_ns != stamp for path, stamp in before.items()) == 1
-    priced = experiments.prices(home)
+    priced = runner.prices(home)
     assert all(row["epsilon_with_tuning"] > row["epsilon_one_run"] for row in priced)
     assert not list(home.claims.iterdir())
 
 
 def test_stacked_and_alone_agree_in_reproducible_mode(tmp_path):
     plain = replace(TINY, reproducible=True, rates=("auto",), budgets=(Budget("paper_sigma", 1.1),), evaluations=2)
-    stacked = experiments.compare(tmp_path / "a", plain, place=Place(stack=True)).records()
-    alone = experiments.compare(tmp_path / "b", plain, place=Place(stack=False)).records()
+    stacked = runner.compare(tmp_path / "a", plain, place=Place(stack=True)).records()
+    alone = runner.compare(tmp_path / "b", plain, place=Place(stack=False)).records()
     assert stacked.keys() == alone.keys()
     for key, record in stacked.items():
         other = alone[key]
@@ -299,7 +301,7 @@ def test_any_contender_may_clip_by_layers(tmp_path):
     field = tuple(Contender(label, name, options) for label, name, options in contenders(words))
     spec = replace(TINY, contenders=field, reproducible=True, rates=("auto",), budgets=TINY.budgets[:1], steps=60)
     for stack in (True, False):
-        home = experiments.compare(tmp_path / str(stack), spec, place=Place(stack=stack))
+        home = runner.compare(tmp_path / str(stack), spec, place=Place(stack=stack))
         found = {(record["run"]["label"], record["run"]["seed"]): record for record in home.records().values()}
         for seed in spec.seeds:
             flat, layers, spectral = (found[label, seed] for label in words)
@@ -312,8 +314,8 @@ def test_any_contender_may_clip_by_layers(tmp_path):
 
 def test_every_run_of_a_trial_is_in_the_price_of_tuning(tmp_path):
     spec = replace(TINY, budgets=TINY.budgets[:1], contenders=TINY.contenders[:1], seeds=(0,), tuning_seeds=(10, 11))
-    home = experiments.compare(tmp_path / "c", spec)
-    (row,) = experiments.prices(home)
+    home = runner.compare(tmp_path / "c", spec)
+    (row,) = runner.prices(home)
     record = next(each for each in home.records().values() if each["run"]["stage"] == "tuning")
     twice = {Question.from_json(each): 2 * each["count"] for each in record["charged"]}
     assert (row["trials"], row["runs_per_trial"]) == (3, 2)
@@ -329,13 +331,13 @@ def test_the_price_of_tuning_is_that_of_the_dearest_trial_and_none_without_a_the
     cheap, dear = ([{**SampledGaussian(0.1, z).to_json(), "count": 9}] for z in (9.0, 2.0))
     runs = list(comparison.tuning_runs(spec, grid))
     records = {run.id: fake(run, 0.5, charged=cheap, epsilon=0.1) for run in runs}
-    assert comparison.tuning_prices(spec, grid, records, experiments._tuned_price) == []  # no final run yet
+    assert comparison.tuning_prices(spec, grid, records, runner._tuned_price) == []  # no final run yet
     records |= {run.id: fake(run, 0.5, charged=cheap, epsilon=0.7) for run in comparison.due(spec, grid, records)}
     records[runs[1].id] |= {"charged": dear, "epsilon": 0.9}
 
     def priced(**change):
         changed = {key: {**record, **change} for key, record in records.items()}
-        (row,) = comparison.tuning_prices(spec, grid, changed, experiments._tuned_price)
+        (row,) = comparison.tuning_prices(spec, grid, changed, runner._tuned_price)
         return row["epsilon_one_run"], row["epsilon_with_tuning"]
 
     dearest = {SampledGaussian(0.1, 2.0): 9}
@@ -366,7 +368,7 @@ def test_a_run_made_with_its_curve_stands_for_the_same_run_without():
 def test_a_contender_whose_every_trial_failed_has_a_row_that_says_why():
     grid = comparison.trials(TINY, known())
     runs = [run for run in comparison.tuning_runs(TINY, grid) if run.label == "fo"]
-    records = [performing.failure(run, "no such budget") for run in runs]
+    records = [execute.failure(run, "no such budget") for run in runs]
     first, second = comparison.rows(records, "dp-sgd")
     assert first["sentence"] == second["sentence"] == "every run failed: no such budget"
     assert (first["method"], first["rate"], first["mean"]) == ("fo", "tuned", None)
@@ -375,7 +377,7 @@ def test_a_contender_whose_every_trial_failed_has_a_row_that_says_why():
 
 def test_what_a_failed_stack_held_is_given_back_before_smaller_ones_are_made(monkeypatch):
     spec = replace(TINY, rates=("auto",))
-    runs = list(comparison.final_runs(spec, experiments.grid_of(spec), {}))[:8]
+    runs = list(comparison.final_runs(spec, runner.grid_of(spec), {}))[:8]
     held = []
 
     class Held:
@@ -389,9 +391,9 @@ def test_what_a_failed_stack_held_is_given_back_before_smaller_ones_are_made(mon
         yield mine
 
     alive: list[int] = []
-    monkeypatch.setattr(performing, "_together", together)
-    monkeypatch.setattr(performing, "_guarded", lambda run, place: {"id": run.id})
-    assert len(list(performing.perform(runs, Place()))) == 8
+    monkeypatch.setattr(execute, "_together", together)
+    monkeypatch.setattr(execute, "_guarded", lambda run, place: {"id": run.id})
+    assert len(list(execute.perform(runs, Place()))) == 8
     assert max(alive) == 1
 
 
@@ -399,25 +401,25 @@ def test_what_breaks_a_stack_is_recorded_with_the_run_it_belongs_to(tmp_path, mo
     broken = replace(
         TINY, rates=("auto",), contenders=(TINY.contenders[0], Contender("odd", "fo-dp-sgd", {"beta": "x"}))
     )
-    records = experiments.compare(tmp_path / "c", broken).records().values()
+    records = runner.compare(tmp_path / "c", broken).records().values()
     assert {record["status"] for record in records if record["run"]["label"] == "dp-sgd"} == {"done"}
     assert all("TypeError" in record["error"] for record in records if record["run"]["label"] == "odd")
 
     banded = (TINY.contenders[0], Contender("dp-bandmf", "dp-bandmf"))
     fixed = (Budget("noise_multiplier", 1.0), Budget("noise_multiplier", 2.0))  # nothing is calibrated, and refused so
     rare = replace(TINY, rates=("auto",), contenders=banded, budgets=fixed, sample_rate=0.3, seeds=(0,))
-    records = experiments.compare(tmp_path / "b", rare).records().values()
+    records = runner.compare(tmp_path / "b", rare).records().values()
     assert {(r["run"]["label"], r["status"]) for r in records} == {("dp-sgd", "done"), ("dp-bandmf", "failed")}
     assert {r["stacked"] for r in records if r["status"] == "done"} == {2}, "what cannot be served breaks no stack"
 
     def breaks(*arguments, **options):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
-    monkeypatch.setattr(performing.stacked, "Stack", breaks)
-    whole = experiments.compare(tmp_path / "d", replace(TINY, rates=("auto",))).records().values()
+    monkeypatch.setattr(execute.stacked, "Stack", breaks)
+    whole = runner.compare(tmp_path / "d", replace(TINY, rates=("auto",))).records().values()
     assert {(record["status"], record["stacked"]) for record in whole} == {("done", 1)}
-    monkeypatch.setattr(performing, "start", breaks)
-    failed = experiments.compare(tmp_path / "e", replace(TINY, rates=("auto",))).records().values()
+    monkeypatch.setattr(execute, "start", breaks)
+    failed = runner.compare(tmp_path / "e", replace(TINY, rates=("auto",))).records().values()
     assert all("does not fit in memory" in record["error"] for record in failed)
 
 
@@ -446,31 +448,31 @@ def test_a_preset_about_seconds_is_continued_one_run_after_another(tmp_path):
 @pytest.mark.parametrize(("steps", "asked", "looks"), [(6, 4, 3), (6, 6, 6), (5, 100, 5), (6, 0, 0)])
 def test_the_test_set_is_never_looked_at_more_often_than_was_asked(tmp_path, stack, steps, asked, looks):
     spec = replace(TINY, rates=("auto",), steps=steps, seeds=(0,), evaluations=asked)
-    records = experiments.compare(tmp_path / "c", spec, place=Place(stack=stack)).records().values()
+    records = runner.compare(tmp_path / "c", spec, place=Place(stack=stack)).records().values()
     assert {len(record["curve"]) for record in records} == {looks}
 
 
 def test_memory_that_runs_out_while_a_stack_is_prepared_makes_it_smaller(monkeypatch):
     spec = replace(TINY, rates=("auto",))
-    runs = list(comparison.final_runs(spec, experiments.grid_of(spec), {}))[:4]
+    runs = list(comparison.final_runs(spec, runner.grid_of(spec), {}))[:4]
 
     def prepared(run, place):
         raise MemoryError
 
-    monkeypatch.setattr(performing, "_prepared", prepared)
-    monkeypatch.setattr(performing, "_guarded", lambda run, place: {"id": run.id, "status": "done"})
-    assert [record["status"] for record in performing.perform(runs, Place())] == ["done"] * 4
+    monkeypatch.setattr(execute, "_prepared", prepared)
+    monkeypatch.setattr(execute, "_guarded", lambda run, place: {"id": run.id, "status": "done"})
+    assert [record["status"] for record in execute.perform(runs, Place())] == ["done"] * 4
 
 
 def test_the_same_comparison_reads_its_data_where_this_process_has_them(tmp_path, monkeypatch):
     spec = replace(TINY, rates=("auto",), seeds=(0,))
-    experiments.compare(tmp_path / "c", spec)
+    runner.compare(tmp_path / "c", spec)
     met = []
-    monkeypatch.setattr(experiments, "examples", lambda task, place: met.append(place.data))
+    monkeypatch.setattr(runner, "examples", lambda task, place: met.append(place.data))
     here = replace(spec, problems=(replace(spec.problems[0], data="here"),))
-    experiments.compare(tmp_path / "c", here)
-    experiments.compare(tmp_path / "c", here, place=Place(data={"digits-mlp": "there"}))
-    experiments.compare(tmp_path / "c")
+    runner.compare(tmp_path / "c", here)
+    runner.compare(tmp_path / "c", here, place=Place(data={"digits-mlp": "there"}))
+    runner.compare(tmp_path / "c")
     assert met == [{"digits-mlp": "here"}, {"digits-mlp": "there"}, {}]
 
 
@@ -494,26 +496,26 @@ def test_what_was_not_tested_is_not_called_indistinguishable(rows, words):
 
 def test_other_data_are_not_mixed_in(tmp_path, monkeypatch):
     spec = replace(TINY, rates=("auto",), seeds=(0,))
-    home = experiments.compare(tmp_path / "c", spec)
+    home = runner.compare(tmp_path / "c", spec)
     next(home.runs.iterdir()).unlink()
-    monkeypatch.setattr(experiments, "examples", lambda task, place: 77)
+    monkeypatch.setattr(runner, "examples", lambda task, place: 77)
     with pytest.raises(ValueError, match=r"77 training examples of digits-mlp.*on record.*1437"):
-        experiments.compare(tmp_path / "c")
+        runner.compare(tmp_path / "c")
     assert len(list(home.runs.iterdir())) == 3
 
 
 def test_each_worker_takes_a_stack_of_as_few_methods_as_can_be(tmp_path):
     home = ComparisonFolder(tmp_path / "c")
     home.create(replace(TINY, rates=("auto",)))
-    due = comparison.due(home.specification(), experiments.grid_of(TINY), {})
+    due = comparison.due(home.specification(), runner.grid_of(TINY), {})
     assert [run.method for run in due[:6]] == ["dp-sgd"] * 3 + ["fo-dp-sgd"] * 3, "by budget, as they are planned"
-    first, second = (experiments._claimed(home, due, Place(), workers=2) for _ in range(2))
+    first, second = (runner._claimed(home, due, Place(), workers=2) for _ in range(2))
     assert [{run.method for run in batch} for batch in (first, second)] == [{"dp-sgd"}, {"fo-dp-sgd"}]
     assert {run.id for run in (*first, *second)} == {run.id for run in due}
 
 
 def test_a_stack_of_all_methods_says_of_each_what_it_says_alone(tmp_path):
-    named = [name for name in METHODS if performing._covered("digits-mlp", None, name, "{}")]
+    named = [name for name in METHODS if execute._covered("digits-mlp", None, name, "{}")]
     assert len(named) >= len(METHODS) - 3
     everything = replace(
         TINY,
@@ -524,8 +526,8 @@ def test_a_stack_of_all_methods_says_of_each_what_it_says_alone(tmp_path):
         seeds=(0,),
         evaluations=1,
     )
-    stacked = experiments.compare(tmp_path / "a", everything, place=Place(stack=True)).records()
-    alone = experiments.compare(tmp_path / "b", everything, place=Place(stack=False)).records()
+    stacked = runner.compare(tmp_path / "a", everything, place=Place(stack=True)).records()
+    alone = runner.compare(tmp_path / "b", everything, place=Place(stack=False)).records()
     assert len(stacked) == len(named)
     timed = ("curve", "pictures", "seconds", "stacked", "memory_mb")
     for key, record in stacked.items():
@@ -549,7 +551,7 @@ def test_methods_that_share_a_search_get_the_noise_they_would_get_alone(name):
     alone = planning.plan(
         loaded.model, layout, method, 1000, sample_rate=0.05, steps=40, delta=1e-5, epsilon=3.0, lr=1.0
     )
-    assert performing._calibrated(performing._asking(method), 3.0, 0.05, 40, 1e-5) == alone.noise_multiplier
+    assert execute._calibrated(execute._asking(method), 3.0, 0.05, 40, 1e-5) == alone.noise_multiplier
 
 
 def test_a_failing_run_is_recorded_and_the_rest_go_on(tmp_path):
@@ -562,7 +564,7 @@ def test_a_failing_run_is_recorded_and_the_rest_go_on(tmp_path):
             Contender("odd", "dp-sgd", {"colour": 1}),
         ),
     )
-    records = experiments.compare(tmp_path / "c", mixed).records().values()
+    records = runner.compare(tmp_path / "c", mixed).records().values()
     errors = {record["run"]["label"]: record["error"] for record in records if record["status"] == "failed"}
     assert "beta=7" in errors["broken"]
     assert "colour" in errors["odd"]
@@ -579,14 +581,14 @@ def test_a_budget_without_a_valid_accountant_is_one_line(tmp_path, monkeypatch):
         raise ValueError("epsilon=3.0 cannot be reached: no theorem prices this")
 
     monkeypatch.setattr(accounting, "calibrate", refuse)
-    performing._calibrated.cache_clear()
-    records = experiments.compare(tmp_path / "c", replace(TINY, rates=("auto",))).records().values()
+    execute._calibrated.cache_clear()
+    records = runner.compare(tmp_path / "c", replace(TINY, rates=("auto",))).records().values()
     assert {record["error"] for record in records} == {"epsilon=3.0 cannot be reached: no theorem prices this"}
 
 
 def test_a_task_too_big_for_memory_says_so_and_a_stack_is_halved(tmp_path, monkeypatch):
     sizes = []
-    real = performing.stacked.Stack
+    real = execute.stacked.Stack
 
     def small(runs, *arguments, **options):
         sizes.append(len(runs))
@@ -594,8 +596,8 @@ def test_a_task_too_big_for_memory_says_so_and_a_stack_is_halved(tmp_path, monke
             raise MemoryError
         return real(runs, *arguments, **options)
 
-    monkeypatch.setattr(performing.stacked, "Stack", small)
-    records = experiments.compare(tmp_path / "c", replace(TINY, rates=("auto",))).records()
+    monkeypatch.setattr(execute.stacked, "Stack", small)
+    records = runner.compare(tmp_path / "c", replace(TINY, rates=("auto",))).records()
     assert len(records) == 12
     assert max(sizes) == 12
     assert all(record["status"] == "done" for record in records.values())
@@ -603,14 +605,14 @@ def test_a_task_too_big_for_memory_says_so_and_a_stack_is_halved(tmp_path, monke
     def never(*arguments, **options):
         raise MemoryError("cannot allocate 10 GiB")
 
-    monkeypatch.setattr(performing, "start", never)
-    failed = experiments.compare(tmp_path / "d", replace(TINY, rates=("auto",)), place=Place(stack=False)).records()
+    monkeypatch.setattr(execute, "start", never)
+    failed = runner.compare(tmp_path / "d", replace(TINY, rates=("auto",)), place=Place(stack=False)).records()
     assert all("does not fit in memory" in record["error"] for record in failed.values())
 
 
 def test_a_stack_that_ends_half_way_tells_nothing_twice(tmp_path, monkeypatch):
     spec = replace(TINY, rates=("auto",))
-    runs = list(comparison.final_runs(spec, experiments.grid_of(spec), {}))[:4]
+    runs = list(comparison.final_runs(spec, runner.grid_of(spec), {}))[:4]
 
     def together(runs, place):
         yield {"id": runs[0].id, "stack": len(runs)}
@@ -618,15 +620,15 @@ def test_a_stack_that_ends_half_way_tells_nothing_twice(tmp_path, monkeypatch):
             raise MemoryError
         yield from ({"id": run.id, "stack": len(runs)} for run in runs[1:])
 
-    monkeypatch.setattr(performing, "_together", together)
-    monkeypatch.setattr(performing, "_guarded", lambda run, place: {"id": run.id, "stack": 1})
-    records = list(performing.perform(runs, Place()))
+    monkeypatch.setattr(execute, "_together", together)
+    monkeypatch.setattr(execute, "_guarded", lambda run, place: {"id": run.id, "stack": 1})
+    records = list(execute.perform(runs, Place()))
     assert sorted(record["id"] for record in records) == sorted(run.id for run in runs)
 
 
 def test_torn_and_foreign_records_are_left_out_named_and_made_again(tmp_path):
     spec = replace(TINY, rates=("auto",))
-    home = experiments.compare(tmp_path / "c", spec)
+    home = runner.compare(tmp_path / "c", spec)
     torn, foreign, *_ = sorted(home.runs.iterdir())
     torn.write_text(torn.read_text()[:100])
     content = json.loads(foreign.read_text())
@@ -635,7 +637,7 @@ def test_torn_and_foreign_records_are_left_out_named_and_made_again(tmp_path):
     assert len(again.records()) == 10
     assert set(again.unreadable) == {torn.name, foreign.name}
     assert "99" in again.unreadable[foreign.name]
-    experiments.compare(tmp_path / "c", spec)
+    runner.compare(tmp_path / "c", spec)
     assert len(ComparisonFolder(tmp_path / "c").records()) == 12
 
 
@@ -660,11 +662,11 @@ def test_folders_of_another_version_or_purpose_are_refused(tmp_path):
 
 def test_an_unknown_method_or_engine_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'nosuch' is unknown"):
-        experiments.compare(tmp_path / "a", replace(TINY, contenders=(Contender("x", "nosuch"),)))
+        runner.compare(tmp_path / "a", replace(TINY, contenders=(Contender("x", "nosuch"),)))
     with pytest.raises(ValueError, match="engine='moon'"):
-        experiments.compare(tmp_path / "b", TINY, engine="moon")
+        runner.compare(tmp_path / "b", TINY, engine="moon")
     with pytest.raises(ValueError, match="workers=0"):
-        experiments.compare(tmp_path / "c", TINY, workers=0)
+        runner.compare(tmp_path / "c", TINY, workers=0)
 
 
 def _ended():
@@ -684,7 +686,7 @@ def _kill(home, run, **more):
 def test_claims_are_exclusive_and_dead_ones_are_taken_over(tmp_path):
     home = ComparisonFolder(tmp_path / "c")
     home.create(TINY)
-    run = next(comparison.tuning_runs(TINY, experiments.grid_of(TINY)))
+    run = next(comparison.tuning_runs(TINY, runner.grid_of(TINY)))
     assert home.claim(run) == 0
     assert ComparisonFolder(home.path).claim(run) is None
     for deaths in range(1, ATTEMPTS + 1):
@@ -706,11 +708,11 @@ def test_a_run_whose_process_keeps_dying_is_recorded_as_failed(tmp_path):
     spec = replace(TINY, rates=("auto",), seeds=(0,), budgets=(Budget("epsilon", 3.0),))
     home = ComparisonFolder(tmp_path / "c")
     home.create(spec)
-    run = comparison.due(spec, experiments.grid_of(spec), {})[0]
+    run = comparison.due(spec, runner.grid_of(spec), {})[0]
     home.claim(run)
     home.begin([run])
     _kill(home, run, deaths=ATTEMPTS - 1)
-    experiments.compare(home.path)
+    runner.compare(home.path)
     records = ComparisonFolder(home.path).records()
     assert "died 3 times while making it alone (killed, or out of memory)" in records[run.id]["error"]
     assert "--retry" in records[run.id]["error"]
@@ -720,10 +722,10 @@ def test_a_run_whose_process_keeps_dying_is_recorded_as_failed(tmp_path):
 
 SCRIPT = """
 import sys
-from vestige import experiments
+from vestige.compare import runner
 from vestige.layout import Layout
-from vestige.registry import METHODS, build
-from vestige.performing import Place
+from vestige.methods.registry import METHODS, build
+from vestige.compare.execute import Place
 if __name__ == "__main__":
     experiments.compare(sys.argv[1], place=Place(stack=False), workers=int(sys.argv[2]))
 """
@@ -736,7 +738,7 @@ def test_killed_in_mid_run_and_started_again_nothing_is_lost_or_repeated(tmp_pat
     home.create(spec)
     script = tmp_path / "work.py"
     script.write_text(SCRIPT)
-    source = str(Path(performing.__file__).parents[1])
+    source = str(Path(execute.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, str(script), str(home.path), str(workers)], env=environment, start_new_session=True
@@ -748,7 +750,7 @@ def test_killed_in_mid_run_and_started_again_nothing_is_lost_or_repeated(tmp_pat
     process.wait()
     done = {path: path.read_bytes() for path in home.runs.glob("[!.]*.json")}
     assert 3 <= len(done) < 16
-    experiments.compare(home.path)
+    runner.compare(home.path)
     assert len(home.records()) == 16
     assert all(path.read_bytes() == content for path, content in done.items() if path.stem in home.records())
     assert not [path for path in home.runs.iterdir() if path.name.startswith(".") and path.suffix == ".json"]
@@ -771,7 +773,7 @@ def test_ray_on_two_nodes_with_one_killed_in_mid_run(tmp_path):
                 killed.append(status.done)
                 cluster.remove_node(node, allow_graceful=False)
 
-        home = experiments.compare(tmp_path / "c", spec, engine="ray", workers=2, place=Place(stack=False), watch=watch)
+        home = runner.compare(tmp_path / "c", spec, engine="ray", workers=2, place=Place(stack=False), watch=watch)
         assert killed
         records = home.records()
         assert len(records) == 24
@@ -794,7 +796,7 @@ def compared(tmp_path_factory):
         rates=("auto",),
         seeds=(0,),
     )
-    return experiments.compare(tmp_path_factory.mktemp("compared") / "c", specification)
+    return runner.compare(tmp_path_factory.mktemp("compared") / "c", specification)
 
 
 def test_every_epsilon_of_a_comparison_is_what_its_charges_cost(compared):
@@ -857,7 +859,7 @@ def test_a_filtered_record_that_spent_more_than_its_filter_is_found(compared, tm
 
 def test_verify_knows_a_comparison_from_a_run(compared, tmp_path):
     def command(*words):
-        done = subprocess.run([sys.executable, "-m", "vestige.cli", *words], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "vestige.cli.main", *words], capture_output=True, text=True)
         return done.returncode, done.stdout, done.stderr
 
     code, out, _ = command("verify", str(compared.path))
@@ -881,11 +883,11 @@ AUTO = replace(TINY, rates=("auto",), seeds=(0,), budgets=(Budget("epsilon", 3.0
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """Two final runs of two steps."""
-    return experiments.compare(tmp_path_factory.mktemp("small") / "c", AUTO)
+    return runner.compare(tmp_path_factory.mktemp("small") / "c", AUTO)
 
 
 def _command(*words):
-    done = subprocess.run([sys.executable, "-m", "vestige.cli", *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "vestige.cli.main", *words], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -960,7 +962,7 @@ def test_a_record_that_no_table_can_be_made_of_is_left_out_and_made_again(small,
     assert victim.stem not in copy.records()
     assert told in copy.unreadable[victim.name]
     assert told in verify_comparison(copy.path).wrong[victim.name]
-    again = experiments.compare(copy.path)
+    again = runner.compare(copy.path)
     assert (len(again.records()), again.unreadable) == (2, {})
 
 
@@ -994,7 +996,7 @@ STRANGERS = {
 def test_records_of_another_comparison_are_left_out_and_named(small, tmp_path, stranger):
     copy = ComparisonFolder(shutil.copytree(small.path, tmp_path / "c"))
     other = replace(AUTO, **STRANGERS[stranger])
-    run = comparison.due(other, experiments.grid_of(other), {})[0]
+    run = comparison.due(other, runner.grid_of(other), {})[0]
     copy.keep(fake(run, 0.5))
     assert len(copy.records()) == 2
     assert "no run of this comparison" in copy.unreadable[f"{run.id}.json"]
@@ -1005,7 +1007,7 @@ def test_runs_with_their_curve_and_at_rates_that_lost_are_no_strangers(tmp_path)
     spec = replace(TINY, seeds=(0,), budgets=(Budget("epsilon", 3.0),))
     home = ComparisonFolder(tmp_path / "c")
     home.create(spec)
-    grid = experiments.grid_of(spec)
+    grid = runner.grid_of(spec)
     tuning = {run.id: fake(run, run.factor) for run in comparison.tuning_runs(spec, grid)}
     finals = [run for run in comparison.final_runs(spec, grid, tuning) if run.stage == "tuned"]
     kept = [
@@ -1023,7 +1025,7 @@ def test_runs_with_their_curve_and_at_rates_that_lost_are_no_strangers(tmp_path)
 def test_a_folder_without_a_specification_takes_every_record(tmp_path):
     pool = ComparisonFolder(tmp_path)
     pool.runs.mkdir()
-    runs = [comparison.due(each, experiments.grid_of(each), {})[0] for each in (AUTO, replace(AUTO, steps=3))]
+    runs = [comparison.due(each, runner.grid_of(each), {})[0] for each in (AUTO, replace(AUTO, steps=3))]
     for run in runs:
         pool.keep(fake(run, 0.5))
     assert set(pool.records()) == {run.id for run in runs}
@@ -1035,7 +1037,7 @@ def test_a_folder_without_a_specification_takes_every_record(tmp_path):
 def _claiming(tmp_path, count=2):
     home = ComparisonFolder(tmp_path / "c")
     home.create(TINY)
-    return home, list(comparison.tuning_runs(TINY, experiments.grid_of(TINY)))[:count]
+    return home, list(comparison.tuning_runs(TINY, runner.grid_of(TINY)))[:count]
 
 
 def test_of_two_that_take_over_one_dead_claim_at_the_same_moment_one_succeeds(tmp_path, monkeypatch):
@@ -1043,7 +1045,7 @@ def test_of_two_that_take_over_one_dead_claim_at_the_same_moment_one_succeeds(tm
     home.claim(run)
     _kill(home, run)
     rival, taken = ComparisonFolder(home.path), []
-    read = comparison_folder._read_claim
+    read = folder._read_claim
 
     def slow(path, number):
         found = read(path, number)
@@ -1052,7 +1054,7 @@ def test_of_two_that_take_over_one_dead_claim_at_the_same_moment_one_succeeds(tm
             taken.append(rival.claim(run))  # between the first one's look and its own claim
         return found
 
-    monkeypatch.setattr(comparison_folder, "_read_claim", slow)
+    monkeypatch.setattr(folder, "_read_claim", slow)
     assert (home.claim(run), taken[1]) == (None, 0)
     rival.release(run)
     assert not list(home.claims.iterdir())
@@ -1064,7 +1066,7 @@ def test_who_follows_a_dead_claim_withdraws_if_it_is_no_longer_there(tmp_path, m
     home.claim(run)
     old = _kill(home, run)
     rival, third, seen = ComparisonFolder(home.path), ComparisonFolder(home.path), []
-    read = comparison_folder._read_claim
+    read = folder._read_claim
 
     def slow(path, number):
         found = read(path, number)
@@ -1079,7 +1081,7 @@ def test_who_follows_a_dead_claim_withdraws_if_it_is_no_longer_there(tmp_path, m
                 assert third.claim(run) == 0
         return found
 
-    monkeypatch.setattr(comparison_folder, "_read_claim", slow)
+    monkeypatch.setattr(folder, "_read_claim", slow)
     assert home.claim(run) is None
     assert [path.name for path in home.claims.iterdir()] == ([] if then == "released" else [run.id])
 
@@ -1104,7 +1106,7 @@ def test_only_a_death_that_can_be_a_runs_own_fault_counts_against_it(tmp_path, m
     _kill(home, run)
     assert home.claim(run) == 0
     home.begin([run])
-    monkeypatch.setattr(comparison_folder, "_boot", lambda: "a new start")
+    monkeypatch.setattr(folder, "_boot", lambda: "a new start")
     assert home.claim(run) is None  # another machine of the same name, alive
     for path in home.claims.iterdir():
         os.utime(path, (time.time() - 60, time.time() - 60))
@@ -1118,16 +1120,16 @@ def test_a_stack_that_died_is_made_in_smaller_ones_and_in_the_end_alone(tmp_path
     spec = replace(TINY, rates=("auto",), seeds=tuple(range(20)), budgets=(Budget("epsilon", 3.0),))
     home = ComparisonFolder(tmp_path / "c")
     home.create(spec)
-    due = comparison.due(spec, experiments.grid_of(spec), {})
+    due = comparison.due(spec, runner.grid_of(spec), {})
     sizes = []
     for _ in range(4):
-        batch = experiments._claimed(home, due, Place(), workers=1)
+        batch = runner._claimed(home, due, Place(), workers=1)
         sizes.append(len(batch))
         home.begin(batch)
         for run in batch:
             _kill(home, run)
     assert sizes == [40, 10, 3, 1]
-    records = experiments.compare(home.path).records()
+    records = runner.compare(home.path).records()
     assert [record["status"] for record in records.values()] == ["done"] * 40
     assert max(record["stacked"] for record in records.values()) == 10
     assert not list(home.claims.iterdir())
@@ -1135,14 +1137,14 @@ def test_a_stack_that_died_is_made_in_smaller_ones_and_in_the_end_alone(tmp_path
 
 def test_after_a_death_the_other_runs_come_first(tmp_path):
     home, _ = _claiming(tmp_path)
-    due = comparison.due(TINY, experiments.grid_of(TINY), {})
-    first = experiments._claimed(home, due, Place(stack=False), workers=1)
+    due = comparison.due(TINY, runner.grid_of(TINY), {})
+    first = runner._claimed(home, due, Place(stack=False), workers=1)
     home.begin(first)
     _kill(home, first[0])
-    second = experiments._claimed(home, due, Place(stack=False), workers=1)
+    second = runner._claimed(home, due, Place(stack=False), workers=1)
     assert first == due[:1]
     assert second == due[1:2]
-    assert experiments._claimed(home, due[:2], Place(stack=False), workers=1) == first
+    assert runner._claimed(home, due[:2], Place(stack=False), workers=1) == first
 
 
 def test_ray_keeps_its_claims_alive_and_gives_them_back(tmp_path, monkeypatch):
@@ -1164,9 +1166,9 @@ def test_ray_keeps_its_claims_alive_and_gives_them_back(tmp_path, monkeypatch):
         get=lambda reference: [],
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(comparison_folder, "BEAT", 0.2)
+    monkeypatch.setattr(folder, "BEAT", 0.2)
     with pytest.raises(KeyboardInterrupt):
-        experiments.compare(home.path, engine="ray")
+        runner.compare(home.path, engine="ray")
     assert max(ages) < 0.6
     assert not list(home.claims.iterdir())
 
@@ -1272,7 +1274,7 @@ def odd(tmp_path_factory):
             steps=60,
         ),
     }
-    return {name: experiments.compare(folder / name, each) for name, each in made.items()}
+    return {name: runner.compare(folder / name, each) for name, each in made.items()}
 
 
 @pytest.mark.parametrize("name", ["noise", "seeded", "parts", "early"])

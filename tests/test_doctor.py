@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_toy
-from vestige.doctor import examine
+from vestige.training.doctor import examine
 
 LOSS = nn.functional.cross_entropy
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vestige
-from vestige.registry import METHODS
+from vestige.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
 
@@ -53,13 +53,13 @@ from __future__ import annotations
 import torch
 from dataclasses import dataclass
 from typing import Annotated
-from vestige.clipping import Flat, Parameters
+from vestige.mechanism.clipping import Flat, Parameters
 from vestige.layout import Layout
-from vestige.memory import Filtered, State
-from vestige.method import Method, Neutral, register
+from vestige.optim.memory import Filtered, State
+from vestige.methods.base import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum
-from vestige.noise import Release
-from vestige.rules import sgd
+from vestige.mechanism.noise import Release
+from vestige.optim.rules import sgd
 """
     # Annotations are read by name, so the page needs a module of its own.
     page = types.ModuleType("page")

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import vestige
 from conftest import make_toy
 from vestige import BudgetSpent, PrivacyEngine, accounting
-from vestige.doctor import examine
 from vestige.questions import SampledGaussian
+from vestige.training.doctor import examine
 
 LOSS = nn.functional.cross_entropy
 

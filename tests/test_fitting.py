@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import vestige
 from conftest import make_toy
 from test_cli import vestige as command
-from vestige import fitting
-from vestige.bookkeeping import BookKeeping
-from vestige.clipping import Reference
-from vestige.fitting import Memory, largest_part, largest_that_fits, made_up, plausible_sample
+from vestige.engines.bookkeeping import BookKeeping
 from vestige.layout import Layout
-from vestige.registry import build
+from vestige.mechanism.clipping import Reference
+from vestige.methods.registry import build
+from vestige.training import physical_batch as fitting
+from vestige.training.physical_batch import Memory, largest_part, largest_that_fits, made_up, plausible_sample
 
 LOSS = nn.functional.cross_entropy
 

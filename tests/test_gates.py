@@ -17,23 +17,24 @@ from torch import nn
 
 import vestige
 from conftest import make_toy
-from vestige import accounting, renyi
-from vestige.clipping import Flat, Reference
-from vestige.curator import Curator
-from vestige.decay import NoisyLosses, PhasedDecay, mean_above, uncensored_mean
-from vestige.gates import Attempt, BufferedRejection, NoisyLossTest
+from vestige import accounting
+from vestige.accounting import rdp
+from vestige.accounting.ledger import read
+from vestige.accounting.selective import Trials, price
 from vestige.layout import Layout
-from vestige.ledger import read
-from vestige.losses import LossDifference, example_losses, right_answers
-from vestige.method import Method
-from vestige.noise import Randomness
-from vestige.planning import affordable
+from vestige.mechanism.clipping import Flat, Reference
+from vestige.mechanism.curator import Curator
+from vestige.mechanism.loss_difference import LossDifference, example_losses, right_answers
+from vestige.mechanism.noise import Randomness
+from vestige.mechanism.sampling import Poisson
+from vestige.methods.base import Method
+from vestige.methods.registry import build
+from vestige.optim.decay import NoisyLosses, PhasedDecay, mean_above, uncensored_mean
+from vestige.optim.gates import Attempt, BufferedRejection, NoisyLossTest
+from vestige.optim.rules import Rule, sgd
 from vestige.questions import BudgetSpent, SampledGaussian, Trial
-from vestige.registry import build
-from vestige.rules import Rule, sgd
-from vestige.sampling import Poisson
-from vestige.trial_prices import Trials, price
-from vestige.verification import reprice, verify
+from vestige.training.planning import affordable
+from vestige.training.verify import reprice, verify
 
 LOSS = nn.functional.cross_entropy
 COMMON = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.2, "steps": 40, "lr": 0.5, "reproducible": 3}
@@ -378,7 +379,7 @@ def test_the_per_example_form_is_priced_by_its_range():
     (question,) = test.questions((SampledGaussian(0.1, 1.0),))
     assert question.half_range == pytest.approx(1e-3 / (0.1 / 100))
     low, high = ndtr((-1e-3 - 1e-3) / (2.0 * 1e-3)), ndtr(0.0)
-    from vestige.trials import acceptance
+    from vestige.accounting.trials import acceptance
 
     assert acceptance(question) == pytest.approx((low, high))
     with pytest.raises(ValueError, match=r"clip_each=0\.1 has no trial-level price"):
@@ -537,7 +538,7 @@ def test_fast_and_slow_phases_scale_what_the_paper_says():
 
 
 def test_the_epsilon_boundary_stops_the_decay():
-    from vestige.decay import Update
+    from vestige.optim.decay import Update
 
     decay = PhasedDecay(NoisyLosses(), until=2.0)
     heard = {**decay.init(), "below": -1.0, "passed": 0.4, "bound": 1.0}
@@ -578,7 +579,7 @@ def test_the_progress_signal_is_the_maximum_of_the_censored_likelihood():
 
 
 def test_rejections_alone_slow_the_decay_down():
-    from vestige.decay import Update
+    from vestige.optim.decay import Update
 
     decay = PhasedDecay(NoisyLosses())
     update = Update(Script([]), {}, {}, 0, 1, None, noise_std=2.74, threshold=-1.5)
@@ -599,15 +600,15 @@ def test_default_decay_is_of_the_size_of_the_printed_number_of_updates():
     rates = (1024 / 60000, 256 / 60000)
 
     def claim(decay, updates, fast):
-        total = np.zeros(len(renyi.ORDERS))
+        total = np.zeros(len(rdp.ORDERS))
         for done in range(updates):
             now = decay.factors({"fast": min(done, fast), "slow": max(0, done - fast)})
             total += prices(3.0 * now.noise, 1.37 * now.validation)
-        return renyi.tight_epsilon(total, 1e-5)
+        return rdp.tight_epsilon(total, 1e-5)
 
     @cache
     def prices(sigma_t, sigma_v):
-        return renyi.curves(rates, [sigma_t, sigma_v]).sum(0)
+        return rdp.curves(rates, [sigma_t, sigma_v]).sum(0)
 
     assert claim(PhasedDecay(), 1119, fast=20) == pytest.approx(1.0, abs=0.02)
     assert claim(PhasedDecay(fast=0.99, slow=0.999), 444, fast=20) == pytest.approx(1.0, abs=0.02)
@@ -829,13 +830,13 @@ def test_a_users_own_loop_refuses_a_gate():
 
 
 def test_an_infinite_threshold_is_written_down_and_read_back(tmp_path):
-    from vestige import jobs
-    from vestige.run_folder import RunFolder
+    from vestige.training import job
+    from vestige.training.run_folder import RunFolder
 
     options = {"threshold": inf, "validation_batch": 50, "accounting": "every-trial"}
-    job = jobs.Job(task="digits-mlp", method="dpsur", options=options, noise_multiplier=2.0, steps=2, lr=0.1)
-    result = jobs.complete(job, *jobs.start(job, tmp_path / "run"))
-    assert jobs.load(RunFolder(tmp_path / "run")) == job
+    job = job.Job(task="digits-mlp", method="dpsur", options=options, noise_multiplier=2.0, steps=2, lr=0.1)
+    result = job.complete(job, *job.start(job, tmp_path / "run"))
+    assert job.load(RunFolder(tmp_path / "run")) == job
     assert {key: result[key] for key in ("trials", "accepted", "rejected", "updates", "degraded")} == {
         "trials": 2, "accepted": 2, "rejected": 0, "updates": 2, "degraded": 0,
     }  # fmt: skip

@@ -15,16 +15,16 @@ from typer.testing import CliRunner
 
 import vestige
 from conftest import example_gradients, make_toy
-from vestige import models
 from vestige.accounting import epsilon
-from vestige.cli import app
-from vestige.clipping import Flat, Reference
-from vestige.groups import Layers, Patterns, PerGroup, named_grouping, named_split
-from vestige.jobs import Job, start
+from vestige.checks import accounted_multiplier
+from vestige.cli.main import app
 from vestige.layout import Layout
-from vestige.limits import accounted_multiplier
-from vestige.planning import paper_groups, plan
+from vestige.mechanism.clipping import Flat, Reference
+from vestige.mechanism.groups import Layers, Patterns, PerGroup, named_grouping, named_split
 from vestige.questions import SampledGaussian
+from vestige.tasks import models
+from vestige.training.job import Job, start
+from vestige.training.planning import paper_groups, plan
 
 cross_entropy = nn.functional.cross_entropy
 

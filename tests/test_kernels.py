@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vestige import kernels
-from vestige.layers import Geometry, Patches
-from vestige.precision import products_in_tf32, tf32_products
+from vestige import devices
+from vestige.devices import products_in_tf32, tf32_products
+from vestige.engines import kernels
+from vestige.engines.layers import Geometry, Patches
 
-gpu = pytest.mark.skipif(not kernels.fused_available(), reason="needs a GPU and Triton")
+gpu = pytest.mark.skipif(not devices.triton_available(), reason="needs a GPU and Triton")
 lengths = st.integers(1, 70)
 
 

@@ -13,20 +13,20 @@ from torch import nn
 import vestige
 from conftest import make_toy
 from vestige import accounting
-from vestige.adaptive import Adaptive
-from vestige.clipping import Flat, Reference
-from vestige.curator import Curator
-from vestige.groups import named_grouping
 from vestige.layout import Layout
-from vestige.memory import Filtered, Identity
-from vestige.method import Method, by_group
-from vestige.noise import Randomness
-from vestige.planning import questions
-from vestige.probes import At, Here
+from vestige.mechanism.adaptive_clipping import Adaptive
+from vestige.mechanism.clipping import Flat, Reference
+from vestige.mechanism.curator import Curator
+from vestige.mechanism.groups import named_grouping
+from vestige.mechanism.noise import Randomness
+from vestige.methods.base import Method, by_group
+from vestige.methods.registry import METHODS, build
+from vestige.optim.memory import Filtered, Identity
+from vestige.optim.probes import At, Here
+from vestige.optim.rules import named
 from vestige.questions import SampledGaussian
-from vestige.registry import METHODS, build
-from vestige.rules import named
-from vestige.training import Asking, State
+from vestige.training.loop import Asking, State
+from vestige.training.planning import questions
 
 LOSS = nn.functional.cross_entropy
 NAMES = [name for name, entry in METHODS.items() if entry.neutral is not None]

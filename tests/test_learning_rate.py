@@ -9,7 +9,7 @@ from torch import nn
 
 import vestige
 from conftest import make_toy
-from vestige.rules import Rule, sgd
+from vestige.optim.rules import Rule, sgd
 
 COMMON = {"noise_multiplier": 2.0, "delta": 1e-5, "sample_rate": 0.25, "steps": 50}
 

@@ -10,9 +10,9 @@ from torch import nn
 import vestige
 from conftest import make_toy
 from vestige import accounting
-from vestige.ledger import Ledger, LedgerError, read
+from vestige.accounting.ledger import Ledger, LedgerError, read
 from vestige.questions import BudgetSpent, SampledGaussian
-from vestige.verification import verify
+from vestige.training.verify import verify
 
 QUESTION = SampledGaussian(0.1, 1.0)
 
@@ -89,7 +89,7 @@ def test_every_tampering_is_found(finished, change, message):
 
 def rechain(rows):
     """What a careful forger would do: fix all hashes after the edit."""
-    from vestige.ledger import GENESIS, _seal
+    from vestige.accounting.ledger import GENESIS, _seal
 
     head, out = GENESIS, []
     for number, line in enumerate(rows):
@@ -124,7 +124,7 @@ def test_a_result_that_says_something_else_is_found(finished):
 
 
 def test_the_question_is_durable_before_the_answer_exists(tmp_path, monkeypatch):
-    from vestige import curator
+    from vestige.mechanism import curator
 
     model, data = make_toy()
     run = tmp_path / "run"

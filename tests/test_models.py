@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 
-from vestige import models
+from vestige.tasks import models
 
 GREY, COLOUR = (1, 28, 28), (3, 32, 32)
 MODELS = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 from scipy import stats
 
-from vestige.clipping import BoundedSum
-from vestige.kernels import fused_available
-from vestige.noise import PAIRS, Randomness, Release, add_noise, normal
+from vestige.devices import triton_available
+from vestige.mechanism.clipping import BoundedSum
+from vestige.mechanism.noise import PAIRS, Randomness, Release, add_noise, normal
 
 SIZE = 200_000
 
@@ -90,18 +90,18 @@ def test_the_norm_of_the_noise():
 # --- how it is drawn: on a CPU, and by the kernel that draws, scales and adds in one pass ----------------------------
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
-DEVICE = torch.device("cuda" if fused_available() else "cpu")
+DEVICE = torch.device("cuda" if triton_available() else "cpu")
 fused = pytest.mark.skipif(
-    not (fused_available() or INTERPRETED), reason="needs a GPU and Triton, or Triton with TRITON_INTERPRET=1"
+    not (triton_available() or INTERPRETED), reason="needs a GPU and Triton, or Triton with TRITON_INTERPRET=1"
 )
 sources = pytest.mark.parametrize("source", ["cpu", pytest.param("kernel", marks=fused)])
-MANY = 20_000_000 if fused_available() else 400_000
+MANY = 20_000_000 if triton_available() else 400_000
 
 
 def kernel_noise(seed: int, size: int = MANY) -> np.ndarray:
-    from vestige import fused_noise
+    from vestige.mechanism import triton_noise
 
-    return fused_noise.normal(size, seed, DEVICE).cpu().numpy()
+    return triton_noise.normal(size, seed, DEVICE).cpu().numpy()
 
 
 def cpu_noise(seed: int, size: int = MANY) -> np.ndarray:
@@ -162,15 +162,15 @@ def test_the_numbers_are_independent(source):
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("size", [1, 1023, 1024, 3001])
 def test_the_kernel_adds_in_place_what_it_draws(size, each):
-    from vestige import fused_noise
+    from vestige.mechanism import triton_noise
 
     std = torch.linspace(0.5, 2.0, size, device=DEVICE) if each else 1.7
     start = torch.linspace(-3.0, 3.0, size, device=DEVICE)
     total, silent = start.clone(), start.clone()
-    noise = fused_noise.add_normal(total, std, 5, keep=True)
-    torch.testing.assert_close(noise, std * fused_noise.normal(size, 5, DEVICE), rtol=1e-6, atol=1e-7)
+    noise = triton_noise.add_normal(total, std, 5, keep=True)
+    torch.testing.assert_close(noise, std * triton_noise.normal(size, 5, DEVICE), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(total, start + noise, rtol=1e-6, atol=1e-6)
-    assert fused_noise.add_normal(silent, std, 5, keep=False) is None
+    assert triton_noise.add_normal(silent, std, 5, keep=False) is None
     assert torch.equal(total, silent)
 
 

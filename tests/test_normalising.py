@@ -11,15 +11,15 @@ from torch import nn
 import vestige
 from conftest import make_toy
 from vestige import accounting
-from vestige.clipping import Reference
-from vestige.curator import Curator
 from vestige.layout import Layout
-from vestige.models import Standardise, scattering_linear
-from vestige.noise import Randomness
-from vestige.normalising import PrivateMoments, with_moments
+from vestige.mechanism.clipping import Reference
+from vestige.mechanism.curator import Curator
+from vestige.mechanism.moments import PrivateMoments, with_moments
+from vestige.mechanism.noise import Randomness
+from vestige.mechanism.sampling import Poisson
 from vestige.questions import Gaussian
-from vestige.sampling import Poisson
-from vestige.verification import verify
+from vestige.tasks.models import Standardise, scattering_linear
+from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy
 MOMENTS = PrivateMoments(8.0, (3.0, 3.0))

@@ -9,8 +9,8 @@ from torch import nn
 
 from conftest import make_toy
 from test_cli import vestige as command
-from vestige import parity
-from vestige.bookkeeping import BookKeeping
+from vestige.engines.bookkeeping import BookKeeping
+from vestige.training import parity
 
 LOSS = nn.functional.cross_entropy
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from test_memory import paper_weights
-from vestige import recall as room
-from vestige.kernels import fused_available
+from vestige.devices import triton_available
 from vestige.layout import Layout, Segment
-from vestige.memory import Blend, Exponential, Fractional, Uniform
-from vestige.noise import Release
-from vestige.recall import plain_recall
-from vestige.ring import Ring
+from vestige.mechanism.noise import Release
+from vestige.optim import recall as room
+from vestige.optim.memory import Blend, Exponential, Fractional, Uniform
+from vestige.optim.recall import plain_recall
+from vestige.optim.window import Ring
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
-DEVICE = torch.device("cuda" if fused_available() else "cpu")
-gpu = pytest.mark.skipif(not fused_available(), reason="needs a GPU and Triton")
+DEVICE = torch.device("cuda" if triton_available() else "cpu")
+gpu = pytest.mark.skipif(not triton_available(), reason="needs a GPU and Triton")
 fused = pytest.mark.skipif(
-    not (fused_available() or INTERPRETED), reason="needs a GPU and Triton, or Triton with TRITON_INTERPRET=1"
+    not (triton_available() or INTERPRETED), reason="needs a GPU and Triton, or Triton with TRITON_INTERPRET=1"
 )
 PATHS = ["plain", pytest.param("fused", marks=fused)]
 
@@ -77,9 +77,9 @@ def test_one_pass_against_float64(path, keeps, dtype, depth, size, count, follow
     blend = ring.past[ring.slot] if own_row else torch.empty(size, device=DEVICE)
     kept = fresh if keeps == "fresh" else blend
     if path == "fused":
-        from vestige import fused_recall
+        from vestige.optim import triton_recall
 
-        memory_share = fused_recall.recall(ring, fresh, weights, blend, share, pace, keeps == "fresh")
+        memory_share = triton_recall.recall(ring, fresh, weights, blend, share, pace, keeps == "fresh")
     else:
         memory_share = plain_recall(ring, fresh, weights, blend, share, pace, kept)
 

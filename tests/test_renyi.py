@@ -9,8 +9,8 @@ from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vestige import renyi
-from vestige.renyi import FRACTIONAL_ORDERS, INTEGER_ORDERS, ORDERS, curves
+from vestige.accounting import rdp
+from vestige.accounting.rdp import FRACTIONAL_ORDERS, INTEGER_ORDERS, ORDERS, curves
 
 FRACTIONAL = len(FRACTIONAL_ORDERS)
 RATES = [1e-4, 0.004, 0.04, 0.3, 0.9]
@@ -117,13 +117,13 @@ def test_laws(question, factor):
 def test_conversion_equals_dp_accounting_and_beats_the_classic(question, count, delta):
     curve = count * curves([question[0]], [question[1]])[0]
     curve[0] = np.inf  # dp_accounting leaves the conversion out at orders up to 1.01
-    tight = renyi.tight_epsilon(curve, delta)
+    tight = rdp.tight_epsilon(curve, delta)
     assert tight == pytest.approx(compute_epsilon(ORDERS, curve, delta)[0], rel=1e-12)
-    assert tight <= renyi.classic_epsilon(curve, delta)
+    assert tight <= rdp.classic_epsilon(curve, delta)
 
 
 def test_nan_is_never_taken_for_privacy():
-    assert np.isnan(renyi.tight_epsilon(np.full(len(ORDERS), np.nan), 1e-5))
+    assert np.isnan(rdp.tight_epsilon(np.full(len(ORDERS), np.nan), 1e-5))
 
 
 def test_a_thousand_multipliers_take_less_than_a_second():

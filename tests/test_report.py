@@ -12,28 +12,20 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vestige import (
-    accounting,
-    cli,
-    cli_report,
-    comparison,
-    drawing,
-    experiments,
-    looks,
-    pictures,
-    presets,
-    report,
-    report_privacy,
-)
-from vestige.cli_presets import reproduce
-from vestige.cli_report import write_report
-from vestige.comparison import Budget, Contender, Problem, Specification
-from vestige.comparison_folder import ComparisonFolder
-from vestige.comparison_summary import price_lines, summarised
-from vestige.comparison_words import contenders
+from vestige import accounting
+from vestige.cli import main
+from vestige.cli.report import write_report
+from vestige.cli.reproduce import reproduce
+from vestige.compare import comparison, presets, runner
+from vestige.compare.arguments import contenders
+from vestige.compare.comparison import Budget, Contender, Problem, Specification
+from vestige.compare.folder import ComparisonFolder
+from vestige.compare.report import drawing, figures, style
+from vestige.compare.report import page as report
+from vestige.compare.report.privacy import privacy
+from vestige.compare.summary import price_lines, summarised
+from vestige.methods.registry import METHODS
 from vestige.questions import SampledGaussian
-from vestige.registry import METHODS
-from vestige.report_privacy import privacy
 
 FLAGS = [
     "--headless",
@@ -62,7 +54,7 @@ MANY = ["dp-sgd", *(name for name in METHODS if name != "dp-sgd"), "dp-sgd:group
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    home = experiments.compare(tmp_path_factory.mktemp("comparison") / "c", SMALL)
+    home = runner.compare(tmp_path_factory.mktemp("comparison") / "c", SMALL)
     return home.path
 
 
@@ -143,7 +135,7 @@ def test_a_large_comparison_is_a_page_below_five_megabytes_and_loses_nothing(con
 
 def test_a_page_that_is_too_large_is_said_to_be(folder, tmp_path, monkeypatch):
     def told():
-        return CliRunner().invoke(cli.app, ["report", str(folder), "--out", str(tmp_path / "r.html")]).stdout
+        return CliRunner().invoke(main.app, ["report", str(folder), "--out", str(tmp_path / "r.html")]).stdout
 
     assert "more than" not in told()
     monkeypatch.setattr(cli_report, "LARGE", 50_000)
@@ -160,7 +152,7 @@ def test_a_superseded_run_is_listed_and_in_no_row_and_no_curve(content):
     marked = {**content, "records": records}
     assert {row["stage"] for row in report._run_table(marked)} == {"tuning", "auto", "superseded"}
     assert {row["rate"] for row in comparison.rows(records, "dp-sgd") if row["mean"] is not None} == {"auto"}
-    drawn = [figure for figure in pictures.figures(marked) if figure.key.startswith(("steps-", "spent-"))]
+    drawn = [figure for figure in figures.figures(marked) if figure.key.startswith(("steps-", "spent-"))]
     assert drawn
     assert all(0.123 not in point for figure in drawn for series in figure.series for point in series.points)
 
@@ -224,7 +216,7 @@ def test_a_bill_of_many_questions_is_told_as_a_range():
 
 
 def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
-    drawn = {figure.key: figure for figure in pictures.figures(content)}
+    drawn = {figure.key: figure for figure in figures.figures(content)}
     for start in (
         "difference-",
         "accuracy-",
@@ -259,7 +251,7 @@ def test_a_task_named_by_a_path_has_figures_too(content, tmp_path):
     specification = {**content["specification"], "problems": [{"task": task} for task in tasks]}
     records = [record for mine, _ in made for record in mine]
     theirs = {**content, "specification": specification, "summary": summary, "records": records}
-    drawn = pictures.figures(theirs)
+    drawn = figures.figures(theirs)
     assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", figure.key) and len(figure.key) < 150 for figure in drawn)
     report.export(theirs, tmp_path / "f")
     assert {path.stem for path in (tmp_path / "f").glob("*.svg")} == {figure.key for figure in drawn}
@@ -281,7 +273,7 @@ def test_a_figure_in_a_file_needs_no_style_sheet_and_names_its_methods_below_the
     assert "var(" not in drawn
     assert "<style" not in drawn
     assert 'class="c0"' not in drawn
-    for colour in looks.COLOURS:
+    for colour in style.COLOURS:
         assert f"fill:{colour}" in drawn
         assert f"stroke:{colour}" in drawn
     tree = ElementTree.fromstring(drawn)
@@ -293,24 +285,24 @@ def test_a_figure_in_a_file_needs_no_style_sheet_and_names_its_methods_below_the
         assert min(float(words[name].get("y")) for name in MANY) > float(words["x"].get("y"))
     on_the_page = drawing.svg(figure, MANY)
     assert "fill:var(--c)" in on_the_page
-    assert not any(colour in on_the_page for colour in looks.COLOURS)
+    assert not any(colour in on_the_page for colour in style.COLOURS)
 
 
 def test_many_methods_look_apart_everywhere_and_hollow_still_means_not_told_apart(content):
-    seen = [looks.look_of(name, MANY) for name in MANY]
-    assert len(MANY) > 2 * len(looks.COLOURS)
+    seen = [style.look_of(name, MANY) for name in MANY]
+    assert len(MANY) > 2 * len(style.COLOURS)
     assert len({(look.colour, look.shape) for look in seen}) == len(MANY)
     assert len({(look.colour, look.dash) for look in seen}) == len(MANY)
-    shapes = {re.sub(r"M[^a-z]*", "", looks.outline(look, 50, 50, 4)) for look in seen}
+    shapes = {re.sub(r"M[^a-z]*", "", style.outline(look, 50, 50, 4)) for look in seen}
     assert len(shapes) == len({look.shape for look in seen}) == 3
     for look in seen:
         for hollow in (True, False):
-            assert ("stroke" in looks.mark(look, 1, 1, 4, "", hollow)) == hollow
-        assert ("stroke-dasharray" in looks.sample(look, 0, 0)) == (look.shape != "o")
+            assert ("stroke" in style.mark(look, 1, 1, 4, "", hollow)) == hollow
+        assert ("stroke-dasharray" in style.sample(look, 0, 0)) == (look.shape != "o")
     contenders = [{"label": name} for name in (*MANY, "fo", "bad")]
     page = report.page({**content, "specification": {**content["specification"], "contenders": contenders}})
     chips = re.findall(r'<button class="chip c(\d)".*?(<svg.*?</svg>)', page)
-    assert [key for _, key in chips[: len(MANY)]] == [looks.key(look) for look in seen]
+    assert [key for _, key in chips[: len(MANY)]] == [style.key(look) for look in seen]
     assert len(set(chips)) == len(contenders)
 
 
@@ -329,7 +321,7 @@ def test_the_legend_of_a_png_lies_below_its_plot(kind, tmp_path, monkeypatch):
     assert legend.get_window_extent().x0 >= 0
     assert axes.get_window_extent().height > 0.5 * canvas.bbox.height
     drawn = axes.lines if kind == "line" else [bars[0] for bars in axes.containers]
-    assert [each.get_marker() for each in drawn] == [looks.look_of(name, MANY).shape for name in MANY]
+    assert [each.get_marker() for each in drawn] == [style.look_of(name, MANY).shape for name in MANY]
     pyplot.close(canvas)
 
 
@@ -359,7 +351,7 @@ def test_differences_lie_where_they_belong_and_are_hollow_where_nothing_can_be_t
     found = {"a": (-0.02, -0.03, -0.01, "worse"), "b": (0.01, -0.01, 0.03, "not distinguishable"),
              "c": (0.04, 0.03, 0.05, "better")}  # fmt: skip
     content = compared(found)
-    (figure,) = pictures._differences(content)
+    (figure,) = figures._differences(content)
     assert [series.name for series in figure.series] == ["c", "b", "a"]
     tree = ElementTree.fromstring(drawing.svg(figure, ["dp-sgd", "a", "b", "c"]))
     groups = {group.get("data-series"): group for group in tree.iter() if group.get("data-series")}
@@ -383,7 +375,7 @@ def test_costs_far_apart_stand_a_decade_to_a_step():
         "summary": {"rows": rows},
         "specification": {"problems": [{"task": "t"}], "contenders": labels, "baseline": "m0"},
     }
-    seconds, memory = pictures._costs(content)
+    seconds, memory = figures._costs(content)
     assert (seconds.log_x, memory.log_x) == (True, False)
     for figure in (seconds, memory):
         tree = ElementTree.fromstring(drawing.svg(figure, ["m0", "m1", "m2", "m3"]))
@@ -449,16 +441,16 @@ def test_ticks_are_round_and_enclose():
 def test_commands(folder, tmp_path):
     run = CliRunner()
     made = run.invoke(
-        cli.app, ["report", str(folder), "--out", str(tmp_path / "r.html"), "--figures", str(tmp_path / "f")]
+        main.app, ["report", str(folder), "--out", str(tmp_path / "r.html"), "--figures", str(tmp_path / "f")]
     )
     assert made.exit_code == 0, made.output
     assert (tmp_path / "r.html").stat().st_size > 10_000
     assert list((tmp_path / "f").glob("*.svg"))
     (tmp_path / "empty").mkdir()
-    assert "holds no comparison" in run.invoke(cli.app, ["report", str(tmp_path / "empty")]).stderr
+    assert "holds no comparison" in run.invoke(main.app, ["report", str(tmp_path / "empty")]).stderr
     ComparisonFolder(tmp_path / "new").create(SMALL)
-    assert "no finished run" in run.invoke(cli.app, ["report", str(tmp_path / "new")]).stderr
-    again = run.invoke(cli.app, ["compare", "--resume", str(folder), "--json", "--workers", "1"])
+    assert "no finished run" in run.invoke(main.app, ["report", str(tmp_path / "new")]).stderr
+    again = run.invoke(main.app, ["compare", "--resume", str(folder), "--json", "--workers", "1"])
     summary = json.loads(again.stdout)
     assert summary["done"] == 2 * 2 * (2 + 3 + 3)
     assert {row["label"] for row in summary["failed"]} == {"bad"}
@@ -499,7 +491,7 @@ def test_commands(folder, tmp_path):
 )
 def test_bad_input_gets_one_clear_line(arguments, words, tmp_path):
     options = [] if "--resume" in arguments else ["--out", str(tmp_path / "c"), "--workers", "1"]
-    made = CliRunner().invoke(cli.app, ["compare", *options, *arguments])
+    made = CliRunner().invoke(main.app, ["compare", *options, *arguments])
     assert made.exit_code == 2
     assert words in made.stderr
     assert made.stderr.count("\n") == 1
@@ -609,7 +601,7 @@ def test_runs_that_are_timed_are_made_alone(tmp_path, monkeypatch):
         seen[path.name] = (place.stack, workers)
         raise ValueError("enough seen")
 
-    monkeypatch.setattr(experiments, "compare", watch)
+    monkeypatch.setattr(runner, "compare", watch)
     for name in ("fo-table2", "fo-fig8"):
         with pytest.raises(ValueError, match="enough seen"):
             reproduce(name, data=str(tmp_path), small=True, device="cpu", out=tmp_path / name)
@@ -636,7 +628,7 @@ def test_accuracy_against_the_epsilon_spent_so_far():
     records.append(record("b", [[10, 0.1, None]]))  # a reproducible run has no epsilon to be drawn at
     contenders = [{"label": "a"}, {"label": "b"}]
     content = {"records": records, "specification": {"contenders": contenders, "baseline": "a"}}
-    (figure,) = pictures._accuracy_by_epsilon(content)
+    (figure,) = figures._accuracy_by_epsilon(content)
     (series,) = figure.series
     assert [point[:2] for point in series.points] == [(1.0, pytest.approx(0.3)), (2.0, pytest.approx(0.5))]
 
@@ -667,7 +659,7 @@ def test_in_a_browser(browser, content, tmp_path):
     page.on("request", lambda request: requests.append(request.url))
     page.goto(path.as_uri())
 
-    assert page.locator("figure > svg").count() == len(pictures.figures(content))
+    assert page.locator("figure > svg").count() == len(figures.figures(content))
     boxes = page.eval_on_selector_all("figure > svg", "all => all.map(s => s.getBoundingClientRect().height)")
     assert min(boxes) > 60
     marks = page.eval_on_selector_all("g.s", "all => all.map(g => g.getBBox().width + g.getBBox().height)")
@@ -759,5 +751,5 @@ def test_panels_stand_in_the_order_of_their_budgets(content):
     run = next(r for r in content["records"] if r["run"]["stage"] == "tuning" and r["status"] == "done")
     budgets = [{"kind": "epsilon", "value": value} for value in (17.4, 3.0, 1.0, 8.0)]
     records = [{**run, "run": {**run["run"], "budget": budget}} for budget in budgets]
-    found = titles(pictures._accuracy_by_rate({**content, "records": records}))
+    found = titles(figures._accuracy_by_rate({**content, "records": records}))
     assert found == [f"{run['run']['task']} at epsilon {value}" for value in ("1", "3", "8", "17.4")]

@@ -16,8 +16,8 @@ from torch import nn
 import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
 from vestige import files
-from vestige.ledger import LedgerError, read
-from vestige.verification import verify
+from vestige.accounting.ledger import LedgerError, read
+from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy
 STEPS = 150
@@ -273,7 +273,7 @@ def test_another_run_is_not_overwritten_nor_continued_with_other_settings(tmp_pa
 def test_every_optimizer_and_memory_state_comes_back(tmp_path):
     from dataclasses import replace
 
-    from vestige.rules import Rule
+    from vestige.optim.rules import Rule
 
     adam = replace(vestige.post_fm(), rule=Rule(torch.optim.AdamW, {"weight_decay": 0.1}))
     runs = []

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vestige.noise import Randomness
-from vestige.sampling import Poisson, Shuffled
+from vestige.mechanism.noise import Randomness
+from vestige.mechanism.sampling import Poisson, Shuffled
 
 POPULATION, RATE, STEPS = 400, 0.1, 1000
 

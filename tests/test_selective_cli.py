@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vestige import cli, ledger
+from vestige.accounting import ledger
+from vestige.cli import main
 from vestige.questions import Gaussian, Trial
 
 RATES = ["--sample-rate", 1024 / 60000, "--validation-rate", 256 / 60000]
@@ -28,7 +29,7 @@ SCATTERED = ["train", "--task", "mnist-hf-linear", "--sigma-t", 3, "--sample-rat
 
 
 def call(*words):
-    return CliRunner().invoke(cli.app, [str(word) for word in words])
+    return CliRunner().invoke(main.app, [str(word) for word in words])
 
 
 def result_of(*words):

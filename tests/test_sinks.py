@@ -7,7 +7,8 @@ import types
 import pytest
 from typer.testing import CliRunner
 
-from vestige import cli, sinks
+from vestige.cli import main
+from vestige.training import loggers
 
 BASE = ["train", "--task", "digits-mlp", "--noise-multiplier", "1.0", "--steps", "4", "--evaluate-every", "2", "--json"]
 
@@ -32,12 +33,12 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch):
     Fake.made = []
-    monkeypatch.setitem(sinks.SINKS, "tensorboard", Fake)
+    monkeypatch.setitem(loggers.SINKS, "tensorboard", Fake)
     return Fake
 
 
 def test_a_run_logs_releases_and_keeps_its_guarantee(fake, tmp_path):
-    made = CliRunner().invoke(cli.app, [*BASE, "--out", str(tmp_path / "r"), "--log-to", "tensorboard:board"])
+    made = CliRunner().invoke(main.app, [*BASE, "--out", str(tmp_path / "r"), "--log-to", "tensorboard:board"])
     assert made.exit_code == 0, made.output
     (sink,) = fake.made
     assert sink.place == "board"
@@ -57,34 +58,34 @@ def test_a_run_that_is_continued_may_log_again(fake, tmp_path, monkeypatch):
 
     monkeypatch.setattr(fake, "log", breaks)
     words = ["--log-to", "tensorboard:board"]
-    assert CliRunner().invoke(cli.app, [*BASE, "--out", str(tmp_path / "r"), *words]).exit_code != 0
+    assert CliRunner().invoke(main.app, [*BASE, "--out", str(tmp_path / "r"), *words]).exit_code != 0
     monkeypatch.undo()
-    monkeypatch.setitem(sinks.SINKS, "tensorboard", Fake)
-    made = CliRunner().invoke(cli.app, ["train", "--resume", str(tmp_path / "r"), "--json", *words])
+    monkeypatch.setitem(loggers.SINKS, "tensorboard", Fake)
+    made = CliRunner().invoke(main.app, ["train", "--resume", str(tmp_path / "r"), "--json", *words])
     assert made.exit_code == 0, made.output
     assert fake.made[-1].rows[-1][0] == 3
 
 
 def test_nonprivate_logs_void_the_guarantee(fake, tmp_path):
     arguments = [*BASE, "--out", str(tmp_path / "r"), "--log-to", "tensorboard:board", "--nonprivate-logs"]
-    made = CliRunner().invoke(cli.app, arguments)
+    made = CliRunner().invoke(main.app, arguments)
     assert made.exit_code == 0, made.output
     assert all("nonprivate_broken_examples" in values for _, values in fake.made[0].rows)
     result = json.loads(made.stdout.strip().splitlines()[-1])
     assert result["epsilon"] is None
     assert any("without noise" in reason for reason in result["reasons"])
-    checked = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "r"), "--json"])
+    checked = CliRunner().invoke(main.app, ["verify", str(tmp_path / "r"), "--json"])
     assert json.loads(checked.stdout)["epsilon"] is None
 
 
 def test_released_drops_what_is_not():
     row = {"step": 3, "epsilon": 1.5, "nonprivate_x": 1.0, "w": [1, 2], "long": [0.0] * 100, "word": "a", "none": None}
-    assert sinks.released(row, 0.5) == {"epsilon": 1.5, "w/0": 1.0, "w/1": 2.0, "accuracy": 0.5}
+    assert loggers.released(row, 0.5) == {"epsilon": 1.5, "w/0": 1.0, "w/1": 2.0, "accuracy": 0.5}
 
 
 def test_sinks_close_even_when_training_fails(fake):
     def fail():
-        with sinks.opened(["tensorboard:a"], "run"):
+        with loggers.opened(["tensorboard:a"], "run"):
             raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError):
@@ -95,13 +96,13 @@ def test_sinks_close_even_when_training_fails(fake):
 @pytest.mark.parametrize("text", ["tensorboard", "tensorboard:", "paper:x", ""])
 def test_a_place_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="log_to="):
-        sinks.open_sink(text, "run")
+        loggers.open_sink(text, "run")
 
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
-        sinks.open_sink("wandb:project", "run")
+        loggers.open_sink("wandb:project", "run")
 
 
 def test_mlflow_and_wandb_are_called_as_they_document(monkeypatch):
@@ -113,7 +114,7 @@ def test_mlflow_and_wandb_are_called_as_they_document(monkeypatch):
         end_run=lambda: calls.append(("end",)),
     )
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    sink = sinks.open_sink("mlflow:http://localhost:5000", "run")
+    sink = loggers.open_sink("mlflow:http://localhost:5000", "run")
     sink.log(2, {"epsilon": 1.0})
     sink.close()
     assert calls == [("uri", "http://localhost:5000"), ("start", "run"), ("log", {"epsilon": 1.0}, 2), ("end",)]
@@ -123,7 +124,7 @@ def test_mlflow_and_wandb_are_called_as_they_document(monkeypatch):
         Settings=lambda **options: options, init=lambda **options: seen.update(options) or run
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    sink = sinks.open_sink("wandb:mine", "run")
+    sink = loggers.open_sink("wandb:mine", "run")
     sink.log(1, {"epsilon": 2.0})
     sink.close()
     assert seen["project"] == "mine"
@@ -136,7 +137,7 @@ def test_real_tensorboard(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = sinks.open_sink(f"tensorboard:{tmp_path}", "run")
+    sink = loggers.open_sink(f"tensorboard:{tmp_path}", "run")
     for step in range(3):
         sink.log(step, {"epsilon": float(step)})
     sink.close()

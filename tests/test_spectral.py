@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 import vestige
 from conftest import make_toy
-from vestige import spectrum
-from vestige.cli import app
-from vestige.groups import Layers, Patterns
-from vestige.jobs import Job, start
+from vestige.cli.main import app
 from vestige.layout import Layout
-from vestige.memory import Blend, Fractional
-from vestige.noise import Release
-from vestige.spectral import Spectral, group_exponents
+from vestige.mechanism.groups import Layers, Patterns
+from vestige.mechanism.noise import Release
+from vestige.optim import spectrum
+from vestige.optim.memory import Blend, Fractional
+from vestige.optim.spectral import Spectral, group_exponents
+from vestige.training.job import Job, start
 
 cross_entropy = nn.functional.cross_entropy
 

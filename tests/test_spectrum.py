@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vestige import spectrum
+from vestige.optim import spectrum
 
 
 def literal(values: np.ndarray) -> float:

@@ -9,19 +9,21 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vestige import averaging, models, train
-from vestige.augmentation import Augment
-from vestige.chains import Network
-from vestige.draws import Draws
-from vestige.groups import Layers, Patterns
+from vestige import train
+from vestige.compare.stacked.draws import Draws
+from vestige.compare.stacked.mlp import Network
+from vestige.compare.stacked.stack import Stack, StackedRun, check_noise, footprint, why_not
 from vestige.layout import Layout
-from vestige.method import by_group
-from vestige.noise import Randomness
+from vestige.mechanism.augmentation import Augment
+from vestige.mechanism.groups import Layers, Patterns
+from vestige.mechanism.noise import Randomness
+from vestige.mechanism.sampling import CyclicPoisson, Poisson
+from vestige.methods.base import by_group
+from vestige.methods.registry import METHODS, build
+from vestige.optim import averaging
+from vestige.optim.rules import named, sgd
 from vestige.questions import SampledGaussian
-from vestige.registry import METHODS, build
-from vestige.rules import named, sgd
-from vestige.sampling import CyclicPoisson, Poisson
-from vestige.stacked import Stack, StackedRun, check_noise, footprint, why_not
+from vestige.tasks import models
 
 CPU = torch.device("cpu")
 MIXTURE = [

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vestige.statistics import holm, least_step, paired, sentence, summarise
+from vestige.compare.statistics import holm, least_step, paired, sentence, summarise
 
 GENERATOR = np.random.default_rng(7)
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from vestige import features, tasks
-from vestige.recipes import RECIPES
+from vestige import tasks
+from vestige.tasks import scattering
+from vestige.tasks.recipes import RECIPES
 
 SHARED = Path(os.environ.get("VESTIGE_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
@@ -238,7 +239,7 @@ def test_names_and_descriptions():
 
 USER_TASK = """
 import torch
-from vestige.tasks import Task
+from vestige.tasks.task import Task
 
 def four(seed=0):
     x, y = torch.randn(8, 5), torch.arange(8) % 3
@@ -329,11 +330,11 @@ def test_scattering_features_are_computed_once(tmp_path, monkeypatch):
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".npy"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "cache").iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(features, "_scattering", None)
+        patch.setattr(scattering, "_scattering", None)
         again = tasks.load("mnist-hf-linear", saved(tmp_path))
     assert torch.equal(first.train[0], again.train[0])
     other = saved(tmp_path, x_train=np.zeros((6, 28, 28), np.uint8))
-    monkeypatch.setattr(features, "_scattering", None)
+    monkeypatch.setattr(scattering, "_scattering", None)
     with pytest.raises(TypeError):  # other pixels are other features
         tasks.load("mnist-hf", other)
 

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
-from vestige.noise import Randomness, normal
-from vestige.sampling import Poisson
+from vestige.mechanism.noise import Randomness, normal
+from vestige.mechanism.sampling import Poisson
 
 LOSS = nn.functional.cross_entropy
 BASE = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.2, "steps": 5, "lr": 0.1}
@@ -192,7 +192,7 @@ def test_dropout_runs_and_reproduces():
 def test_any_torch_optimizer_moves_on_the_release(name):
     from dataclasses import replace
 
-    from vestige.rules import Rule
+    from vestige.optim.rules import Rule
 
     model, data = make_toy()
     before = flat(model)

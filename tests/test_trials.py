@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy.special import ndtr
 from scipy.stats import norm
 
-from vestige import accounting, renyi, trials
-from vestige.accounting import epsilon
-from vestige.profiles import Profile, _without_dust, connect_dots, excess_moments, sampled_gaussian
+from vestige import accounting
+from vestige.accounting import epsilon, rdp, trials
+from vestige.accounting.pld import Profile, _without_dust, connect_dots, excess_moments, sampled_gaussian
 from vestige.questions import Question, SampledGaussian, Trial
 
 DELTA = 1e-5
@@ -44,8 +44,8 @@ def test_sampled_gaussian_distribution_equals_dp_accounting(rate, multiplier):
 @pytest.mark.parametrize(("rate", "multiplier"), [(0.04, 1.2222), (0.5, 2.0), (1.0, 3.0)])
 def test_moments_of_a_profile_equal_the_closed_form_from_above(rate, multiplier):
     moments = excess_moments(sampled_gaussian(rate, multiplier, 20.0), 1e-4)
-    near = renyi.ORDERS < 8
-    moments, closed = moments[near], np.expm1(((renyi.ORDERS - 1) * renyi.curves([rate], [multiplier])[0])[near])
+    near = rdp.ORDERS < 8
+    moments, closed = moments[near], np.expm1(((rdp.ORDERS - 1) * rdp.curves([rate], [multiplier])[0])[near])
     assert np.all(moments >= closed * (1 - 1e-10))
     np.testing.assert_allclose(moments, closed, rtol=1e-4)
 
@@ -109,7 +109,7 @@ def test_values_for_other_data(trial, accepted, published):
 
 
 def test_renyi_divergence_of_one_trial():
-    curve = dict(zip(np.round(renyi.ORDERS, 6), trials.curves([MNIST])[0], strict=True))
+    curve = dict(zip(np.round(rdp.ORDERS, 6), trials.curves([MNIST])[0], strict=True))
     assert np.interp(8.0, list(curve), list(curve.values())) == pytest.approx(1.06e-4, rel=0.01)
     assert curve[32.0] == pytest.approx(4.4e-4, rel=0.01)
 
@@ -263,7 +263,7 @@ def test_candidate_costs_less_than_with_statistic_costs_less_than_both_samples(
 ):
     alone = Trial(rate, multiplier, rate_v, multiplier_v, threshold, "y")
     told = replace(alone, releases="yz")
-    full = renyi.curves([rate, rate_v], [multiplier, multiplier_v]).sum(axis=0)
+    full = rdp.curves([rate, rate_v], [multiplier, multiplier_v]).sum(axis=0)
     curve = trials.curves([alone, told])
     assert np.all(curve <= full * (1 + 1e-12))
     grid = np.arange(2000) * 1e-3
@@ -277,9 +277,9 @@ def test_renyi_divergence_covers_the_adversary_who_always_flips_the_test(trial):
     """Accepted with probability `low` without the example and `high` with it: at every order, into the tails."""
     low, high = trials.acceptance(trial)
     jump = 1 + trial.validation_rate * (high / low - 1)
-    candidate = renyi.curves([trial.rate], [trial.multiplier])[0]
-    log_moments = (renyi.ORDERS - 1) * candidate + renyi.ORDERS * log(jump) + log(low)
-    assert np.all(trials.curves([trial])[0] >= log_moments / (renyi.ORDERS - 1) * (1 - 1e-9))
+    candidate = rdp.curves([trial.rate], [trial.multiplier])[0]
+    log_moments = (rdp.ORDERS - 1) * candidate + rdp.ORDERS * log(jump) + log(low)
+    assert np.all(trials.curves([trial])[0] >= log_moments / (rdp.ORDERS - 1) * (1 - 1e-9))
 
 
 def test_renyi_epsilon_is_above_the_distribution():
@@ -340,14 +340,14 @@ def test_composing_divides_by_no_mass_that_is_next_to_nothing(question, monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         clean = priced()
-    monkeypatch.setattr("vestige.profiles.DUST", 0.0)
+    monkeypatch.setattr("vestige.accounting.pld.DUST", 0.0)
     with pytest.warns(RuntimeWarning, match="overflow"):
         assert clean == pytest.approx(priced(), rel=1e-9)
     accounting._single.cache_clear()
 
 
 def test_what_is_moved_is_moved_upwards(monkeypatch):
-    monkeypatch.setattr("vestige.profiles.DUST", 1e-2)
+    monkeypatch.setattr("vestige.accounting.pld.DUST", 1e-2)
     lowest, kept, infinite = _without_dust(-2, np.array([0.0078125, 0.0, 0.25, 0.001, 0.5, 0.0078125, 0.0]), 0.25)
     assert (lowest, infinite) == (0, 0.2578125)
     assert kept.tolist() == [0.2578125, 0.001, 0.5]

@@ -782,7 +782,7 @@ def test_rows_that_are_no_examples_are_refused(case):
 
 
 def test_a_torch_that_cannot_tell_checkpointing_runs_models_again(monkeypatch):
-    monkeypatch.setattr("vestige.taps.hooks_on_saved_tensors", None)  # as before torch 2.8
+    monkeypatch.setattr("vestige.engines.taps.hooks_on_saved_tensors", None)  # as before torch 2.8
     model, data = fresh("mlp")
     steps, model, optimizer, loader = private(model, data)
     inputs, targets = next(iter(loader))

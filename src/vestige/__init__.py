@@ -7,14 +7,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vestige.api import Training, train
-    from vestige.engine import PrivacyEngine
-    from vestige.groups import Layers, Patterns, PerGroup
-    from vestige.method import Method, by_group
+    from vestige.mechanism.groups import Layers, Patterns, PerGroup
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
+    from vestige.methods.base import Method, by_group
+    from vestige.methods.registry import build
+    from vestige.privacy_engine.engine import PrivacyEngine
     from vestige.questions import BudgetSpent
-    from vestige.registry import build
-    from vestige.training import Record, accuracy
+    from vestige.training.loop import Record, accuracy
+    from vestige.training.run import Training, train
 
 __version__ = "0.1.0"
 
@@ -39,24 +39,24 @@ __all__ = [
     "uniform_memory",
 ]
 
-_ROOMS = {
-    "api": ("Training", "train"),
-    "engine": ("PrivacyEngine",),
-    "groups": ("Layers", "Patterns", "PerGroup"),
-    "method": ("Method", "by_group"),
+_MODULES = {
+    "training.run": ("Training", "train"),
+    "privacy_engine.engine": ("PrivacyEngine",),
+    "mechanism.groups": ("Layers", "Patterns", "PerGroup"),
+    "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),
     "questions": ("BudgetSpent",),
-    "registry": ("build",),
-    "training": ("Record", "accuracy"),
+    "methods.registry": ("build",),
+    "training.loop": ("Record", "accuracy"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """A name of the library, or a room of it, imported when it is first asked for: torch takes seconds to import, and
     the command line answers many questions without it."""
-    for room, names in _ROOMS.items():
+    for module, names in _MODULES.items():
         if name in names:
-            globals()[name] = getattr(import_module(f"vestige.{room}"), name)
+            globals()[name] = getattr(import_module(f"vestige.{module}"), name)
             return globals()[name]
     if name.startswith("_") or find_spec(f"vestige.{name}") is None:
         raise AttributeError(f"module 'vestige' has no attribute {name!r}")

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import torch
 
-from vestige import averaging, schedules
-from vestige.adam_bc import AdamBC
-from vestige.adaptive import Paced, Quantile
-from vestige.clipping import Flat
-from vestige.method import Method, Neutral, register
+from vestige.mechanism import noise_schedules
+from vestige.mechanism.adaptive_clipping import Paced, Quantile
+from vestige.mechanism.clipping import Flat
+from vestige.methods.base import Method, Neutral, register
 from vestige.methods.options import (
     Beta1,
     Beta2,
@@ -21,7 +20,9 @@ from vestige.methods.options import (
     WeightDecay,
     quantile_noise_of,
 )
-from vestige.rules import Rule
+from vestige.optim import averaging
+from vestige.optim.adam_bc import AdamBC
+from vestige.optim.rules import Rule
 
 Floor = Annotated[
     str | float, "least second moment after the noise is taken out (gamma'); auto: a tenth of the noise's"
@@ -90,10 +91,10 @@ def adp_adamw(
 ) -> Method:
     """DP-AdamW with a public noise schedule: the noise falls from epoch to epoch."""
     kinds = {
-        "exponential": schedules.Exponential,
-        "linear": schedules.Linear,
-        "time": schedules.Time,
-        "step": schedules.Step,
+        "exponential": noise_schedules.Exponential,
+        "linear": noise_schedules.Linear,
+        "time": noise_schedules.Time,
+        "step": noise_schedules.Step,
     }
     if schedule not in kinds:
         raise ValueError(f"schedule={schedule!r} is unknown; choose from {', '.join(kinds)}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from vestige.clipping import Flat
-from vestige.correlated import Banded, Buffered, Tree
-from vestige.method import Method, Neutral, register
+from vestige.mechanism.clipping import Flat
+from vestige.mechanism.correlated_noise import Banded, Buffered, Tree
+from vestige.methods.base import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum
-from vestige.rules import sgd
+from vestige.optim.rules import sgd
 
 TURNS = "ceil(T / b) x Gaussian(z), b = floor(1 / q) parts of the data taking turns; no amplification"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from vestige.clipping import Flat
-from vestige.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
-from vestige.method import Method, Neutral, register
+from vestige.mechanism.clipping import Flat
+from vestige.methods.base import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum
-from vestige.probes import AlongLastStep, Here, Probe
-from vestige.rules import sgd
+from vestige.optim.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
+from vestige.optim.probes import AlongLastStep, Here, Probe
+from vestige.optim.rules import sgd
 
 
 @register(

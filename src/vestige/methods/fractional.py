@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from vestige.clipping import Flat
-from vestige.memory import Blend, Exponential, Fractional, Uniform
-from vestige.method import Method, Neutral, register
+from vestige.mechanism.clipping import Flat
+from vestige.methods.base import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum
-from vestige.rules import sgd
+from vestige.optim.memory import Blend, Exponential, Fractional, Uniform
+from vestige.optim.rules import sgd
 
 Beta = Annotated[float, "share of the fresh gradient in the blend"]
 Window = Annotated[int, "window K: the blend sees the K-1 newest past releases"]

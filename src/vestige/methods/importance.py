@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from vestige.clipping import Flat
-from vestige.method import Method, Neutral, register
+from vestige.mechanism.clipping import Flat
+from vestige.methods.base import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum
-from vestige.probes import Importance
-from vestige.rules import sgd
+from vestige.optim.probes import Importance
+from vestige.optim.rules import sgd
 
 
 @register(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import inf
 from typing import Annotated
 
-from vestige.clipping import Flat
-from vestige.decay import Decay, NoDecay, NoisyCount, NoisyLosses, PhasedDecay, Progress, PublicAccuracy
-from vestige.gates import BufferedRejection, NoisyLossTest
-from vestige.method import Method, Neutral, register
+from vestige.mechanism.clipping import Flat
+from vestige.methods.base import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum
-from vestige.rules import sgd
+from vestige.optim.decay import Decay, NoDecay, NoisyCount, NoisyLosses, PhasedDecay, Progress, PublicAccuracy
+from vestige.optim.gates import BufferedRejection, NoisyLossTest
+from vestige.optim.rules import sgd
 
 SigmaT = Annotated[float | None, "noise multiplier of the gradient (default: from the budget)"]
 SigmaV = Annotated[float, "noise multiplier of the loss difference (sigma_v)"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from vestige.clipping import Flat
-from vestige.method import Method, Neutral, register
+from vestige.mechanism.clipping import Flat
+from vestige.methods.base import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum, Radius
-from vestige.probes import AgainstLastRelease, Ascent
-from vestige.rules import sgd
+from vestige.optim.probes import AgainstLastRelease, Ascent
+from vestige.optim.rules import sgd
 
 SAM_REFERENCE = "Foret et al., Sharpness-Aware Minimization, ICLR 2021, privately as in Park et al., ICML 2023"
 SAT_REFERENCE = "Park, Kim, Choi and Lee, Differentially Private Sharpness-Aware Training, ICML 2023"

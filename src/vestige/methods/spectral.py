@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from vestige.groups import Layers, PerGroup
-from vestige.method import Method, Neutral, register
+from vestige.mechanism.groups import Layers, PerGroup
+from vestige.methods.base import Method, Neutral, register
 from vestige.methods.fractional import Alpha, Beta, Window
 from vestige.methods.options import Bound, Momentum
-from vestige.rules import sgd
-from vestige.spectral import Spectral
+from vestige.optim.rules import sgd
+from vestige.optim.spectral import Spectral
 
 Interval = Annotated[tuple[float, float], "exponents that need no tempering: two numbers"]
 CLambda = Annotated[float, "how fast tempering grows with the distance from the interval"]

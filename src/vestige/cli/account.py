@@ -1,0 +1,196 @@
+"""What would a plan cost? `vestige account`: priced without training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from vestige.cli.errors import refuse_others
+from vestige.cli.terminal import Json, answers, print_json
+
+ALWAYS = ("sample_rate", "steps", "delta", "as_json")
+GAUSSIAN = ("noise_multiplier", "epsilon", "paper_sigma", "beta", "groups", "accountant", "sampling")
+TRIALS = ("method", "accounting_by", "accepted", "sigma_t", "validation_rate", "sigma_v", "threshold")
+
+
+def account(
+    context: typer.Context,
+    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")],
+    steps: Annotated[int, typer.Option("--steps", "--trials", help="Number of steps, or of trials.")],
+    delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Accounted noise multiplier: gives epsilon.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Budget: gives the noise multiplier.")] = None,
+    paper_sigma: Annotated[
+        float | None, typer.Option(help="The sigma of a memory method's paper; with --beta, gives epsilon.")
+    ] = None,
+    beta: Annotated[float, typer.Option(help="Share of the fresh gradient, with --paper-sigma.")] = 1.0,
+    groups: Annotated[
+        int | None, typer.Option(help="Clipped in this many groups: --paper-sigma is then each group's own.")
+    ] = None,
+    accountant: Annotated[str, typer.Option(help="pld (tight, what is reported) or rdp (fast).")] = "pld",
+    sampling: Annotated[str, typer.Option(help="How batches are drawn; only poisson has a price.")] = "poisson",
+    method: Annotated[
+        str | None, typer.Option(help="dpsur or dpsgd-br: price trials.", rich_help_panel="Selective methods")
+    ] = None,
+    accounting_by: Annotated[
+        str,
+        typer.Option(
+            "--accounting",
+            help="trial-level: each trial is one question whose reject bit and accepted candidate are public "
+            "(dominating pair; dpsgd-br also shows its noisy loss). every-trial: one gradient and one loss question a "
+            "trial, charged in full; the fallback. published: accepted updates only, which is refuted and no epsilon.",
+            rich_help_panel="Selective methods",
+        ),
+    ] = "trial-level",
+    accepted: Annotated[
+        int | None, typer.Option(help="Updates applied, for the published claim.", rich_help_panel="Selective methods")
+    ] = None,
+    sigma_t: Annotated[
+        float | None, typer.Option(help="Noise multiplier of the gradient.", rich_help_panel="Selective methods")
+    ] = None,
+    validation_rate: Annotated[
+        float | None, typer.Option(help="Chance to join a loss test.", rich_help_panel="Selective methods")
+    ] = None,
+    sigma_v: Annotated[
+        float | None, typer.Option(help="Noise multiplier of the loss test.", rich_help_panel="Selective methods")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Accept below this many clip bounds.", rich_help_panel="Selective methods")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Price a plan without training: epsilon from noise, or noise from epsilon.
+
+    Examples:
+
+        vestige account --sample-rate 0.04 --noise-multiplier 1.2222 --steps 6250 --delta 1e-5
+
+        vestige account --sample-rate 0.04 --epsilon 3 --steps 6250
+
+        vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250
+
+        vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250 --groups 21
+
+        vestige account --method dpsur --trials 2914 --accepted 1246 --sample-rate 0.01707 --sigma-t 3 \\
+            --validation-rate 0.00427 --sigma-v 1.37 --threshold -1.5 --accounting trial-level
+    """
+    if method is not None:
+        allowed = (*ALWAYS, *TRIALS) if sigma_t is not None else (*ALWAYS, *TRIALS, "noise_multiplier")
+        refuse_others(context, allowed, f"{method} is priced trial by trial; its noise is --sigma-t")
+        noise = sigma_t if sigma_t is not None else noise_multiplier
+        facts = {"method": method, "trials": steps, "delta": delta, "sample_rate": sample_rate, "sigma_t": noise}
+        facts |= {"validation_rate": validation_rate, "sigma_v": sigma_v, "threshold": threshold}
+        result = _price_trials(facts, accepted, accounting_by)
+        print_json(result) if as_json else _say_trials(result)
+        return
+    refuse_others(context, (*ALWAYS, *GAUSSIAN), "it belongs to the trials of a selective method; give --method, too")
+    _check_one_of(noise_multiplier=noise_multiplier, epsilon=epsilon, paper_sigma=paper_sigma)
+    if beta != 1 and paper_sigma is None:
+        raise ValueError(f"beta={beta} rescales --paper-sigma only: the accounted multiplier already contains it")
+    result = _price_steps(
+        sample_rate, steps, delta, noise_multiplier, epsilon, paper_sigma, beta, groups, accountant, sampling
+    )
+    print_json(result) if as_json else _say_steps(result)
+
+
+def _check_one_of(**choices: float | None) -> None:
+    flags = {f"--{name.replace('_', '-')}": value is not None for name, value in choices.items()}
+    given = [flag for flag, there in flags.items() if there]
+    if len(given) != 1:
+        *others, last = flags
+        raise ValueError(f"give exactly one of {', '.join(others)} and {last}, not {' and '.join(given) or 'none'}")
+
+
+def _price_steps(
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    noise_multiplier: float | None,
+    epsilon: float | None,
+    paper_sigma: float | None,
+    beta: float,
+    groups: int | None,
+    accountant: str,
+    sampling: str,
+) -> dict[str, Any]:
+    from vestige import accounting, checks
+    from vestige.questions import SampledGaussian
+
+    checks.check_rate(sample_rate)
+    checks.check_steps(steps)
+    checks.check_delta(delta)
+    if accountant not in ("pld", "rdp"):
+        raise ValueError(f"accountant={accountant!r} must be pld or rdp")
+    if sampling != "poisson":
+        reasons = accounting.guarantee({}, delta, accounting.Facts(sampling=sampling)).reasons
+        raise ValueError(f"sampling={sampling!r} has no price: {'; '.join(reasons)}")
+    if groups is not None:
+        checks.check_steps(groups, "groups")
+    if not 0 < beta <= 1:
+        raise ValueError(f"beta={beta} must lie in (0, 1]")
+
+    def asked(multiplier: float) -> accounting.History:
+        return {SampledGaussian(sample_rate, multiplier): steps}
+
+    if epsilon is not None:
+        noise_multiplier = accounting.calibrate(asked, epsilon, delta, accountant)
+    elif paper_sigma is not None:
+        noise_multiplier = checks.accounted_multiplier(paper_sigma, beta, groups or 1)
+    assert noise_multiplier is not None
+    checks.check_multiplier(noise_multiplier)
+    result = {
+        "epsilon": accounting.epsilon(asked(noise_multiplier), delta, accountant),
+        "delta": delta,
+        "noise_multiplier": noise_multiplier,
+        "sample_rate": sample_rate,
+        "steps": steps,
+        "accountant": accountant,
+        "epsilon_rdp": accounting.epsilon(asked(noise_multiplier), delta, "rdp"),
+        "adjacency": "add/remove one example",
+        "sampling": "poisson",
+    }
+    if groups is not None:
+        # What one group's ratio of noise to bound would cost if it were the whole release: drawn in papers, but one
+        # example is in every group at once, so it bounds nothing.
+        marginal = accounting.epsilon(asked(noise_multiplier * groups**0.5), delta, accountant)
+        result |= {"groups": groups, "nonguarantee_marginal_epsilon": marginal}
+    return result
+
+
+def _say_steps(result: dict[str, Any]) -> None:
+    answers.print(
+        f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accountant']}; by Renyi "
+        f"{result['epsilon_rdp']:.4f})"
+    )
+    answers.print(
+        f"noise multiplier {result['noise_multiplier']:.6g}, {result['steps']} steps, Poisson rate "
+        f"{result['sample_rate']:g}, add/remove one example"
+    )
+    if "groups" in result:
+        answers.print(
+            f"{result['groups']} groups on one sample, priced jointly "
+            f"(nonguarantee_marginal_epsilon {result['nonguarantee_marginal_epsilon']:.4f}: no guarantee)"
+        )
+
+
+def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str) -> dict[str, Any]:
+    from vestige.accounting.selective import Trials, check_selective, price
+
+    check_selective(facts["method"])
+    missing = [name for name, value in facts.items() if value is None]
+    if missing:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in facts)
+        raise ValueError(f"--{missing[0].replace('_', '-')} is missing: {facts['method']} is priced from {words}")
+    return price(Trials(**facts, accepted=accepted), accounting_by)
+
+
+def _say_trials(result: dict[str, Any]) -> None:
+    if "epsilon" in result:
+        answers.print(
+            f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accounting']}, "
+            f"{result['trials']} trials; by Renyi {result['epsilon_rdp']:.4f})"
+        )
+    if "published_claim_epsilon" in result:
+        claim, accepted = result["published_claim_epsilon"], result["accepted"]
+        answers.print(f"published claim {claim:.4f} for {accepted} accepted updates: refuted, not a guarantee")

@@ -1,0 +1,157 @@
+"""Can a run, or a model before its run, be trusted? `vestige verify` and `vestige doctor`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vestige.cli.errors import fail
+from vestige.cli.terminal import LARGEST_SEED, Json, answers, notes, print_json
+
+
+def verify(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of a comparison.")], as_json: Json = False
+) -> None:
+    """Recompute a run's epsilon from its ledger alone; fail on any edit, gap or reuse of a step (exit code 1).
+
+    Of a comparison, every record's epsilon is recomputed from what the record says was charged.
+
+    Examples:
+
+        vestige verify runs/digits-mlp-fo-dp-sgd-20260101-120000
+
+        vestige verify runs/compare-20260101-120000
+    """
+    if (run / "spec.json").exists():
+        _verify_comparison(run, as_json)
+    else:
+        _verify_run(run, as_json)
+
+
+def _verify_comparison(folder: Path, as_json: bool) -> None:
+    from vestige.compare.verify import verify_comparison
+
+    verdict = verify_comparison(folder)
+    if as_json:
+        print_json(verdict.to_json())
+    for name, fault in verdict.wrong.items():
+        notes.print(f"runs/{name.removesuffix('.json')}.json: {fault}", markup=False)
+    if verdict.wrong:
+        fail(f"NOT VERIFIED: {len(verdict.wrong)} records do not hold, {verdict.verified} do", 1)
+    elif not as_json:
+        failed = f"; {verdict.failed_runs} more ended in an error" if verdict.failed_runs else ""
+        answers.print(f"verified: {verdict.verified} runs cost what their records state{failed}", markup=False)
+        if verdict.largest_epsilon is not None:
+            answers.print(f"the largest epsilon of one run, released alone, is {verdict.largest_epsilon:.4f}")
+
+
+def _verify_run(run: Path, as_json: bool) -> None:
+    from vestige.accounting.ledger import LedgerError
+    from vestige.training.verify import verify as check
+
+    try:
+        verdict = check(run)
+    except LedgerError as error:
+        if as_json:
+            print_json({"verified": False, "reason": str(error)})
+        fail(f"NOT VERIFIED: {error}", 1)
+        return
+    if as_json:
+        print_json(verdict.to_json())
+        return
+    promise = verdict.guarantee
+    answers.print(
+        f"verified: {verdict.asked} charged questions in {verdict.attempts} attempt(s), {verdict.rows} chained rows",
+        markup=False,
+    )
+    if promise.epsilon is not None:
+        answers.print(
+            f"epsilon {promise.epsilon:.4f} at delta {promise.delta:g} ({promise.accountant}; by Renyi "
+            f"{promise.epsilon_rdp:.4f}), {promise.adjacency}"
+        )
+    else:
+        answers.print("no epsilon: " + "; ".join(promise.reasons), markup=False)
+
+
+def doctor(
+    task: Annotated[
+        str,
+        typer.Argument(help="A task of `vestige tasks`, or FILE.py:FUNCTION returning (model, loss, data or loader)."),
+    ],
+    data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights.", min=0, max=LARGEST_SEED)] = 0,
+    parity: Annotated[
+        bool, typer.Option("--parity", help="Also prove, on one batch, that the fast engine equals the reference.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="Examples in that batch.")] = 64,
+    physical_batch: Annotated[
+        str | None, typer.Option(help="auto: also find how many examples fit in memory at once.")
+    ] = None,
+    sample_rate: Annotated[float, typer.Option(help="Sampling rate whose samples are to fit, for that.")] = 0.05,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Examine a model and its data before training; name what is at fault (exit code 1 if anything is).
+
+    What it prints is computed from your data without noise: it is for you, not for publication.
+
+    Examples:
+
+        vestige doctor digits-mlp
+
+        vestige doctor my_project.py:make --parity --physical-batch auto
+    """
+    from vestige import tasks
+    from vestige.training.doctor import examine, first_examples, largest_batch
+    from vestige.training.job import check_device, default_device
+    from vestige.training.parity import compare_engines
+
+    if batch < 1:
+        raise ValueError(f"batch={batch} must be a whole number from 1 up")
+    if physical_batch not in (None, "auto"):
+        raise ValueError(f"physical_batch={physical_batch!r} must be 'auto' here: it is what the doctor looks for")
+    model, loss, examples = tasks.subject(task, data, seed)
+    where = device or default_device()
+    check_device(where)
+    model.to(where)
+    findings = examine(model, loss, examples)
+    wrong = any(finding.level == "error" for finding in findings)
+    result: dict[str, Any] = {"healthy": not wrong, "findings": [vars(finding) for finding in findings]}
+    if parity and not wrong:
+        agreement = compare_engines(model, loss, first_examples(examples, batch))
+        result["parity"] = agreement.to_json()
+        wrong = not agreement.agrees
+    if physical_batch and result["healthy"]:
+        result["physical_batch"] = largest_batch(model, loss, examples, sample_rate)
+    if as_json:
+        print_json(result)
+    else:
+        _print_diagnosis(task, result)
+    if wrong:
+        sys.exit(1)
+
+
+def _print_diagnosis(task: str, result: dict[str, Any]) -> None:
+    for finding in result["findings"]:
+        answers.print(f"{finding['level']}: {finding['where']}: {finding['what']}", markup=False)
+    if not result["findings"]:
+        answers.print(f"{task}: nothing found; every example has a gradient of its own", markup=False)
+    if "parity" in result:
+        _print_parity(result["parity"])
+    if "physical_batch" in result:
+        answers.print(f"physical batch: {result['physical_batch']}", markup=False)
+
+
+def _print_parity(parity: dict[str, Any]) -> None:
+    word = "agree" if parity["agrees"] else "DISAGREE"
+    answers.print(
+        f"the engines {word} on {parity['examples']} examples; relative error of each clipped sum:", markup=False
+    )
+    for name, error in parity["errors"].items():
+        answers.print(f"  {name}: {error:.1e}", markup=False)
+    for name, cost in parity["engines"].items():
+        memory = "" if cost["peak_mib"] is None else f", {cost['peak_mib']:.0f} MiB at most"
+        answers.print(f"{name}: {cost['seconds'] * 1e3:.2f} ms a batch{memory}", markup=False)

@@ -1,0 +1,180 @@
+"""How does a terminal compare? `vestige compare`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vestige.checks import check_steps
+from vestige.cli.errors import refuse_if_given, refuse_others
+from vestige.cli.progress import Address, Device, Engine, Stacking, Workers, check_tasks, fill, finish
+from vestige.cli.terminal import Json, notes
+from vestige.compare.arguments import contenders, grids, numbers, try_to_build
+
+WHERE = ("engine", "ray_address", "workers", "stack", "device", "as_json")
+"""Options that say where runs are made, and go with any comparison."""
+
+
+def compare(
+    context: typer.Context,
+    task: Annotated[list[str] | None, typer.Option(help="A task of `vestige tasks`; repeat for several.")] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME or NAME:option=value,...; repeat for several; all: every method there is."),
+    ] = None,
+    epsilon: Annotated[list[float] | None, typer.Option(help="Budget; repeat for several.")] = None,
+    noise_multiplier: Annotated[list[float] | None, typer.Option(help="Accounted noise instead of a budget.")] = None,
+    paper_sigma: Annotated[list[float] | None, typer.Option(help="The sigma of the methods' papers.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder (or file) with the tasks' data.")] = None,
+    seeds: Annotated[int, typer.Option(help="Final runs per row, each with a fresh seed.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps of every run.")] = 200,
+    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
+    delta: Annotated[float, typer.Option(help="Allowed failure probability, below 1/N.")] = 1e-5,
+    factors: Annotated[
+        str | None, typer.Option(help="Grid of rates, as multiples of the automatic one (default: 1/8 ... 8).")
+    ] = None,
+    lrs: Annotated[str | None, typer.Option(help="Grid of rates as numbers, instead of --factors.")] = None,
+    tune: Annotated[list[str] | None, typer.Option(help="Tune an option too: beta=0.8,0.9 (repeatable).")] = None,
+    tuning_seeds: Annotated[int, typer.Option(help="Runs per trial of the grid.")] = 1,
+    validation: Annotated[float, typer.Option(help="Share of the training data held out while tuning.")] = 0.2,
+    lr: Annotated[float | None, typer.Option(help="Add rows at this rate, untuned.")] = None,
+    rates: Annotated[str | None, typer.Option(help="Kinds of rows: tuned,auto,given (default: tuned,auto).")] = None,
+    baseline: Annotated[str, typer.Option(help="The method that others are compared with.")] = "dp-sgd",
+    evaluations: Annotated[
+        int, typer.Option(help="Looks at the test set during a final run, for curves; 0: only at its end.")
+    ] = 0,
+    physical_batch: Annotated[int | None, typer.Option(help="Split samples into parts of this size.")] = None,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="Fix noise and sampling. Protects nobody: for tests.")
+    ] = False,
+    engine: Engine = "local",
+    ray_address: Address = None,
+    workers: Workers = None,
+    stack: Stacking = "auto",
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the comparison (default: runs/compare-TIME).")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue (or help with) the comparison in this folder.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="With --resume: try failed runs again.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small comparison on digits, in about a minute.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Which private optimizer is best at this budget, and is the difference real?
+
+    Every method is tuned over the same grid, on a part of the training data held out for it, then run on fresh seeds;
+    beside it stands the same method at the automatic rate. Noise is calibrated so that all spend the same epsilon.
+
+    Examples:
+
+        vestige compare --quick
+
+        vestige compare --task cifar10-mlp --data cifar10.npz --epsilon 1 --epsilon 3 --method dp-sgd --method fo-dp-sgd
+
+        vestige compare --resume runs/compare-20260101-120000
+    """
+    from vestige.compare import presets as known
+    from vestige.compare.comparison import FACTORS, Budget, Contender, Problem, Specification
+    from vestige.compare.folder import ComparisonFolder
+
+    if resume is not None:
+        allowed = ("resume", "retry", "data", *WHERE)
+        refuse_others(context, allowed, "a comparison continues with the options it was started with")
+        folder = ComparisonFolder(resume)
+        agreed = folder.specification()
+        elsewhere = {problem.task: data for problem in agreed.problems} if data is not None else {}
+        check_tasks(agreed, data)
+        if retry:
+            notes.print(f"trying {folder.forget_failures()} failed runs again", markup=False)
+        alone = known.timed_in(resume)
+        finish(fill(resume, agreed, engine, ray_address, workers, stack, device, as_json, elsewhere, alone), as_json)
+        return
+    if retry:
+        raise ValueError("--retry goes with --resume FOLDER: it tries the failed runs of a comparison again")
+    budgets = [Budget("epsilon", value) for value in epsilon or ()]
+    budgets += [Budget("noise_multiplier", value) for value in noise_multiplier or ()]
+    budgets += [Budget("paper_sigma", value) for value in paper_sigma or ()]
+    if quick:
+        refuse_others(
+            context, ("quick", "out", *WHERE), "--quick is one fixed comparison; leave --quick out for your own"
+        )
+        specification = quick_specification()
+    else:
+        check_steps(seeds, "seeds")
+        check_steps(tuning_seeds, "tuning_seeds")
+        kinds = tuple(rates.split(",")) if rates else (("tuned", "auto", "given") if lr else ("tuned", "auto"))
+        _check_flags(context, kinds, lrs)
+        specification = Specification(
+            problems=tuple(Problem(name, data) for name in task or ["digits-mlp"]),
+            contenders=tuple(
+                Contender(label, name, options, lr) for label, name, options in contenders(method or ["all"])
+            ),
+            budgets=tuple(budgets or [Budget("epsilon", 3.0)]),
+            seeds=tuple(range(seeds)),
+            steps=steps,
+            sample_rate=sample_rate,
+            delta=delta,
+            rates=kinds,  # type: ignore[arg-type]
+            factors=numbers("factors", factors) if factors is not None else FACTORS,
+            learning_rates=numbers("lrs", lrs) if lrs is not None else (),
+            tune=grids(tune or ()),
+            tuning_seeds=tuple(range(1000, 1000 + tuning_seeds)),
+            validation=validation,
+            lr=lr,
+            baseline=baseline,
+            evaluations=evaluations,
+            reproducible=reproducible,
+            physical_batch=physical_batch,
+        )
+    check_tasks(specification)
+    _check_names(specification)
+    path = out or Path("runs") / f"{'quick' if quick else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    finish(fill(path, specification, engine, ray_address, workers, stack, device, as_json), as_json)
+
+
+def quick_specification() -> Any:
+    from vestige.compare.comparison import Budget, Contender, Problem, Specification
+
+    names = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory"]
+    return Specification(
+        problems=(Problem("digits-mlp"),),
+        contenders=tuple(Contender(label, name, options) for label, name, options in contenders(names)),
+        budgets=(Budget("epsilon", 1.0), Budget("epsilon", 3.0), Budget("epsilon", 8.0)),
+        steps=200,
+        sample_rate=0.05,
+    )
+
+
+def _check_flags(context: typer.Context, kinds: tuple[str, ...], lrs: str | None) -> None:
+    """Flags that would be passed over in silence."""
+    if lrs is not None:
+        refuse_if_given(context, ("factors",), "--lrs is a grid of rates already")
+    if "tuned" not in kinds:
+        words = ("factors", "lrs", "tune", "tuning_seeds", "validation")
+        refuse_if_given(context, words, f"--rates {','.join(kinds)} tunes nothing")
+    if "given" not in kinds:
+        refuse_if_given(context, ("lr",), f"--rates {','.join(kinds)} has no rows at a given rate")
+
+
+def _check_names(specification: Any) -> None:
+    """Names and values of methods and options that no run could use, or that would be passed over in silence."""
+    from vestige.methods.registry import METHODS, nearest
+
+    labels = [contender.label for contender in specification.contenders]
+    if specification.baseline not in ("dp-sgd", *labels):  # the usual baseline may be left out
+        name = specification.baseline
+        raise ValueError(f"baseline={name!r} is not compared{nearest(name, labels)}; choose from {', '.join(labels)}")
+    known = {option for contender in specification.contenders for option in METHODS[contender.method].options}
+    for option in specification.tune:
+        if option not in known:
+            raise ValueError(
+                f"tune={option!r} is an option of none of the methods{nearest(option, known)}; "
+                f"choose from {', '.join(sorted(known))}"
+            )
+    for contender in specification.contenders:
+        for option, values in specification.tune.items():
+            if option in METHODS[contender.method].options and option not in contender.options:
+                for value in values:
+                    options = {**contender.options, option: value}
+                    try_to_build(f"tune={option}={value!r}", contender.method, options)

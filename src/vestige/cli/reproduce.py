@@ -1,0 +1,98 @@
+"""How does a terminal make a paper's table again? `vestige presets` and `vestige reproduce`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from vestige.cli.progress import Address, Device, Engine, Stacking, Workers, check_place, check_tasks, fill, show
+from vestige.cli.terminal import Json, answers, print_json
+from vestige.compare.summary import summarised
+
+
+def presets(as_json: Json = False) -> None:
+    """List the tables and figures of the papers that `vestige reproduce` makes again."""
+    from vestige.compare.presets import PRESETS
+
+    if as_json:
+        rows = [{"name": p.name, "what": p.what, "paper": p.paper, "missing": p.missing()} for p in PRESETS.values()]
+        print_json({"presets": rows})
+        return
+    table = Table("preset", "what the paper shows", "paper", "state")
+    for preset in PRESETS.values():
+        missing = preset.missing()
+        table.add_row(preset.name, preset.what, preset.paper, f"without {', '.join(missing)}" if missing else "ready")
+    answers.print(table)
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(help="A preset of `vestige presets`.")],
+    data: Annotated[str | None, typer.Option(help="Folder with the datasets.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Few steps and seeds, to see that it works.")] = False,
+    engine: Engine = "local",
+    ray_address: Address = None,
+    workers: Workers = None,
+    stack: Stacking = "auto",
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(help="Folder (default: runs/NAME or runs/NAME-small).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a table or figure of a paper again, and set ours beside the printed one.
+
+    Started again, it continues where it was.
+
+    Examples:
+
+        vestige reproduce fo-table3 --data data/
+
+        vestige reproduce fo-fig2 --data data/ --small
+    """
+    from vestige.compare import presets as known
+    from vestige.compare.folder import ComparisonFolder
+    from vestige.files import write_json
+
+    preset = known.find(name)
+    specification = preset.specification(data, small=small)
+    check_tasks(specification)
+    check_place(engine, ray_address, workers, stack, preset.timed)
+    path = out or Path("runs") / (f"{name}-small" if small else name)
+    ComparisonFolder(path).create(specification)
+    write_json(path / "preset.json", {"preset": name, "small": small})
+    # Seconds mean something only for runs that have the machine to themselves.
+    home = fill(path, specification, engine, ray_address, workers, stack, device, as_json, alone=preset.timed)
+    summary = summarised(home)
+    beside = known.beside(preset, list(home.records().values()))
+    if as_json:
+        print_json({**summary, "preset": name, "small": small, "beside": beside, "notes": list(preset.notes)})
+    else:
+        show(summary)
+        _show_paper(preset, beside, small)
+        answers.print(f"written to {path}; for the whole story: vestige report {path}", markup=False)
+    if summary["done"] == 0:
+        sys.exit(1)
+
+
+def _show_paper(preset: Any, beside: Sequence[dict[str, Any]], small: bool) -> None:
+    """The printed figures beside ours, and what the paper left unsaid."""
+    if beside:
+        table = Table("quantity", "printed", "ours", "difference", "ours, lr auto", "ours, lr auto, one epsilon")
+        table.title, table.title_justify = f"{preset.paper}: {preset.what}", "left"
+        for row in beside:
+            table.add_row(*(value if isinstance(value, str) else _plain(value) for value in row.values()))
+        answers.print(table)
+    for line in preset.notes:
+        answers.print(f"assumed: {line}", markup=False)
+    missing = preset.missing()
+    if missing:
+        answers.print(f"left out, because this version has no such method: {', '.join(missing)}", markup=False)
+    if small:
+        answers.print("small: too few steps and seeds to compare with the paper", markup=False)
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

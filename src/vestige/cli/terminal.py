@@ -1,0 +1,92 @@
+"""What does a terminal show, and how does it say stop? Shared by every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vestige.cli.errors import INTERRUPTED
+
+notes = Console(stderr=True, highlight=False, soft_wrap=True)
+answers = Console(highlight=False, soft_wrap=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
+
+LARGEST_SEED = 2**63 - 1
+
+
+def print_json(content: dict[str, Any]) -> None:
+    print(json.dumps(content, allow_nan=False))
+
+
+@contextmanager
+def progress(
+    visible: bool,
+) -> Iterator[Callable[[str, int], Callable[[int, float | None, float | None, float | None], None]]]:
+    """A live bar on standard error: steps, accuracy on public data, spent epsilon and the budget."""
+    columns = (
+        TextColumn("{task.description:<20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+        TextColumn("{task.fields[spent]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=notes, disable=not (visible and notes.is_terminal)) as progress:
+
+        def bar(title: str, total: int) -> Callable[[int, float | None, float | None, float | None], None]:
+            line = progress.add_task(title, total=total, accuracy="", spent="")
+
+            def show(done: int, accuracy: float | None, spent: float | None, budget: float | None) -> None:
+                fields = {"spent": _spent(spent, budget)}
+                if accuracy is not None:
+                    fields["accuracy"] = f"accuracy {accuracy:.1%}"
+                progress.update(line, completed=done, **fields)  # type: ignore[arg-type]
+
+            return show
+
+        yield bar
+
+
+def _spent(spent: float | None, budget: float | None) -> str:
+    if spent is None:
+        return "no epsilon"
+    return f"epsilon {spent:.2f}" + (f" of {budget:g}" if budget is not None else "")
+
+
+@contextmanager
+def graceful() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C (or SIGTERM) once: finish the step, save, stop. Twice: stop at once."""
+    stop = False
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal stop
+        if stop:
+            os._exit(INTERRUPTED)
+        stop = True
+        notes.print("stopping after this step (again: at once)", markup=False)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def ctrl_c_also_by_sigterm() -> Iterator[None]:
+    """What ends a command from outside ends it as Ctrl-C does, so that whoever works for it stops too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

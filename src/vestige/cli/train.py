@@ -1,0 +1,254 @@
+"""How does a terminal train a model? `vestige train`: flags become a job, a job becomes a run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from vestige.cli.errors import INTERRUPTED, refuse_others
+from vestige.cli.method_flags import with_method_options
+from vestige.cli.terminal import LARGEST_SEED, Json, answers, graceful, notes, print_json, progress
+
+
+@with_method_options
+def train(
+    context: typer.Context,
+    task: Annotated[
+        str, typer.Option(help="What to train: a task of `vestige tasks`, or FILE.py:FUNCTION.")
+    ] = "digits-mlp",
+    method: Annotated[str, typer.Option(help="How: a method of `vestige methods`.")] = "fo-dp-sgd",
+    data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Privacy budget: the noise follows from it.")] = None,
+    delta: Annotated[float, typer.Option(help="Allowed failure probability, below 1/N.")] = 1e-5,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Accounted noise multiplier: epsilon follows from it.")
+    ] = None,
+    paper_sigma: Annotated[
+        float | None, typer.Option(help="The sigma of the method's paper (for FO-DP-SGD, beta times ours).")
+    ] = None,
+    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            "--trials",
+            help="Number of steps; for a selective method, of trials, kept or not. "
+            "[default: as many as --epsilon affords where the noise is given too, otherwise 200]",
+        ),
+    ] = None,
+    lr: Annotated[str, typer.Option(help="Learning rate, or auto: chosen without looking at data.")] = "auto",
+    optimizer: Annotated[
+        str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
+    ] = None,
+    average: Annotated[
+        str | None, typer.Option(help="Evaluate and keep an average of the parameters: ema, polyak or last.")
+    ] = None,
+    augment: Annotated[
+        int | None, typer.Option(help="Average the gradients of this many views of each image before clipping.")
+    ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option(help="Clip by group: layers, or patterns of parameter names 'conv*;*'; flat: all as one."),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="How groups split the clip: even, or relative bounds 1,1,2.")
+    ] = None,
+    share: Annotated[
+        str | None, typer.Option(help="How groups share the noise: equal, isotropic or least-noise.")
+    ] = None,
+    physical_batch: Annotated[
+        str | None, typer.Option(help="Split each sampled batch into parts of this size; auto: the largest that fits.")
+    ] = None,
+    sampling: Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")] = "poisson",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="bookkeeping (fast), unrecorded (without CUDA graphs) or reference (one by one); same results."
+        ),
+    ] = "bookkeeping",
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Fixes public randomness only: initial weights. Never noise or sampling.", min=0, max=LARGEST_SEED
+        ),
+    ] = 0,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="Fix noise and sampling too. Protects nobody: for tests.")
+    ] = False,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="Steps between evaluations on the public test set.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue the interrupted run in this folder; takes no other option.")
+    ] = None,
+    normalise: Annotated[
+        str, typer.Option(help="Of scattering features: group (asks nothing), or private (noised moments, charged).")
+    ] = "group",
+    moments_noise: Annotated[float, typer.Option(help="Noise multiplier of each private moment.")] = 8.0,
+    moments_bound: Annotated[float, typer.Option(help="Largest norm of one example's moments.")] = 2.5,
+    log_to: Annotated[
+        list[str] | None,
+        typer.Option(help="Also log releases to tensorboard:FOLDER, mlflow:URI or wandb:PROJECT; repeatable."),
+    ] = None,
+    nonprivate_logs: Annotated[
+        bool, typer.Option("--nonprivate-logs", help="VOIDS THE GUARANTEE: log quantities without noise there too.")
+    ] = False,
+    nonprivate_transcript: Annotated[
+        Path | None, typer.Option(help="VOIDS THE GUARANTEE: write raw clipped sums and noise to this FILE.npz.")
+    ] = None,
+    as_json: Json = False,
+    **method_options: Any,
+) -> None:
+    """Train a model privately.
+
+    Examples:
+
+        vestige train --task digits-mlp --method fo-dp-sgd --epsilon 8 --steps 200
+
+        vestige train --task cifar10-mlp --data cifar10.npz --noise-multiplier 1.22 --sample-rate 0.04 --steps 6250
+
+        vestige train --resume runs/digits-mlp-fo-dp-sgd-20260101-120000
+    """
+    from vestige.training import loggers
+    from vestige.training.job import Job, complete, default_device, load, start
+    from vestige.training.run_folder import RunFolder
+
+    if resume is not None:
+        refuse_others(context, ("resume", "log_to", "as_json"), "a run continues with the options it was started with")
+        folder = RunFolder(resume)
+        job = load(folder)
+        if folder.result() is not None:
+            raise ValueError(f"resume={str(resume)!r} is already finished; verify it with: vestige verify {resume}")
+    else:
+        job = Job(
+            task=task,
+            method=method,
+            options={key: value for key, value in method_options.items() if value is not None},
+            data=data,
+            sample_rate=sample_rate,
+            steps=steps,
+            delta=delta,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            paper_sigma=paper_sigma,
+            lr=_lr(lr),
+            optimizer=optimizer,
+            average=average,
+            augment=augment,
+            groups=groups,
+            split=split,
+            share=share,
+            sampling=sampling,
+            engine=engine,
+            physical_batch=_physical_batch(physical_batch),
+            seed=seed,
+            reproducible=reproducible,
+            device=device or default_device(),
+            evaluate_every=evaluate_every,
+            normalise=normalise,
+            moments_noise=moments_noise,
+            moments_bound=moments_bound,
+            nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
+            nonprivate_logs=nonprivate_logs,
+        )
+    if nonprivate_logs and not log_to:
+        raise ValueError("--nonprivate-logs goes with --log-to: it voids the guarantee, and there is nowhere to log")
+    loggers.check(log_to or [])
+    path = resume or out or Path("runs") / f"{Path(task).stem}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    loaded, training = start(job, path, resume=resume is not None)
+    _announce(job, training)
+    with progress(not as_json) as bar, graceful() as asked_to_stop, loggers.opened(log_to or [], path.name) as logs:
+        show = bar(job.method, training.plan.steps)
+
+        def watch(training: Any, record: Any, accuracy: float | None) -> bool:
+            show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
+            for log in logs:
+                extra = loggers.nonprivate(training) if job.nonprivate_logs else {}
+                log.log(record.step, {**loggers.released(record.to_json(), accuracy), **extra})
+            return not asked_to_stop()
+
+        result = complete(job, loaded, training, watch)
+    if as_json:
+        print_json(result)
+    else:
+        _summarise(result)
+    if result["stopped"] == "interrupted":
+        notes.print(
+            f"interrupted after step {result['steps']}; continue with: vestige train --resume {path}", markup=False
+        )
+        sys.exit(INTERRUPTED)
+
+
+def _lr(text: str) -> Any:
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"lr={text!r} must be a number or 'auto'") from None
+
+
+def _physical_batch(text: str | None) -> Any:
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"physical_batch={text!r} must be a whole number from 1 up, or 'auto'") from None
+
+
+def _announce(job: Any, training: Any) -> None:
+    """Say, on standard error, what was chosen and what is not private."""
+    plan = training.plan
+    notes.print(
+        f"{job.method} on {job.task}: noise multiplier {plan.noise_multiplier:.4g}, rate {plan.sample_rate:g}, "
+        f"{plan.steps} steps, delta {plan.delta:g}",
+        markup=False,
+    )
+    notes.print(plan.lr_reason, markup=False)
+    if job.physical_batch == "auto":
+        notes.print(f"physical batch {training.physical_batch}: the most that fits, or that a sample has", markup=False)
+    if job.reproducible:
+        notes.print(
+            "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
+            markup=False,
+        )
+    if job.nonprivate_transcript:
+        notes.print("NOT PRIVATE: --nonprivate-transcript writes raw sums; the guarantee is void", markup=False)
+    if job.nonprivate_logs:
+        notes.print("NOT PRIVATE: --nonprivate-logs logs numbers without noise; the guarantee is void", markup=False)
+    if job.sampling != "poisson":
+        notes.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
+
+
+def _summarise(result: dict[str, Any]) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("test accuracy", f"{result['accuracy']:.1%}")
+    if result["epsilon"] is not None:
+        table.add_row(
+            "privacy",
+            f"epsilon {result['epsilon']:.4g} at delta {result['delta']:g} ({result['accountant']}; "
+            f"by Renyi {result['epsilon_rdp']:.4g})",
+        )
+    else:
+        table.add_row("privacy", "none: " + "; ".join(result["reasons"]))
+    if "epsilon_if_noise_were_secret" in result:
+        table.add_row("", f"epsilon would be {result['epsilon_if_noise_were_secret']:.4g} if the noise were secret")
+    table.add_row("steps", f"{result['steps']} ({result['stopped']})")
+    if "trials" in result:
+        table.add_row(
+            "trials",
+            f"{result['trials']}: {result['accepted']} accepted, {result['rejected']} rejected, {result['updates']} "
+            f"updates, {result['degraded']} of them degraded",
+        )
+        table.add_row("published claim", f"{result['published_claim_epsilon']:.4g}: refuted, see docs/selective.md")
+    table.add_row("learning rate", f"{result['lr']:.4g}")
+    table.add_row("written to", str(result["run"]))
+    answers.print(table)

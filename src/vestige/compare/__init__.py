@@ -1,0 +1,1 @@
+"""Many runs against each other: which method is best at one budget, and is the difference real?"""

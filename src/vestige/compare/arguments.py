@@ -1,0 +1,91 @@
+"""How is a comparison written at a terminal? Contenders as NAME:option=value, grids with commas between values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+
+def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
+    """NAME or NAME:option=value,... as (label, name, options); `all` is every method, and DP-SGD with momentum."""
+    from vestige.methods.registry import METHODS, nearest
+
+    found: list[tuple[str, str, dict[str, Any]]] = []
+    for word in words:
+        if word == "all":
+            found += [(name, name, {}) for name in METHODS]
+            found.insert(1, ("dp-sgd:momentum=0.9", "dp-sgd", {"momentum": 0.9}))
+            continue
+        name, _, rest = word.partition(":")
+        if name not in METHODS:
+            known = ", ".join(METHODS)
+            raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {known}, or all")
+        options = dict(_option(part) for part in _parts(rest) if part)
+        try_to_build(f"method={word!r}", name, options)
+        found.append((word, name, options))
+    return found
+
+
+def try_to_build(word: str, name: str, options: dict[str, Any]) -> None:
+    """An option that no run could use is refused before there is a folder."""
+    from vestige.methods.registry import build
+
+    try:
+        build(name, **options)
+    except TypeError as error:
+        raise ValueError(f"{word} cannot be built: {error}") from None
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"method={text!r} is not option=value, as in fo-dp-sgd:beta=0.8,window=4")
+    return key.strip().replace("-", "_"), _value(value)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except ValueError:
+        return text.strip()
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} has no place in a folder's files")
+
+
+def _parts(text: str) -> list[str]:
+    """Split at commas, except inside brackets."""
+    return re.split(r",(?![^\[]*\])", text)
+
+
+def grids(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Several grids, each of another option."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for word in words:
+        key, values = grid(word)
+        if key in found:
+            raise ValueError(f"tune={word!r}: {key} has a grid already; give all its values in one, with commas")
+        found[key] = values
+    return found
+
+
+def grid(text: str) -> tuple[str, tuple[Any, ...]]:
+    """option=value,value,... as the option and its values."""
+    key, _, rest = text.partition("=")
+    values = tuple(_value(part) for part in _parts(rest) if part.strip())
+    if not values:
+        raise ValueError(f"tune={text!r} is an empty grid; give option=value,value,...")
+    return key.strip().replace("-", "_"), values
+
+
+def numbers(name: str, text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be numbers with commas between them") from None
+    if not values:
+        raise ValueError(f"{name}={text!r} is an empty grid; give numbers with commas between them")
+    return values

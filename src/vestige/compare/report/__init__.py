@@ -1,0 +1,1 @@
+"""One self-contained page about a comparison, made from its records alone."""

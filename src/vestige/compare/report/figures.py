@@ -1,0 +1,265 @@
+"""Which pictures does a comparison have? Every figure that its records can fill."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from vestige.compare.report.content import STAGES, Content, budget_of, names, tasks
+from vestige.compare.report.drawing import Figure, Point, Series
+
+
+def figures(content: Content) -> list[Figure]:
+    """Every figure that the records can fill."""
+    makers: list[Callable[[Content], Iterable[Figure]]] = [
+        _differences,
+        _accuracy_by_budget,
+        _accuracy_by_step,
+        _accuracy_by_epsilon,
+        _accuracy_by_rate,
+        _costs,
+        _weights_by_lag,
+        _pictures,
+    ]
+    return _named_apart(figure for make in makers for figure in make(content) if figure.series)
+
+
+LONGEST = 120
+"""Letters of a figure's key: file systems end at 255."""
+
+
+def _named_apart(drawn: Iterable[Figure]) -> list[Figure]:
+    """Every key as the name of a file on any system; a key that is taken gets a number."""
+    named: dict[str, Figure] = {}
+    for figure in drawn:
+        slug = re.sub(r"[^a-z0-9]+", "-", figure.key.lower())[:LONGEST].strip("-")
+        tries = (slug if turn == 1 else f"{slug}-{turn}" for turn in count(1))
+        key = next(each for each in tries if each not in named)
+        named[key] = replace(figure, key=key)
+    return list(named.values())
+
+
+Curves = dict[str, dict[float, list[float]]]
+"""What was found at each x, by method."""
+
+
+def _differences(content: Content) -> Iterable[Figure]:
+    """Every method against the baseline, the best on top; hollow where these runs cannot tell them apart."""
+    baseline = content["summary"]["baseline"]
+    tested = [row for row in content["summary"]["rows"] if row["difference_low"] is not None]
+    cells = {(row["task"], row["budget_value"], row["budget"], list(STAGES).index(row["rate"])) for row in tested}
+    for task, _, budget, stage in sorted(cells):
+        rate = list(STAGES)[stage]
+        rows = [r for r in tested if (r["task"], r["budget"], r["rate"]) == (task, budget, rate)]
+        series = tuple(
+            Series(
+                row["method"],
+                ((0.0, row["difference"], row["difference_low"], row["difference_high"]),),
+                hollow=not row["sentence"].startswith(("better", "worse")),
+            )
+            for row in sorted(rows, key=lambda row: -row["difference"])
+            if row["method"] != baseline
+        )
+        title = f"{task} at {budget}, {STAGES[rate]}: difference from {baseline}"
+        axis = "difference in test accuracy, 95% interval"
+        yield Figure(f"difference-{task}-{budget}-{rate}", title, axis, "", series, "rows", percent=True)
+
+
+def _accuracy_by_budget(content: Content) -> Iterable[Figure]:
+    rows = [row for row in content["summary"]["rows"] if row["mean"] is not None]
+    for task in tasks(content):
+        for rate, words in STAGES.items():
+            chosen = [row for row in rows if row["task"] == task and row["rate"] == rate]
+            budgets = [budget for _, budget in sorted({(row["budget_value"], row["budget"]) for row in chosen})]
+            points: dict[str, list[Point]] = {name: [] for name in names(content)}
+            for row in chosen:
+                points[row["method"]].append(
+                    (float(budgets.index(row["budget"])), row["mean"], row["low"], row["high"])
+                )
+            yield Figure(
+                f"accuracy-{task}-{rate}",
+                f"{task}, {words}: accuracy at each budget",
+                "budget",
+                "test accuracy",
+                _filled(Series(name, tuple(sorted(found))) for name, found in points.items()),
+                "dots",
+                categories=tuple(budgets),
+                percent=True,
+            )
+
+
+Cells = dict[tuple[str, ...], Curves]
+"""The curves of each task, budget and, where they have one, stage."""
+
+
+def _in_order(cells: Cells) -> Iterable[tuple[tuple[str, ...], Curves]]:
+    """By task, then by the budget's number, then as they are."""
+    return sorted(cells.items(), key=lambda cell: (cell[0][0], float(cell[0][1].split()[-1]), cell[0]))
+
+
+def _filled(series: Iterable[Series]) -> tuple[Series, ...]:
+    return tuple(each for each in series if each.points)
+
+
+def _drawn(content: Content, found: Curves, of: Callable[[Sequence[float]], float]) -> tuple[Series, ...]:
+    return _filled(
+        Series(name, tuple((x, of(values), None, None) for x, values in sorted(found[name].items())))
+        for name in names(content)
+        if name in found
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _accuracy_by_step(content: Content) -> Iterable[Figure]:
+    """Means over runs: of final runs where they were watched, otherwise of the tuning runs that won."""
+    winners = {
+        (row["task"], row["budget"], row["method"]): (row["lr"], row["factor"], row["options"])
+        for row in content["summary"]["choices"]
+    }
+    cells: Cells = {}
+    for record in content["records"]:
+        run = record["run"]
+        curve = record.get("curve") or record.get("nonprivate_validation_curve")
+        if record["status"] != "done" or not curve or run["stage"] not in (*STAGES, "tuning"):
+            continue
+        budget = budget_of(run)
+        if run["stage"] == "tuning":
+            lr, factor, options = winners.get((run["task"], budget, run["label"]), (None, None, None))
+            if (run["lr"], run["factor"] if run["lr"] is None else None) != (lr, factor):
+                continue
+            if any(run["options"].get(key) != value for key, value in (options or {}).items()):
+                continue
+        by_step = cells.setdefault((run["task"], budget, run["stage"]), {}).setdefault(run["label"], {})
+        for step, accuracy, *_ in curve:
+            by_step.setdefault(float(step), []).append(accuracy)
+    for (task, budget, stage), found in _in_order(cells):
+        where = "validation accuracy" if stage == "tuning" else f"{STAGES[stage]}, test accuracy"
+        series, title = _drawn(content, found, _mean), f"{task} at {budget}: {where} by step"
+        yield Figure(f"steps-{task}-{budget}-{stage}", title, "step", "accuracy", series, percent=True)
+
+
+def _accuracy_by_epsilon(content: Content) -> Iterable[Figure]:
+    """The curves of final runs against what they had spent by then, as papers like to draw them."""
+    cells: Cells = {}
+    for record in content["records"]:
+        run = record["run"]
+        for _, accuracy, spent in record.get("curve") or ():
+            if spent is not None and run["stage"] in STAGES:
+                by_method = cells.setdefault((run["task"], budget_of(run), run["stage"]), {})
+                by_method.setdefault(run["label"], {}).setdefault(spent, []).append(accuracy)
+    for (task, budget, stage), found in _in_order(cells):
+        series, title = _drawn(content, found, _mean), f"{task} at {budget}: {STAGES[stage]}, test accuracy by epsilon"
+        key = f"spent-{task}-{budget}-{stage}"
+        yield Figure(key, title, "epsilon spent so far", "accuracy", series, percent=True)
+
+
+def _accuracy_by_rate(content: Content) -> Iterable[Figure]:
+    cells: Cells = {}
+    for record in content["records"]:
+        run = record["run"]
+        if run["stage"] == "tuning" and record["status"] == "done":
+            rate = run["lr"] if run["lr"] is not None else run["factor"]
+            by_method = cells.setdefault((run["task"], budget_of(run)), {})
+            by_rate = by_method.setdefault(run["label"], {})
+            by_rate.setdefault(float(rate), []).append(record["nonprivate_validation_accuracy"])
+    absolute = bool(content["specification"]["learning_rates"])
+    label = "learning rate" if absolute else "learning rate, as a multiple of the automatic one"
+    for (task, budget), found in _in_order(cells):
+        series, title = _drawn(content, found, max), f"{task} at {budget}: validation accuracy over the grid"
+        key = f"rates-{task}-{budget}"
+        yield Figure(key, title, label, "validation accuracy", series, log_x=True, percent=True)
+
+
+WIDE = 20
+"""Costs that differ by more than this are drawn on a logarithmic axis."""
+
+
+def _costs(content: Content) -> Iterable[Figure]:
+    for key, title, label in (
+        ("seconds", "time of one run", "seconds"),
+        ("memory_mb", "peak memory", "megabytes"),
+    ):
+        for task in tasks(content):
+            found: dict[str, list[float]] = {}
+            for row in content["summary"]["rows"]:
+                if row["task"] == task and row[key] is not None:
+                    found.setdefault(row["method"], []).append(row[key])
+            means = {name: _mean(found[name]) for name in names(content) if name in found}
+            series = tuple(Series(name, ((0.0, mean, None, None),)) for name, mean in means.items())
+            wide = bool(means) and max(means.values()) > WIDE * min(means.values()) > 0
+            yield Figure(f"{key}-{task}", f"{task}: {title}", label, "", series, "rows", log_x=wide)
+
+
+def _last_finals(content: Content) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """One final run per task and method, at the largest budget: whose memory is shown."""
+    found: dict[tuple[str, str], Mapping[str, Any]] = {}
+    stages = {"auto": 0, "tuned": 1, "given": 2}
+    finals = [r for r in content["records"] if r["status"] == "done" and r["run"]["stage"] in stages and r["pictures"]]
+    for record in sorted(
+        finals, key=lambda r: (r["run"]["budget"]["value"], stages[r["run"]["stage"]], -r["run"]["seed"])
+    ):
+        found[(record["run"]["task"], record["run"]["label"])] = record
+    return found
+
+
+def _weights_by_lag(content: Content) -> Iterable[Figure]:
+    runs = _last_finals(content)
+    for task in tasks(content):
+        series = []
+        for name in names(content):
+            weights = runs.get((task, name), {}).get("pictures", {}).get("weights")
+            if weights and isinstance(weights[-1][1], list):
+                points = tuple((float(lag), value, None, None) for lag, value in enumerate(weights[-1][1], 1))
+                series.append(Series(name, points))
+        title = f"{task}: how much each past release weighs at the end"
+        yield Figure(f"weights-{task}", title, "lag (steps ago)", "weight in the memory", tuple(series))
+
+
+PICTURES = {
+    "effective_depth": "mean lag of the memory",
+    "confidence": "confidence in the trend",
+    "memory_share": "share of the memory in the step",
+    "trend_norm": "norm of the trend",
+}
+
+
+def _pictures(content: Content) -> Iterable[Figure]:
+    """Whatever else the methods showed over time: one line per method, or one per layer."""
+    runs = _last_finals(content)
+    for task in tasks(content):
+        keys = dict.fromkeys(
+            key
+            for (where, _), record in runs.items()
+            if where == task
+            for key in record["pictures"]
+            if key != "weights"
+        )
+        for key in keys:
+            series: list[Series] = []
+            for name in names(content):
+                values = runs.get((task, name), {}).get("pictures", {}).get(key) or []
+                series += _lines(name, values)
+            words = PICTURES.get(key, key.replace("_", " "))
+            yield Figure(f"{key}-{task}", f"{task}: {words} over time", "step", words, _filled(series))
+
+
+def _lines(name: str, values: Sequence[Sequence[Any]]) -> list[Series]:
+    scalars = [(float(step), float(value), None, None) for step, value in values if isinstance(value, int | float)]
+    if scalars:
+        return [Series(name, tuple(scalars))]
+    widths = [len(value) for _, value in values if isinstance(value, list)]
+    made = []
+    for index in range(min(max(widths, default=0), 24)):
+        points = tuple(
+            (float(step), float(value[index]), None, None)
+            for step, value in values
+            if isinstance(value, list) and len(value) > index and isinstance(value[index], int | float)
+        )
+        made.append(Series(f"{name}, layer {index + 1}", points))
+    return made

@@ -1,0 +1,231 @@
+"""What does the curator do for many runs at once? Each run's question, sample, clip and noise, along a leading axis."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf, sqrt
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from vestige.compare.stacked.draws import Draws
+from vestige.compare.stacked.learner import StackedRun, alike, for_each, layout_of
+from vestige.compare.stacked.mlp import Network, square
+from vestige.devices import SLACK
+from vestige.layout import Layout
+from vestige.mechanism.adaptive_clipping import Adaptive, Counted
+from vestige.mechanism.clipping import Clip, Parameters, usable_norms, weights
+from vestige.mechanism.noise import Release
+from vestige.mechanism.noise_schedules import Schedule, level
+from vestige.optim.probes import At
+from vestige.questions import Question
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What all runs of a stack look at; an input with NaN or infinity is zeroed and has an infinite square."""
+
+    inputs: Tensor
+    targets: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, data: tuple[Tensor, Tensor], device: torch.device) -> Examples:
+        inputs, targets = data[0].flatten(1).to(device), data[1].to(device)
+        finite = inputs.isfinite().all(dim=1)
+        # Such an input has no usable gradient: it is sampled and counted, and adds exactly zero.
+        inputs = torch.where(finite.unsqueeze(1), inputs, 0.0)
+        return cls(inputs, targets, torch.where(finite, square(inputs), torch.inf))
+
+
+def counted(clip: Adaptive) -> Counted:
+    return cast(Counted, clip.now(clip.init()))
+
+
+class Clipping:
+    """One clip for the runs `part` of an asking; an adaptive one has a bound for each of them."""
+
+    def __init__(self, clip: Clip, part: slice, layout: Layout, network: Network, device: torch.device) -> None:
+        self.clip, self.part = clip, part
+        column = partial(torch.full, (part.stop - part.start, 1), dtype=torch.float64, device=device)
+        self.adaptive = clip if isinstance(clip, Adaptive) else None
+        self.state = {name: column(value) for name, value in (self.adaptive.init() if self.adaptive else {}).items()}
+        self._sensitivity = column(cast(float, clip.sensitivity(layout)))
+        owners = network.owners(layout)
+        assert owners is not None, "why_not refuses such groups"
+        members = [[i for i, owner in enumerate(owners) if owner == group] for group in range(layout.groups)]
+        self._members = [torch.tensor(layers, device=device) for layers in members]
+        self._owners = torch.tensor(owners, device=device)
+        self._count: Tensor | None = None
+        self._fraction: Tensor | None = None
+        self.seen: dict[str, Tensor] = {}
+
+    @property
+    def sensitivity(self) -> Tensor:
+        return self.state["bound"] if self.adaptive else self._sensitivity
+
+    def factors(self, squares: Tensor) -> Tensor:
+        """SENSITIVE: each layer's factor, [runs, batch, layers], from squared norms by layer."""
+        if len(self._members) == 1:
+            squares = squares.sum(-1, keepdim=True)
+        else:
+            squares = torch.stack([squares.index_select(-1, layers).sum(-1) for layers in self._members], dim=-1)
+        norms, clip = usable_norms(squares), self.clip
+        if self.adaptive:
+            clip = self.adaptive.now({name: value.unsqueeze(-1) for name, value in self.state.items()})
+            self._count = cast(Counted, clip).centred_count(norms).unsqueeze(-1)
+        found = weights(clip, norms)
+        if len(self._members) == 1:
+            return found.expand(*found.shape[:-1], len(self._owners))
+        return found.index_select(-1, self._owners)
+
+    def multipliers(self, levels: Sequence[float], expected_batch: float) -> list[float]:
+        """The gradient's share of each run's noise; what is left is the count's."""
+        if self.adaptive is None:
+            return list(levels)
+        count = counted(self.adaptive)
+        deviations = [count.deviation(each, expected_batch) for each in levels]
+        self._deviation = self._sensitivity.new_tensor(deviations).unsqueeze(1)
+        self._counts = all(each < inf for each in deviations)
+        return [count.gradient_multiplier(each, expected_batch) for each in levels]
+
+    def release_count(self, draw: Callable[[], Tensor], expected_batch: float) -> None:
+        """The noised fraction of examples left alone, for `learn`."""
+        if self.adaptive is None or not self._counts:
+            return
+        assert self._count is not None
+        noised = self._count + self._deviation * draw()[self.part]
+        self._fraction = cast(Tensor, counted(self.adaptive).fraction(noised, expected_batch))
+
+    def pace(self) -> Tensor:
+        return torch.ones_like(self._sensitivity) * (self.adaptive.pace(self.state) if self.adaptive else 1.0)
+
+    def learn(self) -> None:
+        if self.adaptive:
+            self.seen = {"clip": self.state["bound"].squeeze(1)}
+            self.state = self.adaptive.learn(self._fraction, self.state)
+
+
+class Asking:
+    """What the curator does for one run, for the runs `part` of a stack, which share a probe and a kind of noise.
+
+    Formal guarantees: each call is one question of each run, the one that `curator.gradient` would ask of it alone,
+    charged before its answer exists.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[StackedRun],
+        part: slice,
+        parameters: Tensor,
+        examples: Examples,
+        network: Network,
+        *,
+        sample_rate: float,
+        steps: int,
+        fast: bool,
+    ) -> None:
+        self.runs, self.part, self.examples, self.network = runs, part, examples, network
+        method, device = runs[0].method, examples.inputs.device
+        self.probe, self.noise = method.probe, method.noise
+        sampling = self.noise.sampling(sample_rate)
+        self.rate, self.population = sampling.rate, len(examples.targets)
+        self.expected_batch = self.rate * self.population
+        questions = steps * len(self.probe.questions(sample_rate, 1.0))
+        self.draws = Draws([run.seed for run in runs], self.population, sampling, device, questions)
+        self.stream = None if self.noise.white else self.noise.start(sample_rate, steps)
+        layout = network.layout
+        self._point = layout.views(parameters)
+        self.state = for_each(self.probe.init(layout, device), len(runs))
+        self.clips = [
+            Clipping(runs[same.start].method.clip, same, layout_of(runs[same.start]), network, device)
+            for same in alike([(run.method.clip, run.method.grouping) for run in runs])
+        ]
+        self.asked = self.step = 0
+        # Runs with one schedule and one multiplier ask the same questions: one account serves them all.
+        self._kinds = [(run.method.schedule, run.noise_multiplier) for run in runs]
+        self.accounts: dict[tuple[Schedule, float], Counter[Question]] = {kind: Counter() for kind in self._kinds}
+        self._levels: dict[tuple[Schedule, float], float] = {}
+        self.fresh = torch.zeros(len(runs), layout.size, device=device)
+        self._unit = torch.zeros_like(self.fresh)
+        self._slack = SLACK if fast else 1.0
+
+    def ask(self, step: int) -> Release:
+        """What the probe makes of this step."""
+        self.step = step
+        self._set_levels()
+        release, self.state = self.probe.ask(self, self._point, self.state)
+        return release
+
+    def pace(self) -> Tensor | None:
+        """The factors of the learning rates at this step, [runs, 1]; None if all are 1."""
+        if not any(clip.adaptive for clip in self.clips):
+            return None
+        return torch.cat([clip.pace() for clip in self.clips])
+
+    def __call__(self, at: At) -> Release:
+        """The questions of a probe: `probes.AskGradient` for every run at once."""
+        assert (at.transform, at.clip, at.boost) == (None, None, 1), "why_not refuses such probes"
+        for kind, question in self._questions.items():
+            self.accounts[kind][question] += 1
+        index, self.asked = self.asked, self.asked + 1
+        rows, real = self.draws.sample(index)
+        if at.then is None:
+            return self._answer(rows, real, at.point, index)
+        first = self._answer(rows, real, at.point, index, more=sqrt(2))
+        return self._answer(rows, real, at.then(first), index, more=sqrt(2), again="-again")
+
+    def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
+        raise AssertionError("why_not refuses such probes")
+
+    def spent(self, run: int) -> Counter[Question]:
+        return Counter(self.accounts[self._kinds[run]])
+
+    def _set_levels(self) -> None:
+        """This step's multipliers; they change with public schedules only."""
+        levels = {kind: level(*kind, self.step, self.rate) for kind in self.accounts}
+        if levels == self._levels:
+            return
+        self._levels = levels
+        self._questions = {kind: self.noise.question(self.rate, each) for kind, each in levels.items()}
+        mine = [levels[kind] for kind in self._kinds]
+        found = [each for clip in self.clips for each in clip.multipliers(mine[clip.part], self.expected_batch)]
+        self._multipliers = torch.tensor(found, dtype=torch.float64, device=self.fresh.device).unsqueeze(1)
+
+    def _answer(
+        self, rows: Tensor, real: Tensor, point: Parameters, index: int, more: float = 1.0, again: str = ""
+    ) -> Release:
+        self.sum(rows, real, point)
+        for clip in self.clips:
+            clip.release_count(partial(self.draws.numbers, "count", index), self.expected_batch)
+        sensitivity = torch.cat([clip.sensitivity for clip in self.clips])
+        std = self._multipliers * sensitivity * more
+        if self.stream is None:
+            noise = self.draws.noise("noise" + again, index, self._unit)
+        else:
+            # A stream may keep what it is given: past noise is part of noise to come.
+            noise = self.stream.next(self.draws.noise("noise" + again, index, torch.empty_like(self.fresh)))
+            std = std * self.stream.scale
+        self.fresh.addcmul_(noise, std.float())
+        if self.stream is not None:
+            std = std * self.stream.gain(index)
+        return Release(self.fresh, std, self.expected_batch, self.rate)
+
+    def sum(self, rows: Tensor, real: Tensor, point: Parameters) -> None:
+        """SENSITIVE: the clipped sums over the samples, written into `fresh`."""
+        values = self.network.forward(point, _taken(self.examples.inputs, rows))
+        errors = self.network.backward(point, values, self.examples.targets[rows])
+        squares = self.network.squares(values, errors, self.examples.squares[rows])
+        squares.masked_fill_(~real.unsqueeze(-1), torch.inf)  # padding is an example without a usable gradient
+        factors = [clip.factors(squares[clip.part]) for clip in self.clips]
+        factor = factors[0] if len(factors) == 1 else torch.cat(factors)
+        self.network.add_weighted(values, errors, (factor * self._slack).float(), self.fresh)
+
+
+def _taken(table: Tensor, rows: Tensor) -> Tensor:
+    """table[rows], which on a CPU copies number by number; as an embedding it copies row by row."""
+    return table[rows] if table.is_cuda else nn.functional.embedding(rows, table)

@@ -1,0 +1,110 @@
+"""Who joins each sample, and which noise falls, in many runs at once? Each run has streams of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vestige.mechanism.noise import Randomness, fill_normal, normal
+from vestige.mechanism.sampling import CyclicPoisson, Sampling
+
+BLOCK, LARGEST_BLOCK = 16, 1 << 25
+"""Questions whose samples are drawn together, so that the host waits for the device once per block; and the most coin
+flips that a block may hold."""
+
+
+class Draws:
+    """Poisson samples and standard normal noise for runs that are sampled alike, question by question.
+
+    Runs with a seed meet the very streams they would meet alone. Secret runs share one key, drawn from the operating
+    system for these draws alone: their samples and noise are different parts of one stream, so they are independent.
+    """
+
+    def __init__(
+        self,
+        seeds: Sequence[int | None],
+        population: int,
+        sampling: Sampling,
+        device: torch.device,
+        questions: int | None = None,
+    ) -> None:
+        self.population, self.sampling, self.device, self.runs = population, sampling, device, len(seeds)
+        self._alone = [Randomness.reproducible(seed) for seed in seeds if seed is not None]
+        if self._alone and len(self._alone) != len(seeds):
+            raise ValueError("seed: give every run of a stack a seed, or none")
+        self._secret = Randomness.secret()
+        self._generator = torch.Generator(device)
+        if device.type != "cpu":
+            self._generator.manual_seed(int(self._secret.stream("stack", 0).integers(2**63)))
+        self._questions = questions
+        self._bands = sampling.bands if isinstance(sampling, CyclicPoisson) else 1
+        self._turn = self._turns() if self._bands > 1 and not self._alone else None
+        self._first, self._block = 0, []  # type: tuple[int, list[tuple[Tensor, Tensor]]]
+
+    def sample(self, index: int) -> tuple[Tensor, Tensor]:
+        """The sample of question `index`; they are asked for in order."""
+        if index >= self._first + len(self._block):
+            left = BLOCK if self._questions is None else self._questions - index
+            largest = LARGEST_BLOCK // (self.runs * self.population)
+            self._first, self._block = index, self.samples(index, max(1, min(BLOCK, left, largest)))
+        return self._block[index - self._first]
+
+    def samples(self, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
+        """For each question: indices [runs, widest sample] and which of them are real; every drawn row is there."""
+        joined = self._joined(first, count)
+        counts = joined.sum(-1)
+        widths = counts.amax(-1).clamp(min=1).tolist()  # the one wait for the device in a block
+        step, run, row = joined.nonzero(as_tuple=True)
+        starts = counts.flatten().cumsum(0) - counts.flatten()
+        place = torch.arange(len(row), device=self.device) - starts[step * self.runs + run]
+        padded = torch.zeros(count, self.runs, max(widths), dtype=torch.long, device=self.device)
+        padded[step, run, place] = row
+        real = torch.arange(max(widths), device=self.device) < counts.unsqueeze(-1)
+        return [(padded[i, :, :width], real[i, :, :width]) for i, width in enumerate(widths)]
+
+    def _joined(self, first: int, count: int) -> Tensor:
+        if self._alone:
+            joined = torch.zeros(count, self.runs, self.population, dtype=torch.bool)
+            for i in range(count):
+                for run, randomness in enumerate(self._alone):
+                    joined[i, run, self.sampling.draw(self.population, first + i, randomness)] = True
+            return joined.to(self.device)
+        joined = self._tosses(first, (count, self.runs, self.population)) < self.sampling.rate * self._bands
+        if self._turn is not None:
+            turns = torch.arange(first, first + count, device=self.device) % self._bands
+            joined &= self._turn == turns[:, None, None]
+        return joined
+
+    def _tosses(self, first: int, shape: tuple[int, ...]) -> Tensor:
+        if self.device.type == "cpu":
+            return torch.from_numpy(self._secret.stream("sample", first).random(shape))
+        # In double precision, so that the inclusion probability is the rate to 53 bits.
+        return torch.rand(shape, generator=self._generator, device=self.device, dtype=torch.float64)
+
+    def _turns(self) -> Tensor:
+        """Each example's part, for each run: drawn once, example by example, as `CyclicPoisson` does."""
+        drawn = self._secret.stream("part", 0).integers(self._bands, size=(self.runs, self.population))
+        return torch.from_numpy(drawn).to(self.device)
+
+    def noise(self, purpose: str, index: int, into: Tensor) -> Tensor:
+        """Standard normal noise for every run, [runs, size], written into the given tensor."""
+        if self._alone:
+            for run, randomness in enumerate(self._alone):
+                into[run] = normal(into.shape[-1], randomness.stream(purpose, index), self.device)
+            return into
+        if self.device.type == "cpu":
+            return fill_normal(into, self._secret.stream(purpose, index))
+        return torch.randn(into.shape, generator=self._generator, device=self.device, out=into)
+
+    def numbers(self, purpose: str, index: int) -> Tensor:
+        """One standard normal number for every run, [runs, 1], in float64."""
+        if not self._alone and self.device.type != "cpu":
+            shape = (self.runs, 1)
+            return torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.float64)
+        drawn = [randomness.stream(purpose, index).normal() for randomness in self._alone]
+        if not self._alone:
+            drawn = list(self._secret.stream(purpose, index).normal(size=self.runs))
+        return torch.from_numpy(np.array(drawn)).unsqueeze(1).to(self.device)

@@ -1,0 +1,240 @@
+"""How do many runs of one task train at once? Stacked along a leading axis, each with its own sample and noise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vestige.checks import check_rate
+from vestige.compare.stacked.curator import Asking, Examples, counted
+from vestige.compare.stacked.learner import Learning, StackedRun, alike
+from vestige.compare.stacked.mlp import Network, chain
+from vestige.devices import products_in_tf32
+from vestige.layout import Layout
+from vestige.mechanism.adaptive_clipping import Adaptive, Automatic, Paced, Quantile
+from vestige.mechanism.clipping import Flat, Loss
+from vestige.mechanism.groups import PerGroup
+from vestige.methods.base import Method
+from vestige.optim.adam_bc import AdamBC
+from vestige.optim.filters import LowPass, SelfTuning, Smoothed
+from vestige.optim.memory import Blend, Exponential, Fractional, Identity, Uniform
+from vestige.optim.probes import AgainstLastRelease, AlongLastStep, Ascent, Here
+from vestige.optim.spectral import Spectral
+from vestige.questions import Question
+
+__all__ = ["Progress", "Stack", "StackedRun", "check_noise", "footprint", "why_not"]
+
+KERNELS = (Uniform, Exponential, Fractional)
+MEMORIES = (Identity, LowPass, Smoothed, SelfTuning, Spectral)
+"""Memories whose algebra runs over the last axis, whatever stands in front of it."""
+RULES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, AdamBC)
+"""Optimizers that move each coordinate by itself, in proportion to the learning rate."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one run has asked, and what may be looked at: all of it from releases and public facts."""
+
+    asked: Counter[Question]
+    diagnostics: dict[str, Tensor]
+
+
+def why_not(model: nn.Module, loss: Loss, method: Method, sampling: str = "poisson") -> str | None:
+    """Why a run cannot be stacked, or None if it can."""
+    if chain(model) is None:
+        return "the model is not a chain of linear layers and activations"
+    if loss is not functional.cross_entropy:
+        return "the loss is not cross_entropy"
+    if sampling != "poisson":
+        return f"sampling is {sampling}"
+    plain = Method(name=method.name)
+    parts = ("clip", "probe", "memory", "rule", "schedule", "noise", "average", "grouping")
+    # Whatever further parts a method may have, they must be the neutral ones.
+    if replace(method, **{part: getattr(plain, part) for part in parts}) != plain:
+        return f"{method.name} gates, augments or fixes its noise in a way of its own"
+    return _why_not_ask(model, method) or _why_not_move(method)
+
+
+def _why_not_ask(model: nn.Module, method: Method) -> str | None:
+    clip, probe, name = method.clip, method.probe, method.name
+    if isinstance(probe, AlongLastStep) and probe.passes != 1:
+        return f"{name} takes two gradients of each example"
+    if isinstance(probe, Ascent) and probe.sample == "own":
+        return f"{name} moves each example to a point of its own"
+    if not isinstance(probe, Here | AgainstLastRelease | AlongLastStep | Ascent):
+        return f"{name} asks in a way of its own"
+    if not isinstance(clip, Flat | Automatic | PerGroup | Quantile | Paced):
+        return f"{name} clips in a way of its own"
+    if isinstance(clip, Quantile | Paced) and isinstance(probe, Ascent) and probe.sample == "same":
+        return f"{name} would count unclipped examples twice on one sample"
+    layout = Layout.of(model, method.grouping)
+    if Network(model, layout).owners(layout) is None:
+        return f"{name} clips the weight and the bias of a layer apart"
+    if isinstance(clip.sensitivity(layout), Tensor):
+        return f"{name} gives each group noise of its own"
+    return None
+
+
+def _why_not_move(method: Method) -> str | None:
+    memory, rule = method.memory, method.rule
+    if not isinstance(memory, MEMORIES) and not (isinstance(memory, Blend) and isinstance(memory.kernel, KERNELS)):
+        return f"{method.name} remembers in a way of its own"
+    if isinstance(memory, Blend) and memory.history != "float32":
+        return f"{method.name} keeps its history in {memory.history}"
+    if rule.optimizer not in RULES:
+        return f"{method.name} moves by {rule.name}"
+    return None
+
+
+def check_noise(run: StackedRun, expected_batch: float) -> None:
+    """Refuse a run whose count of unclipped examples would cost more than its step may."""
+    clip = run.method.clip
+    if isinstance(clip, Adaptive):
+        counted(clip).gradient_multiplier(run.noise_multiplier, expected_batch)
+
+
+def footprint(model: nn.Module, method: Method, rate: float, population: int, steps: int) -> int:
+    """Bytes that one run of a stack takes, roughly and from above."""
+    layout = Layout.of(model)
+    layers = chain(model) or []
+    width = sum(layer.linear.in_features + 2 * layer.linear.out_features for layer in layers)
+    expected = rate * population
+    batch = expected + 8 * expected**0.5 + 8
+    return int(4 * (layout.size * ((method.copies(rate, steps) or 0) + 8) + 2 * batch * width))
+
+
+# --- the stack -------------------------------------------------------------------------------------------------------
+
+
+def _asks(run: StackedRun) -> Any:
+    return run.method.probe, run.method.noise
+
+
+def _moves(run: StackedRun) -> Any:
+    return run.method.memory, run.method.rule, run.method.average, run.method.grouping
+
+
+class Stack:
+    """Runs of one task trained together: same data, same length, same rate; everything else may differ.
+
+    Formal guarantees: each run asks what it would ask alone, with its own multiplier, sample and noise;
+    `progress()[i].asked` counts it, each question before its answer exists.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[StackedRun],
+        data: tuple[Tensor, Tensor],
+        *,
+        sample_rate: float,
+        steps: int,
+        device: torch.device,
+    ) -> None:
+        check_rate(sample_rate)
+        if not runs:
+            raise ValueError("runs=[] must hold at least one run")
+        for run in runs:
+            reason = why_not(run.model, functional.cross_entropy, run.method)
+            if reason:
+                raise ValueError(f"runs: {reason}, so it cannot be stacked; train it alone")
+        # Runs that ask alike stand together, and among them those that move alike: each kind is one stretch of rows.
+        self._order = sorted(range(len(runs)), key=lambda i: _place(runs[i]))
+        self.runs = [runs[i] for i in self._order]
+        self.device, self.steps, self.step = device, steps, 0
+        self.layout = Layout.of(runs[0].model)
+        self.network = Network(runs[0].model, self.layout)
+        packed = [self.layout.pack(dict(run.model.named_parameters())) for run in self.runs]
+        self.parameters = torch.stack(packed).to(device)
+        # Sums in tf32 are faster on a GPU; the slack keeps every example's share within the clip all the same.
+        self._fast = device.type == "cuda" and not any(run.seed is not None for run in self.runs)
+        examples = Examples.of(data, device)
+        self.expected_batch = sample_rate * len(examples.targets)
+        self.parts: list[tuple[Asking, list[Learning]]] = []
+        for part in alike([_asks(run) for run in self.runs]):
+            mine, rows = self.runs[part], self.parameters[part]
+            asking = Asking(
+                mine, part, rows, examples, self.network, sample_rate=sample_rate, steps=steps, fast=self._fast
+            )
+            learning = [Learning(mine[same], same, rows[same]) for same in alike([_moves(run) for run in mine])]
+            self.parts.append((asking, learning))
+
+    def train(self) -> Iterator[int]:
+        """Yield the number of steps done after each step, until all are done."""
+        while self.step < self.steps:
+            # Where the slack is for exact products, TF32 is forbidden whatever the caller allowed elsewhere.
+            with torch.no_grad(), products_in_tf32(self._fast):
+                for asking, learning in self.parts:
+                    self._advance(asking, learning)
+            self.step += 1
+            yield self.step
+        self.settle()
+
+    def progress(self) -> list[Progress]:
+        """In the order in which the runs were given."""
+        shown: list[Progress] = []
+        for asking, learning in self.parts:
+            mine = [Progress(asking.spent(run), {}) for run in range(len(asking.runs))]
+            kept = [(each.part, each.seen) for each in learning] + [(each.part, each.seen) for each in asking.clips]
+            for part, seen in kept:
+                here = {name: values.cpu() for name, values in seen.items()}
+                for row, progress in enumerate(mine[part]):
+                    progress.diagnostics.update({name: values[row] for name, values in here.items()})
+            shown += mine
+        return [shown[i] for i in self._given()]
+
+    @torch.no_grad()
+    def accuracies(self, test: tuple[Tensor, Tensor], chunk: int = 512) -> list[float]:
+        """Each run's share of right answers on PUBLIC data, in the order given; of its average, where it keeps one."""
+        views = self.layout.views(self._evaluated())
+        right = torch.zeros(len(self.runs), dtype=torch.long, device=self.device)
+        for inputs, targets in zip(test[0].flatten(1).split(chunk), test[1].split(chunk), strict=True):
+            outputs = self.network.forward(views, inputs.to(self.device))[-1]
+            right += (outputs.argmax(-1) == targets.to(self.device)).sum(-1)
+        shares = (right.double() / len(test[1])).tolist()
+        return [shares[i] for i in self._given()]
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Write the parameters back into the runs' models."""
+        for run, vector in zip(self.runs, self.parameters, strict=True):
+            views = self.layout.views(vector)
+            for name, parameter in self.layout.parameters(run.model).items():
+                parameter.copy_(views[name])
+
+    def _given(self) -> list[int]:
+        return sorted(range(len(self._order)), key=lambda i: self._order[i])
+
+    def _evaluated(self) -> Tensor:
+        averages = [
+            (asking.part.start + each.part.start, each.average["mean"])
+            for asking, learning in self.parts
+            for each in learning
+            if each.average
+        ]
+        if not averages:
+            return self.parameters
+        shown = self.parameters.clone()
+        for start, mean in averages:
+            shown[start : start + len(mean)] = mean
+        return shown
+
+    def _advance(self, asking: Asking, learning: Sequence[Learning]) -> None:
+        pace = asking.pace()
+        release = asking.ask(self.step)
+        for each in learning:
+            std = cast(Tensor, release.noise_std)[each.part]
+            mine = replace(release, total=release.total[each.part], noise_std=std)
+            each.step(mine, pace if pace is None else pace[each.part], self.step)
+        for clip in asking.clips:
+            clip.learn()
+
+
+def _place(run: StackedRun) -> tuple[str, str, str]:
+    method = run.method
+    return repr(_asks(run)), repr(_moves(run)), repr((method.clip, method.schedule, run.noise_multiplier))

@@ -1,0 +1,175 @@
+"""Can a comparison's epsilons be believed? Each is recomputed from its charges, and these held against its run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from vestige.accounting import Guarantee, History, epsilon, within
+from vestige.checks import accounted_multiplier
+from vestige.compare.comparison import Budget, Record, Run
+from vestige.compare.folder import ComparisonFolder
+from vestige.mechanism.groups import PerGroup
+from vestige.methods.base import Method
+from vestige.methods.registry import build
+from vestige.questions import Question
+from vestige.training.planning import questions
+from vestige.training.verify import TERMS, reprice
+
+LEAST = 0.99
+"""Noise is fitted to a budget to 0.1%: a run that costs less than this share of it had other noise."""
+
+
+@dataclass(frozen=True)
+class ComparisonVerdict:
+    """How many runs hold what they state, and what is wrong with each of the others."""
+
+    verified: int
+    failed_runs: int
+    """Runs that ended in an error; no model of theirs was kept."""
+    wrong: dict[str, str]
+    largest_epsilon: float | None
+    """Of one run, released alone."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verified": not self.wrong,
+            "runs": self.verified,
+            "failed_runs": self.failed_runs,
+            "wrong": self.wrong,
+            "largest_epsilon": self.largest_epsilon,
+        }
+
+
+def verify_comparison(path: str | Path) -> ComparisonVerdict:
+    """Price every record of a comparison anew from its charges, and hold both against the run that it describes.
+
+    Formal guarantees: a verified record states the epsilon, within its budget, of the questions that the run its name
+    is the hash of asks with that noise, and its noise is what that run's budget leaves it. A run that stopped early
+    lists the steps it made, and the next would have exceeded its budget; under a filter the questions follow from
+    answers, and its epsilon bounds them whatever they were. The number of examples is the record's own word, and so is
+    that nothing else was asked: a record is not chained as a ledger is.
+    """
+    home = ComparisonFolder(path)
+    home.specification()
+    records = home.records()
+    done = [record for record in records.values() if record["status"] == "done"]
+    found = {record["id"]: _fault(record) for record in done}
+    wrong = {**home.unreadable, **{name: fault for name, fault in found.items() if fault is not None}}
+    spent = [record["epsilon"] for record in done if found[record["id"]] is None and record["epsilon"] is not None]
+    right = sum(fault is None for fault in found.values())
+    return ComparisonVerdict(right, len(records) - len(done), wrong, max(spent, default=None))
+
+
+def _fault(record: Record) -> str | None:
+    """What does not hold in a record, or None."""
+    try:
+        run = Run.from_json(record["run"])
+        asked = sum(row["count"] for row in record["charged"])
+        if asked != record["asked"]:
+            return f"says that {record['asked']} questions were asked, and lists {asked}"
+        if (record["noise"] == "seeded") != run.reproducible:
+            return f"says that its noise was {record['noise']}, which is not so of the run that it describes"
+        terms = {key: record[key] for key in TERMS if key in record}
+        cost = _cost(json.dumps(record["charged"]), run.delta, json.dumps(terms))
+        return _gaps(record, cost) or _excess(run.budget, cost.epsilon) or _strange(record, run, cost)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        return f"cannot be priced: {type(error).__name__}: {error}"
+
+
+def _gaps(record: Record, cost: Guarantee) -> str | None:
+    for key in ("epsilon", "epsilon_if_noise_were_secret"):
+        stated, told = record.get(key), getattr(cost, key)
+        if not (stated == told if stated is None or told is None else abs(stated - told) <= 1e-6 * max(1.0, told)):
+            return f"states {key.replace('_', ' ')} {stated}, its charges cost {told}"
+    return None
+
+
+def _excess(budget: Budget, cost: float | None) -> str | None:
+    over = budget.kind == "epsilon" and cost is not None and cost > budget.value
+    return f"costs epsilon {cost}, more than its budget of {budget.value:g}" if over else None
+
+
+@lru_cache(maxsize=4096)
+def _cost(charged: str, delta: float, terms: str) -> Guarantee:
+    """Runs that asked alike are priced once."""
+    return reprice(_spent(json.loads(charged)), delta, json.loads(terms))
+
+
+def _spent(charged: Sequence[dict[str, Any]]) -> dict[Question, int]:
+    return {Question.from_json(row): row["count"] for row in charged}
+
+
+# --- against the run -------------------------------------------------------------------------------------------------
+
+
+def _strange(record: Record, run: Run, cost: Guarantee) -> str | None:
+    """What the run that a record describes cannot have stated or asked, or None."""
+    budget = run.budget.value if run.budget.kind == "epsilon" else None
+    for key, value in (("delta", run.delta), ("sample_rate", run.sample_rate), ("budget", budget)):
+        if record[key] != value:
+            return f"states {key} {record[key]}, the run that it describes has {value}"
+    method = build(run.method, **run.options)
+    method = replace(method, gate=method.gate.at(round(record["expected_batch"] / run.sample_rate)))
+    sampling = method.noise.sampling(run.sample_rate).kind
+    if record["sampling"] != sampling:
+        return f"says that its sampling was {record['sampling']}, that of {run.method} is {sampling}"
+    schedule = "filtered" if method.gate.adaptive else "fixed"
+    if record.get("schedule", "fixed") != schedule:
+        return f"says that its questions were {record.get('schedule')}, those of {run.method} are {schedule}"
+    asking = partial(questions, method, run.sample_rate, record["noise_multiplier"])
+    charges = _strange_filter if method.gate.adaptive else _strange_charges
+    return charges(record, run, asking) or _strange_noise(record, run, method, cost)
+
+
+def _strange_noise(record: Record, run: Run, method: Method, cost: Guarantee) -> str | None:
+    """Whether a record's noise is not what its run's budget, its paper's sigma or its method's options fix."""
+    stated, fixed = record["noise_multiplier"], method.noise_multiplier
+    if run.budget.kind == "noise_multiplier":
+        fixed = run.budget.value
+    elif run.budget.kind == "paper_sigma":
+        groups = record.get("groups") if isinstance(method.clip, PerGroup) else 1
+        if groups is None:
+            return None  # an earlier version's record, which does not say how many groups shared the sigma
+        fixed = accounted_multiplier(run.budget.value, method.memory.fresh_share, groups)
+    if fixed is not None:
+        same = abs(stated - fixed) <= 1e-9 * fixed
+        return None if same else f"states noise multiplier {stated}, the run that it describes has {fixed}"
+    spent = cost.epsilon if cost.epsilon is not None else cost.epsilon_if_noise_were_secret
+    if spent is not None and spent < LEAST * run.budget.value:
+        return f"costs epsilon {spent}, less than noise that was fitted to its budget of {run.budget.value:g}"
+    return None
+
+
+def _strange_charges(record: Record, run: Run, asking: Callable[[int], History]) -> str | None:
+    """Whether these are not the questions of a run that asks what is fixed in advance: of `asking` so many steps."""
+    spent, steps = _spent(record["charged"]), record["steps"]
+    if record["stopped"] == "budget":
+        whole = asking(steps + 1)
+        if not (steps < run.steps and within(asking(steps), spent) and within(spent, whole)):
+            return f"lists other questions than {steps} of the {run.steps} steps of {run.method} ask"
+        if run.budget.kind != "epsilon" or epsilon(whole, run.delta) <= run.budget.value:
+            return f"says that it stopped for its budget, which would have paid for step {steps + 1}"
+        return None
+    if (record["stopped"], steps) != ("finished", run.steps):
+        return f"says that it {record['stopped']} after {steps} steps, the run that it describes has {run.steps}"
+    return None if spent == asking(steps) else f"lists other questions than {steps} steps of {run.method} ask"
+
+
+def _strange_filter(record: Record, run: Run, asking: Callable[[int], History]) -> str | None:
+    """Whether a filter's terms are not those of its run; what was asked under it then costs its epsilon at most."""
+    expected = asking(run.steps)
+    if record["filter_epsilon"] != run.budget.value:
+        return f"states a filter of epsilon {record['filter_epsilon']}, its budget is {run.budget.value:g}"
+    if {Question.from_json(row) for row in record["filter_expects"]} != set(expected):
+        return f"states a filter that expects other questions than {run.method} asks"
+    steps, each = record["steps"], sum(asking(1).values())
+    if steps > run.steps or (record["stopped"] == "finished") != (steps == run.steps):
+        return f"says that it {record['stopped']} after {steps} steps, the run that it describes has {run.steps}"
+    if record["asked"] < steps * each:
+        return f"lists {record['asked']} questions, {steps} steps of {run.method} ask {steps * each} at least"
+    return None

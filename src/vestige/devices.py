@@ -1,0 +1,68 @@
+"""Which float32 products may a GPU round to TF32? As the user set it, by either of torch's interfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SLACK = 1 / (1 + 2**-10) ** 2
+"""Both factors of a product in TF32 may be rounded up, each by 2^-10. Times this, an example's share of a sum stays
+within its bound all the same."""
+
+MARGIN = 2**-8 * (1 + 2**-4)
+"""A sum of products in TF32 may be wrong by 2^-9 of the sum of its terms' norms, however much the terms cancel: once
+where its norm is taken, once where it is used. The sixteenth is for the accumulators. A norm with this share of its
+terms' norms added bounds what is used."""
+
+# From torch 2.9 on there are two, and to read the older one is an error once the newer one was used.
+
+
+def tf32_products() -> bool:
+    return _allowed(torch.backends.cuda.matmul, torch.backends.cuda.matmul)
+
+
+def tf32_convolutions() -> bool:
+    return _allowed(getattr(torch.backends.cudnn, "conv", None), torch.backends.cudnn)
+
+
+def _allowed(newer: Any, older: Any) -> bool:
+    precision = getattr(newer, "fp32_precision", None)
+    return bool(older.allow_tf32) if precision is None else precision == "tf32"
+
+
+def slack(into: Tensor) -> float:
+    """What keeps an example's share of a sum taken in this tensor within its bound."""
+    return SLACK if into.is_cuda and (tf32_products() or tf32_convolutions()) else 1.0
+
+
+def convolves_in_tf32(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype != torch.float64 and tf32_convolutions()
+
+
+@contextmanager
+def products_in_tf32(allowed: bool) -> Iterator[None]:
+    """Allow TF32 matrix products, or forbid them whatever the caller allowed elsewhere."""
+    matmul: Any = torch.backends.cuda.matmul
+    name: str
+    value: bool | str
+    name, value = "allow_tf32", allowed
+    if hasattr(matmul, "fp32_precision"):
+        name, value = "fp32_precision", "tf32" if allowed else "ieee"
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
+
+
+@cache
+def triton_available() -> bool:
+    """Whether our Triton kernels can run here."""
+    return torch.cuda.is_available() and find_spec("triton") is not None

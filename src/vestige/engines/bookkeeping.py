@@ -1,0 +1,143 @@
+"""How does a private step cost little more than an ordinary one? One backward pass, and norms from what it saved.
+
+The reference engine's answer, by the book-keeping of Bu et al. (arXiv 2210.00038): the backward pass computes the
+gradients of activations only. From a layer's input and the gradient of its output follow each example's norm
+(`layers`) and then, once the clip has weighed the examples, one weighted sum per parameter. No example's gradient is
+materialised unless that is the cheaper way, and a frozen parameter costs nothing.
+
+Whether a model can be taken apart so is not assumed but rehearsed, once, on three examples (`rehearsal`). What cannot
+be is left to the reference engine, parameter by parameter, and said.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from vestige.devices import slack
+from vestige.engines import kernels
+from vestige.engines.independence import require_independent
+from vestige.engines.layers import Gradient, change
+from vestige.engines.rehearsal import Unclear, rehearsed
+from vestige.engines.taps import Misfit, Plan, eagerly, full_precision
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Reference, Transform, usable_norms, weights
+
+
+class BookKeeping:
+    """The fast engine: the signature and, to rounding, the results of `clipping.Reference`."""
+
+    def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
+        self.model, self.loss, self.layout = model, loss, layout
+        self.reference = Reference(model, loss, layout)
+        self._plans: dict[bool, Plan | None] = {}
+
+    def __call__(
+        self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
+    ) -> Tensor:
+        with eagerly():
+            plan = None if transform is not None or len(batch[0]) == 0 else self.plan(batch, parameters)
+            if plan is None:
+                return self.reference(batch, parameters, clip, into, transform)
+            try:
+                gradients = plan.gradients(batch, parameters)
+            except Misfit as misfit:
+                warnings.warn(f"{misfit}; this batch is left to the reference engine", stacklevel=2)
+                return self.reference(batch, parameters, clip, into)
+        return add_weighted(gradients, clip, self.layout, into, len(batch[0]))
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether it is known how, or that not, the model is taken apart in its present mode."""
+        return self.model.training in self._plans
+
+    def plan(self, batch: Batch, parameters: Parameters) -> Plan | None:
+        """How this model is taken apart, rehearsed on the first batch of each mode; None if it cannot be."""
+        require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
+        mode = self.model.training
+        if mode not in self._plans:
+            try:
+                examples = _rehearsal_examples(batch)
+                self._plans[mode] = rehearsed(self.model, self.loss, self.layout, examples, parameters)
+            except Unclear:
+                return None  # ask again with the next batch
+        return self._plans[mode]
+
+
+def add_weighted(
+    gradients: Mapping[str, Gradient],
+    clip: Clip,
+    layout: Layout,
+    into: Tensor,
+    examples: int,
+    real: Tensor | None = None,
+) -> Tensor:
+    """Clip gradients in factored form and add their sum to `into`; return the norms, as an `Engine` does.
+
+    `real` says which examples are there; the others count as unusable. It is given by who owns the batch: what the pass
+    saved is then changed in place.
+    """
+    with torch.no_grad(), full_precision(into):
+        norms = _norms(gradients, layout, into, examples)
+        if real is not None:
+            norms = torch.where(real[:, None], norms, torch.inf)
+        suspect = ~norms.isfinite().all(dim=1)
+        # Zero times infinity is NaN, so what an unusable example saved must be blanked. To look whether there is one
+        # would end the capture of a CUDA graph; there every example is blanked or kept, at the price of a copy.
+        blank = real is not None or (into.is_cuda and torch.cuda.is_current_stream_capturing())
+        if not blank and bool(suspect.any()):
+            norms[suspect] = _norms(_selected(gradients, suspect), layout, into, int(suspect.sum()))
+            suspect, blank = ~norms.isfinite().all(dim=1), True
+        if blank:
+            gradients = _blanked(gradients, suspect, in_place=real is not None)
+        factors = (weights(clip, norms) * slack(into)).to(into.dtype).t().contiguous()
+        for s in layout.segments:
+            if s.name in gradients:
+                gradients[s.name].add(into[s.start : s.stop].view(s.shape), factors[s.group])
+    return norms
+
+
+def _norms(gradients: Mapping[str, Gradient], layout: Layout, into: Tensor, examples: int) -> Tensor:
+    present = [s for s in layout.segments if s.name in gradients]
+    if not present:
+        return into.new_zeros(examples, layout.groups, dtype=torch.float64)
+    squares = torch.stack([gradients[s.name].norms() for s in present], dim=1).double().square()
+    if layout.groups == 1:
+        return usable_norms(squares.sum(dim=1, keepdim=True))
+    return usable_norms(squares @ _membership(tuple(s.group for s in present), layout.groups, into.device))
+
+
+@lru_cache(maxsize=64)
+def _membership(owners: tuple[int, ...], groups: int, device: torch.device) -> Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(owners, device=device), groups).double()
+
+
+def _selected(gradients: Mapping[str, Gradient], rows: Tensor) -> dict[str, Gradient]:
+    """Some examples' gradients, in float64: norms that overflow float32 are still norms."""
+
+    def select(tensor: Tensor) -> Tensor:
+        return tensor[rows].double() if tensor.is_floating_point() else tensor[rows]
+
+    return {name: change(gradient, select) for name, gradient in gradients.items()}
+
+
+def _blanked(gradients: Mapping[str, Gradient], rows: Tensor, in_place: bool) -> dict[str, Gradient]:
+    def blank(tensor: Tensor) -> Tensor:
+        return kernels.blanked(tensor, rows, in_place)
+
+    return {name: change(gradient, blank) for name, gradient in gradients.items()}
+
+
+def _rehearsal_examples(batch: Batch) -> list[Tensor]:
+    """Three finite examples, repeated if there are fewer."""
+    finite = torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
+    for part in batch:
+        finite &= part.flatten(1).isfinite().all(dim=1) if part.dim() > 1 else part.isfinite()
+    chosen = finite.nonzero()[:3, 0]
+    if len(chosen) == 0:
+        raise Unclear
+    return [part[chosen.repeat(3)[:3].sort().values] for part in batch]

@@ -1,0 +1,111 @@
+"""Where does PyTorch lack a kernel? Norms of gradients, and gradients of norms: fused on a GPU, else plain."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vestige.devices import tf32_products, triton_available
+
+Pair = tuple[int, int]
+
+
+def outer_squares(left: Tensor, right: Tensor) -> Tensor:
+    """Squared norms of sum_t outer(left[i, t], right[i, t]), from [examples, positions, width] each: [examples]."""
+    if left.is_cuda and left.dtype != torch.float64 and triton_available():
+        from vestige.engines import triton_kernels
+
+        return triton_kernels.outer_squares(left, right, rounding(left))
+    return plain_outer_squares(left, right)
+
+
+def plain_outer_squares(left: Tensor, right: Tensor) -> Tensor:
+    wide = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
+    left, right = left.to(wide), right.to(wide)
+    return gram_squares(torch.bmm(left, left.transpose(1, 2)), torch.bmm(right, right.transpose(1, 2)))
+
+
+def gram_squares(first: Tensor, second: Tensor) -> Tensor:
+    """The same from the two matrices of inner products between positions, [examples, positions, positions] each.
+
+    Terms of either sign may cancel down to their own rounding errors, and a norm that rounding made too small would
+    let an example through unclipped. So the result is never below what rounding can hide.
+    """
+    squares = torch.linalg.vecdot(first.flatten(1), second.flatten(1))
+    diagonals = first.diagonal(dim1=1, dim2=2) * second.diagonal(dim1=1, dim2=2)
+    ceiling = diagonals.clamp(min=0.0).sqrt().sum(dim=1).square()
+    return torch.maximum(squares, rounding(first) * ceiling)
+
+
+def rounding(tensor: Tensor) -> float:
+    """What rounding can hide of a sum of products of such numbers, relative to the sum of their sizes, generously.
+
+    TF32 rounds each number to 11 bits, but in no common direction: over a layer's width most of it averages out.
+    """
+    if tensor.is_cuda and tensor.dtype != torch.float64 and tf32_products():
+        return 2.0**-14
+    return 8 * torch.finfo(torch.promote_types(tensor.dtype, torch.float32)).eps
+
+
+def can_fuse_convolution(image: Tensor, signal: Tensor, groups: int) -> bool:
+    """Whether `convolution_gradients` is there and worth it: two axes, not float64, several channels to a group."""
+    plain = image.dim() != 4 or torch.float64 in (image.dtype, signal.dtype) or signal.shape[1] // groups < 8
+    return image.is_cuda and not plain and triton_available()
+
+
+def convolution_gradients(
+    image: Tensor, signal: Tensor, shape: tuple[Pair, Pair, Pair, Pair, int], keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Per-example weight gradients [examples, out, in / groups * kernel] (if kept), and their squared norms.
+
+    From image [examples, in, height, width] and the gradient of the output. `shape` is kernel, stride, padding and
+    dilation, each (height, width), and groups.
+    """
+    from vestige.engines import triton_kernels
+
+    return triton_kernels.convolution_gradients(image.float(), signal.float(), shape, keep)
+
+
+def blanked(tensor: Tensor, rows: Tensor, in_place: bool = False) -> Tensor:
+    """The tensor with some rows zero. A tensor that nobody else needs may be changed in place, which costs nothing
+    where no row is to go."""
+    if in_place and tensor.is_cuda and tensor.is_contiguous() and tensor.numel() and triton_available():
+        from vestige.engines import triton_kernels
+
+        triton_kernels.blank_rows(tensor, rows)
+        return tensor
+    return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0)
+
+
+def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Per-example gradients of a layer norm's weight and bias, [examples, width] each.
+
+    From input and the gradient of the output, [examples, positions, width] each, and the statistics of every position.
+    """
+    if input.is_cuda and torch.float64 not in (input.dtype, signal.dtype) and triton_available():
+        from vestige.engines import triton_kernels
+
+        return triton_kernels.layer_norm_sums(input, signal, mean, scale)
+    wide = torch.promote_types(signal.dtype, torch.float32)
+    shape = (*input.shape[:2], 1)
+    standard = (input.to(wide) - mean.view(shape)) * scale.view(shape)
+    return (standard * signal).sum(dim=1), signal.to(wide).sum(dim=1)
+
+
+def can_fuse_group_norm(input: Tensor, groups: int) -> bool:
+    """Whether `group_norm_backward` is there: a group of one example must fit into registers."""
+    numbers = _power(input.shape[1] // groups) * _power(input.shape[2:].numel())
+    return input.is_cuda and input.dtype == torch.float32 and 0 < numbers <= 8192 and triton_available()
+
+
+def _power(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def group_norm_backward(
+    input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of a group norm's input, and per example those of its weight and bias: one pass for all three."""
+    from vestige.engines import triton_kernels
+
+    return triton_kernels.group_norm_backward(input, signal.contiguous(), mean, scale, weight, groups)

@@ -1,0 +1,24 @@
+"""Which engine bounds each example? By name; all of them answer alike, to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.cuda_graphs import Captured
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Engine, Loss, Reference
+
+ENGINES: dict[str, Callable[[nn.Module, Loss, Layout], Engine]] = {
+    "bookkeeping": Captured,
+    "unrecorded": BookKeeping,
+    "reference": Reference,
+}
+
+
+def engine_by_name(name: str) -> Callable[[nn.Module, Loss, Layout], Engine]:
+    if name not in ENGINES:
+        raise ValueError(f"engine={name!r} is unknown; choose from {', '.join(ENGINES)}")
+    return ENGINES[name]

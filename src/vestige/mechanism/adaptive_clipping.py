@@ -1,0 +1,245 @@
+"""Which bound suits the gradients? Clips that follow what was released: quantiles, normalisation, importance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import exp, inf
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Clip, within
+
+State = dict[str, Any]
+Value = float | Tensor
+"""A number; or, where many runs are stacked, one for each of them."""
+
+
+@dataclass(frozen=True)
+class Automatic:
+    """Every gradient is rescaled to norm just below `bound`: bound / (norm + stability) (Bu et al. 2023, AUTO-S).
+
+    Formal guarantees: adding or removing one example moves the sum by less than `bound` in the 2-norm.
+    """
+
+    bound: float = 1.0
+    stability: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+        if not self.stability >= 0:
+            raise ValueError(f"stability={self.stability} must not be negative")
+
+    def factors(self, norms: Tensor) -> Tensor:
+        whole = torch.linalg.vector_norm(norms, dim=-1, keepdim=True)
+        return torch.where(whole > 0, self.bound / (whole + self.stability), 0.0).expand_as(norms)
+
+    def sensitivity(self, layout: Layout) -> float:
+        return self.bound
+
+
+# --- clips that learn ------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Adaptive(Protocol):
+    """A clip whose bound follows releases; its state is part of the training state."""
+
+    def init(self) -> State: ...
+
+    def now(self, state: State) -> Clip:
+        """The clip of this step."""
+        ...
+
+    def pace(self, state: State) -> Value:
+        """The factor of the learning rate at this step."""
+        ...
+
+    def learn(self, fraction: Value | None, state: State) -> State:
+        """The state after a step that released this noised fraction of unclipped examples."""
+        ...
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A flat clip that also counts, on the same sample, how many examples it left alone: 1[norm <= bound] - 1/2 each.
+
+    `count_noise` is the standard deviation of the count's noise in examples; "auto" is a twentieth of the expected
+    batch (Andrew et al. 2021), but at least twice the noise multiplier, so that the gradient's noise grows by 3% at
+    most. Infinite noise means that nothing is counted.
+
+    Formal guarantees: one example moves the sum by at most `bound` and the centred count by 1/2, both on one sample, so
+    the joint release has multiplier z with z^-2 = gradient_multiplier^-2 + (2 count_noise)^-2.
+    """
+
+    bound: Value
+    count_noise: float | Literal["auto"] = "auto"
+
+    def factors(self, norms: Tensor) -> Tensor:
+        return within(self.bound, norms)
+
+    def sensitivity(self, layout: Layout) -> Value:
+        return self.bound
+
+    def centred_count(self, norms: Tensor) -> Tensor:
+        """Over the examples, [..., examples, groups] -> [...]; non-finite ones count for nothing, as in the sum."""
+        whole = torch.linalg.vector_norm(norms, dim=-1, keepdim=True)
+        return torch.where(whole.isfinite(), (whole <= self.bound).double() - 0.5, 0.0).sum(dim=(-2, -1))
+
+    def fraction(self, noised_count: Value, expected_batch: float) -> Value:
+        """The share of examples left alone, from the noised centred count and public numbers."""
+        return _clamped(noised_count / expected_batch + 0.5, 0.0, 1.0)
+
+    def deviation(self, multiplier: float, expected_batch: float) -> float:
+        return max(expected_batch / 20, 2 * multiplier) if self.count_noise == "auto" else self.count_noise
+
+    def gradient_multiplier(self, multiplier: float, expected_batch: float) -> float:
+        """The gradient's share of the noise when the joint release has this multiplier."""
+        deviation = self.deviation(multiplier, expected_batch)
+        if deviation == inf or multiplier == 0:
+            return multiplier
+        if not 2 * deviation > multiplier:
+            raise ValueError(
+                f"quantile_noise={deviation} must exceed half the noise multiplier {multiplier:.4g}: the count alone "
+                "would cost more than the step may"
+            )
+        return float((multiplier**-2 - (2 * deviation) ** -2) ** -0.5)
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """The bound moves towards the `target` quantile of the norms: bound *= exp(-speed * (fraction - target)).
+
+    The fraction of examples left unclipped is released with noise (Andrew et al. 2021; see `Counted`). With
+    `steady_steps` the learning rate is divided by the bound's growth, so that a step keeps its length; without, it is
+    constant as published.
+    """
+
+    start: float = 0.1
+    target: float = 0.5
+    speed: float = 0.2
+    count_noise: float | Literal["auto"] = "auto"
+    lowest: float = 1e-6
+    highest: float = 1e6
+    steady_steps: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lowest <= self.start <= self.highest:
+            raise ValueError(f"clip={self.start} must be positive and lie in [{self.lowest}, {self.highest}]")
+        if not 0 < self.target < 1:
+            raise ValueError(f"quantile={self.target} must lie in (0, 1): the fraction of examples to leave unclipped")
+        if not self.speed >= 0:
+            raise ValueError(f"clip_speed={self.speed} must not be negative")
+        if self.count_noise != "auto" and not self.count_noise > 0:
+            raise ValueError(f"quantile_noise={self.count_noise} must be positive, or 'auto'")
+
+    def factors(self, norms: Tensor) -> Tensor:
+        return within(self.start, norms)
+
+    def sensitivity(self, layout: Layout) -> float:
+        """At the start; later bounds are in the state."""
+        return self.start
+
+    def init(self) -> State:
+        return {"bound": self.start}
+
+    def now(self, state: State) -> Clip:
+        return Counted(state["bound"], self.count_noise)
+
+    def pace(self, state: State) -> Value:
+        return self.start / state["bound"] if self.steady_steps else 1.0
+
+    def learn(self, fraction: Value | None, state: State) -> State:
+        if fraction is None:
+            return state
+        moved = state["bound"] * _exp(-self.speed * (fraction - self.target))
+        return {**state, "bound": _clamped(moved, self.lowest, self.highest)}
+
+
+@dataclass(frozen=True)
+class Paced:
+    """A quantile clip whose released fraction also steers the learning rate (DP-Adam-AC in its valid form).
+
+    Where fewer than `few` are clipped the rate grows by 1%, where more than `many` it shrinks by 0.5%, within
+    [slowest, fastest].
+    """
+
+    clip: Quantile
+    few: float = 0.1
+    many: float = 0.3
+    slowest: float = 0.1
+    fastest: float = 2.0
+
+    def factors(self, norms: Tensor) -> Tensor:
+        return self.clip.factors(norms)
+
+    def sensitivity(self, layout: Layout) -> float:
+        return self.clip.sensitivity(layout)
+
+    def init(self) -> State:
+        return {**self.clip.init(), "pace": 1.0}
+
+    def now(self, state: State) -> Clip:
+        return self.clip.now(state)
+
+    def pace(self, state: State) -> Value:
+        return state["pace"]  # type: ignore[no-any-return]
+
+    def learn(self, fraction: Value | None, state: State) -> State:
+        state = self.clip.learn(fraction, state)
+        if fraction is None:
+            return state
+        clipped, pace = 1 - fraction, state["pace"]
+        slower = _chosen(clipped > self.many, _clamped(pace * 0.995, self.slowest, self.fastest), pace)
+        faster = _clamped(pace * 1.01, self.slowest, self.fastest)
+        return {**state, "pace": _chosen(clipped < self.few, faster, slower)}
+
+
+# Arithmetic that torch and Python spell differently: one number, or one for each run of a stack.
+
+
+def _exp(value: Value) -> Value:
+    return value.exp() if isinstance(value, Tensor) else exp(value)
+
+
+def _clamped(value: Value, low: float, high: float) -> Value:
+    return value.clamp(low, high) if isinstance(value, Tensor) else min(high, max(low, value))
+
+
+def _chosen(holds: bool | Tensor, then: Value, otherwise: Value) -> Value:
+    return torch.where(holds, then, otherwise) if isinstance(holds, Tensor) else (then if holds else otherwise)
+
+
+# --- importance sampling ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """Candidates stay with probability `keep * min(norm, bound)` and then contribute a vector of norm exactly `scale`.
+
+    Formal guarantees: given `keep` and `scale`, which are public, an example decides only about its own presence. It
+    is present with probability at most the candidates' rate and moves the sum by `scale` or not at all.
+    """
+
+    bound: float
+    keep: float
+    scale: float
+    coins: np.random.Generator | None = None
+
+    def drawn(self, coins: np.random.Generator) -> Thinned:
+        """The same clip with its coins: only the curator has them."""
+        return replace(self, coins=coins)
+
+    def factors(self, norms: Tensor) -> Tensor:
+        assert self.coins is not None, "a thinned clip is drawn by the curator"
+        whole = torch.linalg.vector_norm(norms, dim=1, keepdim=True)
+        tosses = torch.from_numpy(self.coins.random((len(norms), 1))).to(whole.device)
+        stays = tosses < self.keep * whole.clamp(max=self.bound)
+        return torch.where(stays & (whole > 0), self.scale / whole, 0.0).expand_as(norms)
+
+    def sensitivity(self, layout: Layout) -> float:
+        return self.scale

@@ -1,0 +1,441 @@
+"""How does the noise of one step depend on earlier steps'? White, banded, buffered, or the nodes of a tree.
+
+Correlated noise cancels in the sum of the releases, which is where the parameters end. Past noise is secret: knowing it
+would uncover the past sums. So it lives in the curator alone, and no checkpoint ever holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import sqrt
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from torch import Tensor
+
+from vestige.mechanism.sampling import CyclicPoisson, Poisson, Sampling
+from vestige.questions import CyclicGaussian, Question, SampledGaussian
+
+Array = NDArray[np.float64]
+
+
+class Stream(Protocol):
+    """The noise of one run, in order."""
+
+    scale: float
+    """Standard deviation of the fresh noise, over the accounted multiplier."""
+
+    def next(self, fresh: Tensor) -> Tensor:
+        """The noise of the next step from its fresh unit noise; a new tensor."""
+        ...
+
+    def gain(self, index: int) -> float:
+        """The standard deviation of step `index`'s noise over that of the fresh noise."""
+        ...
+
+    def held(self) -> int:
+        """How many vectors are kept between steps."""
+        ...
+
+
+class Noise(Protocol):
+    @property
+    def white(self) -> bool: ...
+
+    def sampling(self, rate: float) -> Sampling:
+        """The sampling that its theorem supposes."""
+        ...
+
+    def question(self, rate: float, multiplier: float) -> Question:
+        """What one step asks."""
+        ...
+
+    def start(self, rate: float, steps: int) -> Stream: ...
+
+    def walk(self, rate: float, steps: int) -> float:
+        """How far the noise counts as walking when a learning rate is chosen, over the accounted multiplier.
+
+        sqrt(steps) if white. Correlated noise walks less than its size suggests, but its size disturbs each step: we
+        take the geometric mean of what the sum walks and what white noise of that size would, which lost least in our
+        trials. No theorem stands behind it.
+        """
+        ...
+
+    def copies(self, rate: float, steps: int) -> float:
+        """Extra state, in copies of the parameters."""
+        ...
+
+
+@dataclass(frozen=True)
+class White:
+    """Independent noise at every step."""
+
+    white = True
+
+    def sampling(self, rate: float) -> Sampling:
+        return Poisson(rate)
+
+    def question(self, rate: float, multiplier: float) -> Question:
+        return SampledGaussian(rate, multiplier)
+
+    def start(self, rate: float, steps: int) -> Stream:
+        return _Toeplitz(np.ones(1), 1.0, steps)
+
+    def walk(self, rate: float, steps: int) -> float:
+        return sqrt(steps)
+
+    def copies(self, rate: float, steps: int) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Banded:
+    """n = C^-1 z with a banded Toeplitz strategy C (Choquette-Choo et al. 2023), amplified by cyclic Poisson sampling.
+
+    The coefficients minimise the mean squared error of the prefix sums over `steps` steps at unit column norm.
+
+    Formal guarantees: visits of one example lie `bands` steps apart, so its columns are orthogonal, and a run costs
+    ceil(steps / bands) sampled Gaussians at the rate within a part (their Theorem 4).
+    """
+
+    bands: int = 4
+    white = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.bands, int) and self.bands >= 1):
+            raise ValueError(f"bands={self.bands} must be a whole number from 1 up; 1 is white noise")
+
+    def sampling(self, rate: float) -> Sampling:
+        return CyclicPoisson(rate, self.bands)
+
+    def question(self, rate: float, multiplier: float) -> Question:
+        return CyclicGaussian(min(1.0, self.sampling(rate).rate * self.bands), multiplier, self.bands)
+
+    def start(self, rate: float, steps: int) -> Stream:
+        return _Toeplitz(banded_coefficients(self.bands, steps), 1.0, steps)
+
+    def walk(self, rate: float, steps: int) -> float:
+        return _walk(self.start(rate, steps), prefix_variances(banded_coefficients(self.bands, steps), steps))
+
+    def copies(self, rate: float, steps: int) -> float:
+        return self.bands - 1
+
+
+@dataclass(frozen=True)
+class Buffered:
+    """A buffered linear Toeplitz strategy: coefficients sum_j scale_j decay_j^(k-1) (Dvijotham et al. 2024).
+
+    Formal guarantees: the data are split once into floor(1 / rate) parts that take turns. No entry of the strategy is
+    negative, so its sensitivity is that of the first part's visits, and the whole run is one Gaussian mechanism
+    (Denisov et al. 2022, Theorem 2.1). It is charged in equal shares per visit, as many as every prefix needs.
+    """
+
+    buffers: int = 2
+    white = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.buffers, int) and 0 <= self.buffers <= 6):
+            raise ValueError(f"buffers={self.buffers} must be a whole number from 0 (white noise) to 6")
+
+    def sampling(self, rate: float) -> Sampling:
+        return CyclicPoisson(rate, turns(rate))
+
+    def question(self, rate: float, multiplier: float) -> Question:
+        return CyclicGaussian(1.0, multiplier, turns(rate))
+
+    def start(self, rate: float, steps: int) -> Stream:
+        scales, decays = buffered_coefficients(self.buffers, steps, turns(rate))
+        share = sqrt(per_visit(_unrolled(scales, decays, steps), turns(rate)))
+        return _Buffers(np.array(scales), np.array(decays), share, steps)
+
+    def walk(self, rate: float, steps: int) -> float:
+        scales, decays = buffered_coefficients(self.buffers, steps, turns(rate))
+        return _walk(self.start(rate, steps), _prefix(_inverse_unrolled(scales, decays, steps)))
+
+    def copies(self, rate: float, steps: int) -> float:
+        return self.buffers
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Tree aggregation (Kairouz et al. 2021): the sum of releases carries the noise of the nodes that cover [1, t].
+
+    A new tree starts every `restart` epochs; 0 chooses the length with the least error.
+
+    Formal guarantees: the data are split once into floor(1 / rate) parts that take turns. The vector of all nodes is
+    one Gaussian mechanism whose sensitivity counts an example's visits in every node; it is charged in equal shares per
+    visit, as many as every prefix needs.
+    """
+
+    restart: int = 0
+    white = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.restart, int) and self.restart >= 0):
+            raise ValueError(f"restart={self.restart} must be a whole number of epochs, or 0 to choose the best")
+
+    def sampling(self, rate: float) -> Sampling:
+        return CyclicPoisson(rate, turns(rate))
+
+    def question(self, rate: float, multiplier: float) -> Question:
+        return CyclicGaussian(1.0, multiplier, turns(rate))
+
+    def start(self, rate: float, steps: int) -> Stream:
+        epochs = self.restart or best_restart(turns(rate), steps)
+        length = epochs * turns(rate)
+        return _Nodes(length, sqrt(tree_per_visit(turns(rate), epochs)))
+
+    def walk(self, rate: float, steps: int) -> float:
+        epochs = self.restart or best_restart(turns(rate), steps)
+        return _walk(self.start(rate, steps), tree_variances(epochs * turns(rate), steps))
+
+    def copies(self, rate: float, steps: int) -> float:
+        epochs = self.restart or best_restart(turns(rate), steps)
+        last = min(epochs * turns(rate), steps + 1)  # after its last step a tree is dropped
+        return max((place.bit_count() for place in range(1, last)), default=0)
+
+
+def turns(rate: float) -> int:
+    """Into how many parts the data are split when each part is used whole."""
+    return max(1, int(1 / rate + 1e-9))
+
+
+# --- the noise, step by step -----------------------------------------------------------------------------------------
+
+
+class _Toeplitz:
+    """n_t = (z_t - sum_k c_k n_(t-k)) / c_0: the recursion of C n = z."""
+
+    def __init__(self, coefficients: Array, scale: float, steps: int) -> None:
+        self.scale, self._coefficients = scale, coefficients
+        self._past: list[Tensor] = []
+        self._gains = np.sqrt(np.cumsum(_inverse(coefficients, steps) ** 2))
+
+    def next(self, fresh: Tensor) -> Tensor:
+        first, *others = (float(c) for c in self._coefficients)
+        noise = fresh
+        for coefficient, past in zip(others, self._past, strict=False):
+            noise = noise - coefficient * past
+        if others:
+            noise = noise / first
+            self._past = [noise, *self._past][: len(others)]
+            return noise.clone()
+        return noise if first == 1 else noise / first
+
+    def gain(self, index: int) -> float:
+        return float(self._gains[min(index, len(self._gains) - 1)])
+
+    def held(self) -> int:
+        return len(self._past)
+
+
+class _Buffers:
+    """n_t = z_t - sum_j scale_j B_j, then B_j = decay_j B_j + n_t."""
+
+    def __init__(self, scales: Array, decays: Array, scale: float, steps: int) -> None:
+        self.scale, self._scales, self._decays = scale, scales, decays
+        self._buffers: list[Tensor] = []
+        self._gains = np.sqrt(np.cumsum(_inverse_unrolled(tuple(scales), tuple(decays), steps) ** 2))
+
+    def next(self, fresh: Tensor) -> Tensor:
+        noise = fresh.clone()
+        for scale, buffer in zip(self._scales, self._buffers, strict=False):
+            noise -= float(scale) * buffer
+        if not self._buffers:
+            self._buffers = [noise.clone() for _ in self._decays]
+        else:
+            for decay, buffer in zip(self._decays, self._buffers, strict=True):
+                buffer.mul_(float(decay)).add_(noise)
+        return noise
+
+    def gain(self, index: int) -> float:
+        return float(self._gains[min(index, len(self._gains) - 1)])
+
+    def held(self) -> int:
+        return len(self._buffers)
+
+
+class _Nodes:
+    """The change of the sum over the nodes that cover [1, t]: one new node in, the smaller ones it replaces out."""
+
+    def __init__(self, length: int, scale: float) -> None:
+        self.scale, self._length, self._place = scale, length, 0
+        self._active: dict[int, Tensor] = {}
+
+    def next(self, fresh: Tensor) -> Tensor:
+        self._place += 1
+        level = (self._place & -self._place).bit_length() - 1
+        change = fresh.clone()
+        for lower in range(level):
+            change -= self._active.pop(lower)
+        self._active[level] = fresh
+        if self._place == self._length:  # a finished tree stays in the sum; the next one starts beside it
+            self._place, self._active = 0, {}
+        return change
+
+    def gain(self, index: int) -> float:
+        place = index % self._length + 1
+        return sqrt((place & -place).bit_length())
+
+    def held(self) -> int:
+        return len(self._active)
+
+
+# --- strategies: coefficients, errors, sensitivities -----------------------------------------------------------------
+
+
+def square_root_coefficients(count: int) -> Array:
+    """The series of (1 - x)^(-1/2): c_k = prod_{i<=k} (2i - 1) / (2i), the best Toeplitz strategy for long runs."""
+    index = np.arange(1, count)
+    return np.concatenate([[1.0], np.cumprod((2 * index - 1) / (2 * index))])
+
+
+@lru_cache(maxsize=64)
+def _banded(bands: int, steps: int) -> tuple[float, ...]:
+    bands = min(bands, steps)
+
+    def cost(others: Array) -> float:
+        coefficients = np.concatenate([[1.0], others])
+        with np.errstate(over="ignore", invalid="ignore"):
+            error = float(prefix_variances(coefficients, steps).mean() * (coefficients @ coefficients))
+        return np.log(error) if np.isfinite(error) else 1e6
+
+    start = square_root_coefficients(bands)
+    best = minimize(cost, start[1:], method="L-BFGS-B").x if bands > 1 else start[1:]
+    coefficients = np.concatenate([[1.0], best])
+    return tuple(coefficients / np.linalg.norm(coefficients))
+
+
+def banded_coefficients(bands: int, steps: int) -> Array:
+    """The banded Toeplitz strategy of unit column norm with the least mean squared prefix error."""
+    return np.array(_banded(bands, steps))
+
+
+def _inverse(coefficients: Array, steps: int) -> Array:
+    """The first column of the inverse of the Toeplitz matrix with this first column."""
+    return _response(np.ones(1), coefficients, steps)
+
+
+def _prefix(inverse: Array) -> Array:
+    """The variance of the prefix sums when the noise is the Toeplitz filter with this first column."""
+    return np.asarray(np.cumsum(np.cumsum(inverse) ** 2))
+
+
+def prefix_variances(coefficients: Array, steps: int) -> Array:
+    """The variance of sum_{k<=t} n_k for unit fresh noise, t = 1 .. steps."""
+    return _prefix(_inverse(coefficients, steps))
+
+
+def _walk(stream: Stream, variances: Array) -> float:
+    # The sum of white noise has variance t at step t, with mean (T + 1) / 2: this makes its walk sqrt(T).
+    summed = max(2 * float(variances.mean()) - 1, 1e-12)
+    alone = sum(stream.gain(index) ** 2 for index in range(len(variances)))
+    return stream.scale * (summed * alone) ** 0.25
+
+
+def _polynomials(scales: tuple[float, ...], decays: tuple[float, ...]) -> tuple[Array, Array]:
+    """1 + sum_j scale_j x / (1 - decay_j x) as a quotient of polynomials in x."""
+    bottom = np.array([1.0])
+    for decay in decays:
+        bottom = np.convolve(bottom, [1.0, -decay])
+    top = bottom.copy()
+    for j, scale in enumerate(scales):
+        rest = np.array([0.0, scale])
+        for i, decay in enumerate(decays):
+            if i != j:
+                rest = np.convolve(rest, [1.0, -decay])
+        top = top + np.pad(rest, (0, len(top) - len(rest)))
+    return top, bottom
+
+
+def _response(top: Array, bottom: Array, steps: int) -> Array:
+    from scipy.signal import lfilter  # half a second to import, which every command would wait for
+
+    impulse = np.zeros(steps)
+    impulse[0] = 1.0
+    return np.asarray(lfilter(top, bottom, impulse))
+
+
+def _unrolled(scales: tuple[float, ...], decays: tuple[float, ...], steps: int) -> Array:
+    lags = np.arange(steps - 1)[:, None]
+    return np.concatenate([[1.0], (np.array(scales) * np.array(decays) ** lags).sum(1)])
+
+
+def _inverse_unrolled(scales: tuple[float, ...], decays: tuple[float, ...], steps: int) -> Array:
+    top, bottom = _polynomials(scales, decays)
+    return _response(bottom, top, steps)
+
+
+def per_visit(strategy: Array, separation: int) -> float:
+    """The largest squared sensitivity per visit over all prefixes, for visits `separation` steps apart."""
+    assert strategy.min() >= 0, "with negative entries, the first part's visits need not be the worst"
+    touched, worst = np.zeros_like(strategy), 0.0
+    for visit in range(-(-len(strategy) // separation)):
+        start = visit * separation
+        touched[start:] += strategy[: len(strategy) - start]
+        worst = max(worst, float(touched @ touched) / (visit + 1))
+    return worst
+
+
+@lru_cache(maxsize=64)
+def buffered_coefficients(buffers: int, steps: int, separation: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Scales and decays with the least mean squared prefix error at unit sensitivity per visit."""
+    if buffers == 0:
+        return (), ()
+
+    def unpack(raw: Array) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return tuple(np.exp(raw[:buffers])), tuple(1 / (1 + np.exp(-raw[buffers:])))
+
+    def cost(raw: Array) -> float:
+        scales, decays = unpack(raw)
+        with np.errstate(over="ignore", invalid="ignore"):
+            error = float(_prefix(_inverse_unrolled(scales, decays, steps)).mean())
+            error *= per_visit(_unrolled(scales, decays, steps), separation)
+        return np.log(error) if np.isfinite(error) and sum(scales) <= 1 else 1e6
+
+    start = np.concatenate([np.log(np.full(buffers, 0.5 / buffers)), np.linspace(0.5, 3, buffers)])
+    best = minimize(cost, start, method="Nelder-Mead", options={"maxiter": 150 * buffers, "xatol": 1e-3, "fatol": 1e-5})
+    return unpack(best.x)
+
+
+def tree_variances(length: int, steps: int) -> Array:
+    """The variance of the prefix sums of a tree that restarts every `length` steps: one per node in the cover."""
+    done, place = np.divmod(np.arange(1, steps + 1), length)
+    ones = np.array([int(p).bit_count() for p in place])
+    return np.asarray(done * length.bit_count() + ones, dtype=np.float64)
+
+
+@lru_cache(maxsize=64)
+def tree_per_visit(separation: int, epochs: int) -> float:
+    """The largest squared sensitivity per visit of the vector of nodes, over parts and prefixes of the visits."""
+    length = separation * epochs
+    ends = np.arange(1, length + 1)
+    starts = ends - (ends & -ends)
+    worst = 0.0
+    for first in range(separation):
+        before = np.zeros(length + 1)
+        for visit in range(epochs):
+            before[first + visit * separation + 1 :] += 1
+            counts = before[ends] - before[starts]
+            worst = max(worst, float(counts @ counts) / (visit + 1))
+    return worst
+
+
+LONGEST_TREE = 2048
+"""Longer trees are not considered when the length is chosen: their sensitivity takes quadratic time to compute."""
+
+
+@lru_cache(maxsize=64)
+def best_restart(separation: int, steps: int) -> int:
+    """The number of epochs per tree, a power of two, with the least mean squared prefix error at equal privacy."""
+    choices = [1]
+    while 2 * choices[-1] * separation <= min(LONGEST_TREE, 2 * steps):
+        choices.append(2 * choices[-1])
+    error: Callable[[int], float] = lambda epochs: (  # noqa: E731
+        tree_per_visit(separation, epochs) * float(tree_variances(epochs * separation, steps).mean())
+    )
+    return min(choices, key=error)

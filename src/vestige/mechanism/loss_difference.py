@@ -1,0 +1,104 @@
+"""How does a candidate compare with what it would replace? A bounded question about losses on one fresh sample."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from vestige.mechanism.clipping import Loss, Parameters
+from vestige.questions import SampledGaussian
+
+Scores = Callable[[Sequence[Tensor], Parameters], Tensor]
+"""One number per example of a batch, at given parameters."""
+
+
+@dataclass(frozen=True)
+class LossDifference:
+    """The change of the mean loss over a Poisson sample, clipped to [-bound, bound].
+
+    With `each` unset, the mean over the sampled examples is clipped: one outlier can carry it from one end to the
+    other. With `each`, every example's difference is clipped to [-each, each] first and the sum is divided by the
+    constant `expected_batch`, so one example moves it less.
+
+    Formal guarantees: with noise of standard deviation `multiplier * sensitivity`, one Poisson-subsampled Gaussian
+    mechanism with this rate and multiplier.
+    """
+
+    rate: float
+    multiplier: float
+    bound: float
+    expected_batch: float
+    each: float | None = None
+
+    @property
+    def sensitivity(self) -> float:
+        across = 2 * self.bound
+        return across if self.each is None else min(across, self.each / self.expected_batch)
+
+    @property
+    def noise_std(self) -> float:
+        return self.multiplier * self.sensitivity
+
+    @property
+    def question(self) -> SampledGaussian:
+        return SampledGaussian(self.rate, self.multiplier)
+
+    def of(self, before: Tensor, after: Tensor) -> float:
+        """SENSITIVE: the bounded change between two vectors of losses of the same examples; 0 for an empty sample.
+
+        A loss that is not finite leaves the change undefined; it then counts as the worst one, +bound.
+        """
+        if len(before) == 0:
+            return 0.0
+        before, after = before.double(), after.double()
+        if self.each is None:
+            change = (after.mean() - before.mean()).nan_to_num(nan=torch.inf)
+        else:
+            worst = self.each
+            changes = (after - before).nan_to_num(nan=worst, posinf=worst, neginf=-worst)
+            change = changes.clamp(-worst, worst).sum() / self.expected_batch
+        return float(change.clamp(-self.bound, self.bound))
+
+
+def example_losses(model: nn.Module, loss: Loss) -> Scores:
+    """The loss of each example by itself, as a function of the batch and the parameters."""
+
+    def each(output: Tensor, target: Tensor) -> Tensor:
+        return loss(output.unsqueeze(0), target.unsqueeze(0)).sum()
+
+    @torch.no_grad()
+    def losses(batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
+        *inputs, targets = batch
+        with _evaluating(model):
+            return vmap(each)(functional_call(model, parameters, tuple(inputs)), targets)
+
+    return losses
+
+
+def right_answers(model: nn.Module) -> Scores:
+    """1 where a classifier answers right, 0 where not."""
+
+    @torch.no_grad()
+    def right(batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
+        *inputs, targets = batch
+        with _evaluating(model):
+            return (functional_call(model, parameters, tuple(inputs)).argmax(-1) == targets).double()
+
+    return right
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and the like: two models are compared, not two draws of their masks."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,88 @@
+"""What should a reader know about a method? The registry as rows and pages."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+from vestige.methods.base import Entry
+from vestige.methods.references import BIBTEX
+from vestige.methods.registry import METHODS, find
+
+RATE, STEPS = 0.05, 200
+"""The defaults of `vestige train`, for what depends on them (the state of correlated noise)."""
+
+
+def rows() -> list[dict[str, Any]]:
+    return [_row(entry) for entry in METHODS.values()]
+
+
+def row(name: str) -> dict[str, Any]:
+    return _row(find(name))
+
+
+def page(name: str) -> str:
+    """Everything about one method, for a terminal."""
+    entry, facts = find(name), row(name)
+    options = [f"  --{k.replace('_', '-'):<18} {v!s:<12} {_words(entry, k)}" for k, v in facts["defaults"].items()]
+    parts = [f"  {part:<9} {value}" for part, value in facts["parts"].items()] or ["  those of DP-SGD"]
+    return "\n".join(
+        [
+            f"{name}: {entry.description}",
+            "",
+            f"Releases: {facts['releases']}",
+            f"Price:    {facts['price']}",
+            f"Privacy:  {facts['privacy']}",
+            f"State:    {facts['copies']:g} extra copies of the parameters",
+            f"Neutral:  {facts['neutral']}",
+            "",
+            "Parts",
+            *parts,
+            "",
+            "Options and defaults",
+            *options,
+            "",
+            f"Reference: {facts['reference']}",
+            "",
+            facts["bibtex"],
+        ]
+    )
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    return {
+        "name": entry.name,
+        "summary": entry.summary,
+        "privacy": entry.privacy_class,
+        "releases": entry.releases,
+        "price": entry.price,
+        "parts": {part: str(value) for part, value in entry.parts.items()},
+        "defaults": {name: _plain(value) for name, value in entry.defaults.items()},
+        "copies": entry.make().copies(RATE, STEPS),
+        "neutral": _neutral(entry),
+        "reference": entry.reference,
+        "bibtex": BIBTEX.get(entry.name, ""),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A default as JSON can say it."""
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
+
+
+def _neutral(entry: Entry) -> str:
+    neutral = entry.neutral
+    if neutral is None:
+        return "none declared"
+    setting = ", ".join(f"{key}={value}" for key, value in neutral.options.items()) or "always"
+    if neutral.sample_rate is not None:
+        setting += f", sample rate {neutral.sample_rate:g}"
+    same = ", ".join(f"{key}={value}" for key, value in neutral.like_options.items())
+    with_rule = f" with the optimizer {neutral.optimizer}" if neutral.optimizer else ""
+    with_rule += f" by {neutral.groups}" if neutral.groups else ""
+    return f"{setting}: equals {neutral.like}{f' ({same})' if same else ''}{with_rule}, bit for bit"
+
+
+def _words(entry: Entry, option: str) -> str:
+    annotation = entry.options[option].annotation
+    return str(getattr(annotation, "__metadata__", ("",))[0])

@@ -1,0 +1,244 @@
+"""How do noise, rate and threshold change as training progresses? Phased decay, and the signals it may listen to.
+
+The un-noised accuracy of private data is no such signal: a schedule that follows it reveals it (delta is 1 at every
+epsilon). What is here is already released, public, or asked and charged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from math import ceil, erfc, exp, inf, log, pi, sqrt
+from typing import Any, NamedTuple, Protocol
+
+from vestige.mechanism.clipping import Parameters
+from vestige.mechanism.loss_difference import LossDifference
+from vestige.questions import BudgetSpent, Trial
+
+State = dict[str, Any]
+
+GRID = 0.02
+"""Factors move in steps of two percent, rounded up: few distinct trials, so few prices to compute."""
+
+
+class Factors(NamedTuple):
+    """What the initial parameters are multiplied by."""
+
+    noise: float = 1.0
+    validation: float = 1.0
+    lr: float = 1.0
+    threshold: float = 1.0
+
+
+class Comparer(Protocol):
+    """What may be asked about two models: the curator's side of a gate, all of it noised and charged."""
+
+    def trial(self, question: Trial | None) -> AbstractContextManager[None]: ...
+
+    def loss_difference(
+        self, before: Parameters, after: Parameters, change: LossDifference, *, step: int, part: int
+    ) -> float: ...
+
+    def count_difference(
+        self, before: Parameters, after: Parameters, *, rate: float, multiplier: float, step: int, part: int
+    ) -> float: ...
+
+    def coin(self, sides: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update that was applied, as a signal may look at it."""
+
+    curator: Comparer
+    old: Parameters
+    new: Parameters
+    step: int
+    part: int
+    """The number of the next question of this step."""
+    public_accuracy: Callable[[], float] | None
+    noise_std: float
+    threshold: float
+    """Of the noisy losses: their noise, and the value below which they were released."""
+
+
+class Progress(Protocol):
+    @property
+    def uses_losses(self) -> bool:
+        """Whether accepted candidates' noisy losses are used, so that they must be charged as released."""
+        ...
+
+    @property
+    def usual(self) -> float:
+        """The gain that separates fast from slow progress where the user names none, in this signal's own unit."""
+        ...
+
+    def gain(self, heard: State, update: Update) -> float | None:
+        """How fast the model improves now; None if that could not be asked."""
+        ...
+
+
+@dataclass(frozen=True)
+class NoisyLosses:
+    """How often candidates lower the loss, from what their tests released: reject bits, and accepted noisy changes.
+
+    They are paid for already ("yz" trials), so this is free. The gain is the mean improvement before noise, in units of
+    its clip bound: 1 if every candidate lowers the loss, -1 if every one raises it.
+    """
+
+    weight: float = 0.02
+    """Of the newest trial in the running mean; before there are 1/weight trials, all weigh the same."""
+    uses_losses = True
+    usual = 0.5
+    """Three candidates in four lower the loss."""
+
+    def gain(self, heard: State, update: Update) -> float:
+        bound = heard["bound"]
+        return -uncensored_mean(heard["below"], heard["passed"], update.noise_std, update.threshold, bound) / bound
+
+
+@dataclass(frozen=True)
+class PublicAccuracy:
+    """The gain in accuracy on examples that are public: the test part of `file`, in the task's own format."""
+
+    file: str
+    uses_losses = False
+    usual = 0.005
+
+    def gain(self, heard: State, update: Update) -> float:
+        if update.public_accuracy is None:
+            raise ValueError("progress='public:FILE' was chosen, but no public examples were given")
+        now = update.public_accuracy()
+        before = heard["public"] if heard["public"] is not None else now
+        heard["public"] = now
+        return now - before
+
+
+@dataclass(frozen=True)
+class NoisyCount:
+    """The gain in accuracy on a sample of the private data, noised: one more question per update, and charged."""
+
+    rate: float = 0.1
+    multiplier: float = 25.0
+    uses_losses = False
+    usual = 0.005
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"count_rate={self.rate} must lie in (0, 1]")
+        if not self.multiplier > 0:
+            raise ValueError(f"count_noise={self.multiplier} must be positive")
+
+    def gain(self, heard: State, update: Update) -> float | None:
+        place = {"step": update.step, "part": update.part}
+        try:
+            return update.curator.count_difference(
+                update.old, update.new, rate=self.rate, multiplier=self.multiplier, **place
+            )
+        except BudgetSpent:
+            return None
+
+
+@dataclass(frozen=True)
+class NoDecay:
+    """Parameters fixed in advance."""
+
+    adaptive = False
+    uses_losses = False
+
+    def init(self) -> State:
+        return {}
+
+    def factors(self, heard: State) -> Factors:
+        return Factors()
+
+    def hear(self, heard: State, change: float | None, bound: float) -> None:
+        pass
+
+    def after(self, heard: State, update: Update, spent: Callable[[], float]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class PhasedDecay:
+    """After each update: if the gain exceeds `threshold`, noise, test noise and rate shrink by `fast`; if not, noise,
+    acceptance threshold and rate shrink by `slow`. Once epsilon reaches `until`, nothing changes any more.
+
+    Formal guarantees: none of its own. The parameters of a question follow from earlier releases, so only a Renyi
+    filter bounds the total.
+    """
+
+    progress: Progress = field(default_factory=NoisyLosses)
+    fast: float = 0.999
+    slow: float = 0.9999
+    threshold: float | None = None
+    """None: what is usual for the signal."""
+    until: float = inf
+    adaptive = True
+
+    def __post_init__(self) -> None:
+        for name, value in (("decay_fast", self.fast), ("decay_slow", self.slow)):
+            if not 0 < value <= 1:
+                raise ValueError(f"{name}={value} must lie in (0, 1]")
+
+    @property
+    def uses_losses(self) -> bool:
+        return self.progress.uses_losses
+
+    def init(self) -> State:
+        return {"fast": 0, "slow": 0, "heard": 0, "passed": 0.0, "below": 0.0, "bound": None, "public": None}
+
+    def factors(self, heard: State) -> Factors:
+        fast, slow = heard["fast"] * log(self.fast), heard["slow"] * log(self.slow)
+        return Factors(_on_grid(fast + slow), _on_grid(fast), _on_grid(fast + slow), _on_grid(slow))
+
+    def hear(self, heard: State, change: float | None, bound: float) -> None:
+        """Take in a trial: the noisy loss change of an accepted candidate, or None for a rejected one."""
+        if isinstance(self.progress, NoisyLosses):
+            heard["heard"] += 1
+            share = max(self.progress.weight, 1 / heard["heard"])
+            heard["passed"] += share * ((change is not None) - heard["passed"])
+            heard["below"] += share * ((change or 0.0) - heard["below"])
+            heard["bound"] = bound
+
+    def after(self, heard: State, update: Update, spent: Callable[[], float]) -> None:
+        """Take in an applied update."""
+        if self.until < inf and spent() >= self.until:
+            return
+        gain = self.progress.gain(heard, update)
+        if gain is not None:
+            fast = gain > (self.progress.usual if self.threshold is None else self.threshold)
+            heard["fast" if fast else "slow"] += 1
+
+
+Decay = NoDecay | PhasedDecay
+
+
+def _on_grid(log_factor: float) -> float:
+    # 1e-9 forgives rounding, so that a factor on the grid stays where it is
+    return exp(ceil(log_factor / GRID - 1e-9) * GRID)
+
+
+def uncensored_mean(below: float, passed: float, noise_std: float, threshold: float, bound: float) -> float:
+    """The likeliest mean in [-bound, bound] of normal values of which only those below the threshold were seen.
+
+    `passed` is the share that was seen, `below` the sum of those divided by the number of all. The likelihood is
+    greatest where the mean is that of the seen values and of the unseen ones' expectation.
+    """
+    low, high = -bound, bound
+    for _ in range(60):
+        middle = (low + high) / 2
+        if below + (1 - passed) * mean_above(middle, noise_std, threshold) > middle:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def mean_above(mean: float, noise_std: float, threshold: float) -> float:
+    """The mean of a normal variable given that it exceeds the threshold."""
+    edge = (threshold - mean) / noise_std
+    if edge > 8:  # where the tail is tiny, the mean lies just above the threshold
+        return threshold + noise_std / edge
+    return mean + noise_std * exp(-(edge**2) / 2) / sqrt(2 * pi) / (erfc(edge / sqrt(2)) / 2)

@@ -1,0 +1,344 @@
+"""Is a move kept or undone? Gates: always kept, one noisy loss test (DPSUR), or buffered rejection (DPSGD-BR).
+
+A trial is one candidate move and one noisy comparison of the model after it with the model before it. A rejected
+candidate is undone as a whole (`restore`, in one place), so it leaves nothing behind but the fact of its rejection;
+noise and questions are never undone, and every trial is charged, before its first answer exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from vestige.mechanism.clipping import Parameters
+from vestige.mechanism.loss_difference import LossDifference
+from vestige.optim.decay import Comparer, Decay, NoDecay, PhasedDecay, PublicAccuracy, Update
+from vestige.questions import Question, SampledGaussian, Trial
+
+Diagnostics = dict[str, Tensor]
+State = dict[str, Any]
+"""Numbers, lists and tensors only, so that it checkpoints. It is never rewound: it holds what was released."""
+
+ACCOUNTING = {
+    "trial-level": "each trial is one question whose accepted candidate and reject bit are released",
+    "every-trial": "each trial is one gradient and one loss question, both charged in full",
+}
+
+
+class Rewindable(Protocol):
+    """What a gate needs of the state of training."""
+
+    gate: State
+    step: int
+    parameters: Any
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+    def restore(self, snapshot: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a gate is given: the state before a move, how to make the move, and whom to ask about it."""
+
+    state: Rewindable
+    curator: Comparer
+    move: Callable[[float, float], Diagnostics]
+    """Make the candidate, with the noise and the learning rate scaled by these factors."""
+    asks: Callable[[float], tuple[Question, ...]]
+    """What making the candidate asks, with the noise scaled by this factor."""
+    spent: Callable[[], float]
+    """An upper bound on epsilon so far."""
+    public_accuracy: Callable[[], float] | None = None
+    """The model's accuracy on public validation data, if there are any."""
+
+
+class Outcome(NamedTuple):
+    """Whether the candidate passed, and what may be shown of it: nothing, if it did not."""
+
+    accepted: bool
+    diagnostics: Diagnostics
+
+
+class Gate(Protocol):
+    @property
+    def adaptive(self) -> bool:
+        """Whether the questions' parameters follow from earlier answers, so that only a filter can bound them."""
+        ...
+
+    def at(self, population: int) -> Gate:
+        """The same gate for a dataset of this public size."""
+        ...
+
+    def init(self) -> State: ...
+
+    def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
+        """What one trial asks at the start, given what its candidate asks: the price list of `settle`."""
+        ...
+
+    def settle(self, attempt: Attempt) -> Outcome:
+        """Make a candidate; keep the move, or undo all of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class AlwaysAccept:
+    """Every move is kept and nothing more is asked."""
+
+    adaptive = False
+
+    def at(self, population: int) -> AlwaysAccept:
+        return self
+
+    def init(self) -> State:
+        return {}
+
+    def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
+        return gradient
+
+    def settle(self, attempt: Attempt) -> Outcome:
+        return Outcome(True, attempt.move(1.0, 1.0))
+
+
+@dataclass(frozen=True)
+class NoisyLossTest:
+    """A candidate is kept if the noised change of the loss lies below `threshold * bound`.
+
+    Formal guarantees: a trial is one `Trial` question (dominating pair of the released candidate and reject bit), or,
+    with `accounting="every-trial"`, its gradient questions and one sampled Gaussian. Both hold for every trial, kept or
+    not; that rejected candidates cost nothing, as published, is false.
+    """
+
+    multiplier: float = 1.3
+    bound: float = 1e-3
+    threshold: float = -1.0
+    expected_batch: float = 256
+    each: float | None = None
+    accounting: str = "trial-level"
+    rate: float | None = None
+    """Inclusion probability of the comparison's sample; None until the size of the dataset is known."""
+
+    adaptive = False
+    releases = "y"
+
+    def __post_init__(self) -> None:
+        for name, value in (("sigma_v", self.multiplier), ("clip_loss", self.bound)):
+            if not 0 < value < inf:
+                raise ValueError(f"{name}={value} must be positive")
+        if self.each is not None and not self.each > 0:
+            raise ValueError(f"clip_each={self.each} must be positive: it bounds one example's loss difference")
+        if not self.threshold > -inf:
+            raise ValueError(f"threshold={self.threshold} never accepts: give a number, in units of clip_loss")
+        if not self.expected_batch > 0:
+            raise ValueError(f"validation_batch={self.expected_batch} must be positive")
+        if self.accounting not in ACCOUNTING:
+            raise ValueError(f"accounting={self.accounting!r} must be one of {', '.join(ACCOUNTING)}")
+
+    def at(self, population: int) -> NoisyLossTest:
+        return replace(self, rate=min(1.0, self.expected_batch / population))
+
+    def init(self) -> State:
+        return {"accepted": 0, "rejected": 0, "updates": [], "degraded": 0}
+
+    def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
+        return self.asked(gradient, self.releases)
+
+    def settle(self, attempt: Attempt) -> Outcome:
+        trial = run_trial(self, attempt, self.releases)
+        counts = attempt.state.gate
+        if not trial.accepted:
+            attempt.state.restore(trial.before)
+            counts["rejected"] += 1
+            return Outcome(False, {})
+        counts["accepted"] += 1
+        note_update(counts, attempt, self, 1.0)
+        return Outcome(True, trial.diagnostics)
+
+    @property
+    def change(self) -> LossDifference:
+        assert self.rate is not None, "call at(population) first"
+        return LossDifference(self.rate, self.multiplier, self.bound, self.expected_batch, self.each)
+
+    def asked(self, gradient: tuple[Question, ...], releases: str) -> tuple[Question, ...]:
+        """The questions of one trial, given those of its candidate."""
+        trial = self.as_one(gradient, releases)
+        return (*gradient, self.change.question) if trial is None else (trial,)
+
+    def as_one(self, gradient: tuple[Question, ...], releases: str) -> Trial | None:
+        """The whole trial as one question; None if its questions are charged one by one."""
+        if self.accounting == "every-trial":
+            return None
+        candidate = gradient[0]
+        if len(gradient) != 1 or not isinstance(candidate, SampledGaussian):
+            raise ValueError(
+                f"accounting='trial-level' prices one gradient question per trial, and this method asks "
+                f"{len(gradient)} of {type(candidate).__name__}; use accounting='every-trial'"
+            )
+        change = self.change
+        half = self.bound / change.sensitivity
+        if releases == "yz" and half != 0.5:
+            raise ValueError(
+                f"clip_each={self.each} has no trial-level price where the noisy losses are used too (a buffer, or "
+                "progress='noisy-loss'); leave it out or use accounting='every-trial'"
+            )
+        tested = (change.rate, change.multiplier, self.threshold)
+        return Trial(candidate.rate, candidate.multiplier, *tested, releases=releases, half_range=half)
+
+
+class Tried(NamedTuple):
+    """One trial: what was before it, and its noised loss change, which only "yz" trials may use beyond acceptance."""
+
+    accepted: bool
+    change: float
+    before: dict[str, Any]
+    diagnostics: Diagnostics
+
+
+def run_trial(test: NoisyLossTest, attempt: Attempt, releases: str, noise: float = 1.0, lr: float = 1.0) -> Tried:
+    """Make one candidate and compare it with what it would replace. The caller keeps it or restores `before`."""
+    state, asks = attempt.state, attempt.asks(noise)
+    before = state.snapshot()
+    old = {name: before["model"][name] for name in state.parameters}
+    try:
+        with attempt.curator.trial(test.as_one(asks, releases)):
+            diagnostics = attempt.move(noise, lr)
+            new: Parameters = {name: value.detach() for name, value in state.parameters.items()}
+            change = attempt.curator.loss_difference(old, new, test.change, step=state.step, part=len(asks))
+    except BaseException:
+        state.restore(before)  # a candidate whose test was refused or failed was never accepted
+        raise
+    return Tried(change < test.threshold * test.bound, change, before, diagnostics)
+
+
+def note_update(counts: State, attempt: Attempt, test: NoisyLossTest, noise: float) -> None:
+    """Count an applied update under the noise it was made with: what the published claim charges."""
+    candidate = attempt.asks(noise)[0]
+    row = [getattr(candidate, "multiplier", 0.0), test.multiplier]
+    if counts["updates"] and counts["updates"][-1][:2] == row:
+        counts["updates"][-1][2] += 1
+    else:
+        counts["updates"].append([*row, 1])
+
+
+@dataclass(frozen=True)
+class BufferedRejection:
+    """Candidates that pass the test wait in a buffer; when it is full, one of the least loss changes is applied.
+
+    Candidates whose changes lie within `tie * bound` of the best are equally good, and a fair coin chooses. After
+    `max_rejects` rejections in a row one candidate is enough (degraded mode), until the next update. `worst_first`
+    prefers the larger change, as the paper prints it.
+
+    Formal guarantees: as `NoisyLossTest`, with the noisy change of accepted candidates released too ("yz") wherever it
+    is used: selection, degraded mode and decay are then post-processing. With a decay, the parameters of a trial follow
+    from earlier releases, so the total is bounded by a Renyi filter alone.
+    """
+
+    test: NoisyLossTest = field(default_factory=NoisyLossTest)
+    buffer: int = 2
+    tie: float = 1.0
+    max_rejects: int = 5
+    worst_first: bool = False
+    decay: Decay = field(default_factory=NoDecay)
+
+    def __post_init__(self) -> None:
+        if self.buffer < 1:
+            raise ValueError(f"buffer={self.buffer} must be at least 1: the candidates to choose among")
+        if self.max_rejects < 1:
+            raise ValueError(f"max_rejects={self.max_rejects} must be at least 1")
+        if not self.tie >= 0:
+            raise ValueError(f"theta_k={self.tie} must not be negative")
+
+    @property
+    def adaptive(self) -> bool:
+        return self.decay.adaptive
+
+    @property
+    def releases(self) -> str:
+        return "yz" if self.buffer > 1 or self.decay.uses_losses else "y"
+
+    def at(self, population: int) -> BufferedRejection:
+        return replace(self, test=self.test.at(population))
+
+    def init(self) -> State:
+        return {**self.test.init(), "rejects": 0, "wanted": self.buffer, "buffer": [], **self.decay.init()}
+
+    def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
+        return self.test.asked(gradient, self.releases)
+
+    def settle(self, attempt: Attempt) -> Outcome:
+        state, memory = attempt.state, attempt.state.gate
+        factors = self.decay.factors(memory)
+        test = replace(
+            self.test,
+            multiplier=self.test.multiplier * factors.validation,
+            threshold=self.test.threshold * factors.threshold,
+        )
+        trial = run_trial(test, attempt, self.releases, factors.noise, factors.lr)
+        if trial.accepted:
+            self._keep(memory, trial.change, test.bound, state.snapshot())
+        else:
+            self._reject(memory, test.bound)
+        if len(memory["buffer"]) >= memory["wanted"]:
+            state.restore(self._select(memory, attempt.curator, test.bound))
+            self._applied(attempt, test, factors.noise, trial.before)
+        else:
+            state.restore(trial.before)
+        return Outcome(trial.accepted, trial.diagnostics if trial.accepted else {})
+
+    def _keep(self, memory: State, change: float, bound: float, candidate: dict[str, Any]) -> None:
+        memory["accepted"] += 1
+        memory["rejects"] = 0
+        released = change if self.releases == "yz" else 0.0
+        memory["buffer"].append([released, candidate])
+        self.decay.hear(memory, released, bound)
+
+    def _reject(self, memory: State, bound: float) -> None:
+        self.decay.hear(memory, None, bound)
+        memory["rejected"] += 1
+        memory["rejects"] += 1
+        if memory["rejects"] >= self.max_rejects:  # asked after every rejection; asked once per update it never holds
+            memory["wanted"] = 1
+
+    def _select(self, memory: State, curator: Comparer, bound: float) -> dict[str, Any]:
+        """One of the candidates within `tie * bound` of the best, by a fair coin; the buffer is then empty."""
+        sign = -1 if self.worst_first else 1
+        best = min(sign * change for change, _ in memory["buffer"])
+        good = [candidate for change, candidate in memory["buffer"] if sign * change - best <= self.tie * bound]
+        chosen: dict[str, Any] = good[curator.coin(len(good)) if len(good) > 1 else 0]
+        memory["degraded"] += memory["wanted"] < self.buffer
+        memory["buffer"], memory["wanted"] = [], self.buffer
+        return chosen
+
+    def _applied(self, attempt: Attempt, test: NoisyLossTest, noise: float, before: dict[str, Any]) -> None:
+        note_update(attempt.state.gate, attempt, test, noise)
+        asked = len(test.asked(attempt.asks(noise), self.releases))
+        names = attempt.state.parameters
+        update = Update(
+            attempt.curator,
+            old={name: before["model"][name] for name in names},
+            new={name: value.detach() for name, value in names.items()},
+            step=attempt.state.step,
+            part=asked,
+            public_accuracy=attempt.public_accuracy,
+            noise_std=test.change.noise_std,
+            threshold=test.threshold * test.bound,
+        )
+        self.decay.after(attempt.state.gate, update, attempt.spent)
+
+
+def loss_test(gate: Gate) -> NoisyLossTest | None:
+    """The test that a gate puts to its candidates; None if it keeps them all."""
+    if isinstance(gate, BufferedRejection):
+        return gate.test
+    return gate if isinstance(gate, NoisyLossTest) else None
+
+
+def public_file(gate: Gate) -> str | None:
+    """The file of public examples that a gate's decay wants to see."""
+    if isinstance(gate, BufferedRejection) and isinstance(gate.decay, PhasedDecay):
+        return gate.decay.progress.file if isinstance(gate.decay.progress, PublicAccuracy) else None
+    return None

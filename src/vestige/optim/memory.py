@@ -1,0 +1,274 @@
+"""What do past releases add to the fresh one? Causal filters over releases; none of them may see data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Parameters
+from vestige.mechanism.noise import Release
+from vestige.optim.recall import fused, recall
+from vestige.optim.window import Ring
+
+State = dict[str, Any]
+"""Tensors and integers only, so that it checkpoints and rewinds."""
+HISTORIES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Filtered(NamedTuple):
+    """What to step on (in the scale of a sum), the memory after it, and what may be looked at (all from releases).
+
+    The direction may be a part of the memory: it is there to be read until the next step, and never to be written.
+    """
+
+    direction: Tensor
+    state: State
+    diagnostics: dict[str, Tensor]
+
+
+class Memory(Protocol):
+    def init(self, layout: Layout, device: torch.device) -> State: ...
+
+    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+        """Filter one release, at the parameters where it was asked. The state given may be updated in place."""
+        ...
+
+    @property
+    def fresh_share(self) -> float:
+        """The factor of the fresh sum in the paper's own release: its sigma is this times the accounted one."""
+        ...
+
+    @property
+    def steady_gain(self) -> float:
+        """What the filter makes of a constant input."""
+        ...
+
+    @property
+    def copies(self) -> float:
+        """Extra state, in copies of the parameters."""
+        ...
+
+
+@runtime_checkable
+class KnowsNoise(Protocol):
+    """A memory that can say how much noise its direction carries, for rules that want to know."""
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        """The standard deviation per coordinate, after the step that filtered this release."""
+        ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """No memory: plain DP-SGD."""
+
+    fresh_share = 1.0
+    steady_gain = 1.0
+    copies = 0.0
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        return {}
+
+    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+        return Filtered(release.total, state, {})
+
+    def noise_std(self, release: Release, state: State) -> float | Tensor:
+        return release.noise_std
+
+
+class Kernel(Protocol):
+    """How much each past release weighs. Weights are positive and sum to one."""
+
+    @property
+    def smoothing(self) -> float | None:
+        """The weight of the newest vector in the running trend; None if the kernel needs no trend."""
+        ...
+
+    def weigh(
+        self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Weights over the lags (last axis), and the confidence in the trend.
+
+        `distances` are the norms of (past - trend), `noise_norm` that of the noise in one remembered release.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Equal weights (the ablation of FO-DP-SGD's equation 24)."""
+
+    smoothing = None
+
+    def weigh(
+        self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return torch.full_like(lags, 1.0) / lags.shape[-1], torch.zeros_like(trend_norm)
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """Geometric weights decay**(lag - 1) (the ablation of FO-DP-SGD's equation 26)."""
+
+    decay: float = 0.8
+    smoothing = None
+
+    def __post_init__(self) -> None:
+        _check("decay", self.decay, 0 < self.decay < 1, "lie in (0, 1)")
+
+    def weigh(
+        self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        raw = self.decay ** (lags - 1)
+        return raw / raw.sum(-1, keepdim=True), torch.zeros_like(trend_norm)
+
+
+@dataclass(frozen=True)
+class Fractional:
+    """The tempered power law of FO-DP-SGD (equations 4 to 8): (lag+1)^(order-1) * exp(-(tempering) * lag).
+
+    The tempering is `baseline + confidence * inconsistency * distance`, where distance compares a past release with
+    the running trend and confidence compares the trend with `floor`. `floor="auto"` is the norm that pure noise would
+    give the trend, so that confidence says whether the trend stands out of its own noise.
+    """
+
+    order: float = 0.8
+    baseline: float = 0.01
+    inconsistency: float = 0.1
+    smallest_scale: float = 1e-6
+    floor: float | Literal["auto"] = "auto"
+    smoothing: float = 0.2
+
+    def __post_init__(self) -> None:
+        _check("alpha", self.order, 0 < self.order <= 1, "lie in (0, 1]")
+        _check("lam", self.baseline, self.baseline >= 0, "be at least 0")
+        _check("tau", self.inconsistency, self.inconsistency >= 0, "be at least 0")
+        _check("kappa", self.smallest_scale, self.smallest_scale > 0, "be positive")
+        _check("gamma", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
+        if self.floor != "auto":
+            _check("zeta", self.floor, isinstance(self.floor, int | float) and self.floor > 0, "be positive or 'auto'")
+
+    def weigh(
+        self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        floor = self._floor(noise_norm)
+        confidence = trend_norm / (trend_norm + floor).clamp(min=1e-300)
+        pull = confidence * self.inconsistency / (trend_norm.clamp(min=self.smallest_scale) + 1e-12)
+        prior = torch.sub((self.order - 1) * torch.log1p(lags), lags, alpha=self.baseline)
+        return torch.softmax(torch.addcmul(prior, pull[..., None] * distances, lags, value=-1), dim=-1), confidence
+
+    def weigh_fused(self, ring: Ring, noise_norm: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The same from a ring on a GPU in one launch, with the mean lag before the confidence and the trend's norm."""
+        from vestige.optim import triton_recall
+
+        floor = float(self._floor(noise_norm))
+        constants = self.order, self.baseline, self.inconsistency, self.smallest_scale, floor
+        return triton_recall.tempered(ring, *map(float, constants))
+
+    def _floor(self, noise_norm: float | Tensor) -> float | Tensor:
+        return noise_norm * (self.smoothing / (2 - self.smoothing)) ** 0.5 if self.floor == "auto" else self.floor
+
+
+@dataclass(frozen=True)
+class Blend:
+    """share * fresh + (1 - share) * (weighted mean of the last `window - 1` remembered vectors).
+
+    What is remembered decides the filter: the blends themselves (a recursive filter: FO-DP-SGD), or the fresh releases
+    (a finite one: Post-FM). At share 1 the output is the fresh release, bit for bit.
+
+    A step reads the window once (see `recall`): its weights are made of numbers that the step before left behind.
+    `history="bfloat16"` keeps the window in half the bytes; the trend, the direction and all sums stay in float32.
+    """
+
+    kernel: Kernel = field(default_factory=Fractional)
+    share: float = 0.9
+    window: int = 8
+    remembers: Literal["blend", "fresh"] = "blend"
+    history: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        _check("beta", self.share, 0 < self.share <= 1, "lie in (0, 1]")
+        _check("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
+        _check("history", self.history, self.history in HISTORIES, f"be {' or '.join(HISTORIES)}")
+
+    @property
+    def fresh_share(self) -> float:
+        return self.share if self.remembers == "blend" else 1.0
+
+    @property
+    def steady_gain(self) -> float:
+        return 1.0 if self.window > 1 else self.share
+
+    @property
+    def copies(self) -> float:
+        if self.window == 1:
+            return 0.0
+        rows = (self.window - 1) * HISTORIES[self.history].itemsize / 4
+        return rows + self._follows_trend + (not self._steps_on_a_row)
+
+    @property
+    def _follows_trend(self) -> bool:
+        return self.kernel.smoothing is not None
+
+    @property
+    def _steps_on_a_row(self) -> bool:
+        """Whether what is remembered is what is stepped on, to the last bit: then it is written once."""
+        return self.remembers == "blend" and self.history == "float32"
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        depth = self.window - 1
+        if not depth:
+            return {}
+        zeros = partial(torch.zeros, device=device)
+        # On a GPU every row begins on a boundary of 64 numbers, so that it is read in wide pieces whatever the size.
+        width = layout.size if device.type == "cpu" else -(-layout.size // 64) * 64
+        state: State = {"count": 0, "past": zeros(depth, width, dtype=HISTORIES[self.history])}
+        if not self._steps_on_a_row:
+            state["blend"] = zeros(layout.size)
+        if self._follows_trend:
+            state["trend"] = zeros(layout.size)
+            state["squares"] = zeros(depth, dtype=torch.float64)
+            state["products"] = zeros(depth + 1, dtype=torch.float64)
+        return state
+
+    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+        fresh = release.total
+        if self.window == 1:
+            return Filtered(fresh * self.share, state, {})
+        past = state["past"][:, : len(fresh)]
+        ring = Ring(past, state["count"], state.get("trend"), state.get("squares"), state.get("products"))
+        weights, seen = self._weigh(release, ring)
+        blend = past[ring.slot] if self._steps_on_a_row else state["blend"]
+        pace = (self.kernel.smoothing or 0.0) if ring.count else 1.0
+        memory_share = recall(
+            ring, fresh, weights, blend, self.share, pace, fresh if self.remembers == "fresh" else blend
+        )
+        state["count"] += 1
+        return Filtered(blend, state, {**seen, "memory_share": memory_share} if ring.count else {})
+
+    def _weigh(self, release: Release, ring: Ring) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weights over the lags 1, 2, ..., and what they show."""
+        lags = ring.lags
+        if not self._follows_trend:
+            nothing = torch.zeros((), dtype=torch.float64, device=lags.device)
+            weights, _ = self.kernel.weigh(lags, nothing.expand(len(lags)), nothing, 0.0)
+            return weights, {"weights": weights, "effective_depth": weights @ lags}
+        noise_norm = release.noise_norm * self.fresh_share
+        if fused(ring) and isinstance(self.kernel, Fractional) and isinstance(noise_norm, float):
+            weights, depth, confidence, trend_norm = self.kernel.weigh_fused(ring, noise_norm)
+        else:
+            trend_norm, distances = ring.compared()
+            weights, confidence = self.kernel.weigh(lags, distances, trend_norm, noise_norm)
+            depth = weights @ lags
+        numbers = {"confidence": confidence, "trend_norm": trend_norm}
+        return weights, {"weights": weights, "effective_depth": depth, **numbers}
+
+
+def _check(name: str, value: object, holds: bool, must: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value} must {must}")

@@ -1,0 +1,311 @@
+"""Where is the gradient asked? A probe sees parameters and releases, never data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from vestige.layout import Layout
+from vestige.mechanism.adaptive_clipping import Thinned
+from vestige.mechanism.clipping import Clip, Field, Parameters, Transform
+from vestige.mechanism.noise import Release
+from vestige.questions import Question, SampledGaussian
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class At:
+    """Where and how a noised clipped sum is asked; `part` numbers the questions of one step.
+
+    With `then`, a second sum over the same sample is asked at the point made of the first, and returned: the two are
+    one question, and each carries sqrt(2) times the noise. `clip` replaces the method's; `boost` multiplies the
+    sampling rate; `transform` changes each example's gradient before it is clipped.
+    """
+
+    point: Parameters
+    part: int = 0
+    transform: Transform | None = None
+    then: Callable[[Release], Parameters] | None = None
+    clip: Clip | None = None
+    boost: float = 1.0
+
+
+class AskGradient(Protocol):
+    @property
+    def population(self) -> int: ...
+
+    @property
+    def rate(self) -> float: ...
+
+    def __call__(self, at: At) -> Release: ...
+
+    def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
+        """Ask for a noised estimate of the sum of min(norm, bound) over all examples, with `boost` times the noise."""
+        ...
+
+
+class Probe(Protocol):
+    @property
+    def copies(self) -> float:
+        """Extra state, in copies of the parameters."""
+        ...
+
+    @property
+    def passes(self) -> float:
+        """How many gradients of each sampled example one step takes."""
+        ...
+
+    def init(self, layout: Layout, device: torch.device) -> State: ...
+
+    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+        """Ask what this method asks in one step, at or around the parameters, and return the release to step on."""
+        ...
+
+    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+        """What step `step` asks: the price list of `ask`, in order."""
+        ...
+
+    def period(self, rate: float) -> int:
+        """After how many steps the list of questions repeats."""
+        ...
+
+
+def _one_question(self: object, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+    return (SampledGaussian(rate, multiplier),)
+
+
+def _every_step(self: object, rate: float) -> int:
+    return 1
+
+
+@dataclass(frozen=True)
+class Here:
+    """At the parameters themselves, once."""
+
+    copies = 0.0
+    passes = 1.0
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        return {}
+
+    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+        return gradient(At(point)), state
+
+    questions, period = _one_question, _every_step
+
+
+@dataclass(frozen=True)
+class AgainstLastRelease:
+    """A step of length `radius` uphill along what is already public: the last release, or the last move (DP-SAT).
+
+    Formal guarantees: the point is a function of earlier releases, so one step is one question, as in DP-SGD.
+    """
+
+    radius: float = 0.03
+    along: Literal["release", "move"] = "release"
+    copies = 1.0
+    passes = 1.0
+
+    def __post_init__(self) -> None:
+        _check_radius(self.radius)
+        if self.along not in ("release", "move"):
+            raise ValueError(f"along={self.along!r} must be 'release' or 'move'")
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        return {"last": torch.zeros(layout.size, device=device), "started": 0}
+
+    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+        if self.along == "move":
+            here = flatten(point, state["last"].shape[:-1])
+            uphill = state["last"] - here if state["started"] else torch.zeros_like(here)
+            return gradient(At(shifted(point, uphill, self.radius))), {"last": here, "started": 1}
+        release = gradient(At(shifted(point, state["last"], self.radius)))
+        return release, {"last": release.total.clone(), "started": 1}
+
+    questions, period = _one_question, _every_step
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """At the top of a step of length `radius` along the gradient itself (SAM), which must be asked for too.
+
+    `sample` says about whom the ascent is asked. "fresh": another sample, a second question. "same": the step's own
+    sample, so both answers are one question with sqrt(2) times the noise each. "own": every example climbs its own
+    gradient before it is clipped, which is free.
+
+    Formal guarantees: two questions ("fresh"), or one ("same", "own"), at the accounted multiplier.
+    """
+
+    radius: float = 0.05
+    sample: Literal["fresh", "same", "own"] = "fresh"
+    copies = 0.0
+    passes = 2.0
+
+    def __post_init__(self) -> None:
+        _check_radius(self.radius)
+        if self.sample not in ("fresh", "same", "own"):
+            raise ValueError(f"ascent={self.sample!r} must be 'fresh', 'same' or 'own'")
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        return {}
+
+    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+        def climb(release: Release) -> Parameters:
+            return shifted(point, release.total, self.radius)
+
+        if self.sample == "own":
+            return gradient(At(point, transform=self.climb_alone if self.radius else None)), state
+        if self.sample == "same":
+            return gradient(At(point, then=climb)), state
+        return gradient(At(climb(gradient(At(point))), part=1)), state
+
+    def climb_alone(self, field: Field) -> Field:
+        def above(parameters: Parameters, *example: Tensor) -> Parameters:
+            uphill = field(parameters, *example)
+            norm = torch.sqrt(sum(g.square().sum() for g in uphill.values())).clamp(min=1e-30)  # type: ignore[arg-type]
+            return field({k: p + self.radius * (uphill[k] / norm) for k, p in parameters.items()}, *example)
+
+        return above
+
+    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+        return (SampledGaussian(rate, multiplier),) * (2 if self.sample == "fresh" else 1)
+
+    period = _every_step
+
+
+@dataclass(frozen=True)
+class AlongLastStep:
+    """Two gradients of each example, here and further along the last move, combined before clipping (DiSK).
+
+    h_i = weight * grad(theta + reach * d) + (1 - weight) * grad(theta), d the last move. The weight that makes the
+    combination a forecast is (1 - gain) / (gain * reach), for the gain of the filter that follows.
+
+    Formal guarantees: the combination is one vector per example, clipped once: one question, as in DP-SGD.
+    """
+
+    reach: float
+    weight: float
+    copies = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.reach > 0:
+            raise ValueError(f"gamma={self.reach} must be positive: how far along the last move to look")
+
+    @property
+    def passes(self) -> float:
+        return 1.0 if self.weight in (0, 1) else 2.0
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        return {"before": torch.zeros(layout.size, device=device), "started": 0}
+
+    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+        here = flatten(point, state["before"].shape[:-1])
+        after: State = {"before": here, "started": 1}
+        if not state["started"] or self.weight == 0:
+            return gradient(At(point)), after
+        ahead = moved(point, here - state["before"], self.reach)
+        if self.weight == 1:
+            return gradient(At(ahead)), after
+
+        def forecast(field: Field) -> Field:
+            def combined(parameters: Parameters, *example: Tensor) -> Parameters:
+                far, near = field(ahead, *example), field(parameters, *example)
+                return {k: self.weight * far[k] + (1 - self.weight) * near[k] for k in near}
+
+            return combined
+
+        return gradient(At(point, transform=forecast)), after
+
+    questions, period = _one_question, _every_step
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Examples join in proportion to the norm of their clipped gradient, and contribute unit vectors (DPIS).
+
+    The proportion needs K, the sum of clipped norms over all examples: it is asked once per epoch, on a sample, with
+    `normaliser_noise` times the gradient's noise multiplier. Candidates are drawn at `boost` times the sampling rate
+    and thinned, so K is not taken to be less than bound * N / boost, and no inclusion probability exceeds the
+    candidates' rate. With boost 1 there is nothing to estimate.
+
+    Formal guarantees: given the released K, an example decides only about its own presence, which has probability at
+    most boost * rate; each step is a Poisson-subsampled Gaussian at that rate (spec of the largest inclusion
+    probability: cost is monotone in it), each estimate of K another at the sampling rate.
+    """
+
+    bound: float = 1.0
+    boost: float = 2.0
+    normaliser_noise: float = 5.0
+    copies = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+        if not self.boost >= 1:
+            raise ValueError(f"boost={self.boost} must be at least 1: candidates over expected batch")
+        if not self.normaliser_noise > 0:
+            raise ValueError(f"normaliser_noise={self.normaliser_noise} must be positive")
+
+    @property
+    def passes(self) -> float:
+        return self.boost
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        return {"step": 0, "norm_sum": 0.0}
+
+    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+        boost = self._boost(gradient.rate)
+        smallest, largest = self.bound * gradient.population / boost, self.bound * gradient.population
+        norm_sum, part = state["norm_sum"], 0
+        if boost == 1:
+            norm_sum = largest
+        elif self._asks_norms(state["step"], gradient.rate):
+            norm_sum = gradient.norms(point, self.bound, boost=self.normaliser_noise)
+            norm_sum, part = min(largest, max(smallest, norm_sum)), 1
+        mean_norm = norm_sum / gradient.population
+        clip = Thinned(self.bound, keep=1 / (boost * mean_norm), scale=mean_norm)
+        release = gradient(At(point, part=part, clip=clip, boost=boost))
+        return release, {"step": state["step"] + 1, "norm_sum": norm_sum}
+
+    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+        boost = self._boost(rate)
+        main = SampledGaussian(min(1.0, boost * rate), multiplier)
+        if boost > 1 and self._asks_norms(step, rate):
+            return SampledGaussian(rate, multiplier * self.normaliser_noise), main
+        return (main,)
+
+    def period(self, rate: float) -> int:
+        return max(1, round(1 / rate))
+
+    def _boost(self, rate: float) -> float:
+        return min(self.boost, 1 / rate)
+
+    def _asks_norms(self, step: int, rate: float) -> bool:
+        return step % self.period(rate) == 0
+
+
+def flatten(point: Parameters, lead: tuple[int, ...] = ()) -> Tensor:
+    """The parameters as one vector, [*lead, size]: `lead` are the axes that many runs at once have in front."""
+    return torch.cat([p.detach().reshape(*lead, -1) for p in point.values()], dim=-1)
+
+
+def moved(point: Parameters, vector: Tensor, factor: float | Tensor) -> Parameters:
+    """The point plus `factor` times a flat vector, [..., size], in the parameters' order."""
+    lead = vector.dim() - 1
+    pieces = (factor * vector).split([p.shape[lead:].numel() for p in point.values()], dim=-1)
+    return {name: p + piece.view_as(p) for (name, p), piece in zip(point.items(), pieces, strict=True)}
+
+
+def shifted(point: Parameters, vector: Tensor, length: float) -> Parameters:
+    """The point, moved by `length` in the direction of a flat vector; not moved if the vector is zero."""
+    return moved(point, vector, length / (torch.linalg.vector_norm(vector, dim=-1, keepdim=True) + 1e-16))
+
+
+def _check_radius(radius: float) -> None:
+    if not radius >= 0:
+        raise ValueError(f"rho={radius} must not be negative: the length of the ascent step")

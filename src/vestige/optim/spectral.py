@@ -1,0 +1,254 @@
+"""How deep should each layer's memory of past releases reach? Its own spectrum decides: the memory of SMA-DP-SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Parameters
+from vestige.mechanism.noise import Release
+from vestige.optim import spectrum
+from vestige.optim.memory import Filtered, State
+from vestige.optim.spectrum import Convention
+
+TINY = 1e-12
+Gate = Literal["paper", "disjoint", "open"]
+Sections = Sequence[tuple[int, int, int]]
+"""Stretches of the flat vector that belong to one group: (start, stop, group)."""
+
+
+@dataclass(frozen=True)
+class Spectral:
+    """share * fresh + (1 - share) * warmth * gate * scale * recalled, group by group.
+
+    `recalled` is a weighted mean of the group's last `window - 1` blends. The weights are a power law of the lag,
+    tempered the more the further the exponent of the group's weights lies outside `interval`; an undefined exponent
+    tempers nothing. The gate is how far `recalled` points along the trend (a running mean of all blends), the scale
+    shrinks it to the trend's norm, and the warmth grows from 0 to 1 over `warm_up` steps (None: one epoch; 0: at once).
+
+    `refresh` is the number of steps between spectra (None: one epoch). `gate="disjoint"` compares even lags with odd
+    ones instead, which have no noise in common; "open" is always 1. `largest_scale=None` leaves the scale at 1.
+
+    Formal guarantees: none needed. Releases, and the parameters made of them, are all it sees: post-processing.
+    """
+
+    share: float = 0.95
+    order: float = 0.7
+    window: int = 4
+    interval: tuple[float, float] = (2.0, 6.0)
+    strictness: float = 1.0
+    smoothing: float = 0.1
+    warm_up: int | None = None
+    largest_scale: float | None = 1.0
+    refresh: int | None = None
+    convention: Convention = "flatten"
+    gate: Gate = "paper"
+
+    def __post_init__(self) -> None:
+        _check("beta", self.share, 0 < self.share <= 1, "lie in (0, 1]")
+        _check("alpha", self.order, 0 < self.order <= 1, "lie in (0, 1]")
+        _check("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
+        low, high = self.interval
+        _check("interval", self.interval, low <= high, "be two numbers, the smaller first")
+        _check("c_lambda", self.strictness, self.strictness >= 0, "be at least 0")
+        _check("gamma_ema", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
+        _check("warm_up", self.warm_up, self.warm_up is None or self.warm_up >= 0, "be a number of steps, 0 or more")
+        cap = self.largest_scale
+        _check("norm_cap", cap, cap is None or cap >= 0, "be at least 0, or 'off'")
+        _check("refresh_spectrum", self.refresh, self.refresh is None or self.refresh >= 1, "be at least 1 step")
+        _check("convention", self.convention, self.convention in get_args(Convention), "be flatten or per-position")
+        _check("gate", self.gate, self.gate in get_args(Gate), "be paper, disjoint or open")
+        if self.gate == "disjoint" and self.window < 3:
+            raise ValueError(f"window={self.window} leaves the disjoint gate no even lag; it needs 3 or more")
+
+    @property
+    def fresh_share(self) -> float:
+        return self.share
+
+    @property
+    def steady_gain(self) -> float:
+        """A constant input passes the gate whole, and its scale is 1 or the cap."""
+        if self.window == 1:
+            return self.share
+        return self.share / (1 - (1 - self.share) * min(1.0, 1.0 if self.largest_scale is None else self.largest_scale))
+
+    @property
+    def copies(self) -> float:
+        return float(self.window) if self.window > 1 else 0.0
+
+    def init(self, layout: Layout, device: torch.device) -> State:
+        depth = self.window - 1
+        return {
+            "count": 0,
+            "groups": [segment.group for segment in layout.segments],
+            "lengths": [segment.stop - segment.start for segment in layout.segments],
+            "past": torch.zeros(depth, layout.size, device=device),
+            "trend": torch.zeros(layout.size if depth else 0, device=device),
+            "exponent": torch.full((layout.groups,), torch.nan, dtype=torch.float64, device=device),
+            "tempering": torch.zeros(layout.groups, dtype=torch.float64, device=device),
+            "weights": torch.zeros(layout.groups, depth, dtype=torch.float64, device=device),
+        }
+
+    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+        fresh, count, depth = release.total, state["count"], self.window - 1
+        epoch = max(1, round(1 / release.sample_rate))
+        refreshed = count % (self.refresh or epoch) == 0
+        if refreshed:
+            found = group_exponents(parameters, state["groups"], self.convention, fresh.shape[:-1])
+            state["exponent"] = found.to(fresh.device)
+            state["tempering"] = self.tempering(state["exponent"])
+        if refreshed or count <= depth:  # otherwise nothing that decides them has changed
+            state["weights"] = self.weigh(state["tempering"], min(count, depth))
+        gate = scale = ratio = torch.zeros_like(state["exponent"])
+        direction = fresh * self.share
+        if count and depth:
+            sections = _sections(state["lengths"], state["groups"])
+            recalled, inner = self._recall(fresh, state, sections)
+            gate, scale = self._gate(inner), self._scale(inner)
+            pull = (1 - self.share) * self._warmth(count, epoch) * gate * scale
+            rounded = pull.to(fresh.dtype)
+            for start, stop, group in sections:
+                direction[..., start:stop].addcmul_(recalled[..., start:stop], rounded[..., group, None])
+            ratio = _ratio(pull, inner, self.share)
+        if depth:
+            state["past"][..., count % depth, :].copy_(direction)
+            state["trend"].lerp_(direction, self.smoothing if count else 1.0)
+        state["count"] += 1
+        lags = torch.arange(1, depth + 1, dtype=torch.float64, device=fresh.device)
+        depths = state["weights"] @ lags
+        seen = {
+            "effective_depth": depths.mean(-1),
+            "memory_ratio": ratio.mean(-1),
+            "effective_depth_by_group": depths,
+            "memory_ratio_by_group": ratio,
+            "gate": gate,
+            "scale": scale,
+            "exponent": state["exponent"],
+            "tempering": state["tempering"],
+        }
+        return Filtered(direction, state, seen)
+
+    def tempering(self, exponents: Tensor) -> Tensor:
+        """In [0, 1): 0 for an exponent inside the interval, or undefined; rising with its distance from it."""
+        low, high = self.interval
+        distance = torch.maximum(low - exponents, exponents - high).clamp(min=0)
+        return torch.where(exponents.isnan(), 0.0, -torch.expm1(-self.strictness * distance))
+
+    def weigh(self, tempering: Tensor, filled: int) -> Tensor:
+        """Weights over lags 1, 2, ...: [..., groups, window - 1], rows summing to one, or zero if nothing is there."""
+        lags = torch.arange(1, self.window, dtype=torch.float64, device=tempering.device)
+        if not filled:
+            return tempering.new_zeros(*tempering.shape, len(lags))
+        scores = (self.order - 1) * torch.log1p(lags) - tempering[..., None] * lags
+        return torch.softmax(torch.where(lags <= filled, scores, -torch.inf), dim=-1)
+
+    def _warmth(self, count: int, epoch: int) -> float:
+        steps = epoch if self.warm_up is None else self.warm_up
+        return 1 - exp(-count / steps) if steps else 1.0
+
+    def _recall(self, fresh: Tensor, state: State, sections: Sections) -> tuple[Tensor, dict[str, Tensor]]:
+        """The recalled vector, and the inner products by group that the gate, the scale and the records need."""
+        past, trend = state["past"], state["trend"]
+        by_lag = state["weights"]
+        recalled = _combine(by_lag, state, sections)
+        pairs = {"rr": (recalled, recalled), "tr": (trend, recalled), "tt": (trend, trend)}
+        pairs |= {"ff": (fresh, fresh), "fr": (fresh, recalled)}
+        if self.gate == "disjoint":
+            lags = torch.arange(1, self.window, device=past.device)
+            fading = ((1 - self.smoothing) ** lags.double()).expand_as(by_lag)
+            odd = _combine(torch.where(lags % 2 == 1, by_lag, 0.0), state, sections)
+            even = _combine(torch.where(lags % 2 == 0, fading, 0.0), state, sections)
+            pairs |= {"oo": (odd, odd), "eo": (even, odd), "ee": (even, even)}
+        products = torch.empty(len(pairs), *fresh.shape, dtype=fresh.dtype, device=fresh.device)
+        for row, (one, other) in zip(products, pairs.values(), strict=True):
+            torch.mul(one, other, out=row)
+        return recalled, dict(zip(pairs, _sums(products, sections, by_lag.shape[-2]), strict=True))
+
+    def _gate(self, inner: Mapping[str, Tensor]) -> Tensor:
+        if self.gate == "open":
+            return torch.ones_like(inner["rr"])
+        across, one, other = ("tr", "tt", "rr") if self.gate == "paper" else ("eo", "ee", "oo")
+        cosine = inner[across] / (inner[one].sqrt() * inner[other].sqrt() + TINY)
+        return cosine.clamp(0.0, 1.0)
+
+    def _scale(self, inner: Mapping[str, Tensor]) -> Tensor:
+        if self.largest_scale is None:
+            return torch.ones_like(inner["rr"])
+        return (inner["tt"].sqrt() / (inner["rr"].sqrt() + TINY)).clamp(max=self.largest_scale)
+
+
+def group_exponents(
+    parameters: Parameters, groups: Sequence[int], convention: Convention, lead: tuple[int, ...] = ()
+) -> Tensor:
+    """The exponent of each group at these parameters, [*lead, groups] in float64: the mean over its weights of two or
+    more dimensions whose exponent is defined, NaN where there is none. `lead` are the axes that many runs have in
+    front."""
+    members = [(w, group) for w, group in zip(parameters.values(), groups, strict=True) if w.dim() >= 2 + len(lead)]
+    total = torch.zeros(*lead, 1 + max(groups), dtype=torch.float64)
+    if not members:
+        return total / 0
+    alone = [matrix for weight, _ in members for matrix in weight.reshape(-1, *weight.shape[len(lead) :])]
+    each = spectrum.exponents(alone, convention).view(len(members), *lead).movedim(0, -1)
+    total = total.to(each.device)
+    owners = torch.tensor([group for _, group in members], device=each.device)
+    defined = each.isfinite()
+    number = total.index_add(-1, owners, defined.double())
+    return total.index_add(-1, owners, torch.where(defined, each, 0.0)) / number
+
+
+def _sections(lengths: Sequence[int], groups: Sequence[int]) -> Sections:
+    """The stretches of each group, those that touch joined, from the length and group of each parameter in order."""
+    return list(_joined(lengths, groups))
+
+
+def _joined(lengths: Sequence[int], groups: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    start = stop = 0
+    current = groups[0]
+    for length, group in zip(lengths, groups, strict=True):
+        if group != current:
+            yield start, stop, current
+            start, current = stop, group
+        stop += length
+    yield start, stop, current
+
+
+def _combine(by_lag: Tensor, state: State, sections: Sections) -> Tensor:
+    """The sum over lags of weight * past vector, each group with its own weights."""
+    past = state["past"]
+    # The window is a ring: slot i holds the vector of lag ((count - 1 - i) mod depth) + 1.
+    by_slot = by_lag.flip(-1).roll(state["count"], -1).to(past.dtype)
+    combined = torch.empty_like(past[..., 0, :])
+    for start, stop, group in sections:
+        vectors, weights = past[..., start:stop], by_slot[..., group, :]
+        if past.dim() == 2:
+            torch.mv(vectors.t(), weights, out=combined[start:stop])
+        else:  # many runs at once
+            combined[..., start:stop] = (weights.unsqueeze(-2) @ vectors).squeeze(-2)
+    return combined
+
+
+def _sums(rows: Tensor, sections: Sections, groups: int) -> Tensor:
+    """Sums over each group's coordinates, in float64: [..., size] -> [..., groups]."""
+    parts = torch.stack([rows[..., start:stop].sum(-1) for start, stop, _ in sections], dim=-1).double()
+    if len(sections) == groups and all(group == index for index, (_, _, group) in enumerate(sections)):
+        return parts
+    owners = torch.tensor([group for _, _, group in sections], device=rows.device)
+    return torch.zeros(*parts.shape[:-1], groups, dtype=parts.dtype, device=rows.device).index_add(-1, owners, parts)
+
+
+def _ratio(pull: Tensor, inner: Mapping[str, Tensor], share: float) -> Tensor:
+    """The norm of the memory's branch over that of the blend share * fresh + pull * recalled."""
+    branch = pull * inner["rr"].sqrt()
+    blend = share**2 * inner["ff"] + 2 * share * pull * inner["fr"] + branch.square()
+    return branch / blend.clamp(min=0).sqrt().clamp(min=1e-300)
+
+
+def _check(name: str, value: object, holds: bool, must: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value} must {must}")

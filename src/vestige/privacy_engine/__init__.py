@@ -1,0 +1,1 @@
+"""Private training in a loop of the user's own: `PrivacyEngine`."""

@@ -1,0 +1,78 @@
+"""Which tasks are there? What an example of a dataset becomes, and the model for examples of that shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor, nn
+
+from vestige.tasks import models
+from vestige.tasks.datasets import CIFAR10, CIFAR100, DIGITS, FMNIST, IMDB, MNIST, SVHN, Dataset
+from vestige.tasks.scattering import scattered_colour, scattered_grey
+
+GREY, COLOUR = (MNIST, FMNIST), (CIFAR10, CIFAR100, SVHN)
+SCATTERING = "Features are normalised by GroupNorm(27), example by example: the data are asked nothing for it."
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A task before its data."""
+
+    dataset: Dataset
+    model: str
+    build: Callable[[tuple[int, ...], int], nn.Module]
+    prepare: Callable[[Tensor], Tensor]
+    notes: str = ""
+
+
+def _flat(images: Tensor) -> Tensor:
+    return images.flatten(1)
+
+
+def _as_is(examples: Tensor) -> Tensor:
+    return examples
+
+
+def _mlp(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return models.mlp(prod(shape), classes)
+
+
+def _cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return models.cnn(shape[0], shape[1], classes)
+
+
+def _scattering_cnn(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return (models.scattering_cnn_7 if shape[1] == 7 else models.scattering_cnn_8)(shape[0], classes)
+
+
+def _scattering_linear(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return models.scattering_linear(shape[0], shape[1], classes)
+
+
+def _recipes() -> Iterator[tuple[str, Recipe]]:
+    for dataset in (DIGITS, *GREY, *COLOUR):
+        yield f"{dataset.name}-mlp", Recipe(dataset, "tanh MLP, hidden layers 64 and 32", _mlp, _flat)
+    for dataset in (*GREY, *COLOUR):
+        yield f"{dataset.name}-cnn", Recipe(dataset, "small CNN: GroupNorm and tanh", _cnn, _as_is)
+    for dataset in COLOUR:
+        yield f"{dataset.name}-resnet18", Recipe(dataset, "ResNet-18, GroupNorm", _for_classes(models.resnet18), _as_is)
+        wide = Recipe(dataset, "WRN-16-4, GroupNorm, standardised weights", _for_classes(models.wide_resnet), _as_is)
+        yield f"{dataset.name}-wrn16-4", wide
+    for dataset in (*GREY, CIFAR10):
+        network = models.tanh_cnn_28 if dataset in GREY else models.tanh_cnn_32
+        yield f"{dataset.name}-ts", Recipe(dataset, "DPSGD-TS's tanh CNN", _for_classes(network), _as_is)
+    for dataset in (*GREY, CIFAR10):
+        features = scattered_grey if dataset in GREY else scattered_colour
+        cnn = Recipe(dataset, "scattering features, CNN (DPSGD-HF)", _scattering_cnn, features, SCATTERING)
+        linear = Recipe(dataset, "scattering features, linear (DPSGD-HF)", _scattering_linear, features, SCATTERING)
+        yield from ((f"{dataset.name}-hf", cnn), (f"{dataset.name}-hf-linear", linear))
+    yield "imdb-lstm", Recipe(IMDB, "embedding and bidirectional LSTM", _for_classes(models.TextClassifier), _as_is)
+
+
+def _for_classes(network: Callable[[int], nn.Module]) -> Callable[[tuple[int, ...], int], nn.Module]:
+    return lambda shape, classes: network(classes)
+
+
+RECIPES: dict[str, Recipe] = dict(_recipes())

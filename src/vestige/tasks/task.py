@@ -1,0 +1,143 @@
+"""What is trained on what? A model, a loss and examples, by the name of a task or from a user's own file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vestige.tasks.reading import Examples, existing
+from vestige.tasks.recipes import RECIPES, Recipe
+from vestige.tasks.user_code import blame, call, function_of, python_file
+
+__all__ = ["Examples", "Loss", "Task", "check", "describe", "load", "names", "subject"]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What `vestige train --task NAME` needs: `loss(model(inputs), targets)` over `train`, judged on `test`."""
+
+    name: str
+    model: nn.Module
+    loss: Loss
+    train: Examples
+    test: Examples
+    classes: int
+    notes: str
+
+
+def load(name: str, data: str | Path | None = None, seed: int = 0) -> Task:
+    """The task called `name`, its initial weights drawn from `seed` alone.
+
+    `data` is a file or folder for the tasks that need one. `name` may also be `path/to/file.py:function`: that function
+    is called, with `data` and `seed` where it takes them, and returns a `Task` or `(model, loss, train, test)`.
+    """
+    path = None if data is None else Path(data)
+    if ".py:" in name:
+        return _load_from_file(name, path, seed)
+    check(name, data)
+    recipe = RECIPES[name]
+    (x_train, y_train), (x_test, y_test) = recipe.dataset.read(path)
+    x_train, x_test = recipe.prepare(x_train), recipe.prepare(x_test)
+    with _public_randomness(seed):
+        model = recipe.build(tuple(x_train.shape[1:]), recipe.dataset.classes)
+    notes = " ".join(part for part in (recipe.dataset.notes, recipe.notes) if part)
+    train, test = (x_train, y_train), (x_test, y_test)
+    return Task(name, model, functional.cross_entropy, train, test, recipe.dataset.classes, notes)
+
+
+def check(name: str, data: str | Path | None = None) -> None:
+    """Refuse, before anything is read, a task that cannot be loaded: no such name, or no data where it needs some."""
+    if ".py:" in name:
+        python_file(name)
+        return
+    dataset = _find(name).dataset
+    if data is None and dataset.needs_data:
+        raise ValueError(f"--data is missing: task {name!r} reads {dataset.title}; give --data FILE.npz or a folder")
+    if data is not None and dataset.needs_data:
+        existing(Path(data))
+
+
+def subject(name: str, data: str | Path | None = None, seed: int = 0) -> tuple[nn.Module, Loss, Any]:
+    """The model, loss and training data of a task, unexamined: a user's function may give a loader or a dataset."""
+    if ".py:" not in name:
+        task = load(name, data, seed)
+        return task.model, task.loss, task.train
+    made = _made_by_file(name, None if data is None else Path(data), seed)
+    if isinstance(made, Task):
+        return made.model, made.loss, made.train
+    if not (isinstance(made, tuple) and len(made) >= 3 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise ValueError(f"--task={name}: the function must return (model, loss, data, ...)")
+    return made[0], made[1], made[2]
+
+
+def names() -> list[str]:
+    """Every task that `load` knows by name."""
+    return list(RECIPES)
+
+
+def describe() -> list[dict[str, str | bool]]:
+    """One row per task: `name`, `dataset`, `model`, `needs_data`."""
+    return [
+        {"name": name, "dataset": r.dataset.title, "model": r.model, "needs_data": r.dataset.needs_data}
+        for name, r in RECIPES.items()
+    ]
+
+
+def _find(name: str) -> Recipe:
+    if name in RECIPES:
+        return RECIPES[name]
+    close = get_close_matches(name, RECIPES, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(RECIPES)}, or give file.py:function"
+    raise ValueError(f"--task={name}: no such task; {hint}")
+
+
+@contextmanager
+def _public_randomness(seed: int) -> Iterator[None]:
+    """Draw from `seed` inside, and leave the caller's random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: that one reaches the accelerators too
+        yield
+
+
+# --- a user's own task -----------------------------------------------------------------------------------------------
+
+
+def _made_by_file(name: str, data: Path | None, seed: int) -> Any:
+    with _public_randomness(seed):
+        function = function_of(name)
+    with _public_randomness(seed):
+        return call(name, function, data, seed)
+
+
+def _load_from_file(name: str, data: Path | None, seed: int) -> Task:
+    made = _made_by_file(name, data, seed)
+    return made if isinstance(made, Task) else _task_of(name, made)
+
+
+def _task_of(name: str, made: Any) -> Task:
+    if not (isinstance(made, tuple) and len(made) == 4 and isinstance(made[0], nn.Module) and callable(made[1])):
+        raise ValueError(f"--task={name}: the function must return a Task or (model, loss, train, test)")
+    model, loss, train, test = made
+    for split, pair in (("train", train), ("test", test)):
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(part, Tensor) for part in pair)):
+            raise ValueError(f"--task={name}: {split} must be a pair of tensors (inputs, targets)")
+        if len(pair[0]) != len(pair[1]) or len(pair[0]) == 0:
+            raise ValueError(
+                f"--task={name}: {split} has {len(pair[0])} inputs and {len(pair[1])} targets; give one each"
+            )
+    shape = tuple(test[0].shape[1:])
+    # the width of the answer: a public fact of the model
+    with torch.no_grad(), blame(name, f"the model cannot take a test example of shape {shape}"):
+        classes = copy.deepcopy(model).eval()(test[0][:1]).shape[-1]
+    return Task(name, model, loss, tuple(train), tuple(test), classes, f"The user's own task, from {name}.")

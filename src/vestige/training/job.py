@@ -1,0 +1,286 @@
+"""How does a named task become a finished run? A job is a value: it can be written down, resumed and repeated."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vestige import accounting, tasks
+from vestige.checks import accounted_multiplier, check_steps
+from vestige.layout import Layout
+from vestige.mechanism.augmentation import Augment
+from vestige.mechanism.groups import named_grouping, named_split
+from vestige.mechanism.moments import PrivateMoments, with_moments
+from vestige.methods.base import Method, by_group
+from vestige.methods.registry import build
+from vestige.optim import averaging
+from vestige.optim.gates import loss_test, public_file
+from vestige.optim.rules import named
+from vestige.questions import Question, SampledGaussian
+from vestige.training.loop import Record, accuracy
+from vestige.training.planning import paper_groups
+from vestige.training.run import Training, train
+from vestige.training.run_folder import RunFolder
+
+Watch = Callable[[Training, Record, float | None], bool]
+"""Sees every record, with the accuracy on public test data when it was measured; False stops the run cleanly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One private run of a task, as asked for."""
+
+    task: str
+    method: str = "fo-dp-sgd"
+    options: dict[str, Any] = field(default_factory=dict)
+    data: str | None = None
+    sample_rate: float = 0.05
+    steps: int | None = None
+    delta: float = 1e-5
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    paper_sigma: float | None = None
+    lr: float | Literal["auto"] = "auto"
+    optimizer: str | None = None
+    average: str | None = None
+    augment: int | None = None
+    groups: str | None = None
+    split: str | None = None
+    share: str | None = None
+    sampling: str = "poisson"
+    engine: str = "bookkeeping"
+    physical_batch: int | Literal["auto"] | None = None
+    seed: int = 0
+    reproducible: bool = False
+    device: str = "cpu"
+    evaluate_every: int | None = None
+    normalise: str = "group"
+    moments_noise: float = 8.0
+    moments_bound: float = 2.5
+    nonprivate_transcript: str | None = None
+    nonprivate_logs: bool = False
+
+
+def method_of(job: Job) -> Method:
+    method = _divided(build(job.method, **job.options), job)
+    if job.average is not None:
+        method = replace(method, average=averaging.named(job.average))
+    if job.augment is not None:
+        method = replace(method, augment=Augment(job.augment))
+    if job.optimizer is None:
+        return method
+    if "momentum" in job.options and job.optimizer.lower() != "sgd":
+        raise ValueError(f"momentum={job.options['momentum']} belongs to sgd, not to the optimizer {job.optimizer}")
+    return replace(method, rule=named(job.optimizer, method.rule.options if job.optimizer.lower() == "sgd" else {}))
+
+
+def _divided(method: Method, job: Job) -> Method:
+    """Apply the job's groups, split and share to a method that may have its own."""
+    if job.groups is None and job.split is None and job.share is None:
+        return method
+    grouping = method.grouping if job.groups is None else named_grouping(job.groups)
+    if grouping is None and (job.split is not None or job.share is not None):
+        name, value = ("share", job.share) if job.share is not None else ("split", job.split)
+        raise ValueError(f"{name}={value!r} needs groups to share between: give groups='layers' or patterns")
+    split = None if job.split is None else named_split(job.split)
+    return by_group(method, grouping, split, job.share or "equal")  # type: ignore[arg-type]
+
+
+def start(
+    job: Job, out: Path | None, *, resume: bool = False, task: tasks.Task | None = None
+) -> tuple[tasks.Task, Training]:
+    """Load the task (unless it is given) and prepare its training; nothing is asked of the data yet."""
+    _check(job)
+    method = method_of(job)
+    multiplier = job.noise_multiplier
+    if job.paper_sigma is not None and multiplier is not None:
+        raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
+    task = task or tasks.load(job.task, job.data, job.seed)
+    if method.augment is not None:
+        method.augment.check(tuple(task.train[0].shape[1:]))
+    moments = _moments(job)
+    if moments is not None:
+        task = replace(task, model=with_moments(task.model))
+    if job.paper_sigma is not None:
+        groups = paper_groups(method, Layout.of(task.model, method.grouping))
+        multiplier = accounted_multiplier(job.paper_sigma, method.memory.fresh_share, groups)
+    check_device(job.device)
+    task.model.to(job.device)
+    training = train(
+        task.model,
+        task.loss,
+        task.train,
+        method=method,
+        sample_rate=job.sample_rate,
+        steps=job.steps,
+        delta=job.delta,
+        epsilon=job.epsilon,
+        noise_multiplier=multiplier,
+        lr=job.lr,
+        sampling=job.sampling,
+        engine=job.engine,
+        physical_batch=job.physical_batch,
+        reproducible=job.seed if job.reproducible else None,
+        out=out,
+        resume=resume,
+        request={"job": {**asdict(job), "options": {key: _written(value) for key, value in job.options.items()}}},
+        public=_public_examples(job, method),
+        normalise=moments,
+        nonprivate_transcript=job.nonprivate_transcript,
+        nonprivate_logs=job.nonprivate_logs,
+    )
+    return task, training
+
+
+def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None = None) -> dict[str, Any]:
+    """Consume a prepared training: evaluate on the public test set now and then, and write the result."""
+    every = job.evaluate_every or max(1, training.plan.steps // 20)
+    begin = time.perf_counter()
+    interrupted = False
+    record: Record | None = None
+    for record in training:
+        seen = None
+        if (record.step + 1) % every == 0:
+            with training.averaged():
+                seen = training.log["accuracy"] = accuracy(task.model, task.test)
+        if watch is not None and not watch(training, record, seen):
+            interrupted = True
+            break
+    seconds = time.perf_counter() - begin
+    with training.averaged():
+        final = accuracy(task.model, task.test)
+    result = {
+        "task": job.task,
+        "method": job.method,
+        "accuracy": final,
+        **statement(training),
+        **selection(training),
+        "steps": training.state.step,
+        "seed": job.seed,
+        "seconds": round(seconds, 3),
+        "stopped": _why(training, interrupted),
+        "run": str(training.folder.path) if training.folder else None,
+    }
+    if record is not None:
+        result |= {key: value for key, value in record.to_json().items() if key in record.diagnostics}
+    if interrupted:
+        training.ledger.close()
+    else:
+        training.finish(result)
+    return result
+
+
+def statement(training: Training) -> dict[str, Any]:
+    """The guarantee and the public facts it rests on, in plain keys."""
+    promise = training.guarantee()
+    facts: dict[str, Any] = {
+        "epsilon": promise.epsilon,
+        "delta": promise.delta,
+        "accountant": promise.accountant,
+        "epsilon_rdp": promise.epsilon_rdp if promise.epsilon is not None else None,
+        "budget": training.plan.epsilon,
+        "noise_multiplier": training.plan.noise_multiplier,
+        "sample_rate": training.plan.sample_rate,
+        "expected_batch": training.expected_batch,
+        "groups": training.layout.groups,
+        "lr": training.plan.lr,
+        "lr_reason": training.plan.lr_reason,
+        "asked": sum(training.ledger.spent.values()),
+        "adjacency": promise.adjacency,
+    }
+    if promise.epsilon is None:
+        facts["reasons"] = list(promise.reasons)
+    if promise.epsilon_if_noise_were_secret is not None:
+        facts["epsilon_if_noise_were_secret"] = promise.epsilon_if_noise_were_secret
+    return facts
+
+
+def selection(training: Training) -> dict[str, Any]:
+    """What a selective method did, and what its paper would claim for it; nothing for the others."""
+    counts, test = training.state.gate, loss_test(training.method.gate)
+    if test is None or test.rate is None:
+        return {}
+    claimed: Counter[Question] = Counter()
+    for gradient, loss, count in counts["updates"]:  # the noise multipliers that so many updates were made with
+        claimed[SampledGaussian(training.plan.sample_rate, gradient)] += count
+        claimed[SampledGaussian(test.rate, loss)] += count
+    return {
+        "trials": counts["accepted"] + counts["rejected"],
+        "accepted": counts["accepted"],
+        "rejected": counts["rejected"],
+        "updates": sum(count for *_, count in counts["updates"]),
+        "degraded": counts["degraded"],
+        "accounting": test.accounting,
+        # Not a guarantee: the papers charge applied updates only, and that is refuted (docs/selective.md).
+        "published_claim_epsilon": accounting.epsilon(claimed, training.plan.delta, "rdp"),
+    }
+
+
+def _moments(job: Job) -> PrivateMoments | None:
+    if job.normalise not in ("group", "private"):
+        raise ValueError(f"normalise={job.normalise!r} must be group (asks nothing) or private (two charged questions)")
+    return PrivateMoments(job.moments_noise, (job.moments_bound,) * 2) if job.normalise == "private" else None
+
+
+def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
+    """The examples that a schedule may look at without noise: declared public by whoever named their file."""
+    file = public_file(method.gate)
+    if file is None:
+        return None
+    if job.data is not None and Path(file).resolve() == Path(job.data).resolve():
+        raise ValueError(
+            f"progress='public:{file}' is the task's own data: its test examples would both steer and judge the run"
+        )
+    try:
+        return tasks.load(job.task, file, job.seed).test
+    except ValueError as error:
+        raise ValueError(f"progress='public:{file}' holds no examples of task {job.task}: {error}") from error
+
+
+def _why(training: Training, interrupted: bool) -> str:
+    if interrupted:
+        return "interrupted"
+    return "finished" if training.state.step >= training.plan.steps else "budget"
+
+
+def load(folder: RunFolder) -> Job:
+    """The job that a run folder was started with."""
+    request = folder.request()
+    if "job" not in request:
+        raise ValueError(
+            f"{str(folder.path)!r} was started from Python: continue it there, by the same call with `resume=True`"
+        )
+    job = request["job"]
+    return Job(**{**job, "options": {key: inf if value == "inf" else value for key, value in job["options"].items()}})
+
+
+def _written(option: Any) -> Any:
+    """JSON has no infinity, which is a threshold that accepts everything."""
+    return "inf" if option == inf else option
+
+
+def _check(job: Job) -> None:
+    """What would come to light only after the steps."""
+    if job.evaluate_every is not None:
+        check_steps(job.evaluate_every, "evaluate_every")
+    file = job.nonprivate_transcript
+    if file is not None and not Path(file).parent.is_dir():
+        raise ValueError(f"nonprivate_transcript={file!r} cannot be written: there is no folder {Path(file).parent}")
+
+
+def check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device!r} cannot be used: {error}") from error
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

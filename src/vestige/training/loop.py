@@ -1,0 +1,257 @@
+"""How does a model train on releases? One step, and the loop as a generator of records."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vestige.layout import Layout
+from vestige.mechanism.adaptive_clipping import Adaptive
+from vestige.mechanism.clipping import Clip, Parameters, one_after
+from vestige.mechanism.curator import Curator
+from vestige.mechanism.noise import Release
+from vestige.mechanism.noise_schedules import level
+from vestige.methods.base import Method
+from vestige.optim import averaging
+from vestige.optim.adam_bc import AdamBC
+from vestige.optim.gates import Attempt
+from vestige.optim.memory import KnowsNoise
+from vestige.optim.probes import At
+from vestige.questions import BudgetSpent, Question
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one step may show: all of it computed from releases and public facts."""
+
+    step: int
+    diagnostics: dict[str, Tensor] = field(default_factory=dict)
+    epsilon: float | None = None
+    accepted: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        seen = {name: _plain(value.tolist()) for name, value in self.diagnostics.items()}
+        row = {"step": self.step, "epsilon": self.epsilon, **seen}
+        return row if self.accepted else {**row, "accepted": False}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and lists as JSON has them: what is not finite is undefined, null."""
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return value if isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Public:
+    """What a schedule may look at besides releases: epsilon so far, and accuracy on public validation data."""
+
+    spent: Callable[[], float] = lambda: 0.0
+    accuracy: Callable[[], float] | None = None
+
+
+NOTHING_PUBLIC = Public()
+Snapshot = dict[str, Any]
+
+
+def copied(part: Any) -> Any:
+    """A deep copy of a state (dicts, lists and tuples of tensors and plain values), faster than deepcopy."""
+    if isinstance(part, Tensor):
+        return part.detach().clone()
+    if isinstance(part, dict):
+        return {key: copied(value) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return type(part)(copied(value) for value in part)
+    return copy.deepcopy(part)
+
+
+class State:
+    """Everything that a step changes: parameters, optimizer, memory, and the count of steps and questions."""
+
+    def __init__(self, model: nn.Module, method: Method, layout: Layout, lr: float) -> None:
+        self.model, self.layout = model, layout
+        self.parameters = layout.parameters(model)
+        device = next(iter(self.parameters.values())).device
+        self.optimizer = method.rule.build(list(self.parameters.values()), lr)
+        self.memory = method.memory.init(layout, device)
+        self.probe = method.probe.init(layout, device)
+        self.gate = method.gate.init()
+        self.clip = method.clip.init() if isinstance(method.clip, Adaptive) else {}
+        self.average = averaging.start(method.average, layout, dict(self.parameters))
+        self.step, self.lr = 0, lr
+        self.gradient = torch.zeros(layout.size, device=device)
+        for name, view in layout.views(self.gradient).items():
+            self.parameters[name].grad = view
+
+    def state_dict(self) -> dict[str, Any]:
+        """Releases and what was made of them: nothing else, and no key of any random stream."""
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "memory": self.memory,
+            "probe": self.probe,
+            "gate": self.gate,
+            "clip": self.clip,
+            "average": self.average,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        saved = copied(saved)
+        self._load_moved(saved)
+        self.gate, self.step = saved["gate"], saved["step"]
+
+    def _load_moved(self, saved: dict[str, Any]) -> None:
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.memory, self.probe = self._here(saved["memory"]), self._here(saved["probe"])
+        self.clip, self.average = dict(saved["clip"]), self._here(saved["average"])
+
+    def snapshot(self) -> Snapshot:
+        """A copy of all that a move changes. Counts, and what the gate learned from releases, are not part of it."""
+        moved = {key: part for key, part in self.state_dict().items() if key not in ("step", "gate")}
+        return copied({**moved, "gradient": self.gradient})
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Undo, bit for bit, every move since the snapshot, which is used up. Noise and questions are never undone."""
+        self.gradient.copy_(snapshot["gradient"])
+        self._load_moved(snapshot)
+
+    def scale_lr(self, factor: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * factor
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model holds the average of its parameters, where the method keeps one."""
+        if not self.average:
+            yield
+            return
+        before = self.layout.pack(self.parameters)
+        self._put(self.average["mean"])
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    @torch.no_grad()
+    def _put(self, vector: Tensor) -> None:
+        for name, values in self.layout.views(vector).items():
+            self.parameters[name].copy_(values)
+
+    def _here(self, part: dict[str, Any]) -> dict[str, Any]:
+        return {k: v.to(self.gradient.device) if isinstance(v, Tensor) else v for k, v in part.items()}
+
+
+@dataclass(frozen=True)
+class Asking:
+    """One step's questions, with everything a probe does not choose filled in."""
+
+    curator: Curator
+    method: Method
+    clip: Clip
+    multiplier: float
+    step: int
+
+    @property
+    def population(self) -> int:
+        return self.curator.population
+
+    @property
+    def rate(self) -> float:
+        return self.curator.rate
+
+    def __call__(self, at: At) -> Release:
+        noise = self.method.noise
+        return self.curator.gradient(
+            at.point,
+            at.clip or self.clip,
+            self.multiplier,
+            step=self.step,
+            part=at.part,
+            transform=one_after(self.method.augment, at.transform),
+            then=at.then,
+            boost=at.boost,
+            question=None if noise.white else noise.question(self.rate, self.multiplier),
+        )
+
+    def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
+        return self.curator.norms(point, bound, self.multiplier * boost, step=self.step, part=part)
+
+
+def step(state: State, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC) -> Record:
+    """One candidate move, kept or undone by the gate. A record shows nothing of a candidate that was undone."""
+
+    def move(noise: float, lr: float) -> dict[str, Tensor]:
+        if lr != 1:
+            state.scale_lr(lr)
+        return advance(state, method, curator, multiplier * noise)
+
+    def asks(noise: float) -> tuple[Question, ...]:
+        return method.questions(curator.rate, multiplier * noise, state.step)
+
+    outcome = method.gate.settle(Attempt(state, curator, move, asks, public.spent, public.accuracy))
+    record = Record(state.step, outcome.diagnostics, accepted=outcome.accepted)
+    state.step += 1
+    return record
+
+
+def advance(state: State, method: Method, curator: Curator, multiplier: float) -> dict[str, Tensor]:
+    """Ask, remember, move."""
+    point = {name: p.detach() for name, p in state.parameters.items()}
+    clip, pace = method.clip, 1.0
+    adaptive = cast(Adaptive, method.clip) if state.clip else None  # a protocol is slow to check
+    if adaptive:
+        clip, pace = adaptive.now(state.clip), float(adaptive.pace(state.clip))
+    now = level(method.schedule, multiplier, state.step, curator.rate)
+    release, state.probe = method.probe.ask(Asking(curator, method, clip, now, state.step), point, state.probe)
+    direction, state.memory, diagnostics = method.memory.step(release, state.memory, point)
+    torch.mul(direction, 1 / release.expected_batch, out=state.gradient)
+    if isinstance(state.optimizer, AdamBC):
+        assert isinstance(method.memory, KnowsNoise), "Method refuses such a pair"
+        state.optimizer.hear(method.memory.noise_std(release, state.memory) / release.expected_batch)
+    if adaptive:
+        state.scale_lr(pace)
+        diagnostics = {**diagnostics, "clip": torch.tensor(state.clip["bound"])}
+        state.clip = adaptive.learn(release.unclipped, state.clip)
+    state.optimizer.step()
+    averaging.update(method.average, state.average, state.layout, dict(state.parameters), state.step)
+    return diagnostics
+
+
+def run(
+    state: State,
+    method: Method,
+    curator: Curator,
+    multiplier: float,
+    steps: int,
+    public: Public = NOTHING_PUBLIC,
+) -> Iterator[Record]:
+    """Steps until `steps` are done or the budget refuses the next one."""
+    while state.step < steps:
+        try:
+            yield step(state, method, curator, multiplier, public)
+        except BudgetSpent:
+            return
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: tuple[Tensor, Tensor], batch: int = 2048) -> float:
+    """The share of right answers on PUBLIC data: it is not noised."""
+    inputs, targets = data
+    device = next(model.parameters()).device
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    right = 0
+    for x, y in zip(inputs.split(batch), targets.split(batch), strict=True):
+        right += int((model(x.to(device)).argmax(-1) == y.to(device)).sum())
+    for module, mode in modes.items():
+        module.training = mode
+    return right / len(targets)

@@ -1,0 +1,277 @@
+"""How many examples fit in memory at once? Tried on made-up examples of the data's shapes, never on the data."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil, inf, sqrt
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Engine, Flat, Loss, Parameters, Transform, one_after
+from vestige.mechanism.noise import Release
+from vestige.methods.base import Method
+from vestige.optim.probes import At
+from vestige.questions import SampledGaussian
+
+PhysicalBatch = int | Literal["auto"] | None
+HEADROOM = 0.9
+"""The share of the free memory that is used: allocators leave holes, and other programs live on the machine too."""
+WORKING_VECTORS = 6
+"""Flat vectors that a step works in beside the engine: the sum, its noise, the direction, the mean and two more."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a machine has left, and what a call takes of it at most: bytes; infinitely many if it did not fit."""
+
+    free: Callable[[], float]
+    taken_by: Callable[[Callable[[], object]], float]
+
+
+def check_physical_batch(value: Any, name: str = "physical_batch") -> None:
+    if value is None or value == "auto" or (isinstance(value, int) and value >= 1):
+        return
+    raise ValueError(f"{name}={value!r} must be a whole number from 1 up, or 'auto'")
+
+
+def largest_part(
+    model: nn.Module,
+    engine: Engine,
+    layout: Layout,
+    blank: Sequence[Tensor],
+    *,
+    most: int,
+    transform: Transform | None = None,
+    reserve: int = 0,
+    memory: Memory | None = None,
+) -> int:
+    """The largest batch up to `most` (to one part in sixteen) whose clipped sum fits in the memory that is free now.
+
+    `blank` are tensors without rows that lend their shapes and dtypes; `engine` must be one of its own, because it
+    rehearses on the made-up examples; `reserve` bytes are left for others. Every answer was run once, in full.
+
+    Formal guarantees: the answer depends on shapes, dtypes, the model and the machine, on no value of any example, so
+    it costs nothing; and a sum is the same, to rounding, in whatever parts it is taken.
+    """
+    point = {name: p.detach() for name, p in layout.parameters(model).items()}
+    device = next(iter(point.values())).device
+    memory = memory or memory_of(device)
+    total = torch.zeros(layout.size, device=device)
+
+    def run(size: int) -> None:
+        engine(made_up(blank, size, device), point, Flat(1.0), total, transform)
+
+    with _left_as_found(model, device):
+        try:
+            run(1)  # meets kernels, workspaces and the rehearsal for the first time
+        except Exception as problem:
+            line = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+            raise ValueError(
+                f"physical_batch='auto': no made-up example could be run ({line}): give a number"
+            ) from None
+        limit = HEADROOM * memory.free() - reserve
+        size = largest_that_fits(lambda size: memory.taken_by(lambda: run(size)), most, limit)
+    if size == 0:
+        raise ValueError(
+            f"physical_batch='auto': not even one example fits in the {max(limit, 0) / 2**20:.0f} MiB that are left: "
+            "free some memory, or use a smaller model"
+        )
+    return size
+
+
+def largest_that_fits(takes: Callable[[int], float], most: int, limit: float) -> int:
+    """The largest size up to `most`, to one part in sixteen, that takes at most `limit`; 0 if none does."""
+    seen: dict[int, float] = {}
+    fits, fails, size = 0, most + 1, 1
+    while fits < size < fails:
+        seen[size] = takes(size)
+        fits, fails = (size, fails) if seen[size] <= limit else (fits, size)
+        size = _next(seen, fits, fails, most, limit)
+    return fits
+
+
+def _next(seen: dict[int, float], fits: int, fails: int, most: int, limit: float) -> int:
+    """The next size to try; `fits` itself when what is left to gain is too little.
+
+    Memory is affine in the size, but for workspaces: go where the line through the last two sizes meets the limit, at
+    most eight times as far; once something did not fit, at most half way there.
+    """
+    *_, before, last = [0, 0, *sorted(size for size in seen if size <= fits)]
+    slope = (seen[last] - seen[before]) / (last - before) if before else 0.0
+    guess = last + (limit - seen[last]) / slope if slope > 0 else inf
+    farthest = (fits + fails) // 2 if fails <= most else min(8 * fits if before else 2 * fits, most)
+    size = int(min(guess, farthest))
+    return size if size == most or size - fits > fits // 16 else fits
+
+
+def plausible_sample(population: int, rate: float) -> int:
+    """A Poisson sample is larger than its mean plus eight deviations less than once in 10^13 draws, if it is not tiny;
+    one that is still larger is taken in two parts."""
+    mean = population * rate
+    return max(1, min(population, ceil(mean + 8 * sqrt(mean * (1 - rate)))))
+
+
+def made_up(blank: Sequence[Tensor], size: int, device: torch.device) -> list[Tensor]:
+    """Examples of these shapes: numbers between 0 and 1 from a fixed seed, and zeros, which are tokens, classes and
+    indices in every range."""
+    random = torch.Generator(device).manual_seed(0)
+    rows = [(size, *part.shape[1:]) for part in blank]
+    return [
+        torch.rand(shape, generator=random, device=device).to(part.dtype)
+        if part.is_floating_point()
+        else torch.zeros(shape, dtype=part.dtype, device=device)
+        for shape, part in zip(rows, blank, strict=True)
+    ]
+
+
+# --- what a method's step asks of an engine ---
+
+
+def part_of_a_run(
+    model: nn.Module,
+    make: Callable[[nn.Module, Loss, Layout], Engine],
+    loss: Loss,
+    layout: Layout,
+    method: Method,
+    blank: Sequence[Tensor],
+    population: int,
+    rate: float,
+    steps: int,
+) -> int:
+    """`largest_part` for the steps of a method: its transforms of gradients, its state, its largest sample."""
+    questions = method.probe.questions(rate, 1.0)
+    rates = [rate, *(question.rate for question in questions if isinstance(question, SampledGaussian))]
+    copies = method.copies(rate, steps)
+    # State that is made with the first step, or copied by a gate; what there is of it already is counted twice.
+    vectors = WORKING_VECTORS + (copies if copies is not None else 4 + method.memory.copies)
+    return largest_part(
+        model,
+        make(model, loss, layout),
+        layout,
+        blank,
+        most=plausible_sample(population, max(rates)),
+        transform=_transform(model, layout, method, population, rate),
+        reserve=int(4 * layout.size * vectors),
+    )
+
+
+@dataclass
+class _Listener:
+    """Answers a probe's questions with zeros, and keeps what was to be done to each example's gradient."""
+
+    size: int
+    device: torch.device
+    population: int
+    rate: float
+    heard: list[Transform | None]
+
+    def __call__(self, at: At) -> Release:
+        self.heard.append(at.transform)
+        return Release(torch.zeros(self.size, device=self.device), 1.0, 1.0, self.rate)
+
+    def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
+        return bound * self.population
+
+
+def _transform(model: nn.Module, layout: Layout, method: Method, population: int, rate: float) -> Transform | None:
+    """What a step does to each example's gradient, where it does something: that takes the most."""
+    point: Parameters = {name: p.detach() for name, p in layout.parameters(model).items()}
+    device = next(iter(point.values())).device
+    listener = _Listener(layout.size, device, population, rate, [])
+    state = method.probe.init(layout, device)
+    for _ in range(2):  # some ask more once there was a first step
+        state = method.probe.ask(listener, point, state)[1]
+    return one_after(method.augment, next((t for t in listener.heard if t is not None), None))
+
+
+# --- what a machine has, and what a call takes ---
+
+
+def memory_of(device: torch.device) -> Memory:
+    if device.type == "cuda":
+        return Memory(lambda: _free_on_gpu(device), lambda call: _taken_on_gpu(call, device))
+    if device.type == "cpu" and Path("/proc/self/clear_refs").exists():
+        return Memory(_free_on_linux, _taken_on_linux)
+    raise ValueError(
+        f"physical_batch='auto': nobody counts the memory of {device.type} on this system: give a number"
+    )  # fmt: skip
+
+
+def _free_on_gpu(device: torch.device) -> float:
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def _taken_on_gpu(call: Callable[[], object], device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    if not _fitted(call):
+        gc.collect()
+        torch.cuda.empty_cache()
+        return inf
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _free_on_linux() -> float:
+    """What the system could give, or what is left to this container."""
+    left = [_status("/proc/meminfo", "MemAvailable")]
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with_limit, in_use = Path("/sys/fs/cgroup") / limit, Path("/sys/fs/cgroup") / used
+        if with_limit.exists() and with_limit.read_text().strip() != "max":
+            left.append(int(with_limit.read_text()) - int(in_use.read_text()))
+    return min(left)
+
+
+def _taken_on_linux(call: Callable[[], object]) -> float:
+    """Resident memory at its peak, which counts what libraries allocate behind torch's back."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("/proc/self/status", "VmRSS")
+    return _status("/proc/self/status", "VmHWM") - before if _fitted(call) else inf
+
+
+def _status(file: str, key: str) -> int:
+    line = next(line for line in Path(file).read_text().splitlines() if line.startswith(key + ":"))
+    return 1024 * int(line.split()[1])
+
+
+def _fitted(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        return False
+    except RuntimeError as problem:
+        if "alloc" not in str(problem).lower() and "out of memory" not in str(problem).lower():
+            raise
+        return False
+    return True
+
+
+@contextmanager
+def _left_as_found(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """No random number, no buffer and no warning is spent on made-up examples."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        if cuda:
+            gc.collect()
+            torch.cuda.empty_cache()

@@ -1,0 +1,230 @@
+"""What will a run cost, before it starts? From a request to a noise multiplier, a learning rate and a budget."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import exp, log, sqrt
+from typing import Any, Literal
+
+from torch import nn
+
+from vestige import accounting
+from vestige.checks import check_delta, check_multiplier, check_rate, check_steps
+from vestige.layout import Layout
+from vestige.mechanism.groups import PerGroup
+from vestige.mechanism.noise_schedules import Constant, level
+from vestige.methods.base import Method
+from vestige.questions import Question
+from vestige.training.learning_rate import auto_rate, initial_weight_norm
+
+DEFAULT_STEPS = 200
+MOST_STEPS = 10**8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The public facts of a run, all fixed before any data is touched."""
+
+    sample_rate: float
+    steps: int
+    delta: float
+    noise_multiplier: float
+    epsilon: float | None
+    """The budget; None if only the noise multiplier was given."""
+    lr: float
+    lr_reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def questions(
+    method: Method, sample_rate: float, noise_multiplier: float, steps: int, first: tuple[Question, ...] = ()
+) -> dict[Question, int]:
+    """What a whole run will ask, `first` before its steps: each question with how often."""
+    period = method.probe.period(sample_rate)
+    kinds: Counter[tuple[float, int]] = Counter()
+    if method.schedule == Constant():
+        kinds.update({(noise_multiplier, phase): -(-(steps - phase) // period) for phase in range(min(period, steps))})
+    else:
+        for step in range(steps):
+            kinds[level(method.schedule, noise_multiplier, step, sample_rate), step % period] += 1
+    history: Counter[Question] = Counter(first)
+    for (multiplier, phase), count in kinds.items():
+        for question in method.gate.questions(method.questions(sample_rate, multiplier, phase)):
+            history[question] += count
+    return history
+
+
+def plan(
+    model: nn.Module,
+    layout: Layout,
+    method: Method,
+    population: int,
+    *,
+    sample_rate: float,
+    steps: int | None,
+    delta: float,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    lr: float | Literal["auto"] = "auto",
+    first: tuple[Question, ...] = (),
+) -> Plan:
+    """Calibrate the noise to the budget (or take it as given), then choose the learning rate.
+
+    Where noise and budget are both given and `steps` is None, as many steps are planned as the budget affords.
+    """
+    check_rate(sample_rate)
+    check_delta(delta, population)
+    noise_multiplier = _one_noise(noise_multiplier, method.noise_multiplier)
+    accountant = check_schedule(method, epsilon)
+    if steps is None:
+        steps = DEFAULT_STEPS
+        if epsilon is not None and noise_multiplier is not None:
+            check_multiplier(noise_multiplier)
+            one = questions(method, sample_rate, noise_multiplier, 1)
+            steps = affordable(one, epsilon, delta, accountant, first)
+    check_steps(steps)
+    if epsilon is None and noise_multiplier is None:
+        raise ValueError("neither a budget nor noise is given: give epsilon=3, say, or noise_multiplier=1")
+    if noise_multiplier is None:
+        assert epsilon is not None
+        history_at = partial(questions, method, sample_rate, steps=steps, first=first)
+        noise_multiplier = accounting.calibrate(history_at, epsilon, delta, accountant)
+    check_multiplier(noise_multiplier)
+    rate, reason = choose_rate(model, layout, method, population, sample_rate, noise_multiplier, steps, lr)
+    return Plan(sample_rate, steps, delta, noise_multiplier, epsilon, rate, reason)
+
+
+def _one_noise(asked: float | None, own: float | None) -> float | None:
+    if asked is not None and own is not None and asked != own:
+        raise ValueError(f"noise_multiplier={asked} and the method's own sigma {own}: give one of them")
+    return asked if asked is not None else own
+
+
+def check_schedule(method: Method, epsilon: float | None) -> str:
+    """The accountant that may price the plan: loss distributions, or Renyi where questions follow from answers."""
+    if not method.gate.adaptive:
+        return "pld"
+    if epsilon is None:
+        raise ValueError(
+            "epsilon=None: this method's noise follows from earlier answers, and only a filter that knows the budget "
+            "in advance bounds that; give epsilon=3, say, or progress='none'"
+        )
+    return "rdp"
+
+
+class Filter:
+    """A Renyi filter as the ledger uses it: told by the ledger what was spent, asked whether one more question may be.
+
+    `expected` are the questions of a step at the start; they choose, before the first answer, the order it is best at.
+    """
+
+    def __init__(self, epsilon: float, delta: float, expected: accounting.History) -> None:
+        self._filter = accounting.RenyiFilter(epsilon, delta, expected)
+
+    def allows(self, spent: accounting.History, question: Question) -> bool:
+        self.admit(spent)
+        return self._filter.allows(question)
+
+    def admit(self, spent: accounting.History) -> None:
+        """Take in what was spent; ValueError if it would not all have been allowed. The total decides, not the order:
+        an order whose budget holds the total holds every part of it."""
+        for question, count in (Counter(spent) - self._filter.history).items():
+            for _ in range(count):
+                self._filter.spend(question)
+
+
+def affordable(
+    step: accounting.History,
+    epsilon: float,
+    delta: float,
+    accountant: str = "pld",
+    first: tuple[Question, ...] = (),
+) -> int:
+    """The largest number of steps that cost at most epsilon, with what is asked first; at least one must."""
+
+    def cost(steps: int) -> float:
+        history = Counter(first)
+        history.update({question: count * steps for question, count in step.items()})
+        return accounting.epsilon(history, delta, accountant)
+
+    known = {1: cost(1)}
+    if known[1] > epsilon:
+        raise ValueError(f"epsilon={epsilon} does not pay for a single step; allow more, or ask with more noise")
+    low, high = 1, MOST_STEPS
+    while high - low > 1:
+        # Prices grow about as the square root of the steps. Every third look halves what is left, come what may.
+        guess = round(_power_law(known, epsilon)) if len(known) % 3 else round((low * high) ** 0.5)
+        guess = low + 1 if guess == low else high - 1 if guess == high else guess  # the neighbour settles it
+        middle = guess if low < guess < high else (low + high) // 2 if high < MOST_STEPS else 2 * low
+        known[middle] = cost(middle)
+        low, high = (middle, high) if known[middle] <= epsilon else (low, middle)
+    return low
+
+
+def _power_law(known: dict[int, float], epsilon: float) -> float:
+    """Where a power law through the two known prices nearest to epsilon meets it."""
+    near = sorted((item for item in known.items() if item[1] > 0), key=lambda item: abs(item[1] - epsilon))[:2]
+    if not near:
+        return 2.0 * max(known)
+    (x0, y0), (x1, y1) = near if len(near) == 2 else (near[0], near[0])
+    slope = log(y1 / y0) / log(x1 / x0) if y0 != y1 else 0.5
+    return x0 * exp(min(log(epsilon / y0) / max(slope, 0.1), 20.0))
+
+
+def choose_rate(
+    model: nn.Module,
+    layout: Layout,
+    method: Method,
+    population: int,
+    sample_rate: float,
+    noise_multiplier: float,
+    steps: int,
+    lr: float | Literal["auto"],
+) -> tuple[float, str]:
+    """The learning rate and where it came from."""
+    if lr != "auto":
+        if not lr > 0:
+            raise ValueError(f"lr={lr} must be positive, or 'auto'")
+        return float(lr), "lr: as given"
+    gain = method.rule.gain
+    if gain is None:
+        raise ValueError(f"lr='auto' has no rule for the optimizer {method.rule.name}; give lr a number")
+    sensitivity = method.clip.sensitivity(layout)
+    expected_batch = sample_rate * population
+    per_unit = sensitivity * layout.size**0.5 if isinstance(sensitivity, int | float) else float(sensitivity.norm())
+    chosen = auto_rate(
+        weight_norm=initial_weight_norm(model, layout),
+        noise_norm=noise_multiplier * per_unit / expected_batch,
+        size=layout.size,
+        walk=noise_walk(method, sample_rate, steps),
+        steps=steps,
+        gain=gain if method.rule.scale_free else gain * method.memory.steady_gain,
+        scale_free=method.rule.scale_free,
+    )
+    return chosen.lr, str(chosen)
+
+
+def noise_walk(method: Method, sample_rate: float, steps: int) -> float:
+    """How far unit noise carries a sum of releases over a run: sqrt(steps), unless it is scheduled or correlated."""
+    if not method.noise.white:
+        return method.noise.walk(sample_rate, steps)
+    if method.schedule == Constant():
+        return sqrt(steps)
+    return sqrt(sum(level(method.schedule, 1.0, step, sample_rate) ** 2 for step in range(steps)))
+
+
+def paper_groups(method: Method, layout: Layout) -> int:
+    """How many groups share the sigma of a paper; refused where the groups' own ratios differ."""
+    if not isinstance(method.clip, PerGroup):
+        return 1
+    ratios = method.clip.scales(layout.group_sizes) / method.clip.bounds(layout.groups)
+    if not bool(((ratios / ratios[0] - 1).abs() < 1e-9).all()):
+        raise ValueError(
+            f"paper_sigma: with share={method.clip.share!r} every group has its own ratio of noise to bound, "
+            f"and a paper's sigma is one number; give noise_multiplier or epsilon"
+        )
+    return layout.groups

@@ -1,0 +1,119 @@
+"""What does a run leave on disk? A folder that can be resumed, verified and reported from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from vestige.files import make_folder, read_json, read_tensors, remove_unfinished, write_json, write_tensors
+from vestige.training.loop import Record
+
+CHECKPOINT_SHARE = 0.01
+"""Checkpoints are written as often as keeps their cost under this share of the training time."""
+CHECKPOINT_AFTER = 0.5
+"""Seconds before the first of them; the one of step 0 is written before anything is asked."""
+
+
+class RunFolder:
+    """run.json (the request), ledger.jsonl, checkpoint.pt, records.jsonl and, at the end, result.json and model.pt."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.path / "checkpoint.pt"
+
+    @property
+    def records(self) -> Path:
+        return self.path / "records.jsonl"
+
+    def create(self, request: dict[str, Any]) -> None:
+        """Claim a new or empty folder for this run; a folder that holds anything else is refused."""
+        if self.path.is_dir():
+            remove_unfinished(self.path)
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            already = "holds a run" if (self.path / "run.json").exists() else "is not an empty folder"
+            raise ValueError(f"out={str(self.path)!r} already {already}: choose another, or resume it with --resume")
+        make_folder(self.path)
+        write_json(self.path / "run.json", request)
+
+    def request(self) -> dict[str, Any]:
+        if not (self.path / "run.json").exists():
+            raise ValueError(f"resume={str(self.path)!r} holds no run: there is no run.json in it")
+        request: dict[str, Any] = read_json(self.path / "run.json")
+        return request
+
+    def save_checkpoint(self, content: dict[str, Any]) -> None:
+        write_tensors(self.checkpoint, content)
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        content: dict[str, Any] = read_tensors(self.checkpoint)
+        return content
+
+    def finish(self, result: dict[str, Any], weights: dict[str, Any]) -> None:
+        write_tensors(self.path / "model.pt", weights)
+        write_json(self.path / "result.json", result)
+
+    def result(self) -> dict[str, Any] | None:
+        path = self.path / "result.json"
+        return read_json(path) if path.exists() else None
+
+    def log(self, records: Generator[Record, None, None], from_step: int, extra: dict[str, Any]) -> Iterator[Record]:
+        """Pass records through, appending each to records.jsonl; those of steps that will be redone are dropped first.
+
+        `extra` is read at every record: a consumer may put released quantities there (accuracy on public data).
+        """
+        self._drop_records_from(from_step)
+        with open(self.records, "a", buffering=1) as file, contextlib.closing(records):
+            for record in records:
+                try:
+                    yield record
+                finally:
+                    file.write(json.dumps({**record.to_json(), **extra}) + "\n")
+                    extra.clear()
+
+    def _drop_records_from(self, step: int) -> None:
+        if not self.records.exists():
+            return
+        kept = []
+        for line in self.records.read_text().splitlines(keepends=True):
+            with contextlib.suppress(ValueError):  # a torn last line is of a step that will be redone
+                if json.loads(line)["step"] < step:
+                    kept.append(line)
+        self.records.write_text("".join(kept))
+
+
+def paced(records: Iterator[Record], save: Callable[[], None]) -> Generator[Record, None, None]:
+    """Pass records through, saving a checkpoint whenever all saving stays a small share of the time since the start.
+
+    The last save is at the end, or where the consumer stops asking: breaking out of a loop loses nothing. An error
+    inside a step saves nothing, since its state may be half moved.
+    """
+    begin = time.perf_counter()
+    cost = spent = 0.0
+    whole = True
+    try:
+        while True:
+            whole = False
+            record = next(records, None)
+            whole = True
+            if record is None:
+                return
+            yield record
+            now = time.perf_counter()
+            if now - begin > CHECKPOINT_AFTER and spent + cost < CHECKPOINT_SHARE * (now - begin):
+                save()
+                cost = time.perf_counter() - now
+                spent += cost
+    finally:
+        if whole:
+            save()
