@@ -32,9 +32,10 @@ import vestige
 from vestige import PrivacyEngine
 from vestige.engines import kernels
 from vestige.engines.cuda_graphs import Captured
-from vestige.engines.layers import Geometry, Patches
+from vestige.engines.gradients import Geometry, Patches
+from vestige.engines.reference import Reference
 from vestige.layout import Layout, Segment
-from vestige.mechanism.clipping import BoundedSum, Engine, Flat, Reference
+from vestige.mechanism.clipping import BoundedSum, Engine, Flat
 from vestige.mechanism.noise import Randomness, Release, add_noise
 from vestige.optim.memory import HISTORIES, Blend, Identity
 from vestige.tasks import models

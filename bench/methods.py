@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 import vestige
-from vestige.methods.registry import METHODS, build
+from vestige.methods.base import METHODS
+from vestige.methods.registry import build
 from vestige.tasks.models import mlp
 
 PUBLISHED = {

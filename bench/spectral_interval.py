@@ -14,7 +14,8 @@ import json
 import statistics
 from pathlib import Path
 
-from vestige.training.job import Job, complete, default_device, start
+from vestige.devices import default_device
+from vestige.training.job import Job, complete, start
 
 PAPER = {
     (1.0, 3.0): (2.7636, 0.0065),

@@ -24,12 +24,17 @@ from vestige.accounting import (
     Facts,
     Odometer,
     RenyiFilter,
+    budgets,
     calibrate,
+    calibration,
+    composition,
     epsilon,
     guarantee,
     published_claim_epsilon,
     rdp,
+    theorems,
     tuned_epsilon,
+    tuning,
 )
 from vestige.checks import accounted_multiplier
 from vestige.mechanism.adaptive_clipping import Counted
@@ -59,7 +64,7 @@ def test_published_table(multiplier, classic, tight, pld):
     history = steps(multiplier)
     assert epsilon(history, DELTA) == pytest.approx(pld, abs=0.006)
     assert tight - 0.012 < epsilon(history, DELTA, "rdp") < tight + 0.006  # our orders are finer
-    assert rdp.classic_epsilon(accounting.total_curve(history), DELTA) == pytest.approx(classic, abs=0.012)
+    assert rdp.classic_epsilon(theorems.total_curve(history), DELTA) == pytest.approx(classic, abs=0.012)
 
 
 @pytest.mark.parametrize(("groups", "memory", "published"), [(3, 1.0, 77.8), (21, 0.9, 1246.0)])
@@ -209,7 +214,7 @@ def test_distribution_epsilon_is_monotone_and_below_renyi(question, count, facto
 
 def test_grids_nest_so_that_finer_is_never_above():
     values = [
-        accounting._epsilon_by_distribution(steps(1.3, 500), DELTA, fineness) for fineness in (64e-5, 16e-5, 4e-5, 1e-5)
+        composition.epsilon_by_distribution(steps(1.3, 500), DELTA, fineness) for fineness in (64e-5, 16e-5, 4e-5, 1e-5)
     ]
     assert all(finer <= coarser + 1e-9 for coarser, finer in pairwise(values))
     assert values[0] < values[-1] * 1.005
@@ -218,11 +223,11 @@ def test_grids_nest_so_that_finer_is_never_above():
 
 def test_many_distinct_multipliers_are_rounded_down_together():
     history = Counter({SampledGaussian(0.04, 1 + i / 100): 5 for i in range(100)})
-    fewer = accounting._fewer(history)
-    assert len(fewer) == accounting.DISTINCT
+    fewer = composition._fewer(history)
+    assert len(fewer) == composition.DISTINCT
     assert sum(fewer.values()) == sum(history.values())
     assert min(q.multiplier for q in fewer) == 1.0
-    rounded, exact = accounting.total_curve(fewer), accounting.total_curve(history)
+    rounded, exact = theorems.total_curve(fewer), theorems.total_curve(history)
     assert np.all(rounded >= exact)
     assert np.all((rounded <= exact * 1.02)[rdp.ORDERS < 4])
     assert 0.8 * epsilon(history, DELTA, "rdp") < epsilon(history, DELTA) < epsilon(history, DELTA, "rdp")
@@ -250,7 +255,7 @@ def test_calibration_never_exceeds(rate, count, target):
 
 @pytest.mark.parametrize("start", [0.9995, 0.5, 1.5, 1.0005])
 def test_a_search_never_returns_a_multiplier_above_the_target(start):
-    search = accounting._Calibration(steps, 1.0, DELTA)
+    search = calibration._Calibration(steps, 1.0, DELTA)
     assert 0.999 <= 1 / search.solve(lambda multiplier: 1 / multiplier, 0.1, 10.0, start=start) <= 1
 
 
@@ -287,7 +292,7 @@ def test_the_odometer_is_the_renyi_accountant():
 
 
 def test_the_odometer_is_cheap():
-    accounting._CURVES.clear()
+    theorems._CURVES.clear()
     odometer, start = Odometer(), time.process_time()
     for i in range(1000):
         odometer.add(SampledGaussian(0.04, 1 + i / 500))
@@ -317,7 +322,7 @@ def test_a_certified_plan_is_allowed_without_work(monkeypatch):
     question = SampledGaussian(0.04, 2.0)
     budget = Budget(8.0, DELTA, {question: 500})
     monkeypatch.setattr(accounting, "epsilon", None)
-    monkeypatch.setattr(accounting, "_epsilon_by_distribution", None)
+    monkeypatch.setattr(budgets, "epsilon_by_distribution", None)
     spent: Counter[Question] = Counter()
     while spent[question] < 500:
         assert budget.allows(spent, question)
@@ -368,7 +373,7 @@ def test_a_filter_never_allows_beyond(multipliers, target):
         question = SampledGaussian(0.04, multiplier)
         if door.allows(question):
             door.spend(question)
-    curve = accounting.total_curve(door.history)
+    curve = theorems.total_curve(door.history)
     shares = [
         (weight, budget)
         for order, weight, budget, spent in zip(rdp.ORDERS, door.weights, door.budgets, curve, strict=True)
@@ -469,8 +474,8 @@ def test_price_of_a_search_equals_dp_accounting():
     for mean, shape in [(10, 1), (10, 0), (7.5, 0.5)]:
         accountant = RdpAccountant(orders=list(orders))
         accountant.compose(RepeatAndSelectDpEvent(run, mean, shape))
-        curve = accounting.total_curve(history)[len(rdp.FRACTIONAL_ORDERS) :]
-        stop = accounting.stopping_probability(mean, shape)
+        curve = theorems.total_curve(history)[len(rdp.FRACTIONAL_ORDERS) :]
+        stop = tuning.stopping_probability(mean, shape)
         selection = (1 + shape) * np.min((1 - 1 / orders) * curve - np.log(stop) / orders)
         ours = curve + selection + np.log(mean) / (orders - 1)
         np.testing.assert_allclose(accountant.rdp, np.minimum.accumulate(ours[::-1])[::-1], rtol=1e-6)

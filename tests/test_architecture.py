@@ -34,13 +34,20 @@ SENSITIVE = {"vestige.mechanism.curator", "vestige.compare.stacked.curator"}
 """The modules that hold examples."""
 
 
+NAMES = {
+    ".".join(("vestige", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__") for path in FILES
+}
+
+
 def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in NAMES else node.module)
     return found
 
 

@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from vestige import devices
-from vestige.engines import bookkeeping, layers
+from vestige.engines import bookkeeping, gradients
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured
-from vestige.engines.layers import Geometry, Patches
+from vestige.engines.gradients import Geometry, Patches
+from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Flat, Reference
+from vestige.mechanism.clipping import Flat
 
 property_test = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -1117,7 +1118,7 @@ def test_however_terms_cancel_tf32_lifts_no_share_over_the_bound(kind, nearest, 
 
     looked_at = in_tf32(patches.image, patches.signal) if measured == "in tf32" else patches
     bare = looked_at.norms()
-    monkeypatch.setattr(layers, "convolves_in_tf32", lambda tensor: True)
+    monkeypatch.setattr(gradients, "convolves_in_tf32", lambda tensor: True)
     norms = looked_at.norms()
     close(norms, bare + devices.MARGIN * looked_at._lengths())
     bound = 0.3 * bare.min().item()

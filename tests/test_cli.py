@@ -382,7 +382,7 @@ def test_a_file_that_cannot_be_imported_is_one_line(tmp_path):
 
 
 def test_an_option_that_methods_share_is_told_apart_where_they_differ():
-    from vestige.methods.registry import METHODS
+    from vestige.methods.base import METHODS
 
     users = {name: entry.options for name, entry in METHODS.items()}
     helps = help_of({name: options["kappa"] for name, options in users.items() if "kappa" in options}, len(METHODS))
@@ -419,9 +419,9 @@ def test_what_is_known_of_a_command_is_what_it_says_itself(name):
 )
 def test_a_quick_answer_imports_nothing_heavy(words, heavy):
     code = (
-        "import sys\nfrom vestige import cli\n"
+        "import sys\nfrom vestige.cli import main\n"
         f"sys.argv = ['vestige', *{words}]\n"
-        f"try:\n    cli.main()\nfinally:\n    assert not {set(heavy)} & set(sys.modules), 'too much'\n"
+        f"try:\n    main.main()\nfinally:\n    assert not {set(heavy)} & set(sys.modules), 'too much'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "too much" not in done.stderr

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import clip_and_sum, example_gradients, make_toy
+from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Flat, Reference
+from vestige.mechanism.clipping import Flat
 
 
 def ask(model, batch, bound=1.0, loss=nn.functional.cross_entropy):

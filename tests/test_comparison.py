@@ -26,7 +26,8 @@ from vestige.compare.folder import ATTEMPTS, ComparisonFolder
 from vestige.compare.summary import summarised
 from vestige.compare.verify import verify_comparison
 from vestige.layout import Layout
-from vestige.methods.registry import METHODS, build
+from vestige.methods.base import METHODS
+from vestige.methods.registry import build
 from vestige.questions import Question, SampledGaussian
 from vestige.training import planning
 
@@ -727,7 +728,7 @@ from vestige.layout import Layout
 from vestige.methods.registry import METHODS, build
 from vestige.compare.execute import Place
 if __name__ == "__main__":
-    experiments.compare(sys.argv[1], place=Place(stack=False), workers=int(sys.argv[2]))
+    runner.compare(sys.argv[1], place=Place(stack=False), workers=int(sys.argv[2]))
 """
 
 

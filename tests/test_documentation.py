@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vestige
-from vestige.methods.registry import METHODS
+from vestige.methods.base import METHODS
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,8 +13,8 @@ import vestige
 from conftest import make_toy
 from test_cli import vestige as command
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Reference
 from vestige.methods.registry import build
 from vestige.training import physical_batch as fitting
 from vestige.training.physical_batch import Memory, largest_part, largest_that_fits, made_up, plausible_sample
@@ -180,7 +180,7 @@ def test_the_transforms_of_a_method_are_tried_too(monkeypatch):
             heard.append(transform)
             return super().__call__(batch, parameters, clip, into, transform)
 
-    monkeypatch.setitem(vestige.engines.ENGINES, "reference", Listening)
+    monkeypatch.setitem(vestige.engines.registry.ENGINES, "reference", Listening)
     model, data = make_toy()
     options = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.4, "steps": 4}
     vestige.train(

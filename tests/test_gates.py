@@ -21,8 +21,9 @@ from vestige import accounting
 from vestige.accounting import rdp
 from vestige.accounting.ledger import read
 from vestige.accounting.selective import Trials, price
+from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Flat, Reference
+from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.loss_difference import LossDifference, example_losses, right_answers
 from vestige.mechanism.noise import Randomness
@@ -830,13 +831,13 @@ def test_a_users_own_loop_refuses_a_gate():
 
 
 def test_an_infinite_threshold_is_written_down_and_read_back(tmp_path):
-    from vestige.training import job
+    from vestige.training import job as jobs
     from vestige.training.run_folder import RunFolder
 
     options = {"threshold": inf, "validation_batch": 50, "accounting": "every-trial"}
-    job = job.Job(task="digits-mlp", method="dpsur", options=options, noise_multiplier=2.0, steps=2, lr=0.1)
-    result = job.complete(job, *job.start(job, tmp_path / "run"))
-    assert job.load(RunFolder(tmp_path / "run")) == job
+    job = jobs.Job(task="digits-mlp", method="dpsur", options=options, noise_multiplier=2.0, steps=2, lr=0.1)
+    result = jobs.complete(job, *jobs.start(job, tmp_path / "run"))
+    assert jobs.load(RunFolder(tmp_path / "run")) == job
     assert {key: result[key] for key in ("trials", "accepted", "rejected", "updates", "degraded")} == {
         "trials": 2, "accepted": 2, "rejected": 0, "updates": 2, "degraded": 0,
     }  # fmt: skip

@@ -18,8 +18,9 @@ from conftest import example_gradients, make_toy
 from vestige.accounting import epsilon
 from vestige.checks import accounted_multiplier
 from vestige.cli.main import app
+from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Flat, Reference
+from vestige.mechanism.clipping import Flat
 from vestige.mechanism.groups import Layers, Patterns, PerGroup, named_grouping, named_split
 from vestige.questions import SampledGaussian
 from vestige.tasks import models

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vestige import devices
 from vestige.devices import products_in_tf32, tf32_products
 from vestige.engines import kernels
-from vestige.engines.layers import Geometry, Patches
+from vestige.engines.gradients import Geometry, Patches
 
 gpu = pytest.mark.skipif(not devices.triton_available(), reason="needs a GPU and Triton")
 lengths = st.integers(1, 70)

@@ -13,14 +13,16 @@ from torch import nn
 import vestige
 from conftest import make_toy
 from vestige import accounting
+from vestige.accounting import theorems
+from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Adaptive
-from vestige.mechanism.clipping import Flat, Reference
+from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.groups import named_grouping
 from vestige.mechanism.noise import Randomness
-from vestige.methods.base import Method, by_group
-from vestige.methods.registry import METHODS, build
+from vestige.methods.base import METHODS, Method, by_group
+from vestige.methods.registry import build
 from vestige.optim.memory import Filtered, Identity
 from vestige.optim.probes import At, Here
 from vestige.optim.rules import named
@@ -414,5 +416,5 @@ def test_the_law_of_memory_rejects_a_hidden_copy():
 def test_the_questions_are_all_of_kinds_that_have_a_theorem():
     for name in NAMES:
         for question in questions(usual(name), 0.05, 1.0, 40):
-            accounting.theorem_for(question)
-    assert SampledGaussian in accounting.THEOREMS
+            theorems.theorem_for(question)
+    assert SampledGaussian in theorems.THEOREMS

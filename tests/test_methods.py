@@ -15,20 +15,21 @@ from torch import nn
 import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
 from vestige import accounting
+from vestige.engines.reference import Reference, add_clipped
 from vestige.layout import Layout
 from vestige.mechanism import correlated_noise, noise_schedules
 from vestige.mechanism.adaptive_clipping import Automatic, Counted, Paced, Quantile
 from vestige.mechanism.augmentation import Augment
-from vestige.mechanism.clipping import Flat, Reference, add_clipped
+from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.noise import Randomness, Release
 from vestige.mechanism.sampling import CyclicPoisson, Poisson
-from vestige.methods.base import Method
-from vestige.methods.registry import METHODS, build
+from vestige.methods.base import METHODS, Method
+from vestige.methods.registry import build
 from vestige.optim import averaging
-from vestige.optim.adam_bc import AdamBC
 from vestige.optim.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
 from vestige.optim.probes import AlongLastStep, Importance
+from vestige.optim.rules import AdamBC
 from vestige.questions import CyclicGaussian, SampledGaussian
 from vestige.training import planning
 from vestige.training.loop import Asking, State
@@ -305,7 +306,7 @@ def test_dp_sat_asks_where_the_last_release_points_and_asks_once():
     points = []
     for _ in range(3):
         points.append(flat(model).double().numpy())
-        vestige.training.step(state, method, curator, 1.0)
+        vestige.training.loop.step(state, method, curator, 1.0)
     assert len(asked) == 3
     last = None
     for theta, total, noise in zip(points, spy.sums, spy.noises, strict=True):
@@ -324,7 +325,7 @@ def test_the_momentum_form_of_dp_sat_climbs_back_along_the_last_move():
     points = []
     for _ in range(3):
         points.append(flat(model).double().numpy())
-        vestige.training.step(state, method, curator, 1.0)
+        vestige.training.loop.step(state, method, curator, 1.0)
     back = points[1] - points[2]
     at = points[2] + 0.5 * back / np.linalg.norm(back)
     np.testing.assert_allclose(spy.sums[2], clip_and_sum(gradients_at(model, at, data), 1.0), atol=2e-5)
@@ -480,7 +481,7 @@ def test_disk_combines_before_it_clips():
     points = []
     for _ in range(2):
         points.append(flat(model).double().numpy())
-        vestige.training.step(state, method, curator, 1.0)
+        vestige.training.loop.step(state, method, curator, 1.0)
     near = gradients_at(model, points[1], data)
     far = gradients_at(model, points[1] + 0.7 * (points[1] - points[0]), data)
     np.testing.assert_allclose(spy.sums[1], clip_and_sum(weight * far + (1 - weight) * near, 1.0), atol=5e-5)
@@ -736,7 +737,7 @@ def test_a_loop_of_ones_own_refuses_what_it_cannot_answer_as_priced(name):
 
     model, data = make_toy()
     with pytest.raises(ValueError, match=r"use vestige\.train"):
-        vestige.engine.PrivacyEngine().make_private(
+        vestige.PrivacyEngine().make_private(
             module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), method=name, noise_multiplier=1.0,
             data_loader=DataLoader(TensorDataset(*data), batch_size=6), max_grad_norm=1.0,
         )  # fmt: skip

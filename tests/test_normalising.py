@@ -11,14 +11,14 @@ from torch import nn
 import vestige
 from conftest import make_toy
 from vestige import accounting
+from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Reference
 from vestige.mechanism.curator import Curator
-from vestige.mechanism.moments import PrivateMoments, with_moments
+from vestige.mechanism.moments import PrivateMoments, Standardise, with_moments
 from vestige.mechanism.noise import Randomness
 from vestige.mechanism.sampling import Poisson
 from vestige.questions import Gaussian
-from vestige.tasks.models import Standardise, scattering_linear
+from vestige.tasks.models import scattering_linear
 from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from vestige import accounting
 from vestige.cli import main
+from vestige.cli import report as cli_report
 from vestige.cli.report import write_report
 from vestige.cli.reproduce import reproduce
 from vestige.compare import comparison, presets, runner
@@ -22,9 +23,10 @@ from vestige.compare.comparison import Budget, Contender, Problem, Specification
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.report import drawing, figures, style
 from vestige.compare.report import page as report
+from vestige.compare.report import privacy as report_privacy
 from vestige.compare.report.privacy import privacy
 from vestige.compare.summary import price_lines, summarised
-from vestige.methods.registry import METHODS
+from vestige.methods.base import METHODS
 from vestige.questions import SampledGaussian
 
 FLAGS = [

@@ -11,15 +11,16 @@ from torch.nn import functional
 
 from vestige import train
 from vestige.compare.stacked.draws import Draws
+from vestige.compare.stacked.learner import StackedRun
 from vestige.compare.stacked.mlp import Network
-from vestige.compare.stacked.stack import Stack, StackedRun, check_noise, footprint, why_not
+from vestige.compare.stacked.stack import Stack, check_noise, footprint, why_not
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.groups import Layers, Patterns
 from vestige.mechanism.noise import Randomness
 from vestige.mechanism.sampling import CyclicPoisson, Poisson
-from vestige.methods.base import by_group
-from vestige.methods.registry import METHODS, build
+from vestige.methods.base import METHODS, by_group
+from vestige.methods.registry import build
 from vestige.optim import averaging
 from vestige.optim.rules import named, sgd
 from vestige.questions import SampledGaussian

@@ -13,7 +13,7 @@ from scipy.special import ndtr
 from scipy.stats import norm
 
 from vestige import accounting
-from vestige.accounting import epsilon, rdp, trials
+from vestige.accounting import composition, epsilon, rdp, trials
 from vestige.accounting.pld import Profile, _without_dust, connect_dots, excess_moments, sampled_gaussian
 from vestige.questions import Question, SampledGaussian, Trial
 
@@ -33,7 +33,7 @@ def both(profile: Profile, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(("rate", "multiplier"), [(0.04, 1.2222), (0.5, 0.4), (1.0, 2.0), (1e-4, 0.7)])
 def test_sampled_gaussian_distribution_equals_dp_accounting(rate, multiplier):
     step = 2.0**-9
-    ours = accounting.loss_distribution({SampledGaussian(rate, multiplier): 1}, step)
+    ours = composition.loss_distribution({SampledGaussian(rate, multiplier): 1}, step)
     theirs = from_gaussian_mechanism(multiplier, sampling_prob=rate, value_discretization_interval=step)
     losses = [-0.5, -0.01, 0.0, 0.003, 0.1, 1.0, 5.0]
     for direction in ("_pmf_remove", "_pmf_add"):
@@ -334,8 +334,8 @@ def test_trials_are_recorded_as_json():
 )
 def test_composing_divides_by_no_mass_that_is_next_to_nothing(question, monkeypatch):
     def priced():
-        accounting._single.cache_clear()
-        return accounting._epsilon_by_distribution({question: 50}, 1e-5, accounting.COARSE)
+        composition._single.cache_clear()
+        return composition.epsilon_by_distribution({question: 50}, 1e-5, composition.COARSE)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -343,7 +343,7 @@ def test_composing_divides_by_no_mass_that_is_next_to_nothing(question, monkeypa
     monkeypatch.setattr("vestige.accounting.pld.DUST", 0.0)
     with pytest.warns(RuntimeWarning, match="overflow"):
         assert clean == pytest.approx(priced(), rel=1e-9)
-    accounting._single.cache_clear()
+    composition._single.cache_clear()
 
 
 def test_what_is_moved_is_moved_upwards(monkeypatch):

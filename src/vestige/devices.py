@@ -66,3 +66,14 @@ def products_in_tf32(allowed: bool) -> Iterator[None]:
 def triton_available() -> bool:
     """Whether our Triton kernels can run here."""
     return torch.cuda.is_available() and find_spec("triton") is not None
+
+
+def check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device!r} cannot be used: {error}") from error
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from math import isnan
 from typing import Any
 
-from vestige import accounting
+from vestige.accounting.composition import epsilon
 from vestige.checks import check_delta, check_multiplier, check_rate, check_steps
 from vestige.questions import Question, SampledGaussian, Trial
 
@@ -72,12 +72,30 @@ def price(run: Trials, accounting_by: str) -> dict[str, Any]:
     result: dict[str, Any] = {"accounting": accounting_by, **facts, "adjacency": "add/remove one example"}
     if run.accepted is not None:
         parts = (run.sample_rate, run.sigma_t, run.validation_rate, run.sigma_v)
-        result["published_claim_epsilon"] = accounting.published_claim_epsilon(run.accepted, *parts, run.delta)
+        result["published_claim_epsilon"] = published_claim_epsilon(run.accepted, *parts, run.delta)
     elif accounting_by == "published":
         raise ValueError("accepted=None: the published claim charges accepted updates only; give their number")
     if accounting_by != "published":
         asked = run.questions(accounting_by)
-        result["epsilon"] = accounting.epsilon(asked, run.delta)
-        result["epsilon_rdp"] = accounting.epsilon(asked, run.delta, "rdp")
+        result["epsilon"] = epsilon(asked, run.delta)
+        result["epsilon_rdp"] = epsilon(asked, run.delta, "rdp")
         result["accountant"] = "pld"
     return result
+
+
+def published_claim_epsilon(
+    accepted: int, rate: float, multiplier: float, validation_rate: float, validation_multiplier: float, delta: float
+) -> float:
+    """What the papers on selective updates claim: the Renyi total of the accepted trials alone.
+
+    Formal guarantees: none. Rejected trials are not free (docs/theorems.md 3): this is for comparison with
+    published tables, and never an epsilon of ours. Price trials as `Trial` questions.
+    """
+    return epsilon(
+        {
+            SampledGaussian(rate, multiplier): accepted,
+            SampledGaussian(validation_rate, validation_multiplier): accepted,
+        },
+        delta,
+        "rdp",
+    )

@@ -105,8 +105,8 @@ def doctor(
         vestige doctor my_project.py:make --parity --physical-batch auto
     """
     from vestige import tasks
+    from vestige.devices import check_device, default_device
     from vestige.training.doctor import examine, first_examples, largest_batch
-    from vestige.training.job import check_device, default_device
     from vestige.training.parity import compare_engines
 
     if batch < 1:

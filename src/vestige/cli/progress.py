@@ -62,7 +62,7 @@ def fill(
     """Make the runs of a comparison's folder that are not on record; `alone` gives each run the machine to itself."""
     from vestige.compare import runner
     from vestige.compare.execute import Place
-    from vestige.training.job import check_device, default_device
+    from vestige.devices import check_device, default_device
 
     check_place(engine, address, workers, stack, alone)
     where = device or default_device()

@@ -116,8 +116,9 @@ def train(
 
         vestige train --resume runs/digits-mlp-fo-dp-sgd-20260101-120000
     """
+    from vestige.devices import default_device
     from vestige.training import loggers
-    from vestige.training.job import Job, complete, default_device, load, start
+    from vestige.training.job import Job, complete, load, start
     from vestige.training.run_folder import RunFolder
 
     if resume is not None:

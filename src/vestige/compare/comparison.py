@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from vestige.checks import check_delta, check_rate, check_steps
 from vestige.compare.statistics import Difference, holm, least_step, paired, sentence, summarise
-from vestige.values import read_value
+from vestige.files import read_value
 
 VERSION = 2
 """Of the folder's format: a record or specification of another version is refused."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from vestige.compare.comparison import Budget, Contender, Problem, Record, Specification
 from vestige.files import read_json
-from vestige.methods.registry import METHODS, nearest
+from vestige.methods.base import METHODS
+from vestige.methods.registry import nearest
 
 FO, SMA, BR = "FO-DP-SGD (arXiv:2605.09890)", "SMA-DP-SGD (arXiv:2605.20450)", "DPSGD-BR (Sci Rep 2026)"
 

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from vestige.devices import slack
 from vestige.engines import kernels
+from vestige.engines.gradients import Gradient, change
 from vestige.engines.independence import require_independent
-from vestige.engines.layers import Gradient, change
+from vestige.engines.reference import Reference
 from vestige.engines.rehearsal import Unclear, rehearsed
 from vestige.engines.taps import Misfit, Plan, eagerly, full_precision
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Reference, Transform, usable_norms, weights
+from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 
 
 class BookKeeping:

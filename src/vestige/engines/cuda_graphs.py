@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
-from vestige.engines.layers import change
+from vestige.engines.gradients import change
 from vestige.engines.standing import standing
 from vestige.engines.taps import Misfit, Plan
 from vestige.layout import Layout

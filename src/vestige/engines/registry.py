@@ -8,8 +8,9 @@ from torch import nn
 
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured
+from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Engine, Loss, Reference
+from vestige.mechanism.clipping import Engine, Loss
 
 ENGINES: dict[str, Callable[[nn.Module, Loss, Layout], Engine]] = {
     "bookkeeping": Captured,

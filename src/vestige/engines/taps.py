@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from vestige.engines.layers import Dense, Gradient, Layer, Saved, Uses, combine, layer_of, linear
+from vestige.engines.gradients import Dense, Gradient, combine
+from vestige.engines.layers import Layer, Saved, Uses, layer_of, linear
+from vestige.engines.reference import Reference
 from vestige.engines.sequences import Block, composite_of
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Loss, Parameters, Reference
+from vestige.mechanism.clipping import Loss, Parameters
 
 Forward = Callable[..., Any]
 Signals = tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""How much may one example move a sum? The bounds, and the reference engine that enforces them one by one."""
+"""How much may one example move a sum? Clips, and what an engine that enforces them must do."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch import Tensor
 
 from vestige.layout import Layout
 
@@ -104,45 +103,6 @@ def one_after(first: Transform | None, second: Transform | None) -> Transform | 
     if first is None or second is None:
         return first or second
     return lambda field: second(first(field))
-
-
-class Reference:
-    """The oracle: one gradient per example by vmap, materialised, clipped and summed."""
-
-    def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
-        self.model, self.loss, self.layout = model, loss, layout
-
-    def __call__(
-        self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
-    ) -> Tensor:
-        if len(batch[0]) == 0:
-            return into.new_zeros(0, self.layout.groups, dtype=torch.float64)
-        field = grad(self.example_loss)
-        if transform is not None:
-            field = transform(field)
-        gradients = vmap(field, in_dims=(None, *(0 for _ in batch)), randomness="different")(parameters, *batch)
-        return add_clipped(gradients, clip, self.layout, into)
-
-    def example_loss(self, parameters: Parameters, *example: Tensor) -> Tensor:
-        *inputs, target = (part.unsqueeze(0) for part in example)
-        return self.loss(functional_call(self.model, parameters, tuple(inputs)), target).sum()
-
-
-def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor) -> Tensor:
-    """Clip materialised per-example gradients (name -> [examples, ...]) and add their sum to `into`."""
-    rows = {s.name: gradients[s.name].detach().flatten(1) for s in layout.segments}
-    squares = into.new_zeros(len(next(iter(rows.values()))), layout.groups, dtype=torch.float64)
-    for s in layout.segments:
-        squares[:, s.group] += torch.linalg.vector_norm(rows[s.name], dim=1, dtype=torch.float64).square()
-    norms = usable_norms(squares)
-    factors = weights(clip, norms).to(into.dtype)
-    broken = ~norms.isfinite().all(dim=1)
-    for s in layout.segments:
-        row = rows[s.name]
-        if broken.any():
-            row = torch.where(broken[:, None], 0.0, row)
-        into[s.start : s.stop].addmv_(row.t(), factors[:, s.group])
-    return norms
 
 
 def usable_norms(squares: Tensor) -> Tensor:

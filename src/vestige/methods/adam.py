@@ -21,8 +21,7 @@ from vestige.methods.options import (
     quantile_noise_of,
 )
 from vestige.optim import averaging
-from vestige.optim.adam_bc import AdamBC
-from vestige.optim.rules import Rule
+from vestige.optim.rules import AdamBC, Rule
 
 Floor = Annotated[
     str | float, "least second moment after the noise is taken out (gamma'); auto: a tenth of the noise's"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from vestige.methods.base import Entry
+from vestige.methods.base import METHODS, Entry
 from vestige.methods.references import BIBTEX
-from vestige.methods.registry import METHODS, find
+from vestige.methods.registry import find
 
 RATE, STEPS = 0.05, 200
 """The defaults of `vestige train`, for what depends on them (the state of correlated noise)."""

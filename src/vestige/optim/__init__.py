@@ -1,1 +1,1 @@
-"""What is done with releases: where to ask, what to remember, how to move, whether to keep a move. None of it sees data."""
+"""What is done with releases: where to ask next, what to remember, how to move, what to keep. None of it sees data."""

@@ -20,7 +20,8 @@ from torch.autograd import Variable
 
 from vestige.engines import taps
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.layers import Dense, Gradient, Saved, combine
+from vestige.engines.gradients import Dense, Gradient, combine
+from vestige.engines.layers import Saved
 from vestige.engines.taps import Pass, Plan, Signals, Tap
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Clip, Parameters

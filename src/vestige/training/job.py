@@ -10,10 +10,9 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from vestige import accounting, tasks
 from vestige.checks import accounted_multiplier, check_steps
+from vestige.devices import check_device
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.groups import named_grouping, named_split
@@ -273,14 +272,3 @@ def _check(job: Job) -> None:
     file = job.nonprivate_transcript
     if file is not None and not Path(file).parent.is_dir():
         raise ValueError(f"nonprivate_transcript={file!r} cannot be written: there is no folder {Path(file).parent}")
-
-
-def check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={device!r} cannot be used: {error}") from error
-
-
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

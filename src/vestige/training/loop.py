@@ -20,10 +20,10 @@ from vestige.mechanism.noise import Release
 from vestige.mechanism.noise_schedules import level
 from vestige.methods.base import Method
 from vestige.optim import averaging
-from vestige.optim.adam_bc import AdamBC
 from vestige.optim.gates import Attempt
 from vestige.optim.memory import KnowsNoise
 from vestige.optim.probes import At
+from vestige.optim.rules import AdamBC
 from vestige.questions import BudgetSpent, Question
 
 

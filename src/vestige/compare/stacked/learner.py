@@ -14,8 +14,8 @@ from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.noise import Release
 from vestige.methods.base import Method
 from vestige.optim import averaging
-from vestige.optim.adam_bc import AdamBC
 from vestige.optim.memory import Blend, Filtered, KnowsNoise, Memory, State
+from vestige.optim.rules import AdamBC
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from vestige.mechanism.adaptive_clipping import Adaptive, Automatic, Paced, Quan
 from vestige.mechanism.clipping import Flat, Loss
 from vestige.mechanism.groups import PerGroup
 from vestige.methods.base import Method
-from vestige.optim.adam_bc import AdamBC
 from vestige.optim.filters import LowPass, SelfTuning, Smoothed
 from vestige.optim.memory import Blend, Exponential, Fractional, Identity, Uniform
 from vestige.optim.probes import AgainstLastRelease, AlongLastStep, Ascent, Here
+from vestige.optim.rules import AdamBC
 from vestige.optim.spectral import Spectral
 from vestige.questions import Question
 

@@ -1,0 +1,121 @@
+"""What did the questions cost together? Epsilon of a history, by loss distributions or by Renyi divergences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache, reduce
+from math import floor, log, log2
+
+import numpy as np
+from dp_accounting.pld.pld_pmf import DensePLDPmf
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+from scipy.optimize import brentq
+
+from vestige.accounting import rdp
+from vestige.accounting.pld import connect_dots
+from vestige.accounting.theorems import History, curves, occasions, theorem_for, total_curve
+from vestige.checks import check_delta
+from vestige.questions import Question, SampledGaussian
+
+FINE, COARSE = 2e-5, 16e-5
+"""Steps of the loss grid relative to epsilon: reported numbers use the fine one, searches start with the coarse."""
+
+
+MANY = 8
+"""Histories of more distinct questions than this are priced on the coarse grid."""
+
+
+HOPELESS, HOPELESS_ONCE = 1e5, 400.0
+"""Epsilons, of a history and of one question, that protect nobody: the Renyi bound is given, grids would overflow."""
+
+
+DISTINCT = 64
+"""More distinct multipliers than this at one rate are rounded down to so many before a loss distribution is built."""
+
+
+def epsilon(history: History, delta: float, accountant: str = "pld") -> float:
+    """The epsilon of a history at `delta`: by loss distributions ("pld", what is reported) or Renyi ("rdp", faster).
+
+    >>> round(epsilon({SampledGaussian(rate=0.04, multiplier=1.2222): 6250}, delta=1e-5), 2)
+    17.44
+
+    Formal guarantees: asking these questions, in any order fixed in advance, is (epsilon, delta)-differentially private
+    for adding or removing one example; both accountants round upwards (Doroshenko et al. 2022; Canonne et al. 2020).
+    """
+    check_delta(delta)
+    if accountant not in ("pld", "rdp"):
+        raise ValueError(f'accountant={accountant!r} must be "pld" or "rdp"')
+    by_renyi = rdp.tight_epsilon(total_curve(history), delta)
+    return by_renyi if accountant == "rdp" else epsilon_by_distribution(history, delta, FINE)
+
+
+def epsilon_by_distribution(history: History, delta: float, fineness: float) -> float:
+    by_renyi = rdp.tight_epsilon(total_curve(history), delta)
+    asked = occasions(history)
+    # The largest loss of a single question is about this; a grid much finer than that helps nobody.
+    largest = max((rdp.classic_epsilon(curve, 1e-20) for curve in curves(asked).values()), default=0.0)
+    if by_renyi == 0.0 or by_renyi > HOPELESS or largest > HOPELESS_ONCE:
+        return by_renyi
+    interval = grid_step(max(by_renyi, largest), COARSE if len(asked) > MANY else fineness)
+    return _epsilon_of(loss_distribution(history, interval), delta, guess=by_renyi)
+
+
+def _epsilon_of(losses: PrivacyLossDistribution, delta: float, guess: float) -> float:
+    """The smallest epsilon whose delta is no larger, to eight digits from above; dp_accounting's own search is slow."""
+
+    def surplus(loss: float) -> float:
+        return log(max(float(losses.get_delta_for_epsilon(loss)), 1e-300) / delta)
+
+    while surplus(guess) > 0:
+        guess *= 2
+    least = next((loss for loss in (0.75 * guess, 0.0) if surplus(loss) > 0), None)
+    if least is None:
+        return 0.0
+    result = float(brentq(surplus, least, guess, xtol=1e-8 * guess, rtol=1e-8))
+    while not surplus(result) <= 0:
+        result += 1e-8 * guess
+    return result
+
+
+def grid_step(scale: float, fineness: float) -> float:
+    """A step for losses of this size: a power of two, so that grids nest and coarser is never below finer."""
+    return float(2.0 ** floor(log2(scale * fineness)))
+
+
+def loss_distribution(history: History, interval: float) -> PrivacyLossDistribution:
+    """The loss distribution of a whole history, from above. The history must cost something."""
+    asked = _fewer(occasions(history))
+    costly = {question for question, curve in curves(asked).items() if curve[-1] > 0}
+    parts = [_single(question, interval).self_compose(count) for question, count in asked.items() if question in costly]
+    return reduce(lambda left, right: left.compose(right), parts)
+
+
+@lru_cache(maxsize=128)
+def _single(question: Question, interval: float) -> PrivacyLossDistribution:
+    profile = theorem_for(question).profile(question)
+    remove, add = (
+        DensePLDPmf(interval, lowest, masses, infinite, True)
+        for lowest, masses, infinite in (connect_dots(profile, interval), connect_dots(profile.reversed, interval))
+    )
+    return PrivacyLossDistribution(remove, add)
+
+
+def _fewer(asked: Mapping[Question, int]) -> Mapping[Question, int]:
+    """At most `DISTINCT` multipliers per rate, by rounding multipliers down: less noise never costs less."""
+    by_rate: dict[float, list[SampledGaussian]] = {}
+    for question in asked:
+        if isinstance(question, SampledGaussian):
+            by_rate.setdefault(question.rate, []).append(question)
+    stands_for: dict[Question, Question] = {}
+    for rate, alike in by_rate.items():
+        if len(alike) > DISTINCT:
+            known = sorted(question.multiplier for question in alike)
+            levels = np.array(known)[np.arange(DISTINCT) * len(known) // DISTINCT]
+            for question in alike:
+                level = levels[np.searchsorted(levels, question.multiplier, side="right") - 1]
+                stands_for[question] = SampledGaussian(rate, float(level))
+    fewer: Counter[Question] = Counter()
+    for question, count in asked.items():
+        fewer[stands_for.get(question, question)] += count
+    return fewer

@@ -1,0 +1,119 @@
+"""What may be said about a run? An epsilon with its assumptions, or the reasons why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from vestige.accounting.composition import epsilon
+from vestige.accounting.theorems import History
+from vestige.checks import check_delta
+from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian, Trial
+
+ASSUMPTIONS = (
+    "the noise is ideal: floating-point Gaussians stand in for real ones",
+    "the random numbers are secret and not used twice",
+    "the expected batch size and the size of the dataset are public",
+    "hyper-parameters are public, or the search for them was priced separately (tuned_epsilon)",
+    "the number of steps did not depend on the answers beyond the plan that is priced",
+    "one example is one row; a person with several rows is protected less",
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides whether the questions' price is a guarantee about this run."""
+
+    sampling: str = "poisson"
+    """ "poisson", "cyclic-poisson", "every-example", or what has no theorem here, such as "shuffled"."""
+    noise: str = "secret"
+    """ "secret" or "seeded"."""
+    examples_independent: bool = True
+    """False where one example's gradient depends on another's, as with batch normalisation."""
+    schedule: str = "fixed"
+    """ "fixed" in advance, "filtered" by a RenyiFilter with `filter_epsilon`, or "data-dependent"."""
+    nonprivate_outputs: bool = False
+    """Whether anything computed from data without noise was written where the guarantee's reader may see it."""
+    filter_epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What may be printed about a run: an epsilon with its assumptions, or the reasons why there is none."""
+
+    epsilon: float | None
+    delta: float
+    accountant: str
+    epsilon_rdp: float | None
+    reasons: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ASSUMPTIONS
+    adjacency: str = "add/remove one example"
+    epsilon_if_noise_were_secret: float | None = None
+
+
+SAMPLING: dict[str, tuple[type[Question], ...]] = {
+    "poisson": (SampledGaussian, Gaussian, Trial),
+    "cyclic-poisson": (CyclicGaussian, Gaussian),
+    "every-example": (Gaussian,),
+}
+"""Which questions a way of sampling answers as their theorems suppose."""
+
+
+def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
+    """What may be said about a run that asked `history` under `facts`. Without a theorem there is no epsilon.
+
+    Formal guarantees: where `epsilon` is a number, the run is (epsilon, delta)-differentially private under the listed
+    assumptions; for a filtered run it is the filter's, whatever was spent.
+    """
+    check_delta(delta)
+    reasons = (*_reasons_but_noise(history, facts), *_reasons_of_noise(facts))
+    if _reasons_but_noise(history, facts):
+        return Guarantee(None, delta, "none", None, reasons)
+    by_renyi = epsilon(history, delta, "rdp")
+    filtered = facts.schedule == "filtered"
+    spent = facts.filter_epsilon if filtered else epsilon(history, delta)
+    broken: tuple[str, ...] = ()
+    if spent is not None and by_renyi < inf and filtered and by_renyi > spent:
+        broken = (f"the questions cost {by_renyi:.4g}, so no filter of epsilon {spent:.4g} allowed them",)
+    if by_renyi == inf:
+        broken = (*broken, "a question was answered without noise, so no epsilon is finite")
+    reasons = (*reasons, *broken)
+    # What a filtered run happened to spend depends on the data: only the filter's own epsilon is proved, by Renyi.
+    proved = spent if filtered and not broken else by_renyi
+    result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", proved, reasons)
+    if not reasons:
+        return result
+    return replace(result, epsilon=None, epsilon_if_noise_were_secret=None if broken else spent)
+
+
+def _reasons_of_noise(facts: Facts) -> tuple[str, ...]:
+    if facts.noise == "secret":
+        return ()
+    if facts.noise == "seeded":
+        return ("the noise was drawn from a known seed, so anyone who has the seed can subtract it",)
+    return (f"noise={facts.noise!r} is neither secret nor seeded, and nothing is proved about it",)
+
+
+def _reasons_but_noise(history: History, facts: Facts) -> tuple[str, ...]:
+    reasons = []
+    if facts.sampling not in SAMPLING:
+        reasons.append(
+            f"batches were drawn by {facts.sampling} sampling, for which the Poisson price is not an upper bound"
+        )
+    else:
+        for kind in dict.fromkeys(type(question) for question, count in history.items() if count):
+            if not issubclass(kind, SAMPLING[facts.sampling]):
+                reasons.append(f"no theorem prices {kind.__name__} questions under {facts.sampling} sampling")
+    if not facts.examples_independent:
+        reasons.append(
+            "one example's gradient depended on others in the batch, so clipping does not bound its influence"
+        )
+    if facts.schedule == "data-dependent":
+        reasons.append("the questions' parameters depended on the data without a Renyi filter")
+    elif facts.schedule == "filtered" and facts.filter_epsilon is None:
+        reasons.append("the schedule was filtered but the filter's epsilon is missing")
+    elif facts.schedule not in ("fixed", "filtered"):
+        reasons.append(f"schedule={facts.schedule!r} is neither fixed nor filtered, and nothing is proved about it")
+    if facts.nonprivate_outputs:
+        reasons.append("values computed from data without noise were written out")
+    return tuple(reasons)

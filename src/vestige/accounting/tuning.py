@@ -1,0 +1,67 @@
+"""What does choosing the best of several runs cost? Papernot and Steinke, for a random number of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp, expm1, inf, log
+
+import numpy as np
+from scipy.optimize import brentq
+
+from vestige.accounting import rdp
+from vestige.accounting.theorems import History, total_curve
+from vestige.checks import check_delta
+
+
+def tuned_epsilon(
+    history: History | Sequence[History],
+    delta: float,
+    expected_runs: float,
+    shape: float = 1.0,
+    repeats: int = 1,
+    final_runs: int = 0,
+) -> float:
+    """The epsilon of the best of a random number of runs, each of which asks `history`, or any of several histories.
+
+    The number of runs is drawn before the search from a truncated negative binomial distribution with mean
+    `expected_runs`: `shape` 1 is geometric, 0 logarithmic. Only the best run is released. A setting that is judged by
+    the mean of several trainings is one run of as many `repeats`: each of them looks at the data. `final_runs` are
+    made afterwards with the setting that won, and released too.
+
+    Formal guarantees: Papernot & Steinke 2022, Theorem 2, for the pointwise largest of the runs' Renyi curves, and
+    composition. A number of runs fixed in advance is not covered: price it as so many copies of the history.
+    """
+    check_delta(delta)
+    if not expected_runs >= 1:
+        raise ValueError(f"expected_runs={expected_runs} must be at least 1")
+    if not 0 <= shape < inf:
+        raise ValueError(f"shape={shape} must be a number, zero or more: 0 is logarithmic, 1 geometric")
+    for name, value, least in (("repeats", repeats, 1), ("final_runs", final_runs, 0)):
+        if not (isinstance(value, int) and value >= least):
+            raise ValueError(f"{name}={value} must be a whole number from {least} up")
+    histories = [history] if isinstance(history, Mapping) else list(history)
+    if not histories:
+        raise ValueError("history=[] is empty: a run asks at least one history")
+    single = np.max([total_curve(each) for each in histories], axis=0)
+    curve, orders = repeats * single, rdp.ORDERS
+    if not curve.any():
+        return 0.0
+    stop = stopping_probability(expected_runs, shape)
+    # The theorem holds for every second order; the least is taken.
+    selection = (1 + shape) * np.min((1 - 1 / orders) * curve - log(stop) / orders)
+    chosen = curve + selection + log(expected_runs) / (orders - 1)
+    return rdp.tight_epsilon(chosen + final_runs * single, delta)
+
+
+def stopping_probability(expected_runs: float, shape: float) -> float:
+    """The parameter of the truncated negative binomial distribution that has this mean."""
+
+    def mean(log_stop: float) -> float:
+        stop = exp(log_stop)
+        spread = -log_stop if shape == 0 else -expm1(shape * log_stop) / shape
+        return (1 - stop) / (stop * spread) if stop < 1 else 1.0
+
+    if expected_runs == 1:
+        return 1.0
+    lowest = -2 * log(expected_runs) - 5
+    return exp(brentq(lambda log_stop: mean(log_stop) - expected_runs, lowest, -1e-12, xtol=1e-13))

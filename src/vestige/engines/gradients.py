@@ -1,0 +1,309 @@
+"""What is one example's gradient of one parameter before it is a tensor: how long is it, and how is it summed?
+
+A layer's input and the gradient of its output determine every example's parameter gradient. Kept in that factored form,
+its norm and a weighted sum over examples are often far cheaper than the gradients themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from math import prod
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vestige.devices import MARGIN, convolves_in_tf32
+from vestige.engines import kernels
+
+
+class Gradient(Protocol):
+    """The gradients of one parameter for every example of a batch; the example axis comes first in every field."""
+
+    def norms(self) -> Tensor:
+        """2-norms, [examples], float32 or wider; infinite or NaN where a number is, or where float32 overflows."""
+        ...
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        """Add sum_i factors[i] * gradient_i to `into`, which has the parameter's shape."""
+        ...
+
+    def dense(self) -> Tensor:
+        """The gradients themselves, [examples, *shape]."""
+        ...
+
+
+Form = TypeVar("Form", bound=Gradient)
+
+
+def change(gradient: Form, function: Callable[[Tensor], Tensor]) -> Form:
+    """The same form with `function` applied to each of its tensors (to select or to blank examples)."""
+    changed: dict[str, Any] = {}
+    for field in fields(gradient):  # type: ignore[arg-type]
+        value = getattr(gradient, field.name)
+        if isinstance(value, Tensor):
+            changed[field.name] = function(value)
+        elif hasattr(value, "norms"):
+            changed[field.name] = change(value, function)
+    return replace(gradient, **changed)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Materialised: [examples, *shape]."""
+
+    value: Tensor
+
+    def norms(self) -> Tensor:
+        return torch.linalg.vector_norm(wide(self.value).flatten(1), dim=1)
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        into.view(-1).addmv_(wide(self.value).flatten(1).t(), factors)
+
+    def dense(self) -> Tensor:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A sum over positions of outer products: left [examples, positions, out], right [examples, positions, in]."""
+
+    left: Tensor
+    right: Tensor
+
+    def norms(self) -> Tensor:
+        if self.left.shape[1] == 1:
+            return Dense(self.left).norms() * Dense(self.right).norms()
+        return kernels.outer_squares(self.left, self.right).sqrt()
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        left, right = wide(self.left).flatten(0, 1), wide(self.right).flatten(0, 1)
+        weights = factors.repeat_interleave(self.left.shape[1])[:, None] if self.left.shape[1] > 1 else factors[:, None]
+        if left.shape[1] <= right.shape[1]:  # the factors go onto the narrower side
+            into.addmm_((left * weights).t(), right)
+        else:
+            into.addmm_(left.t(), right * weights)
+
+    def dense(self) -> Tensor:
+        return torch.bmm(wide(self.left).transpose(1, 2), wide(self.right))
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Rows of a table: index [examples, positions], rows [examples, positions, width]."""
+
+    index: Tensor
+    rows: Tensor
+    height: int
+
+    def norms(self) -> Tensor:
+        return Dense(self.rows if self.index.shape[1] == 1 else self._merged()).norms()
+
+    def _merged(self) -> Tensor:
+        """Positions of one example that read the same row of the table share a gradient: add them up first."""
+        examples, positions = self.index.shape
+        ordered, order = self.index.sort(dim=1)
+        rank = torch.zeros_like(self.index)
+        rank[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(dim=1)
+        slot = torch.empty_like(rank).scatter_(1, order, rank)
+        slot += positions * torch.arange(examples, device=slot.device)[:, None]
+        rows = wide(self.rows).flatten(0, 1)
+        return torch.zeros_like(rows).index_add_(0, slot.flatten(), rows).view(examples, positions, -1)
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        into.index_add_(0, self.index.flatten(), (wide(self.rows) * factors[:, None, None]).flatten(0, 1))
+
+    def dense(self) -> Tensor:
+        rows = wide(self.rows)
+        table = rows.new_zeros(len(rows), self.height, rows.shape[2])
+        return table.scatter_add_(1, self.index[:, :, None].expand_as(rows), rows)
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A table that is both looked up and multiplied by, as an embedding tied to a language model's head."""
+
+    lookup: Lookup
+    outer: Outer
+
+    def norms(self) -> Tensor:
+        left, right = wide(self.outer.left), wide(self.outer.right)
+        read = left.gather(2, self.lookup.index[:, None, :].expand(-1, left.shape[1], -1))  # [examples, outer, lookup]
+        cross = (read * torch.bmm(right, wide(self.lookup.rows).transpose(1, 2))).sum(dim=(1, 2))
+        one, other = self.lookup.norms().double(), self.outer.norms().double()
+        squares = one.square() + other.square() + 2 * cross.double()
+        return torch.maximum(squares, kernels.rounding(right) * (one + other).square()).sqrt()
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        self.lookup.add(into, factors)
+        self.outer.add(into, factors)
+
+    def dense(self) -> Tensor:
+        return self.lookup.dense() + self.outer.dense()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of a convolution: everything but its numbers. `padding` is the same on both sides, with zeros."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+@dataclass(frozen=True)
+class Patches:
+    """A convolution's weight: image [examples, in, *space], signal [examples, out, *positions]."""
+
+    image: Tensor
+    signal: Tensor
+    geometry: Geometry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.signal.shape[1], self.image.shape[1] // self.geometry.groups, *self.geometry.kernel)
+
+    def norms(self) -> Tensor:
+        norms = self._norms()
+        return norms + MARGIN * self._lengths() if convolves_in_tf32(self.image) else norms
+
+    def _lengths(self) -> Tensor:
+        """The sum over positions of the norms of the outer products that the gradient is the sum of: [examples]."""
+        groups, kernel = self.geometry.groups, self.geometry.kernel
+        outputs = torch.linalg.vector_norm(wide(self.signal).unflatten(1, (groups, -1)), dim=2)
+        pixels = torch.linalg.vector_norm(wide(self.image).unflatten(1, (groups, -1)), dim=2).square()
+        g, ones = self.geometry, pixels.new_ones(groups, 1, *kernel)
+        arguments = (None, g.stride, g.padding, g.dilation, False, [0] * len(kernel), groups)
+        patches = torch.ops.aten.convolution(pixels, ones, *arguments).sqrt()
+        return (outputs * patches).flatten(1).sum(dim=1)
+
+    def _norms(self) -> Tensor:
+        if self._ghost_cost() < self._direct_cost():
+            return self._ghost_squares().sqrt()
+        if self._fuses():
+            return kernels.convolution_gradients(self.image, self.signal, self._shape(), keep=False)[1].sqrt()
+        parts = self._parts(prod(self.shape) + prod(self.shape[1:]) * self.signal.shape[2:].numel())
+        return torch.cat([Dense(part.dense()).norms() for part in parts])
+
+    def _ghost_cost(self) -> int:
+        """Multiplications per example, counting a number moved to or from memory as several."""
+        positions, pixels = self.signal.shape[2:].numel(), self._padded_size()
+        moved = pixels**2 + sum(3 * (size - 1) for size in self.geometry.kernel) * positions * pixels + 4 * positions**2
+        products = pixels**2 * self.image.shape[1] + positions**2 * self.signal.shape[1]
+        return products + _move_cost(self.image) * moved * self.geometry.groups
+
+    def _direct_cost(self) -> int:
+        positions, size = self.signal.shape[2:].numel(), prod(self.shape)
+        if self._fuses():
+            return 2 * positions * size
+        columns = self.image.shape[1] * prod(self.geometry.kernel) * positions
+        return positions * size + 2 * _move_cost(self.image) * (columns + size)
+
+    def _fuses(self) -> bool:
+        return kernels.can_fuse_convolution(self.image, self.signal, self.geometry.groups)
+
+    def _shape(self) -> Any:
+        return tuple(vars(self.geometry).values())
+
+    def _padded_size(self) -> int:
+        return prod(size + 2 * p for size, p in zip(self.image.shape[2:], self.geometry.padding, strict=True))
+
+    def _ghost_squares(self) -> Tensor:
+        """From inner products of pixels, never of patches: patches overlap, so theirs are sums of few pixels' ones."""
+        examples, groups = len(self.image), self.geometry.groups
+        image, signal = self._padded(), wide(self.signal)
+        space, positions = image.shape[2:], signal.shape[2:]
+        pixels = image.reshape(examples * groups, -1, space.numel())
+        outputs = signal.reshape(examples * groups, -1, positions.numel())
+        inner = torch.bmm(pixels.transpose(1, 2), pixels).view(-1, *space, *space)
+        for axis, size in enumerate(positions):
+            inner = self._window_sum(inner, axis, size)
+        inner = inner.reshape(len(pixels), positions.numel(), positions.numel())
+        squares = kernels.gram_squares(inner, torch.bmm(outputs.transpose(1, 2), outputs))
+        return squares.view(examples, groups).sum(dim=1)
+
+    def _window_sum(self, inner: Tensor, axis: int, size: int) -> Tensor:
+        """Sum, over a kernel's offsets along one axis, the inner products of the two pixels at that offset."""
+        step, gap = self.geometry.stride[axis], self.geometry.dilation[axis]
+        terms = []
+        for offset in range(self.geometry.kernel[axis]):
+            index: list[slice] = [slice(None)] * inner.dim()
+            both = slice(offset * gap, offset * gap + (size - 1) * step + 1, step)
+            index[1 + axis] = index[1 + axis + len(self.geometry.kernel)] = both
+            terms.append(inner[tuple(index)])
+        return reduce(Tensor.add, terms)
+
+    def _padded(self) -> Tensor:
+        return F.pad(wide(self.image), [p for p in reversed(self.geometry.padding) for _ in range(2)])
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        g = self.geometry
+        image = wide(self.image)
+        signal = wide(self.signal) * factors.view(-1, *([1] * (self.signal.dim() - 1)))
+        weight = image.new_empty(1).expand(self.shape)  # only its shape is read
+        arguments = (None, g.stride, g.padding, g.dilation, False, [0] * len(g.stride), g.groups, [False, True, False])
+        into.add_(torch.ops.aten.convolution_backward(signal, image, weight, *arguments)[1])
+
+    def dense(self) -> Tensor:
+        if self._fuses():
+            gradients, _ = kernels.convolution_gradients(self.image, self.signal, self._shape(), keep=True)
+            return gradients.view(len(gradients), *self.shape)
+        parts = self._parts(prod(self.shape[1:]) * self.geometry.groups * self.signal.shape[2:].numel())
+        out = wide(self.image[:0]).new_empty(len(self.image), *self.shape)
+        for part, place in zip(parts, out.split([len(part.image) for part in parts]), strict=True):
+            part._materialise(place)
+        return out
+
+    def _parts(self, each: int) -> list[Patches]:
+        """The batch in pieces whose working memory, `each` numbers an example, stays small."""
+        chunk = max(1, (2**27 if self.image.is_cuda else 2**21) // each)
+        pieces = zip(self.image.split(chunk), self.signal.split(chunk), strict=True)
+        return [Patches(image, signal, self.geometry) for image, signal in pieces]
+
+    def _materialise(self, out: Tensor) -> None:
+        g = self.geometry
+        windows = self._padded()
+        for axis, (size, step, gap) in enumerate(zip(g.kernel, g.stride, g.dilation, strict=True)):
+            windows = windows.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]
+        rank, examples, positions = len(g.kernel), len(self.image), self.signal.shape[2:].numel()
+        windows = windows.permute(0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank))
+        columns = windows.reshape(examples * g.groups, -1, positions)
+        signal = wide(self.signal).reshape(examples * g.groups, -1, positions)
+        torch.bmm(signal, columns.transpose(1, 2), out=out.view(examples * g.groups, -1, columns.shape[1]))
+
+
+def _move_cost(tensor: Tensor) -> int:
+    """How many multiplications take as long as moving one number (two CPU cores; an H200 in TF32)."""
+    return 60 if tensor.is_cuda else 10
+
+
+def combine(uses: Sequence[Gradient]) -> Gradient:
+    """One gradient of a parameter used several times in a pass: an example's uses add up before its norm is taken."""
+    if len(uses) == 1:
+        return uses[0]
+    lookups = [use for use in uses if isinstance(use, Lookup)]
+    outers = [use for use in uses if isinstance(use, Outer)]
+    if len(lookups) + len(outers) < len(uses):
+        return Dense(torch.stack([use.dense() for use in uses]).sum(dim=0))
+    if lookups:
+        lookup = replace(lookups[0], index=_joined(u.index for u in lookups), rows=_joined(u.rows for u in lookups))
+        return Tied(lookup, _joined_outer(outers)) if outers else lookup
+    return _joined_outer(outers)
+
+
+def _joined_outer(outers: Sequence[Outer]) -> Outer:
+    return Outer(_joined(use.left for use in outers), _joined(use.right for use in outers))
+
+
+def _joined(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat(list(tensors), dim=1)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """At least float32, whatever autocast made of it."""
+    return tensor.float() if tensor.element_size() < 4 else tensor
