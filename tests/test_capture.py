@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from vestige.engines import cuda_graphs
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.cuda_graphs import LITTLE, Captured, Padded, Unsteady, padded_size
+from vestige.engines.cuda_graphs import LITTLE, Captured, Padded, Unsteady, padded_size, standing
 from vestige.engines.reference import Reference
-from vestige.engines.standing import standing
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Automatic, Counted
 from vestige.mechanism.clipping import Flat

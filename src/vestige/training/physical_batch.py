@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Engine, Flat, Loss, Parameters, Transform, one_after
@@ -236,10 +239,42 @@ def _free_on_linux() -> float:
 
 
 def _taken_on_linux(call: Callable[[], object]) -> float:
-    """Resident memory at its peak, which counts what libraries allocate behind torch's back."""
+    """The tensors that are alive at the peak; or more, if resident memory grows by more.
+
+    Libraries allocate behind torch's back, so resident memory is looked at too. Alone it would not do: an allocator
+    that keeps what was freed hands it out again, and resident memory does not grow.
+    """
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status("/proc/self/status", "VmRSS")
-    return _status("/proc/self/status", "VmHWM") - before if _fitted(call) else inf
+    with TensorMemory() as tensors:
+        fitted = _fitted(call)
+    return max(tensors.peak, _status("/proc/self/status", "VmHWM") - before) if fitted else inf
+
+
+class TensorMemory(TorchDispatchMode):
+    """Counts the bytes of the storages that operations create and that are still alive, and keeps their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.peak = self._now = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.alive:
+            self.alive[storage._cdata] = storage.nbytes()
+            self._now += storage.nbytes()
+            self.peak = max(self.peak, self._now)
+            weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _forget(self, address: int) -> None:
+        self._now -= self.alive.pop(address, 0)
 
 
 def _status(file: str, key: str) -> int:
