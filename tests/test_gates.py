@@ -115,7 +115,9 @@ def test_a_buffer_of_one_without_decay_is_dpsur():
 
 def moved(state):
     optimizer = {i: dict(state.optimizer.state.get(p, {})) for i, p in enumerate(state.parameters.values())}
-    return digest([dict(state.parameters), optimizer, state.optimizer.param_groups, state.memory, state.gradient])
+    return digest(
+        [dict(state.parameters), optimizer, state.optimizer.param_groups, state.learner.memory, state.gradient]
+    )
 
 
 @pytest.mark.parametrize("rule", [sgd(0.9), Rule(torch.optim.Adam), Rule(torch.optim.AdamW)], ids=lambda r: r.name)

@@ -20,7 +20,7 @@ from vestige.checks import accounted_multiplier
 from vestige.cli.main import app
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Flat
+from vestige.mechanism.clipping import FixedClip, Flat
 from vestige.mechanism.groups import Layers, Patterns, PerGroup, named_grouping, named_split
 from vestige.questions import SampledGaussian
 from vestige.tasks import models
@@ -331,7 +331,7 @@ def test_groups_must_fit_the_method():
     assert flat.layout.groups == 1
     assert flat.method.clip == Flat(1.0)
 
-    class Other:
+    class Other(FixedClip):
         pass
 
     method = vestige.Method(name="other", clip=Other())

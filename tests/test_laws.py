@@ -3,6 +3,7 @@
 import io
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import inf
 
 import dp_accounting
 import pytest
@@ -16,7 +17,6 @@ from vestige import accounting
 from vestige.accounting import theorems
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.adaptive_clipping import Adaptive
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.groups import named_grouping
@@ -106,7 +106,7 @@ class Twin:
 
     def __call__(self, at):
         sensitivity = (at.clip or self.clip).sensitivity(self.layout)
-        self.bounds += [0.5] if hasattr(self.clip, "centred_count") else []
+        self.bounds += [0.5] if self.clip.count_deviation(NOISE, 1.0) < inf else []
         self.bounds += [sensitivity] * (2 if at.then else 1)
         tops = []
 
@@ -138,7 +138,7 @@ def distances(method, data, fewer, rate, engine=Reference, steps=5):
             Randomness.reproducible(3),
             lambda *_, **__: None,
             device=torch.device("cpu"),
-            noise=None if method.noise.white else method.noise.start(rate, 50),
+            noise=method.noise.start(rate, 50),
             nonprivate_witness=lambda total, _, kept=kept: kept.append(total.clone()),
         )
         for rows, kept in zip((data, fewer), seen, strict=True)
@@ -146,15 +146,14 @@ def distances(method, data, fewer, rate, engine=Reference, steps=5):
     state = State(model, method, layout, 0.5)
     bounds = []
     for step in range(steps):
-        clip = method.clip.now(state.clip) if isinstance(method.clip, Adaptive) else method.clip
+        clip = method.clip.now(state.clip)
         twin = Twin(method, clip, curators, step)
         point = {name: p.detach().clone() for name, p in state.parameters.items()}
         release, state.probe = method.probe.ask(twin, point, state.probe)
         bounds += twin.bounds
-        direction, state.memory, _ = method.memory.step(release, state.memory, point)
+        direction, state.learner.memory, _ = method.memory.step(release, state.learner.memory, point)
         state._put(layout.pack(point) - 0.5 * direction / release.expected_batch)
-        if isinstance(method.clip, Adaptive):
-            state.clip = method.clip.learn(release.unclipped, state.clip)
+        state.clip = method.clip.learn(release.unclipped, state.clip)
     assert len(seen[0]) == len(seen[1]) == len(bounds)
     return [
         (float((a - b).norm()), bound) if isinstance(bound, float) else (float(((a - b) / bound).norm()), 1.0)
@@ -393,7 +392,7 @@ def law_of_memory(method, steps=12):
     most = 0
     for _ in run:
         state = run.state
-        held = elements([state.memory, state.probe, state.average, dict(state.optimizer.state)])
+        held = elements([state.learner.memory, state.probe, state.learner.average, dict(state.optimizer.state)])
         most = max(most, held / state.layout.size + run._curator.held_noise)
     assert most == pytest.approx(method.copies(RATE, steps), abs=0.1)
 

@@ -11,10 +11,9 @@ from test_memory import paper_weights
 from vestige.devices import triton_available
 from vestige.layout import Layout, Segment
 from vestige.mechanism.noise import Release
-from vestige.optim import recall as room
+from vestige.optim import window as room
 from vestige.optim.memory import Blend, Exponential, Fractional, Uniform
-from vestige.optim.recall import plain_recall
-from vestige.optim.window import Ring
+from vestige.optim.window import Ring, plain_recall
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 DEVICE = torch.device("cuda" if triton_available() else "cpu")
@@ -66,7 +65,7 @@ def numbers(past, trend):
 )
 @pytest.mark.parametrize("follows", [True, False])
 def test_one_pass_against_float64(path, keeps, dtype, depth, size, count, follows, monkeypatch):
-    monkeypatch.setattr(room, "HOT", 2**10)
+    monkeypatch.setattr(room, "CACHED", 2**10)
     ring, share, pace = made(depth, size, count, dtype, follows), 0.8, 0.2 if count else 1.0
     before, trend = ring.past.double().clone(), ring.trend.double().clone() if follows else None
     generator = torch.Generator().manual_seed(1)

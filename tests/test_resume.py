@@ -93,7 +93,7 @@ def test_killed_many_times_at_random(tmp_path, reproducible):
             pass
         assert torch.equal(flat(resumed.model), flat(alone.model))
         assert sum(resumed.ledger.spent.values()) == STEPS
-        assert torch.equal(resumed.state.memory["past"], alone.state.memory["past"])
+        assert torch.equal(resumed.state.learner.memory["past"], alone.state.learner.memory["past"])
     else:
         assert sum(resumed.ledger.spent.values()) == sum(read(out / "ledger.jsonl").asks.values()) >= STEPS
 
@@ -149,7 +149,7 @@ def test_noise_is_never_met_again_after_a_resume(tmp_path):
     for folder in ("run", "fork"):
         training = start(tmp_path / folder, resume=True)
         next(iter(training))
-        releases.append(training.state.memory["past"].clone())
+        releases.append(training.state.learner.memory["past"].clone())
     assert not torch.allclose(*releases, atol=1e-2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf, sqrt
 from typing import Protocol
 
@@ -12,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from vestige.layout import Layout
-from vestige.mechanism.adaptive_clipping import Counted, Thinned
+from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
 from vestige.mechanism.clipping import BoundedSum, Clip, Engine, Flat, Parameters, Transform, sensitivity_on
-from vestige.mechanism.correlated_noise import Stream
+from vestige.mechanism.correlated_noise import Independent, NoiseSequence
 from vestige.mechanism.loss_difference import LossDifference, Scores
-from vestige.mechanism.noise import Randomness, Release, add_noise, normal
+from vestige.mechanism.noise import Randomness, Release, normal
 from vestige.mechanism.sampling import Poisson, Sampling
 from vestige.questions import Gaussian, Question, SampledGaussian, Trial
 
@@ -50,7 +51,7 @@ class Curator:
         losses: Scores | None = None,
         right: Scores | None = None,
         nonprivate_witness: Witness | None = None,
-        noise: Stream | None = None,
+        noise: NoiseSequence | None = None,
     ) -> None:
         self._losses, self._right = losses, right
         self._fetch, self.population = _fetcher(data, device)
@@ -59,7 +60,7 @@ class Curator:
         self.physical_batch = physical_batch
         self._nonprivate_witness = nonprivate_witness
         self.expected_batch = sampling.rate * self.population
-        self._noise = noise
+        self._noise: NoiseSequence = noise if noise is not None else Independent()
         self._priced: tuple[Clip, float | Tensor, float] | None = None
         self.asked = 0
         """Gradients asked so far: the index of the next one's streams."""
@@ -105,14 +106,14 @@ class Curator:
         _, ceiling = self._sensitivity(clip)
         rate = min(1.0, self._sampling.rate * boost)
         index = self._numbered(question or SampledGaussian(rate, multiplier), step, part, ceiling)
-        if isinstance(clip, Thinned):
-            clip = clip.drawn(self._randomness.stream("thin", index))
+        clip = clip.drawn(partial(self._randomness.stream, "thin", index))
         sampling = self._sampling if boost == 1 else Poisson(rate)
         sample = sampling.draw(self.population, index, self._randomness)
         if then is None:
             return self._answer(sample, parameters, clip, multiplier, transform, index)
-        if isinstance(clip, Counted):
-            raise ValueError("a clip that counts cannot be asked twice on one sample: use a fixed clip")
+        assert clip.count_deviation(multiplier, self.expected_batch) == inf, (
+            "Method refuses to count twice on one sample"
+        )
         each = multiplier * sqrt(2)
         first = self._answer(sample, parameters, clip, each, transform, index)
         return self._answer(sample, then(first), clip, each, transform, index, again="-again")
@@ -134,7 +135,7 @@ class Curator:
 
     def replay_noise(self) -> None:
         """After a resume: meet again the past noise that correlated noise depends on, which no checkpoint holds."""
-        if self._noise is None:
+        if not self._noise.keeps:
             return
         if not self._randomness.predictable:
             raise ValueError(
@@ -142,12 +143,12 @@ class Curator:
                 "would uncover past sums; it cannot be continued in a new process, so start it again"
             )
         for index in range(self.asked):
-            self._noise.next(normal(self._layout.size, self._randomness.stream("noise", index), self._device))
+            self._noise.replay(normal(self._layout.size, self._randomness.stream("noise", index), self._device))
 
     @property
     def held_noise(self) -> int:
         """How many vectors of past noise are kept."""
-        return self._noise.held() if self._noise is not None else 0
+        return self._noise.held()
 
     def _numbered(self, question: Question, step: int, part: int, sensitivity: float) -> int:
         """Charge a question about gradients; its number names its random streams."""
@@ -178,32 +179,28 @@ class Curator:
     ) -> Release:
         total, norms = self._sum(sample, parameters, clip, transform, index)
         bounded = BoundedSum(total, self._sensitivity(clip)[0])
-        unclipped = None
-        if isinstance(clip, Counted):
-            unclipped = self._unclipped(clip, norms, multiplier, index)
-            multiplier = clip.gradient_multiplier(multiplier, self.expected_batch)
+        unclipped = self._unclipped(clip, norms, multiplier, index)
+        multiplier = clip.gradient_multiplier(multiplier, self.expected_batch)
         stream = self._randomness.stream("noise" + again, index)
         witness = self._nonprivate_witness
         before = total if witness is None else total.clone()
-        scale, correlate = (1.0, None) if self._noise is None else (self._noise.scale, self._noise.next)
-        std, noise = add_noise(bounded, multiplier * scale, stream, correlate, nonprivate_keep=witness is not None)
-        if self._noise is not None:
-            std = std * self._noise.gain(index)
+        std, noise = self._noise.add(bounded, multiplier, stream, nonprivate_keep=witness is not None)
         if witness is not None:
             assert noise is not None
             witness(before, noise)
         return Release(total, std, self.expected_batch, self._sampling.rate, unclipped)
 
-    def _unclipped(self, clip: Counted, norms: Tensor, multiplier: float, index: int) -> float | None:
+    def _unclipped(self, clip: Clip, norms: Tensor, multiplier: float, index: int) -> float | None:
         """The fraction of examples that the clip left alone, from a noised centred count over the public batch size."""
-        deviation = clip.deviation(multiplier, self.expected_batch)
+        deviation = clip.count_deviation(multiplier, self.expected_batch)
         if deviation == inf:
             return None
-        count = float(clip.centred_count(norms))
+        assert clip.flat_bound is not None
+        count = float(centred_count(clip.flat_bound, norms))
         noise = float(self._randomness.stream("count", index).normal(0, deviation))
         if self._nonprivate_witness is not None:
             self._nonprivate_witness(torch.tensor([count]), torch.tensor([noise]))
-        return float(clip.fraction(count + noise, self.expected_batch))
+        return float(unclipped_fraction(count + noise, self.expected_batch))
 
     def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
         """As `sensitivity_on`; kept while the clip stays the same."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +28,13 @@ class Release:
 
     @property
     def noise_norm(self) -> float | Tensor:
-        """The root mean square norm of the noise in `total`; on the device, where the deviations are."""
-        if isinstance(self.noise_std, Tensor):
-            return torch.linalg.vector_norm(self.noise_std)
-        return float(self.noise_std * self.total.shape[-1] ** 0.5)
+        """The root mean square norm of the noise in `total`, [...]; on the device, where the deviations are."""
+        size = self.total.shape[-1]
+        if not isinstance(self.noise_std, Tensor):
+            return float(self.noise_std * size**0.5)
+        if self.noise_std.shape[-1] == size:
+            return torch.linalg.vector_norm(self.noise_std, dim=-1)
+        return self.noise_std.squeeze(-1) * size**0.5  # one deviation for all coordinates of each run
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,6 @@ class Randomness:
         label = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4])
         key = np.random.SeedSequence(self.entropy, spawn_key=(label, index))
         return np.random.Generator(np.random.PCG64DXSM(key))
-
-
-Correlate = Callable[[Tensor], Tensor]
 
 
 PAIRS = 16384
@@ -103,28 +102,22 @@ def normal(size: int, stream: np.random.Generator, device: torch.device) -> Tens
 
 
 def add_noise(
-    sensitive: BoundedSum,
-    multiplier: float,
-    stream: np.random.Generator,
-    correlate: Correlate | None = None,
-    *,
-    nonprivate_keep: bool = False,
+    sensitive: BoundedSum, multiplier: float, stream: np.random.Generator, *, nonprivate_keep: bool = False
 ) -> tuple[float | Tensor, Tensor | None]:
-    """Add noise to a bounded sum, in place and once: its standard deviation per coordinate, and the noise if asked for.
+    """Add independent noise to a bounded sum, in place and once: its standard deviation per coordinate, and the noise
+    if asked for.
 
-    `correlate` mixes the fresh unit noise of this step with that of earlier steps (see `correlated`). On a GPU white
-    noise is drawn, scaled and added in one pass over the sum; that pass stays apart from the memory's, so that this
-    function remains the one door through which a sum leaves.
+    On a GPU it is drawn, scaled and added in one pass over the sum; that pass stays apart from the memory's, so that
+    a sum leaves through one door (correlated noise, through `correlated_noise`).
 
     Formal guarantees: afterwards `sensitive.total` is the answer of a Gaussian mechanism with noise multiplier
     `multiplier`, for ideal real-valued Gaussian noise whose key stays secret.
     """
     total, std = sensitive.total, sensitive.sensitivity * multiplier
-    if correlate is None and total.is_cuda and triton_available():
+    if total.is_cuda and triton_available():
         from vestige.mechanism import triton_noise
 
         return std, triton_noise.add_normal(total, std, int(stream.integers(2**63)), nonprivate_keep)
-    noise = normal(total.shape[-1], stream, total.device)
-    noise = (noise if correlate is None else correlate(noise)).mul_(std)
+    noise = normal(total.shape[-1], stream, total.device).mul_(std)
     total.add_(noise)
     return std, noise if nonprivate_keep else None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from vestige.layout import Grouping
-from vestige.mechanism.adaptive_clipping import Adaptive
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Clip, Flat
 from vestige.mechanism.correlated_noise import Noise, White
@@ -16,7 +15,7 @@ from vestige.mechanism.groups import PerGroup, Share
 from vestige.mechanism.noise_schedules import Constant, Schedule
 from vestige.optim.averaging import Average, Last
 from vestige.optim.gates import AlwaysAccept, Gate
-from vestige.optim.memory import Identity, KnowsNoise, Memory
+from vestige.optim.memory import Identity, Memory
 from vestige.optim.probes import Here, Probe
 from vestige.optim.rules import Rule, sgd
 from vestige.questions import Question, SampledGaussian
@@ -50,24 +49,24 @@ class Method:
     """The accounted noise, where the method's own options fix it; None leaves it to the plan."""
 
     def __post_init__(self) -> None:
-        if self.rule.hears_noise and not isinstance(self.memory, KnowsNoise):
+        if self.rule.hears_noise and not self.memory.knows_noise:
             raise ValueError(
                 f"optimizer {self.rule.name} must know the noise it steps on, and the memory of {self.name} does not "
                 "say how much it leaves; use another optimizer"
             )
-        if self.gate != AlwaysAccept() and (
-            not self.noise.white
-            or isinstance(self.clip, Adaptive)
-            or self.schedule != Constant()
-            or self.probe.period(0.5) != 1
-        ):
+        changing = self.clip.adaptive or self.schedule != Constant()
+        if self.gate.tests and (changing or self.noise.one_fixed_question or self.probe.period(0.5) != 1):
             raise ValueError(
                 f"method={self.name!r}: a gate has a theorem for one fixed question per candidate; leave out the "
                 "gate, or the adaptive clip, schedule, correlated noise or importance sampling"
             )
-        if self.noise.white:
+        if self.clip.adaptive and self.probe.twice_on_one_sample:
+            raise ValueError(
+                f"method={self.name!r}: a clip that counts has no theorem for two answers on one sample: fix it"
+            )
+        if not self.noise.one_fixed_question:
             return
-        if isinstance(self.clip, Adaptive) or self.schedule != Constant():
+        if changing:
             raise ValueError(
                 f"method={self.name!r}: correlated noise has a theorem for one clip and one noise level only; "
                 "leave the adaptive clip or the schedule out"
@@ -77,9 +76,7 @@ class Method:
 
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
         """What one step asks, at its own noise multiplier."""
-        if self.noise.white:
-            return self.probe.questions(rate, multiplier, step)
-        return (self.noise.question(rate, multiplier),)
+        return tuple(self.noise.question(asked) for asked in self.probe.questions(rate, multiplier, step))
 
     def copies(self, rate: float, steps: int) -> float | None:
         """Extra state in copies of the parameters, beside the model and one gradient; None if the rule's is unknown."""

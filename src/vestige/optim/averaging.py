@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,13 +69,13 @@ def named(average: str) -> Average:
     return AVERAGES[average]
 
 
-def start(average: Average, layout: Layout, parameters: dict[str, Tensor]) -> State:
-    """The average before the first step: the initial parameters."""
-    return {"mean": layout.pack(parameters)} if average.copies else {}
+def start(average: Average, layout: Layout, parameters: Mapping[str, Tensor], lead: tuple[int, ...] = ()) -> State:
+    """The average before the first step: the initial parameters, [*lead, size]."""
+    return {"mean": layout.pack(parameters, lead)} if average.copies else {}
 
 
 @torch.no_grad()
-def update(average: Average, state: State, layout: Layout, parameters: dict[str, Tensor], step: int) -> None:
+def update(average: Average, state: State, layout: Layout, parameters: Mapping[str, Tensor], step: int) -> None:
     """Move the average, in place, towards the parameters after a step."""
     if state:
         weight = average.weight(step)

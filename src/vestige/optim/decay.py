@@ -65,6 +65,11 @@ class Update:
 
 class Progress(Protocol):
     @property
+    def file(self) -> str | None:
+        """The file of public examples that it looks at."""
+        ...
+
+    @property
     def uses_losses(self) -> bool:
         """Whether accepted candidates' noisy losses are used, so that they must be charged as released."""
         ...
@@ -74,9 +79,17 @@ class Progress(Protocol):
         """The gain that separates fast from slow progress where the user names none, in this signal's own unit."""
         ...
 
+    def hear(self, heard: State, change: float | None, bound: float) -> None:
+        """Take in a trial: the noisy loss change of an accepted candidate, or None for a rejected one."""
+        ...
+
     def gain(self, heard: State, update: Update) -> float | None:
         """How fast the model improves now; None if that could not be asked."""
         ...
+
+
+def _hears_nothing(self: object, heard: State, change: float | None, bound: float) -> None:
+    """Trials tell it nothing that it uses."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +102,17 @@ class NoisyLosses:
 
     weight: float = 0.02
     """Of the newest trial in the running mean; before there are 1/weight trials, all weigh the same."""
+    file = None
     uses_losses = True
     usual = 0.5
     """Three candidates in four lower the loss."""
+
+    def hear(self, heard: State, change: float | None, bound: float) -> None:
+        heard["heard"] += 1
+        newest = max(self.weight, 1 / heard["heard"])
+        heard["passed"] += newest * ((change is not None) - heard["passed"])
+        heard["below"] += newest * ((change or 0.0) - heard["below"])
+        heard["bound"] = bound
 
     def gain(self, heard: State, update: Update) -> float:
         bound = heard["bound"]
@@ -105,6 +126,7 @@ class PublicAccuracy:
     file: str
     uses_losses = False
     usual = 0.005
+    hear = _hears_nothing
 
     def gain(self, heard: State, update: Update) -> float:
         if update.public_accuracy is None:
@@ -121,8 +143,10 @@ class NoisyCount:
 
     rate: float = 0.1
     multiplier: float = 25.0
+    file = None
     uses_losses = False
     usual = 0.005
+    hear = _hears_nothing
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
@@ -146,6 +170,7 @@ class NoDecay:
 
     adaptive = False
     uses_losses = False
+    public_file = None
 
     def init(self) -> State:
         return {}
@@ -186,6 +211,10 @@ class PhasedDecay:
     def uses_losses(self) -> bool:
         return self.progress.uses_losses
 
+    @property
+    def public_file(self) -> str | None:
+        return self.progress.file
+
     def init(self) -> State:
         return {"fast": 0, "slow": 0, "heard": 0, "passed": 0.0, "below": 0.0, "bound": None, "public": None}
 
@@ -194,13 +223,7 @@ class PhasedDecay:
         return Factors(_on_grid(fast + slow), _on_grid(fast), _on_grid(fast + slow), _on_grid(slow))
 
     def hear(self, heard: State, change: float | None, bound: float) -> None:
-        """Take in a trial: the noisy loss change of an accepted candidate, or None for a rejected one."""
-        if isinstance(self.progress, NoisyLosses):
-            heard["heard"] += 1
-            share = max(self.progress.weight, 1 / heard["heard"])
-            heard["passed"] += share * ((change is not None) - heard["passed"])
-            heard["below"] += share * ((change or 0.0) - heard["below"])
-            heard["bound"] = bound
+        self.progress.hear(heard, change, bound)
 
     def after(self, heard: State, update: Update, spent: Callable[[], float]) -> None:
         """Take in an applied update."""

@@ -25,6 +25,7 @@ class LowPass:
 
     feedback: tuple[float, ...] = (-0.9,)
     forward: tuple[float, ...] = (0.1,)
+    stackable = knows_noise = True
     fresh_share = 1.0
     steady_gain = 1.0
 
@@ -88,6 +89,7 @@ class Smoothed:
     """m_t = (1 - gain) m_(t-1) + gain y_t, starting from the first release: the filter of DiSK."""
 
     gain: float = 0.7
+    stackable = knows_noise = True
     fresh_share = 1.0
     steady_gain = 1.0
     copies = 1.0
@@ -128,6 +130,7 @@ class SelfTuning:
 
     scope: Literal["whole", "tensor"] = "whole"
     horizon: int = 100
+    stackable = knows_noise = True
     fresh_share = 1.0
     steady_gain = 1.0
     copies = 1.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.loss_difference import LossDifference
-from vestige.optim.decay import Comparer, Decay, NoDecay, PhasedDecay, PublicAccuracy, Update
+from vestige.optim.decay import Comparer, Decay, NoDecay, Update
 from vestige.questions import Question, SampledGaussian, Trial
 
 Diagnostics = dict[str, Tensor]
@@ -66,6 +66,16 @@ class Outcome(NamedTuple):
 
 class Gate(Protocol):
     @property
+    def tests(self) -> NoisyLossTest | None:
+        """The test that it puts to its candidates; None if it keeps them all."""
+        ...
+
+    @property
+    def public_file(self) -> str | None:
+        """The file of public examples that it wants to see."""
+        ...
+
+    @property
     def adaptive(self) -> bool:
         """Whether the questions' parameters follow from earlier answers, so that only a filter can bound them."""
         ...
@@ -89,6 +99,7 @@ class Gate(Protocol):
 class AlwaysAccept:
     """Every move is kept and nothing more is asked."""
 
+    tests = public_file = None
     adaptive = False
 
     def at(self, population: int) -> AlwaysAccept:
@@ -123,6 +134,7 @@ class NoisyLossTest:
     """Inclusion probability of the comparison's sample; None until the size of the dataset is known."""
 
     adaptive = False
+    public_file = None
     releases = "y"
 
     def __post_init__(self) -> None:
@@ -137,6 +149,10 @@ class NoisyLossTest:
             raise ValueError(f"validation_batch={self.expected_batch} must be positive")
         if self.accounting not in ACCOUNTING:
             raise ValueError(f"accounting={self.accounting!r} must be one of {', '.join(ACCOUNTING)}")
+
+    @property
+    def tests(self) -> NoisyLossTest:
+        return self
 
     def at(self, population: int) -> NoisyLossTest:
         return replace(self, rate=min(1.0, self.expected_batch / population))
@@ -253,6 +269,14 @@ class BufferedRejection:
             raise ValueError(f"theta_k={self.tie} must not be negative")
 
     @property
+    def tests(self) -> NoisyLossTest:
+        return self.test
+
+    @property
+    def public_file(self) -> str | None:
+        return self.decay.public_file
+
+    @property
     def adaptive(self) -> bool:
         return self.decay.adaptive
 
@@ -328,17 +352,3 @@ class BufferedRejection:
             threshold=test.threshold * test.bound,
         )
         self.decay.after(attempt.state.gate, update, attempt.spent)
-
-
-def loss_test(gate: Gate) -> NoisyLossTest | None:
-    """The test that a gate puts to its candidates; None if it keeps them all."""
-    if isinstance(gate, BufferedRejection):
-        return gate.test
-    return gate if isinstance(gate, NoisyLossTest) else None
-
-
-def public_file(gate: Gate) -> str | None:
-    """The file of public examples that a gate's decay wants to see."""
-    if isinstance(gate, BufferedRejection) and isinstance(gate.decay, PhasedDecay):
-        return gate.decay.progress.file if isinstance(gate.decay.progress, PublicAccuracy) else None
-    return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +13,7 @@ from torch import Tensor
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.noise import Release
-from vestige.optim.recall import fused, recall
-from vestige.optim.window import Ring
+from vestige.optim.window import Ring, fused, recall
 
 State = dict[str, Any]
 """Tensors and integers only, so that it checkpoints and rewinds."""
@@ -32,6 +32,11 @@ class Filtered(NamedTuple):
 
 
 class Memory(Protocol):
+    stackable: bool
+    """Whether its algebra runs over the last axis, so that a stack of runs can remember at once."""
+    knows_noise: bool
+    """Whether it can say how much noise its direction carries, for rules that want to know."""
+
     def init(self, layout: Layout, device: torch.device) -> State: ...
 
     def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
@@ -53,20 +58,21 @@ class Memory(Protocol):
         """Extra state, in copies of the parameters."""
         ...
 
-
-@runtime_checkable
-class KnowsNoise(Protocol):
-    """A memory that can say how much noise its direction carries, for rules that want to know."""
-
     def noise_std(self, release: Release, state: State) -> float | Tensor:
-        """The standard deviation per coordinate, after the step that filtered this release."""
+        """The standard deviation per coordinate of the noise in the direction, after the step that filtered this
+        release; only where `knows_noise`."""
         ...
+
+
+def unknown_noise(self: object, release: Release, state: State) -> float | Tensor:
+    raise AssertionError("this memory does not know the noise in its direction; Method refuses rules that ask")
 
 
 @dataclass(frozen=True)
 class Identity:
     """No memory: plain DP-SGD."""
 
+    stackable = knows_noise = True
     fresh_share = 1.0
     steady_gain = 1.0
     copies = 0.0
@@ -89,6 +95,12 @@ class Kernel(Protocol):
         """The weight of the newest vector in the running trend; None if the kernel needs no trend."""
         ...
 
+    @property
+    def weigh_fused(self) -> Callable[[Ring, float], tuple[Tensor, Tensor, Tensor, Tensor]] | None:
+        """`weigh` from a ring on a GPU in one launch, where there is a kernel for it: the weights, their mean lag, the
+        confidence and the norm of the trend."""
+        ...
+
     def weigh(
         self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -103,7 +115,7 @@ class Kernel(Protocol):
 class Uniform:
     """Equal weights (the ablation of FO-DP-SGD's equation 24)."""
 
-    smoothing = None
+    smoothing = weigh_fused = None
 
     def weigh(
         self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
@@ -116,7 +128,7 @@ class Exponential:
     """Geometric weights decay**(lag - 1) (the ablation of FO-DP-SGD's equation 26)."""
 
     decay: float = 0.8
-    smoothing = None
+    smoothing = weigh_fused = None
 
     def __post_init__(self) -> None:
         _check("decay", self.decay, 0 < self.decay < 1, "lie in (0, 1)")
@@ -163,7 +175,7 @@ class Fractional:
         return torch.softmax(torch.addcmul(prior, pull[..., None] * distances, lags, value=-1), dim=-1), confidence
 
     def weigh_fused(self, ring: Ring, noise_norm: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same from a ring on a GPU in one launch, with the mean lag before the confidence and the trend's norm."""
+        """See `Kernel.weigh_fused`."""
         from vestige.optim import triton_recall
 
         floor = float(self._floor(noise_norm))
@@ -190,6 +202,9 @@ class Blend:
     window: int = 8
     remembers: Literal["blend", "fresh"] = "blend"
     history: Literal["float32", "bfloat16"] = "float32"
+    stackable = True
+    knows_noise = False
+    noise_std = unknown_noise
 
     def __post_init__(self) -> None:
         _check("beta", self.share, 0 < self.share <= 1, "lie in (0, 1]")
@@ -240,10 +255,10 @@ class Blend:
         fresh = release.total
         if self.window == 1:
             return Filtered(fresh * self.share, state, {})
-        past = state["past"][:, : len(fresh)]
+        past = state["past"][..., : fresh.shape[-1]]
         ring = Ring(past, state["count"], state.get("trend"), state.get("squares"), state.get("products"))
         weights, seen = self._weigh(release, ring)
-        blend = past[ring.slot] if self._steps_on_a_row else state["blend"]
+        blend = past[..., ring.slot, :] if self._steps_on_a_row else state["blend"]
         pace = (self.kernel.smoothing or 0.0) if ring.count else 1.0
         memory_share = recall(
             ring, fresh, weights, blend, self.share, pace, fresh if self.remembers == "fresh" else blend
@@ -253,13 +268,14 @@ class Blend:
 
     def _weigh(self, release: Release, ring: Ring) -> tuple[Tensor, dict[str, Tensor]]:
         """Weights over the lags 1, 2, ..., and what they show."""
-        lags = ring.lags
+        lags, lead = ring.lags, ring.past.shape[:-2]
         if not self._follows_trend:
-            nothing = torch.zeros((), dtype=torch.float64, device=lags.device)
-            weights, _ = self.kernel.weigh(lags, nothing.expand(len(lags)), nothing, 0.0)
+            nothing = torch.zeros(lead, dtype=torch.float64, device=lags.device)
+            weights, _ = self.kernel.weigh(lags, nothing[..., None], nothing, 0.0)
+            weights = weights.expand(*lead, len(lags))
             return weights, {"weights": weights, "effective_depth": weights @ lags}
         noise_norm = release.noise_norm * self.fresh_share
-        if fused(ring) and isinstance(self.kernel, Fractional) and isinstance(noise_norm, float):
+        if fused(ring) and self.kernel.weigh_fused is not None and isinstance(noise_norm, float):
             weights, depth, confidence, trend_norm = self.kernel.weigh_fused(ring, noise_norm)
         else:
             trend_norm, distances = ring.compared()

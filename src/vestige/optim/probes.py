@@ -13,7 +13,7 @@ from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Thinned
 from vestige.mechanism.clipping import Clip, Field, Parameters, Transform
 from vestige.mechanism.noise import Release
-from vestige.questions import Question, SampledGaussian
+from vestige.questions import SampledGaussian
 
 State = dict[str, Any]
 
@@ -50,6 +50,24 @@ class AskGradient(Protocol):
 
 
 class Probe(Protocol):
+    at_parameters: bool
+    """Whether it asks at the parameters themselves, so that a pass the user has made already is the answer."""
+
+    @property
+    def twice_on_one_sample(self) -> bool:
+        """Whether it asks a second time about the same sample."""
+        ...
+
+    @property
+    def one_question(self) -> bool:
+        """Whether a step asks one question, at a point made of releases: what a training loop can answer as priced."""
+        ...
+
+    @property
+    def stackable(self) -> bool:
+        """Whether its algebra runs over the last axis, so that a stack of runs can ask at once."""
+        ...
+
     @property
     def copies(self) -> float:
         """Extra state, in copies of the parameters."""
@@ -66,7 +84,7 @@ class Probe(Protocol):
         """Ask what this method asks in one step, at or around the parameters, and return the release to step on."""
         ...
 
-    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[SampledGaussian, ...]:
         """What step `step` asks: the price list of `ask`, in order."""
         ...
 
@@ -75,7 +93,7 @@ class Probe(Protocol):
         ...
 
 
-def _one_question(self: object, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+def _one_question(self: object, rate: float, multiplier: float, step: int = 0) -> tuple[SampledGaussian, ...]:
     return (SampledGaussian(rate, multiplier),)
 
 
@@ -87,6 +105,8 @@ def _every_step(self: object, rate: float) -> int:
 class Here:
     """At the parameters themselves, once."""
 
+    at_parameters = one_question = stackable = True
+    twice_on_one_sample = False
     copies = 0.0
     passes = 1.0
 
@@ -108,6 +128,8 @@ class AgainstLastRelease:
 
     radius: float = 0.03
     along: Literal["release", "move"] = "release"
+    at_parameters = twice_on_one_sample = False
+    one_question = stackable = True
     copies = 1.0
     passes = 1.0
 
@@ -143,6 +165,7 @@ class Ascent:
 
     radius: float = 0.05
     sample: Literal["fresh", "same", "own"] = "fresh"
+    at_parameters = one_question = False
     copies = 0.0
     passes = 2.0
 
@@ -150,6 +173,14 @@ class Ascent:
         _check_radius(self.radius)
         if self.sample not in ("fresh", "same", "own"):
             raise ValueError(f"ascent={self.sample!r} must be 'fresh', 'same' or 'own'")
+
+    @property
+    def twice_on_one_sample(self) -> bool:
+        return self.sample == "same"
+
+    @property
+    def stackable(self) -> bool:
+        return self.sample != "own"  # where each example climbs to a point of its own
 
     def init(self, layout: Layout, device: torch.device) -> State:
         return {}
@@ -172,7 +203,7 @@ class Ascent:
 
         return above
 
-    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[SampledGaussian, ...]:
         return (SampledGaussian(rate, multiplier),) * (2 if self.sample == "fresh" else 1)
 
     period = _every_step
@@ -190,6 +221,8 @@ class AlongLastStep:
 
     reach: float
     weight: float
+    at_parameters = twice_on_one_sample = False
+    one_question = True
     copies = 1.0
 
     def __post_init__(self) -> None:
@@ -199,6 +232,10 @@ class AlongLastStep:
     @property
     def passes(self) -> float:
         return 1.0 if self.weight in (0, 1) else 2.0
+
+    @property
+    def stackable(self) -> bool:
+        return self.passes == 1  # two gradients of each example are combined before they are clipped
 
     def init(self, layout: Layout, device: torch.device) -> State:
         return {"before": torch.zeros(layout.size, device=device), "started": 0}
@@ -241,6 +278,7 @@ class Importance:
     bound: float = 1.0
     boost: float = 2.0
     normaliser_noise: float = 5.0
+    at_parameters = one_question = stackable = twice_on_one_sample = False
     copies = 0.0
 
     def __post_init__(self) -> None:
@@ -272,7 +310,7 @@ class Importance:
         release = gradient(At(point, part=part, clip=clip, boost=boost))
         return release, {"step": state["step"] + 1, "norm_sum": norm_sum}
 
-    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[SampledGaussian, ...]:
         boost = self._boost(rate)
         main = SampledGaussian(min(1.0, boost * rate), multiplier)
         if boost > 1 and self._asks_norms(step, rate):

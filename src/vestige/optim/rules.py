@@ -123,6 +123,26 @@ class Rule:
         return self.optimizer is AdamBC
 
     @property
+    def stackable(self) -> bool:
+        """Whether it moves each coordinate by itself, in proportion to the learning rate."""
+        return self.optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, AdamBC)
+
+    @property
+    def fusible(self) -> bool:
+        """Whether torch has it as one pass over its state."""
+        return self.optimizer in (torch.optim.Adam, torch.optim.AdamW)
+
+    @property
+    def decoupled_decay(self) -> bool:
+        """Whether weight decay acts on the parameters, and not through the gradient."""
+        return self.optimizer in (torch.optim.AdamW, AdamBC)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the gradient is the move."""
+        return self.optimizer is torch.optim.SGD and not any(map(self.options.get, ("momentum", "maximize")))
+
+    @property
     def copies(self) -> float | None:
         """Extra state, in copies of the parameters; None if unknown."""
         if self.optimizer is torch.optim.SGD:

@@ -14,8 +14,9 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.noise import Release
 from vestige.optim import spectrum
-from vestige.optim.memory import Filtered, State
+from vestige.optim.memory import Filtered, State, unknown_noise
 from vestige.optim.spectrum import Convention
+from vestige.optim.window import weighted_sum
 
 TINY = 1e-12
 Gate = Literal["paper", "disjoint", "open"]
@@ -49,6 +50,9 @@ class Spectral:
     refresh: int | None = None
     convention: Convention = "flatten"
     gate: Gate = "paper"
+    stackable = True
+    knows_noise = False
+    noise_std = unknown_noise
 
     def __post_init__(self) -> None:
         _check("beta", self.share, 0 < self.share <= 1, "lie in (0, 1]")
@@ -225,11 +229,7 @@ def _combine(by_lag: Tensor, state: State, sections: Sections) -> Tensor:
     by_slot = by_lag.flip(-1).roll(state["count"], -1).to(past.dtype)
     combined = torch.empty_like(past[..., 0, :])
     for start, stop, group in sections:
-        vectors, weights = past[..., start:stop], by_slot[..., group, :]
-        if past.dim() == 2:
-            torch.mv(vectors.t(), weights, out=combined[start:stop])
-        else:  # many runs at once
-            combined[..., start:stop] = (weights.unsqueeze(-2) @ vectors).squeeze(-2)
+        weighted_sum(past[..., start:stop], by_slot[..., group, :], out=combined[..., start:stop])
     return combined
 
 

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vestige.optim.window import Ring
 
 TILE, WARPS = 4096, 4
 """Numbers of the window that one program holds in registers, and its warps."""
@@ -19,9 +18,9 @@ PROGRAMS = 1024
 
 
 def recall(
-    ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, share: float, pace: float, keeps_fresh: bool
+    ring, fresh: Tensor, weights: Tensor, blend: Tensor, share: float, pace: float, keeps_fresh: bool
 ) -> Tensor:
-    """See `recall.recall`. Each program holds its columns of every row, so a row is read once and may be overwritten.
+    """See `window.recall`. Each program holds its columns of every row, so a row is read once and may be overwritten.
 
     Partial sums are added up in a fixed order by a second, tiny kernel: no atomics, so runs repeat to the last bit.
     """
@@ -149,7 +148,7 @@ def _settle(
         tl.store(products + column - 4, total, mask=(column >= 4) & (column < DEPTH + 4))
 
 
-def tempered(ring: Ring, *constants: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tempered(ring, *constants: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`Fractional.weigh` on the ring's numbers: weights by lag, their mean lag, the confidence, the trend's norm."""
     shown = torch.empty(ring.filled + 3, dtype=torch.float64, device=ring.past.device)
     depth = len(ring.past)

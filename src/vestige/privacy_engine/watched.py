@@ -24,7 +24,7 @@ from vestige.engines.gradients import Dense, Gradient, combine
 from vestige.engines.layers import Saved
 from vestige.engines.taps import Pass, Plan, Signals, Tap
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Clip, Parameters
+from vestige.mechanism.clipping import Clip, FixedClip, Parameters
 
 Uses = dict[str, list[Gradient]]
 
@@ -115,7 +115,7 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(FixedClip):
     """A clip of gradients that are `scale` times what is given: those of a mean over `scale` examples."""
 
     clip: Clip

@@ -20,7 +20,6 @@ from vestige.mechanism.moments import PrivateMoments, with_moments
 from vestige.methods.base import Method, by_group
 from vestige.methods.registry import build
 from vestige.optim import averaging
-from vestige.optim.gates import loss_test, public_file
 from vestige.optim.rules import named
 from vestige.questions import Question, SampledGaussian
 from vestige.training.loop import Record, accuracy
@@ -203,7 +202,7 @@ def statement(training: Training) -> dict[str, Any]:
 
 def selection(training: Training) -> dict[str, Any]:
     """What a selective method did, and what its paper would claim for it; nothing for the others."""
-    counts, test = training.state.gate, loss_test(training.method.gate)
+    counts, test = training.state.gate, training.method.gate.tests
     if test is None or test.rate is None:
         return {}
     claimed: Counter[Question] = Counter()
@@ -230,7 +229,7 @@ def _moments(job: Job) -> PrivateMoments | None:
 
 def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
     """The examples that a schedule may look at without noise: declared public by whoever named their file."""
-    file = public_file(method.gate)
+    file = method.gate.public_file
     if file is None:
         return None
     if job.data is not None and Path(file).resolve() == Path(job.data).resolve():

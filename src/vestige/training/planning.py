@@ -13,7 +13,6 @@ from torch import nn
 from vestige import accounting
 from vestige.checks import check_delta, check_multiplier, check_rate, check_steps
 from vestige.layout import Layout
-from vestige.mechanism.groups import PerGroup
 from vestige.mechanism.noise_schedules import Constant, level
 from vestige.methods.base import Method
 from vestige.questions import Question
@@ -210,21 +209,18 @@ def choose_rate(
 
 def noise_walk(method: Method, sample_rate: float, steps: int) -> float:
     """How far unit noise carries a sum of releases over a run: sqrt(steps), unless it is scheduled or correlated."""
-    if not method.noise.white:
-        return method.noise.walk(sample_rate, steps)
+    walk = method.noise.walk(sample_rate, steps)
     if method.schedule == Constant():
-        return sqrt(steps)
-    return sqrt(sum(level(method.schedule, 1.0, step, sample_rate) ** 2 for step in range(steps)))
+        return walk
+    return walk * sqrt(sum(level(method.schedule, 1.0, step, sample_rate) ** 2 for step in range(steps)) / steps)
 
 
 def paper_groups(method: Method, layout: Layout) -> int:
     """How many groups share the sigma of a paper; refused where the groups' own ratios differ."""
-    if not isinstance(method.clip, PerGroup):
-        return 1
-    ratios = method.clip.scales(layout.group_sizes) / method.clip.bounds(layout.groups)
+    ratios = method.clip.noise_ratios(layout)
     if not bool(((ratios / ratios[0] - 1).abs() < 1e-9).all()):
         raise ValueError(
-            f"paper_sigma: with share={method.clip.share!r} every group has its own ratio of noise to bound, "
-            f"and a paper's sigma is one number; give noise_multiplier or epsilon"
+            f"paper_sigma: with {method.clip} every group has its own ratio of noise to bound, and a paper's sigma is "
+            "one number; give noise_multiplier or epsilon"
         )
-    return layout.groups
+    return len(ratios)

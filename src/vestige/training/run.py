@@ -18,7 +18,6 @@ from vestige.engines.independence import require_independent
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Engine, Loss
-from vestige.mechanism.correlated_noise import Stream
 from vestige.mechanism.curator import Curator, Data
 from vestige.mechanism.loss_difference import example_losses, right_answers
 from vestige.mechanism.moments import PrivateMoments, fill
@@ -76,9 +75,7 @@ def train(
     """
     chosen = build(method) if isinstance(method, str) else method
     require_independent(model)
-    if not chosen.noise.white and sampling == "poisson":
-        sampling = chosen.noise.sampling(sample_rate).kind
-    elif sampling not in SAMPLINGS:
+    if sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
     check_physical_batch(physical_batch)
     return Training(
@@ -136,13 +133,13 @@ class Training:
         self.model, self.method, self.folder = model, method, folder
         self.transcript = Transcript(Path(transcript)) if transcript is not None else None
         self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=seed is not None)
+        rate = limits["sample_rate"]
+        drawn = method.noise.sampling(rate) if sampling == "poisson" else SAMPLINGS[sampling](rate)
         self._curator = Curator(
             data,
             engine(model, loss, layout),
             layout,
-            SAMPLINGS[sampling](limits["sample_rate"])
-            if sampling in SAMPLINGS
-            else method.noise.sampling(limits["sample_rate"]),
+            drawn,
             Randomness.secret() if seed is None else Randomness.reproducible(seed),
             self.ledger.ask,
             device=device,
@@ -150,7 +147,7 @@ class Training:
             losses=example_losses(model, loss),
             right=right_answers(model),
             nonprivate_witness=self.transcript,
-            noise=_correlated(method, limits["sample_rate"], limits["steps"] or DEFAULT_STEPS),
+            noise=method.noise.start(limits["sample_rate"], limits["steps"] or DEFAULT_STEPS),
         )
         self.method = method = replace(method, gate=method.gate.at(self._curator.population))
         self._normalise, self._normalised = normalise, normalise is None
@@ -163,7 +160,7 @@ class Training:
                 self._curator.population, self.plan.sample_rate, self.plan.steps,
             )  # fmt: skip
         self.facts = accounting.Facts(
-            sampling=sampling,
+            sampling=drawn.kind,
             noise="secret" if seed is None else "seeded",
             nonprivate_outputs=transcript is not None or nonprivate_logs,
             schedule="filtered" if method.gate.adaptive else "fixed",
@@ -337,7 +334,3 @@ class Training:
         self._curator.asked, self._curator.compared = saved["asked"], saved["compared"]
         self._curator.replay_noise()
         self.ledger.resume(self.state.step)
-
-
-def _correlated(method: Method, sample_rate: float, steps: int) -> Stream | None:
-    return None if method.noise.white else method.noise.start(sample_rate, steps)

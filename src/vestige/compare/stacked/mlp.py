@@ -1,4 +1,4 @@
-"""How do many small networks give each example's gradient at once? As chains of linear layers, along a leading axis."""
+"""How do many multilayer perceptrons give each example's gradient at once? Layer by layer, along a leading axis."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def chain(model: nn.Module) -> list[Layer] | None:
     return layers if layers and layers[-1].activation is None else None
 
 
-class Network:
+class MLP:
     """The chain for a stack of runs: parameters [runs, size], inputs [runs, batch, width]."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
