@@ -27,8 +27,7 @@ from vestige.compare.arguments import contenders
 from vestige.compare.comparison import FACTORS, Budget, Contender, Problem, Specification
 from vestige.compare.execute import Place
 from vestige.compare.summary import summarised
-from vestige.methods.base import METHODS
-from vestige.methods.registry import build
+from vestige.methods.registry import METHODS, build
 
 OWN_BUDGET = 17.4
 """What the FO-DP-SGD paper's own settings cost, by loss distributions; the paper does not say it."""

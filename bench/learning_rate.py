@@ -27,7 +27,7 @@ from vestige.compare.comparison import VALIDATION, Budget, Contender, Problem, R
 from vestige.compare.execute import Place
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.report import drawing
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 
 FACTORS = (0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0)
 COARSE = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import vestige
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 
 ROOT = Path(vestige.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -161,7 +161,7 @@ def test_the_package_is_imported_without_torch_and_has_all_its_names():
 
 @pytest.mark.parametrize("name", ["methods.base", "methods.adam", "training.job", "privacy_engine.engine"])
 def test_whoever_looks_a_method_up_finds_them_all(name):
-    code = f"import vestige.{name}\nfrom vestige.methods.base import METHODS\nprint(*METHODS)"
+    code = f"import vestige.{name}\nfrom vestige.methods.registry import METHODS\nprint(*METHODS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == list(METHODS)
     assert len(METHODS) > 20

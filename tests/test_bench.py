@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vestige.compare.comparison import VALIDATION
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 
 BENCH = Path(__file__).parents[1] / "bench"
 

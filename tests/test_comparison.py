@@ -26,8 +26,7 @@ from vestige.compare.folder import ATTEMPTS, ComparisonFolder
 from vestige.compare.summary import summarised
 from vestige.compare.verify import verify_comparison
 from vestige.layout import Layout
-from vestige.methods.base import METHODS
-from vestige.methods.registry import build
+from vestige.methods.registry import METHODS, build
 from vestige.questions import Question, SampledGaussian
 from vestige.training import planning
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vestige
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
 

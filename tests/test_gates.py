@@ -385,7 +385,7 @@ def test_the_per_example_form_is_priced_by_its_range():
     from vestige.accounting.trials import acceptance
 
     assert acceptance(question) == pytest.approx((low, high))
-    with pytest.raises(ValueError, match=r"clip_each=0\.1 has no trial-level price"):
+    with pytest.raises(ValueError, match=r"each=0\.1 has no trial-level price"):
         BufferedRejection(test).questions((SampledGaussian(0.1, 1.0),))
 
 

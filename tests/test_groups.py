@@ -201,7 +201,7 @@ def test_the_whitened_shift_is_bounded_and_the_bound_is_attained(share, split):
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match=r"^clip=0 must be positive"):
+    with pytest.raises(ValueError, match=r"^bound=0 must be positive"):
         PerGroup(0)
     with pytest.raises(ValueError, match=r"^split=\(1.0, -1.0\)"):
         PerGroup(1.0, (1.0, -1.0))

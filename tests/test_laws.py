@@ -21,8 +21,8 @@ from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.groups import named_grouping
 from vestige.mechanism.noise import Randomness
-from vestige.methods.base import METHODS, Method, by_group
-from vestige.methods.registry import build
+from vestige.methods.base import Method, by_group
+from vestige.methods.registry import METHODS, build
 from vestige.optim.memory import Filtered, Identity
 from vestige.optim.probes import At, Here
 from vestige.optim.rules import named

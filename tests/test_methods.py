@@ -24,8 +24,8 @@ from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.noise import Randomness, Release
 from vestige.mechanism.sampling import CyclicPoisson, Poisson
-from vestige.methods.base import METHODS, Method
-from vestige.methods.registry import build
+from vestige.methods.base import Method
+from vestige.methods.registry import METHODS, build
 from vestige.optim import averaging
 from vestige.optim.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
 from vestige.optim.probes import AlongLastStep, Importance
@@ -233,7 +233,7 @@ def test_the_joint_release_costs_the_accounted_multiplier_and_no_more():
     gradient = clip.gradient_multiplier(1.1, 200)
     assert gradient == pytest.approx(1.1017, abs=1e-4)  # the spec's example
     assert (gradient**-2 + 20.0**-2) ** -0.5 == pytest.approx(1.1, rel=1e-12)
-    with pytest.raises(ValueError, match=r"quantile_noise=0\.5"):
+    with pytest.raises(ValueError, match=r"count_noise=0\.5"):
         Counted(1.0, 0.5).gradient_multiplier(1.1, 200)
 
 

@@ -26,7 +26,7 @@ from vestige.compare.report import page as report
 from vestige.compare.report import privacy as report_privacy
 from vestige.compare.report.privacy import privacy
 from vestige.compare.summary import price_lines, summarised
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 from vestige.questions import SampledGaussian
 
 FLAGS = [

@@ -19,8 +19,8 @@ from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.groups import Layers, Patterns
 from vestige.mechanism.noise import Randomness
 from vestige.mechanism.sampling import CyclicPoisson, Poisson
-from vestige.methods.base import METHODS, by_group
-from vestige.methods.registry import build
+from vestige.methods.base import by_group
+from vestige.methods.registry import METHODS, build
 from vestige.optim import averaging
 from vestige.optim.rules import named, sgd
 from vestige.questions import SampledGaussian

@@ -206,6 +206,27 @@ class RenyiFilter:
         return curves([question])[question]
 
 
+class FilteredBudget:
+    """A Renyi filter as a ledger uses it: told what was spent, asked whether one more question may be.
+
+    `expected` are the questions of a step at the start; they choose, before the first answer, the order it is best at.
+    """
+
+    def __init__(self, epsilon: float, delta: float, expected: History) -> None:
+        self._filter = RenyiFilter(epsilon, delta, expected)
+
+    def allows(self, spent: History, question: Question) -> bool:
+        self.admit(spent)
+        return self._filter.allows(question)
+
+    def admit(self, spent: History) -> None:
+        """Take in what was spent; ValueError if it would not all have been allowed. The total decides, not the order:
+        an order whose budget holds the total holds every part of it."""
+        for question, count in (Counter(spent) - self._filter.history).items():
+            for _ in range(count):
+                self._filter.spend(question)
+
+
 def _best_order(planned: History, epsilon: float, delta: float) -> float:
     """The lowest order at which nearly as many copies of the plan fit as at any.
 

@@ -26,7 +26,7 @@ from vestige.compare.comparison import (
     trials,
 )
 from vestige.files import make_folder, read_json, write_json
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 from vestige.questions import Question
 
 STALE = 120.0

@@ -12,8 +12,7 @@ from typing import Any
 
 from vestige.compare.comparison import Budget, Contender, Problem, Record, Specification
 from vestige.files import read_json
-from vestige.methods.base import METHODS
-from vestige.methods.registry import nearest
+from vestige.methods.registry import METHODS, nearest
 
 FO, SMA, BR = "FO-DP-SGD (arXiv:2605.09890)", "SMA-DP-SGD (arXiv:2605.20450)", "DPSGD-BR (Sci Rep 2026)"
 

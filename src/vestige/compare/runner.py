@@ -20,7 +20,7 @@ from vestige.compare.comparison import Record, Run, Specification
 from vestige.compare.execute import Place, examples, explain, failure, footprint, perform, room, stackable
 from vestige.compare.folder import ATTEMPTS, ComparisonFolder
 from vestige.compare.processes import dismiss, hire
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 from vestige.questions import Question
 
 PAUSE = 0.3

@@ -27,7 +27,7 @@ class Automatic(FixedClip):
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
-            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
         if not self.stability >= 0:
             raise ValueError(f"stability={self.stability} must not be negative")
 
@@ -80,7 +80,7 @@ class Counted(FixedClip):
             return multiplier
         if not 2 * deviation > multiplier:
             raise ValueError(
-                f"quantile_noise={deviation} must exceed half the noise multiplier {multiplier:.4g}: the count alone "
+                f"count_noise={deviation} must exceed half the noise multiplier {multiplier:.4g}: the count alone "
                 "would cost more than the step may"
             )
         return float((multiplier**-2 - (2 * deviation) ** -2) ** -0.5)
@@ -128,13 +128,13 @@ class Quantile(FixedClip):
 
     def __post_init__(self) -> None:
         if not 0 < self.lowest <= self.start <= self.highest:
-            raise ValueError(f"clip={self.start} must be positive and lie in [{self.lowest}, {self.highest}]")
+            raise ValueError(f"start={self.start} must be positive and lie in [{self.lowest}, {self.highest}]")
         if not 0 < self.target < 1:
-            raise ValueError(f"quantile={self.target} must lie in (0, 1): the fraction of examples to leave unclipped")
+            raise ValueError(f"target={self.target} must lie in (0, 1): the fraction of examples to leave unclipped")
         if not self.speed >= 0:
-            raise ValueError(f"clip_speed={self.speed} must not be negative")
+            raise ValueError(f"speed={self.speed} must not be negative")
         if self.count_noise != "auto" and not self.count_noise > 0:
-            raise ValueError(f"quantile_noise={self.count_noise} must be positive, or 'auto'")
+            raise ValueError(f"count_noise={self.count_noise} must be positive, or 'auto'")
 
     def factors(self, norms: Tensor) -> Tensor:
         return within(self.start, norms)

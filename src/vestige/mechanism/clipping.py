@@ -164,7 +164,7 @@ class Flat(FixedClip):
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
-            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
 
     def factors(self, norms: Tensor) -> Tensor:
         return within(self.bound, norms)

@@ -120,7 +120,7 @@ class PerGroup(FixedClip):
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
-            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
         if self.split is not None and not all(part > 0 for part in self.split):
             raise ValueError(f"split={self.split} must be positive: each part bounds one group's influence")
         if self.share not in get_args(Share):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, cast
 
 from vestige.mechanism.clipping import Flat
-from vestige.methods.base import Method, Neutral, register
+from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
+from vestige.methods.registry import Neutral, options_of, register
 from vestige.optim.memory import Blend, Exponential, Fractional, Uniform
 from vestige.optim.rules import sgd
 
@@ -26,7 +28,21 @@ History = Annotated[
 FO_REFERENCE = "Partohaghighi and Marcia, Deep Learning under Fractional-Order Differential Privacy, arXiv:2605.09890"
 
 
-@register("fo-dp-sgd", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
+CITE = "partohaghighi2026fractional"
+NEUTRAL = Neutral({"beta": 1.0})
+LETTERS = {
+    "share": "beta",
+    "order": "alpha",
+    "baseline": "lam",
+    "inconsistency": "tau",
+    "smoothing": "gamma",
+    "smallest_scale": "kappa",
+    "floor": "zeta",
+}
+"""What the paper calls the fields of our memory."""
+
+
+@register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
 def fo_dp_sgd(
     *,
     clip: Bound = 1.0,
@@ -43,30 +59,18 @@ def fo_dp_sgd(
 ) -> Method:
     """Fractional-order memory: each release blends in past ones by a tempered power law."""
     memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, history=history)
-    return Method(name="fo-dp-sgd", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
-@register("post-fm", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
-def post_fm(
-    *,
-    clip: Bound = 1.0,
-    momentum: Momentum = 0.0,
-    beta: Beta = 0.9,
-    window: Window = 8,
-    alpha: Alpha = 0.8,
-    lam: Lam = 0.01,
-    tau: Tau = 0.1,
-    gamma: Gamma = 0.2,
-    kappa: Kappa = 1e-6,
-    zeta: Zeta = "auto",
-    history: History = "float32",
-) -> Method:
+@register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
+@options_of(fo_dp_sgd)
+def post_fm(**options: Any) -> Method:
     """The same fractional weights over plain DP-SGD releases (Post-FM): a finite filter, not a recursive one."""
-    memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, "fresh", history)
-    return Method(name="post-fm", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    method = fo_dp_sgd(**options)
+    return replace(method, memory=replace(cast(Blend, method.memory), remembers="fresh"))
 
 
-@register("uniform-memory", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
+@register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
 def uniform_memory(
     *,
     clip: Bound = 1.0,
@@ -77,10 +81,10 @@ def uniform_memory(
 ) -> Method:
     """Each release blends in the plain mean of the window: the ablation with equal weights."""
     memory = Blend(Uniform(), beta, window, history=history)
-    return Method(name="uniform-memory", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
-@register("exponential-memory", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
+@register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
 def exponential_memory(
     *,
     clip: Bound = 1.0,
@@ -92,7 +96,7 @@ def exponential_memory(
 ) -> Method:
     """Each release blends in the window with geometric weights: the ablation with short memory."""
     memory = Blend(Exponential(decay), beta, window, history=history)
-    return Method(name="exponential-memory", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
 def _fractional(alpha: float, lam: float, tau: float, gamma: float, kappa: float, zeta: str | float) -> Fractional:

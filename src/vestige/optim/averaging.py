@@ -44,7 +44,7 @@ class Exponential:
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
-            raise ValueError(f"average_decay={self.decay} must lie in [0, 1)")
+            raise ValueError(f"decay={self.decay} must lie in [0, 1)")
 
     def weight(self, step: int) -> float:
         return 1 - min(self.decay, (1 + step) / (10 + step))

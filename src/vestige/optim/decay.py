@@ -150,9 +150,9 @@ class NoisyCount:
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
-            raise ValueError(f"count_rate={self.rate} must lie in (0, 1]")
+            raise ValueError(f"rate={self.rate} must lie in (0, 1]")
         if not self.multiplier > 0:
-            raise ValueError(f"count_noise={self.multiplier} must be positive")
+            raise ValueError(f"multiplier={self.multiplier} must be positive")
 
     def gain(self, heard: State, update: Update) -> float | None:
         place = {"step": update.step, "part": update.part}
@@ -203,7 +203,7 @@ class PhasedDecay:
     adaptive = True
 
     def __post_init__(self) -> None:
-        for name, value in (("decay_fast", self.fast), ("decay_slow", self.slow)):
+        for name, value in (("fast", self.fast), ("slow", self.slow)):
             if not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must lie in (0, 1]")
 

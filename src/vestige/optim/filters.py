@@ -96,7 +96,7 @@ class Smoothed:
 
     def __post_init__(self) -> None:
         if not 0 < self.gain <= 1:
-            raise ValueError(f"kappa={self.gain} must lie in (0, 1]: the share of the fresh release")
+            raise ValueError(f"gain={self.gain} must lie in (0, 1]: the share of the fresh release")
 
     def init(self, layout: Layout, device: torch.device) -> State:
         return {"mean": torch.zeros(layout.size, device=device), "variance": 0.0, "count": 0}

@@ -138,15 +138,15 @@ class NoisyLossTest:
     releases = "y"
 
     def __post_init__(self) -> None:
-        for name, value in (("sigma_v", self.multiplier), ("clip_loss", self.bound)):
+        for name, value in (("multiplier", self.multiplier), ("bound", self.bound)):
             if not 0 < value < inf:
                 raise ValueError(f"{name}={value} must be positive")
         if self.each is not None and not self.each > 0:
-            raise ValueError(f"clip_each={self.each} must be positive: it bounds one example's loss difference")
+            raise ValueError(f"each={self.each} must be positive: it bounds one example's loss difference")
         if not self.threshold > -inf:
-            raise ValueError(f"threshold={self.threshold} never accepts: give a number, in units of clip_loss")
+            raise ValueError(f"threshold={self.threshold} never accepts: give a number, in units of the bound")
         if not self.expected_batch > 0:
-            raise ValueError(f"validation_batch={self.expected_batch} must be positive")
+            raise ValueError(f"expected_batch={self.expected_batch} must be positive")
         if self.accounting not in ACCOUNTING:
             raise ValueError(f"accounting={self.accounting!r} must be one of {', '.join(ACCOUNTING)}")
 
@@ -198,7 +198,7 @@ class NoisyLossTest:
         half = self.bound / change.sensitivity
         if releases == "yz" and half != 0.5:
             raise ValueError(
-                f"clip_each={self.each} has no trial-level price where the noisy losses are used too (a buffer, or "
+                f"each={self.each} has no trial-level price where the noisy losses are used too (a buffer, or "
                 "progress='noisy-loss'); leave it out or use accounting='every-trial'"
             )
         tested = (change.rate, change.multiplier, self.threshold)
@@ -266,7 +266,7 @@ class BufferedRejection:
         if self.max_rejects < 1:
             raise ValueError(f"max_rejects={self.max_rejects} must be at least 1")
         if not self.tie >= 0:
-            raise ValueError(f"theta_k={self.tie} must not be negative")
+            raise ValueError(f"tie={self.tie} must not be negative")
 
     @property
     def tests(self) -> NoisyLossTest:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from vestige.checks import require
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.noise import Release
@@ -131,7 +132,7 @@ class Exponential:
     smoothing = weigh_fused = None
 
     def __post_init__(self) -> None:
-        _check("decay", self.decay, 0 < self.decay < 1, "lie in (0, 1)")
+        require("decay", self.decay, 0 < self.decay < 1, "lie in (0, 1)")
 
     def weigh(
         self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
@@ -157,13 +158,15 @@ class Fractional:
     smoothing: float = 0.2
 
     def __post_init__(self) -> None:
-        _check("alpha", self.order, 0 < self.order <= 1, "lie in (0, 1]")
-        _check("lam", self.baseline, self.baseline >= 0, "be at least 0")
-        _check("tau", self.inconsistency, self.inconsistency >= 0, "be at least 0")
-        _check("kappa", self.smallest_scale, self.smallest_scale > 0, "be positive")
-        _check("gamma", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
+        require("order", self.order, 0 < self.order <= 1, "lie in (0, 1]")
+        require("baseline", self.baseline, self.baseline >= 0, "be at least 0")
+        require("inconsistency", self.inconsistency, self.inconsistency >= 0, "be at least 0")
+        require("smallest_scale", self.smallest_scale, self.smallest_scale > 0, "be positive")
+        require("smoothing", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
         if self.floor != "auto":
-            _check("zeta", self.floor, isinstance(self.floor, int | float) and self.floor > 0, "be positive or 'auto'")
+            require(
+                "floor", self.floor, isinstance(self.floor, int | float) and self.floor > 0, "be positive or 'auto'"
+            )
 
     def weigh(
         self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
@@ -207,9 +210,9 @@ class Blend:
     noise_std = unknown_noise
 
     def __post_init__(self) -> None:
-        _check("beta", self.share, 0 < self.share <= 1, "lie in (0, 1]")
-        _check("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
-        _check("history", self.history, self.history in HISTORIES, f"be {' or '.join(HISTORIES)}")
+        require("share", self.share, 0 < self.share <= 1, "lie in (0, 1]")
+        require("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
+        require("history", self.history, self.history in HISTORIES, f"be {' or '.join(HISTORIES)}")
 
     @property
     def fresh_share(self) -> float:
@@ -283,8 +286,3 @@ class Blend:
             depth = weights @ lags
         numbers = {"confidence": confidence, "trend_norm": trend_norm}
         return weights, {"weights": weights, "effective_depth": depth, **numbers}
-
-
-def _check(name: str, value: object, holds: bool, must: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value} must {must}")

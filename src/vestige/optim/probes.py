@@ -172,7 +172,7 @@ class Ascent:
     def __post_init__(self) -> None:
         _check_radius(self.radius)
         if self.sample not in ("fresh", "same", "own"):
-            raise ValueError(f"ascent={self.sample!r} must be 'fresh', 'same' or 'own'")
+            raise ValueError(f"sample={self.sample!r} must be 'fresh', 'same' or 'own'")
 
     @property
     def twice_on_one_sample(self) -> bool:
@@ -227,7 +227,7 @@ class AlongLastStep:
 
     def __post_init__(self) -> None:
         if not self.reach > 0:
-            raise ValueError(f"gamma={self.reach} must be positive: how far along the last move to look")
+            raise ValueError(f"reach={self.reach} must be positive: how far along the last move to look")
 
     @property
     def passes(self) -> float:
@@ -283,7 +283,7 @@ class Importance:
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
-            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
         if not self.boost >= 1:
             raise ValueError(f"boost={self.boost} must be at least 1: candidates over expected batch")
         if not self.normaliser_noise > 0:
@@ -346,4 +346,4 @@ def shifted(point: Parameters, vector: Tensor, length: float) -> Parameters:
 
 def _check_radius(radius: float) -> None:
     if not radius >= 0:
-        raise ValueError(f"rho={radius} must not be negative: the length of the ascent step")
+        raise ValueError(f"radius={radius} must not be negative: the length of the ascent step")

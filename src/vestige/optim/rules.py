@@ -99,6 +99,9 @@ class Rule:
     optimizer: type[Optimizer] = torch.optim.SGD
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Rule({', '.join([self.name, *(f'{name}={value!r}' for name, value in self.options.items())])})"
+
     def build(self, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
         try:
             return self.optimizer(parameters, lr=lr, **self.options)  # type: ignore[call-arg]

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from vestige.checks import require
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.noise import Release
@@ -55,19 +56,19 @@ class Spectral:
     noise_std = unknown_noise
 
     def __post_init__(self) -> None:
-        _check("beta", self.share, 0 < self.share <= 1, "lie in (0, 1]")
-        _check("alpha", self.order, 0 < self.order <= 1, "lie in (0, 1]")
-        _check("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
+        require("share", self.share, 0 < self.share <= 1, "lie in (0, 1]")
+        require("order", self.order, 0 < self.order <= 1, "lie in (0, 1]")
+        require("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
         low, high = self.interval
-        _check("interval", self.interval, low <= high, "be two numbers, the smaller first")
-        _check("c_lambda", self.strictness, self.strictness >= 0, "be at least 0")
-        _check("gamma_ema", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
-        _check("warm_up", self.warm_up, self.warm_up is None or self.warm_up >= 0, "be a number of steps, 0 or more")
+        require("interval", self.interval, low <= high, "be two numbers, the smaller first")
+        require("strictness", self.strictness, self.strictness >= 0, "be at least 0")
+        require("smoothing", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
+        require("warm_up", self.warm_up, self.warm_up is None or self.warm_up >= 0, "be a number of steps, 0 or more")
         cap = self.largest_scale
-        _check("norm_cap", cap, cap is None or cap >= 0, "be at least 0, or 'off'")
-        _check("refresh_spectrum", self.refresh, self.refresh is None or self.refresh >= 1, "be at least 1 step")
-        _check("convention", self.convention, self.convention in get_args(Convention), "be flatten or per-position")
-        _check("gate", self.gate, self.gate in get_args(Gate), "be paper, disjoint or open")
+        require("largest_scale", cap, cap is None or cap >= 0, "be at least 0, or 'off'")
+        require("refresh", self.refresh, self.refresh is None or self.refresh >= 1, "be at least 1 step")
+        require("convention", self.convention, self.convention in get_args(Convention), "be flatten or per-position")
+        require("gate", self.gate, self.gate in get_args(Gate), "be paper, disjoint or open")
         if self.gate == "disjoint" and self.window < 3:
             raise ValueError(f"window={self.window} leaves the disjoint gate no even lag; it needs 3 or more")
 
@@ -247,8 +248,3 @@ def _ratio(pull: Tensor, inner: Mapping[str, Tensor], share: float) -> Tensor:
     branch = pull * inner["rr"].sqrt()
     blend = share**2 * inner["ff"] + 2 * share * pull * inner["fr"] + branch.square()
     return branch / blend.clamp(min=0).sqrt().clamp(min=1e-300)
-
-
-def _check(name: str, value: object, holds: bool, must: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value} must {must}")

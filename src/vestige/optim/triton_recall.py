@@ -10,16 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
 TILE, WARPS = 4096, 4
 """Numbers of the window that one program holds in registers, and its warps."""
 PROGRAMS = 1024
 """Most partial sums of a number: more blocks than that share programs."""
 
 
-def recall(
-    ring, fresh: Tensor, weights: Tensor, blend: Tensor, share: float, pace: float, keeps_fresh: bool
-) -> Tensor:
+def recall(ring, fresh: Tensor, weights: Tensor, blend: Tensor, share: float, pace: float, keeps_fresh: bool) -> Tensor:
     """See `window.recall`. Each program holds its columns of every row, so a row is read once and may be overwritten.
 
     Partial sums are added up in a fixed order by a second, tiny kernel: no atomics, so runs repeat to the last bit.

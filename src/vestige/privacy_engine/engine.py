@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from vestige import accounting
 from vestige.accounting.ledger import Ledger
-from vestige.checks import check_multiplier
+from vestige.checks import check_multiplier, renamed
 from vestige.engines.independence import require_independent
 from vestige.engines.registry import engine_by_name
 from vestige.files import read_tensors, write_tensors
@@ -83,7 +83,8 @@ class PrivacyEngine:
         if max_physical_batch_size == "auto":
             max_physical_batch_size = _largest_part(module, data_loader, chosen, engine)
         rate, loader = self._loader(data_loader, poisson_sampling, max_physical_batch_size)
-        chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(optimizer)))
+        with renamed({"bound": "max_grad_norm"}):
+            chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(optimizer)))
         self._ledger.open({"noise": self._facts.noise, "sampling": self._facts.sampling, "method": repr(chosen)})
         expected_batch = rate * len(data_loader.dataset)  # type: ignore[arg-type]
         self._steps = PrivateSteps(

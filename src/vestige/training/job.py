@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vestige import accounting, tasks
-from vestige.checks import accounted_multiplier, check_steps
+from vestige.checks import accounted_multiplier, check_steps, renamed
 from vestige.devices import check_device
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
@@ -71,7 +71,8 @@ def method_of(job: Job) -> Method:
     if job.average is not None:
         method = replace(method, average=averaging.named(job.average))
     if job.augment is not None:
-        method = replace(method, augment=Augment(job.augment))
+        with renamed({"copies": "augment"}):
+            method = replace(method, augment=Augment(job.augment))
     if job.optimizer is None:
         return method
     if "momentum" in job.options and job.optimizer.lower() != "sgd":
@@ -102,7 +103,8 @@ def start(
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
     task = task or tasks.load(job.task, job.data, job.seed)
     if method.augment is not None:
-        method.augment.check(tuple(task.train[0].shape[1:]))
+        with renamed({"copies": "augment"}):
+            method.augment.check(tuple(task.train[0].shape[1:]))
     moments = _moments(job)
     if moments is not None:
         task = replace(task, model=with_moments(task.model))
@@ -224,7 +226,10 @@ def selection(training: Training) -> dict[str, Any]:
 def _moments(job: Job) -> PrivateMoments | None:
     if job.normalise not in ("group", "private"):
         raise ValueError(f"normalise={job.normalise!r} must be group (asks nothing) or private (two charged questions)")
-    return PrivateMoments(job.moments_noise, (job.moments_bound,) * 2) if job.normalise == "private" else None
+    if job.normalise == "group":
+        return None
+    with renamed({"multiplier": "moments_noise", "bounds": "moments_bound"}):
+        return PrivateMoments(job.moments_noise, (job.moments_bound,) * 2)
 
 
 def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:

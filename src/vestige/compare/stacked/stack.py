@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vestige.checks import check_rate
+from vestige.checks import check_rate, renamed
 from vestige.compare.stacked.curator import Examples, StackedCurator
 from vestige.compare.stacked.learner import StackedLearner, StackedRun, alike
 from vestige.compare.stacked.mlp import MLP, chain
@@ -56,7 +56,8 @@ def why_not(model: nn.Module, loss: Loss, method: Method, sampling: str = "poiss
 def check_noise(run: StackedRun, expected_batch: float) -> None:
     """Refuse a run whose count of unclipped examples would cost more than its step may."""
     clip = run.method.clip
-    clip.now(clip.init()).gradient_multiplier(run.noise_multiplier, expected_batch)
+    with renamed(run.method.origin.letters):
+        clip.now(clip.init()).gradient_multiplier(run.noise_multiplier, expected_batch)
 
 
 def footprint(model: nn.Module, method: Method, rate: float, population: int, steps: int) -> int:
