@@ -35,9 +35,11 @@ from vestige.engines.cuda_graphs import Captured
 from vestige.engines.gradients import Geometry, Patches
 from vestige.engines.reference import Reference
 from vestige.layout import Layout, Segment
-from vestige.mechanism.clipping import BoundedSum, Engine, Flat
-from vestige.mechanism.noise import Randomness, Release, add_noise
+from vestige.mechanism.clipping import Engine, Flat
 from vestige.optim.memory import HISTORIES, Blend, Identity
+from vestige.randomness.gaussian import add_noise
+from vestige.randomness.keys import Randomness
+from vestige.randomness.release import BoundedSum, Release
 from vestige.tasks import models
 
 Step = Callable[[], object]

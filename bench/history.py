@@ -18,8 +18,8 @@ import torch
 import vestige
 from vestige import tasks
 from vestige.layout import Layout, Segment
-from vestige.mechanism.noise import Release
 from vestige.optim.memory import Blend
+from vestige.randomness.release import Release
 from vestige.training.loop import accuracy
 
 HISTORIES: tuple[Any, Any] = ("float32", "bfloat16")

@@ -16,21 +16,23 @@ FILES = sorted(ROOT.rglob("*.py"))
 ABOVE: dict[str, str] = {
     "": "",
     "accounting": "",
-    "mechanism": "",
+    "randomness": "",
+    "mechanism": "randomness",
     "engines": "mechanism",
-    "optim": "mechanism",
-    "methods": "mechanism optim",
+    "optim": "randomness mechanism",
+    "methods": "randomness mechanism optim",
     "tasks": "mechanism",
-    "training": "accounting mechanism engines optim methods tasks",
-    "privacy_engine": "accounting mechanism engines optim methods training",
-    "compare.stacked": "accounting mechanism optim methods",
+    "training": "accounting randomness mechanism engines optim methods tasks",
+    "privacy_engine": "accounting randomness mechanism engines optim methods training",
+    "integrations": "training privacy_engine",
+    "compare.stacked": "randomness mechanism optim methods",
     "compare.report": "",
-    "compare": "accounting mechanism optim methods tasks training compare.stacked compare.report",
-    "cli": "accounting mechanism engines optim methods tasks training privacy_engine compare compare.report",
+    "compare": "accounting randomness mechanism optim methods tasks training compare.stacked compare.report",
+    "cli": "accounting mechanism engines methods tasks training integrations compare compare.report",
 }
 """Which packages each package may import, beside itself and the modules of the root."""
 
-SENSITIVE = {"vestige.mechanism.curator", "vestige.compare.stacked.curator"}
+SENSITIVE = {"vestige.mechanism.examples", "vestige.mechanism.curator", "vestige.compare.stacked.curator"}
 """The modules that hold examples."""
 
 

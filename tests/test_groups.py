@@ -25,7 +25,7 @@ from vestige.mechanism.groups import Layers, Patterns, PerGroup, named_grouping,
 from vestige.questions import SampledGaussian
 from vestige.tasks import models
 from vestige.training.job import Job, start
-from vestige.training.planning import paper_groups, plan
+from vestige.training.planning import Request, paper_groups, plan
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -304,8 +304,8 @@ def test_the_automatic_rate_uses_the_total_noise():
     rates = {}
     for share in SHARES:
         method = vestige.by_group(vestige.dp_sgd(), Layers(), (1.0, 3.0), share)
-        facts = {"sample_rate": 0.2, "steps": 20, "delta": 1e-3, "noise_multiplier": 1.5}
-        rates[share] = plan(model, layout, method, 60, **facts).lr
+        request = Request(sample_rate=0.2, steps=20, delta=1e-3, noise_multiplier=1.5)
+        rates[share] = plan(model, layout, method, 60, request).lr
         scale = method.clip.scales(layout.group_sizes).numpy()
         noise = 1.5 * np.sqrt(np.sum(np.array(layout.group_sizes) * scale**2)) / 12
         weights = np.sqrt(sum(float(p.detach().square().sum()) for p in model.parameters() if p.dim() > 1))

@@ -17,16 +17,18 @@ from vestige import accounting
 from vestige.accounting import theorems
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
+from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
+from vestige.mechanism.examples import Examples
 from vestige.mechanism.groups import named_grouping
-from vestige.mechanism.noise import Randomness
 from vestige.methods.base import Method, by_group
 from vestige.methods.registry import METHODS, build
 from vestige.optim.memory import Filtered, Identity
 from vestige.optim.probes import At, Here
 from vestige.optim.rules import named
 from vestige.questions import SampledGaussian
+from vestige.randomness.keys import Randomness
 from vestige.training.loop import Asking, State
 from vestige.training.planning import questions
 
@@ -131,13 +133,12 @@ def distances(method, data, fewer, rate, engine=Reference, steps=5):
     seen = [[], []]
     curators = [
         Curator(
-            rows,
+            Examples(rows, torch.device("cpu")),
             engine(model, LOSS, layout),
             layout,
             method.noise.sampling(rate),
             Randomness.reproducible(3),
-            lambda *_, **__: None,
-            device=torch.device("cpu"),
+            Charges(lambda *_, **__: None),
             noise=method.noise.start(rate, 50),
             nonprivate_witness=lambda total, _, kept=kept: kept.append(total.clone()),
         )
@@ -393,7 +394,7 @@ def law_of_memory(method, steps=12):
     for _ in run:
         state = run.state
         held = elements([state.learner.memory, state.probe, state.learner.average, dict(state.optimizer.state)])
-        most = max(most, held / state.layout.size + run._curator.held_noise)
+        most = max(most, held / state.layout.size + run.curator.held_noise)
     assert most == pytest.approx(method.copies(RATE, steps), abs=0.1)
 
 

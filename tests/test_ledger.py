@@ -124,7 +124,7 @@ def test_a_result_that_says_something_else_is_found(finished):
 
 
 def test_the_question_is_durable_before_the_answer_exists(tmp_path, monkeypatch):
-    from vestige.mechanism.correlated_noise import Independent
+    from vestige.randomness.correlated import Independent
 
     model, data = make_toy()
     run = tmp_path / "run"

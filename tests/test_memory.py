@@ -12,8 +12,8 @@ from torch import nn
 import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
 from vestige.layout import Layout, Segment
-from vestige.mechanism.noise import Release
 from vestige.optim.memory import Blend, Exponential, Fractional, Identity, Uniform
+from vestige.randomness.release import Release
 
 SIZE = 40
 
@@ -185,8 +185,9 @@ def test_the_bijection_with_dp_sgd_on_whole_trajectories():
         model, nn.functional.cross_entropy, data, method=method, noise_multiplier=sigma / beta, delta=1e-5,
         sample_rate=rate, steps=steps, lr=lr, reproducible=seed,
     )  # fmt: skip
-    from vestige.mechanism.noise import Randomness, normal
-    from vestige.mechanism.sampling import Poisson
+    from vestige.randomness.gaussian import normal
+    from vestige.randomness.keys import Randomness
+    from vestige.randomness.sampling import Poisson
 
     key, kept, trend = Randomness.reproducible(seed), [], None
     theta = np.concatenate([p.detach().numpy().ravel() for p in twin.parameters()]).astype(np.float64)

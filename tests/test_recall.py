@@ -10,10 +10,10 @@ import torch
 from test_memory import paper_weights
 from vestige.devices import triton_available
 from vestige.layout import Layout, Segment
-from vestige.mechanism.noise import Release
 from vestige.optim import window as room
 from vestige.optim.memory import Blend, Exponential, Fractional, Uniform
 from vestige.optim.window import Ring, plain_recall
+from vestige.randomness.release import Release
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 DEVICE = torch.device("cuda" if triton_available() else "cpu")

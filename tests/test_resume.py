@@ -17,6 +17,7 @@ import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
 from vestige import files
 from vestige.accounting.ledger import LedgerError, read
+from vestige.training.persistence import saver
 from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy
@@ -181,7 +182,7 @@ def test_a_checkpoint_holds_releases_only(tmp_path):
     training = vestige.train(
         model, LOSS, data, method=method(), out=tmp_path / "run", reproducible=1, **{**COMMON, "steps": 6}
     )
-    training._curator._nonprivate_witness = lambda total, noise: witnessed.extend([total, noise.clone()])
+    training.curator._nonprivate_witness = lambda total, noise: witnessed.extend([total, noise.clone()])
     points = []
     for _ in training:
         points.append({k: v.clone() for k, v in model.state_dict().items()})
@@ -229,7 +230,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "_write_bytes", full)
     with pytest.raises(OSError, match=r"No space left.*intact"):
-        start(out, resume=True)._save()
+        resumed = start(out, resume=True)
+        saver(resumed, resumed.folder)()
     assert (out / "checkpoint.pt").read_bytes() == saved
     assert not list(out.glob(".*new"))
     monkeypatch.undo()

@@ -20,10 +20,10 @@ from conftest import make_toy
 from vestige.cli.main import app
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers, Patterns
-from vestige.mechanism.noise import Release
 from vestige.optim import spectrum
 from vestige.optim.memory import Blend, Fractional
 from vestige.optim.spectral import Spectral, group_exponents
+from vestige.randomness.release import Release
 from vestige.training.job import Job, start
 
 cross_entropy = nn.functional.cross_entropy

@@ -17,13 +17,13 @@ from vestige.compare.stacked.stack import Stack, check_noise, footprint, why_not
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.groups import Layers, Patterns
-from vestige.mechanism.noise import Randomness
-from vestige.mechanism.sampling import CyclicPoisson, Poisson
 from vestige.methods.base import by_group
 from vestige.methods.registry import METHODS, build
 from vestige.optim import averaging
 from vestige.optim.rules import named, sgd
 from vestige.questions import SampledGaussian
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import CyclicPoisson, Poisson
 from vestige.tasks import models
 
 CPU = torch.device("cpu")

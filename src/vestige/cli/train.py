@@ -117,7 +117,7 @@ def train(
         vestige train --resume runs/digits-mlp-fo-dp-sgd-20260101-120000
     """
     from vestige.devices import default_device
-    from vestige.training import loggers
+    from vestige.integrations import loggers
     from vestige.training.job import Job, complete, load, start
     from vestige.training.run_folder import RunFolder
 

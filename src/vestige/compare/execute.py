@@ -20,12 +20,12 @@ from vestige.checks import accounted_multiplier
 from vestige.compare import stacked
 from vestige.compare.comparison import VALIDATION, VALIDATION_CURVE, VERSION, Record, Run
 from vestige.layout import Layout
-from vestige.mechanism.correlated_noise import Noise
-from vestige.mechanism.noise_schedules import Schedule
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.probes import Here, Probe
 from vestige.questions import Question
+from vestige.randomness.correlated import Noise
+from vestige.randomness.schedules import Schedule
 from vestige.training import planning
 from vestige.training.job import Job, complete, start
 from vestige.training.loop import Record as Step
@@ -319,11 +319,7 @@ def _prepared(run: Run, place: Place) -> tuple[Run, tasks.Task, planning.Plan, s
         multiplier = run.budget.value
     else:
         multiplier = _calibrated(_asking(method), run.budget.value, run.sample_rate, run.steps, run.delta)
-    plan = planning.plan(
-        task.model,
-        layout,
-        method,
-        len(task.train[1]),
+    request = planning.Request(
         sample_rate=run.sample_rate,
         steps=run.steps,
         delta=run.delta,
@@ -331,6 +327,7 @@ def _prepared(run: Run, place: Place) -> tuple[Run, tasks.Task, planning.Plan, s
         noise_multiplier=multiplier,
         lr=run.lr if run.lr is not None else "auto",
     )
+    plan = planning.plan(task.model, layout, method, len(task.train[1]), request)
     if run.lr is None and run.factor != 1.0:
         plan = replace(plan, lr=run.factor * plan.lr, lr_reason=f"{run.factor:g} times {plan.lr_reason}")
     method.noise.sampling(run.sample_rate)  # refuses a rate that it cannot serve

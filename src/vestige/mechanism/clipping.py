@@ -24,18 +24,6 @@ LARGEST_NORM = 1e30
 """Beyond this float32 cannot rescale a gradient accurately; such an example counts as non-finite and is zeroed."""
 
 
-@dataclass(frozen=True)
-class BoundedSum:
-    """SENSITIVE: a sum over examples before noise. Only clipping, noise and the curator ever see one.
-
-    `sensitivity` is a float for one ball, or one value per coordinate for a product of balls: noise of standard
-    deviation `z * sensitivity` makes the release a Gaussian mechanism with noise multiplier `z`.
-    """
-
-    total: Tensor
-    sensitivity: float | Tensor
-
-
 Coins = Callable[[], np.random.Generator]
 Value = float | Tensor
 """A number; or, where many runs are stacked, one for each of them."""

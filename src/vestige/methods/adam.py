@@ -6,7 +6,6 @@ from typing import Annotated
 
 import torch
 
-from vestige.mechanism import noise_schedules
 from vestige.mechanism.adaptive_clipping import Paced, Quantile
 from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
@@ -23,6 +22,7 @@ from vestige.methods.options import (
 from vestige.methods.registry import Neutral, register
 from vestige.optim import averaging
 from vestige.optim.rules import AdamBC, Rule
+from vestige.randomness import schedules
 
 Floor = Annotated[
     str | float, "least second moment after the noise is taken out (gamma'); auto: a tenth of the noise's"
@@ -92,10 +92,10 @@ def adp_adamw(
 ) -> Method:
     """DP-AdamW with a public noise schedule: the noise falls from epoch to epoch."""
     kinds = {
-        "exponential": noise_schedules.Exponential,
-        "linear": noise_schedules.Linear,
-        "time": noise_schedules.Time,
-        "step": noise_schedules.Step,
+        "exponential": schedules.Exponential,
+        "linear": schedules.Linear,
+        "time": schedules.Time,
+        "step": schedules.Step,
     }
     if schedule not in kinds:
         raise ValueError(f"schedule={schedule!r} is unknown; choose from {', '.join(kinds)}")

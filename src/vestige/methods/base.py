@@ -10,15 +10,15 @@ from typing import Any
 from vestige.layout import Grouping
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Clip, Flat
-from vestige.mechanism.correlated_noise import Noise, White
 from vestige.mechanism.groups import PerGroup, Share
-from vestige.mechanism.noise_schedules import Constant, Schedule
 from vestige.optim.averaging import Average, Last
 from vestige.optim.gates import AlwaysAccept, Gate
 from vestige.optim.memory import Identity, Memory
 from vestige.optim.probes import Here, Probe
 from vestige.optim.rules import Rule, sgd
 from vestige.questions import Question, SampledGaussian
+from vestige.randomness.correlated import Noise, White
+from vestige.randomness.schedules import Constant, Schedule
 
 
 @dataclass(frozen=True)

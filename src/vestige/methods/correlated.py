@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 from vestige.mechanism.clipping import Flat
-from vestige.mechanism.correlated_noise import Banded, Buffered, Tree
 from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
 from vestige.methods.registry import Neutral, register
 from vestige.optim.rules import sgd
+from vestige.randomness.correlated import Banded, Buffered, Tree
 
 TURNS = "ceil(T / b) x Gaussian(z), b = floor(1 / q) parts of the data taking turns; no amplification"
 

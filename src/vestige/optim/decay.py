@@ -51,7 +51,7 @@ class Comparer(Protocol):
 class Update:
     """An update that was applied, as a signal may look at it."""
 
-    curator: Comparer
+    comparer: Comparer
     old: Parameters
     new: Parameters
     step: int
@@ -157,7 +157,7 @@ class NoisyCount:
     def gain(self, heard: State, update: Update) -> float | None:
         place = {"step": update.step, "part": update.part}
         try:
-            return update.curator.count_difference(
+            return update.comparer.count_difference(
                 update.old, update.new, rate=self.rate, multiplier=self.multiplier, **place
             )
         except BudgetSpent:

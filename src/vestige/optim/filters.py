@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
-from vestige.mechanism.noise import Release
 from vestige.optim.memory import Filtered, State
+from vestige.randomness.release import Release
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ class Attempt:
     """What a gate is given: the state before a move, how to make the move, and whom to ask about it."""
 
     state: Rewindable
-    curator: Comparer
+    comparer: Comparer | None
+    """Whom to ask about the move; a gate that keeps every move asks nobody."""
     move: Callable[[float, float], Diagnostics]
     """Make the candidate, with the noise and the learning rate scaled by these factors."""
     asks: Callable[[float], tuple[Question, ...]]
@@ -216,14 +217,15 @@ class Tried(NamedTuple):
 
 def run_trial(test: NoisyLossTest, attempt: Attempt, releases: str, noise: float = 1.0, lr: float = 1.0) -> Tried:
     """Make one candidate and compare it with what it would replace. The caller keeps it or restores `before`."""
-    state, asks = attempt.state, attempt.asks(noise)
+    state, comparer, asks = attempt.state, attempt.comparer, attempt.asks(noise)
+    assert comparer is not None
     before = state.snapshot()
     old = {name: before["model"][name] for name in state.parameters}
     try:
-        with attempt.curator.trial(test.as_one(asks, releases)):
+        with comparer.trial(test.as_one(asks, releases)):
             diagnostics = attempt.move(noise, lr)
             new: Parameters = {name: value.detach() for name, value in state.parameters.items()}
-            change = attempt.curator.loss_difference(old, new, test.change, step=state.step, part=len(asks))
+            change = comparer.loss_difference(old, new, test.change, step=state.step, part=len(asks))
     except BaseException:
         state.restore(before)  # a candidate whose test was refused or failed was never accepted
         raise
@@ -307,7 +309,7 @@ class BufferedRejection:
         else:
             self._reject(memory, test.bound)
         if len(memory["buffer"]) >= memory["wanted"]:
-            state.restore(self._select(memory, attempt.curator, test.bound))
+            state.restore(self._select(memory, attempt.comparer, test.bound))
             self._applied(attempt, test, factors.noise, trial.before)
         else:
             state.restore(trial.before)
@@ -327,12 +329,12 @@ class BufferedRejection:
         if memory["rejects"] >= self.max_rejects:  # asked after every rejection; asked once per update it never holds
             memory["wanted"] = 1
 
-    def _select(self, memory: State, curator: Comparer, bound: float) -> dict[str, Any]:
+    def _select(self, memory: State, comparer: Comparer | None, bound: float) -> dict[str, Any]:
         """One of the candidates within `tie * bound` of the best, by a fair coin; the buffer is then empty."""
         sign = -1 if self.worst_first else 1
         best = min(sign * change for change, _ in memory["buffer"])
         good = [candidate for change, candidate in memory["buffer"] if sign * change - best <= self.tie * bound]
-        chosen: dict[str, Any] = good[curator.coin(len(good)) if len(good) > 1 else 0]
+        chosen: dict[str, Any] = good[comparer.coin(len(good)) if comparer and len(good) > 1 else 0]
         memory["degraded"] += memory["wanted"] < self.buffer
         memory["buffer"], memory["wanted"] = [], self.buffer
         return chosen
@@ -341,8 +343,9 @@ class BufferedRejection:
         note_update(attempt.state.gate, attempt, test, noise)
         asked = len(test.asked(attempt.asks(noise), self.releases))
         names = attempt.state.parameters
+        assert attempt.comparer is not None
         update = Update(
-            attempt.curator,
+            attempt.comparer,
             old={name: before["model"][name] for name in names},
             new={name: value.detach() for name, value in names.items()},
             step=attempt.state.step,

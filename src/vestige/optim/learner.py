@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value
-from vestige.mechanism.noise import Release
 from vestige.optim import averaging
 from vestige.optim.averaging import Average
 from vestige.optim.memory import Memory
 from vestige.optim.rules import Rule
+from vestige.randomness.release import Release
 
 
 class Mover(Protocol):

@@ -13,8 +13,8 @@ from torch import Tensor
 from vestige.checks import require
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
-from vestige.mechanism.noise import Release
 from vestige.optim.window import Ring, fused, recall
+from vestige.randomness.release import Release
 
 State = dict[str, Any]
 """Tensors and integers only, so that it checkpoints and rewinds."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Thinned
 from vestige.mechanism.clipping import Clip, Field, Parameters, Transform
-from vestige.mechanism.noise import Release
 from vestige.questions import SampledGaussian
+from vestige.randomness.release import Release
 
 State = dict[str, Any]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from vestige.checks import require
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
-from vestige.mechanism.noise import Release
 from vestige.optim import spectrum
 from vestige.optim.memory import Filtered, State, unknown_noise
 from vestige.optim.spectrum import Convention
 from vestige.optim.window import weighted_sum
+from vestige.randomness.release import Release
 
 TINY = 1e-12
 Gate = Literal["paper", "disjoint", "open"]

@@ -21,7 +21,6 @@ from vestige.engines.registry import engine_by_name
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Engine, Loss
-from vestige.mechanism.noise import Randomness
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Rule
@@ -30,6 +29,7 @@ from vestige.privacy_engine.loaders import CollateEmpty, PrivateLoader, private_
 from vestige.privacy_engine.optimizer_step import PrivateSteps
 from vestige.privacy_engine.replayed import Caller, floating
 from vestige.questions import BudgetSpent, Question, SampledGaussian
+from vestige.randomness.keys import Randomness
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
-from vestige.mechanism.clipping import BoundedSum, Parameters, Value, sensitivity_on
-from vestige.mechanism.noise import Randomness, Release, add_noise
+from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
 from vestige.optim.learner import Learner
 from vestige.optim.probes import At
@@ -22,6 +21,9 @@ from vestige.privacy_engine.coverage import require_own
 from vestige.privacy_engine.passes import Passes
 from vestige.privacy_engine.replayed import Caller
 from vestige.questions import SampledGaussian
+from vestige.randomness.gaussian import add_noise
+from vestige.randomness.keys import Randomness
+from vestige.randomness.release import BoundedSum, Release
 
 Closure = Callable[[], Any]
 

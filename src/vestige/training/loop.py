@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Clip, Parameters, one_after
 from vestige.mechanism.curator import Curator
-from vestige.mechanism.noise import Release
-from vestige.mechanism.noise_schedules import level
 from vestige.methods.base import Method
 from vestige.optim.gates import Attempt
 from vestige.optim.learner import Learner, OptimizerMover
 from vestige.optim.probes import At
 from vestige.questions import BudgetSpent, Question, SampledGaussian
+from vestige.randomness.release import Release
+from vestige.randomness.schedules import level
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def step(state: State, method: Method, curator: Curator, multiplier: float, publ
     def asks(noise: float) -> tuple[Question, ...]:
         return method.questions(curator.rate, multiplier * noise, state.step)
 
-    outcome = method.gate.settle(Attempt(state, curator, move, asks, public.spent, public.accuracy))
+    outcome = method.gate.settle(Attempt(state, curator.comparisons, move, asks, public.spent, public.accuracy))
     record = Record(state.step, outcome.diagnostics, accepted=outcome.accepted)
     state.step += 1
     return record

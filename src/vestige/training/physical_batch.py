@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Engine, Flat, Loss, Parameters, Transform, one_after
-from vestige.mechanism.noise import Release
 from vestige.methods.base import Method
 from vestige.optim.probes import At
 from vestige.questions import SampledGaussian
+from vestige.randomness.release import Release
 
 PhysicalBatch = int | Literal["auto"] | None
 HEADROOM = 0.9

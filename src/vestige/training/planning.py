@@ -13,9 +13,9 @@ from torch import nn
 from vestige import accounting
 from vestige.checks import check_delta, check_multiplier, check_rate, check_steps, renamed
 from vestige.layout import Layout
-from vestige.mechanism.noise_schedules import Constant, level
 from vestige.methods.base import Method
 from vestige.questions import Question
+from vestige.randomness.schedules import Constant, level
 from vestige.training.learning_rate import auto_rate, initial_weight_norm
 
 DEFAULT_STEPS = 200

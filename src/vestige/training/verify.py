@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vestige import accounting
+from vestige.accounting.budgets import FilteredBudget
 from vestige.accounting.ledger import LedgerError, read
 from vestige.questions import Question
-from vestige.accounting.budgets import FilteredBudget
 from vestige.training.run_folder import RunFolder
 
 FACTS = tuple(each.name for each in fields(accounting.Facts))

@@ -19,11 +19,11 @@ from vestige.devices import SLACK
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
 from vestige.mechanism.clipping import Clip, Parameters, Value, usable_norms, weights
-from vestige.mechanism.noise import Release
-from vestige.mechanism.noise_schedules import Schedule, level
 from vestige.optim.learner import for_each
 from vestige.optim.probes import At
 from vestige.questions import Question, SampledGaussian
+from vestige.randomness.release import Release
+from vestige.randomness.schedules import Schedule, level
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Value
-from vestige.mechanism.noise import Release
 from vestige.methods.base import Method
 from vestige.optim.learner import Learner
 from vestige.optim.rules import Rule
+from vestige.randomness.release import Release
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import Tensor
 
-from vestige.mechanism.clipping import BoundedSum
-from vestige.mechanism.noise import add_noise, normal
-from vestige.mechanism.sampling import CyclicPoisson, Poisson, Sampling
 from vestige.questions import CyclicGaussian, Question, SampledGaussian
+from vestige.randomness.gaussian import add_noise, normal
+from vestige.randomness.release import BoundedSum
+from vestige.randomness.sampling import CyclicPoisson, Poisson, Sampling
 
 Array = NDArray[np.float64]
 
