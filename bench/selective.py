@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 import vestige
-from vestige import accounting
-from vestige.accounting.budgets import FilteredBudget, tasks
+from vestige import accounting, tasks
+from vestige.accounting.budgets import FilteredBudget
 from vestige.compare.presets import published
 from vestige.files import write_json
 from vestige.methods.base import Method

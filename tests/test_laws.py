@@ -29,7 +29,7 @@ from vestige.optim.probes import At, Here
 from vestige.optim.rules import named
 from vestige.questions import SampledGaussian
 from vestige.randomness.keys import Randomness
-from vestige.training.loop import Asking, State
+from vestige.training.loop import Asking, TrainingState
 from vestige.training.planning import questions
 
 LOSS = nn.functional.cross_entropy
@@ -144,7 +144,7 @@ def distances(method, data, fewer, rate, engine=Reference, steps=5):
         )
         for rows, kept in zip((data, fewer), seen, strict=True)
     ]
-    state = State(model, method, layout, 0.5)
+    state = TrainingState(model, method, layout, 0.5)
     bounds = []
     for step in range(steps):
         clip = method.clip.now(state.clip)

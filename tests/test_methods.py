@@ -35,7 +35,7 @@ from vestige.randomness.keys import Randomness
 from vestige.randomness.release import Release
 from vestige.randomness.sampling import CyclicPoisson, Poisson
 from vestige.training import planning
-from vestige.training.loop import Asking, State
+from vestige.training.loop import Asking, TrainingState
 
 LOSS = nn.functional.cross_entropy
 
@@ -142,7 +142,9 @@ def test_adam_bc_without_noise_is_adam_with_the_floor_inside_the_root():
 
 def test_adam_bc_hears_the_noise_that_was_really_added():
     heard = []
-    method = Method(name="mixed", rule=build("dp-adambc").rule, schedule=schedules.Exponential(0.5), clip=Flat(0.7))
+    method = Method(
+        name="mixed", rule=build("dp-adambc").rule, schedule=schedules.ExponentialDecay(0.5), clip=Flat(0.7)
+    )
     training = run(method, steps=7)
     training.state.optimizer.hear = heard.append  # the test listens in
     training.state.optimizer.step = lambda: None
@@ -172,10 +174,10 @@ def test_decoupled_decay_shrinks_by_its_own_amount_when_nothing_else_moves():
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (schedules.Linear(0.25), [1, 0.75, 0.5, 0.25, 0.1]),
-        (schedules.Time(1.0), [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]),
-        (schedules.Step(0.5, 2), [1, 1, 0.5, 0.5, 0.25]),
-        (schedules.Exponential(0.9), [0.9**e for e in range(5)]),
+        (schedules.LinearDecay(0.25), [1, 0.75, 0.5, 0.25, 0.1]),
+        (schedules.TimeDecay(1.0), [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]),
+        (schedules.StepDecay(0.5, 2), [1, 1, 0.5, 0.5, 0.25]),
+        (schedules.ExponentialDecay(0.9), [0.9**e for e in range(5)]),
     ],
 )
 def test_schedules_are_their_formulas_and_each_step_pays_and_gets_its_level(schedule, expected):
@@ -206,7 +208,7 @@ def test_schedules_are_their_formulas_and_each_step_pays_and_gets_its_level(sche
 
 @pytest.mark.slow
 def test_a_thousand_noise_levels_are_planned_in_seconds():
-    method = Method(name="x", schedule=schedules.Exponential(0.999))
+    method = Method(name="x", schedule=schedules.ExponentialDecay(0.999))
     begin = time.perf_counter()
     z = accounting.calibrate(lambda z: planning.questions(method, 0.02, z, 50_000), 3.0, 1e-5)
     history = planning.questions(method, 0.02, z, 50_000)
@@ -301,7 +303,7 @@ def test_dp_sat_asks_where_the_last_release_points_and_asks_once():
     model, data = make_toy()
     spy, asked = Spy(), []
     method = build("dp-sat", rho=0.5)
-    state = State(model, method, Layout.of(model), 0.3)
+    state = TrainingState(model, method, Layout.of(model), 0.3)
     curator = curator_of(model, data, spy=spy, asked=asked)
     points = []
     for _ in range(3):
@@ -320,7 +322,7 @@ def test_the_momentum_form_of_dp_sat_climbs_back_along_the_last_move():
     model, data = make_toy()
     spy = Spy()
     method = build("dp-sat", rho=0.5, along="move")
-    state = State(model, method, Layout.of(model), 0.3)
+    state = TrainingState(model, method, Layout.of(model), 0.3)
     curator = curator_of(model, data, spy=spy)
     points = []
     for _ in range(3):
@@ -476,7 +478,7 @@ def test_disk_combines_before_it_clips():
     spy = Spy()
     method = build("disk", kappa=0.5, extrapolation=0.7)
     weight = 0.5 / (0.5 * 0.7)
-    state = State(model, method, Layout.of(model), 2.0)
+    state = TrainingState(model, method, Layout.of(model), 2.0)
     curator = curator_of(model, data, spy=spy)
     points = []
     for _ in range(2):
@@ -660,7 +662,7 @@ def test_past_noise_is_in_no_checkpoint_and_a_secret_correlated_run_does_not_res
     "parts",
     [
         {"clip": Quantile()},
-        {"schedule": schedules.Exponential()},
+        {"schedule": schedules.ExponentialDecay()},
         {"probe": build("dp-sam").probe},
         {"probe": build("dp-is").probe},
     ],
@@ -673,14 +675,14 @@ def test_correlated_noise_without_a_theorem_is_refused(parts):
 # --- recipes any method can take -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("average", [averaging.Exponential(0.9), averaging.Polyak()])
+@pytest.mark.parametrize("average", [averaging.ExponentialAverage(0.9), averaging.Polyak()])
 def test_the_average_is_its_formula_and_is_what_is_evaluated_and_kept(average, tmp_path):
     method = Method(name="dp-sgd", average=average)
     training = run(method, steps=12, out=tmp_path / "run")
     mean, after = flat(training.model).double().numpy(), []
     for t, _ in enumerate(training):
         after.append(flat(training.model).double().numpy())
-        decay = min(0.9, (1 + t) / (10 + t)) if isinstance(average, averaging.Exponential) else t / (t + 1)
+        decay = min(0.9, (1 + t) / (10 + t)) if isinstance(average, averaging.ExponentialAverage) else t / (t + 1)
         mean = decay * mean + (1 - decay) * after[-1]
     with training.averaged():
         np.testing.assert_allclose(flat(training.model), mean, rtol=1e-5, atol=1e-6)

@@ -15,7 +15,7 @@ from vestige.accounting.theorems import History, curves, occasions, theorem_for,
 from vestige.checks import check_delta
 from vestige.questions import Question
 
-Plan = History | Sequence[tuple[Question, int]]
+PlannedQuestions = History | Sequence[tuple[Question, int]]
 """What will be asked: a history, or runs (question, count) in the order in which they will be asked."""
 
 
@@ -62,7 +62,7 @@ class Budget:
     history costs no more than the whole, because the rest may be forgotten (post-processing).
     """
 
-    def __init__(self, epsilon: float, delta: float, planned: Plan) -> None:
+    def __init__(self, epsilon: float, delta: float, planned: PlannedQuestions) -> None:
         check_delta(delta)
         if not epsilon >= 0:
             raise ValueError(f"epsilon={epsilon} must not be negative: it is the most that may be spent")
@@ -131,7 +131,7 @@ def _grown(history: History, share: float) -> History:
     return {question: count + ceil(count * share) for question, count in history.items()}
 
 
-def _runs(planned: Plan) -> list[tuple[Question, int]]:
+def _runs(planned: PlannedQuestions) -> list[tuple[Question, int]]:
     return list(planned.items() if isinstance(planned, Mapping) else planned)
 
 
@@ -174,7 +174,7 @@ class RenyiFilter:
     Feldman & Zrnic 2021). Orders and weights are fixed before the first question.
     """
 
-    def __init__(self, epsilon: float, delta: float, planned: Plan, weight: float = 0.9) -> None:
+    def __init__(self, epsilon: float, delta: float, planned: PlannedQuestions, weight: float = 0.9) -> None:
         check_delta(delta)
         if not 0 < epsilon < inf:
             raise ValueError(f"epsilon={epsilon} must be positive and finite")

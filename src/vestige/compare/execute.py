@@ -159,7 +159,9 @@ def _task(run: Run, place: Place) -> tasks.Task:
 
 
 @lru_cache(maxsize=2)
-def _held_out(task: str, data: str | None, seed: int, share: float) -> tuple[tasks.Examples, tasks.Examples]:
+def _held_out(
+    task: str, data: str | None, seed: int, share: float
+) -> tuple[tasks.LabelledTensors, tasks.LabelledTensors]:
     inputs, targets = _initial(task, data, seed).train
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(SPLIT))
     count = round(share * len(targets))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.gradients import change
-from vestige.engines.taps import Misfit, Plan
+from vestige.engines.taps import Misfit, TapPlan
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 
@@ -113,7 +113,7 @@ class Padded:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TapPlan,
         layout: Layout,
         batch: Batch,
         parameters: Parameters,

@@ -186,7 +186,7 @@ def sensitivity_on(device: torch.device, clip: Clip, layout: Layout) -> tuple[fl
     return sensitivity, sensitivity
 
 
-class Engine(Protocol):
+class GradientEngine(Protocol):
     """Adds the clipped gradients of a batch to a flat vector. Built once from public facts, called with data."""
 
     def __call__(

@@ -13,7 +13,7 @@ from torch import Tensor
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
 from vestige.mechanism.charges import Charges
-from vestige.mechanism.clipping import Clip, Engine, Flat, Parameters, Transform, sensitivity_on
+from vestige.mechanism.clipping import Clip, Flat, GradientEngine, Parameters, Transform, sensitivity_on
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Examples
 from vestige.questions import Gaussian, Question, SampledGaussian
@@ -35,7 +35,7 @@ class Curator:
     def __init__(
         self,
         examples: Examples,
-        engine: Engine,
+        engine: GradientEngine,
         layout: Layout,
         sampling: Sampling,
         randomness: Randomness,

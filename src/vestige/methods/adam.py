@@ -92,10 +92,10 @@ def adp_adamw(
 ) -> Method:
     """DP-AdamW with a public noise schedule: the noise falls from epoch to epoch."""
     kinds = {
-        "exponential": schedules.Exponential,
-        "linear": schedules.Linear,
-        "time": schedules.Time,
-        "step": schedules.Step,
+        "exponential": schedules.ExponentialDecay,
+        "linear": schedules.LinearDecay,
+        "time": schedules.TimeDecay,
+        "step": schedules.StepDecay,
     }
     if schedule not in kinds:
         raise ValueError(f"schedule={schedule!r} is unknown; choose from {', '.join(kinds)}")
@@ -133,7 +133,7 @@ def dp_adam_ac(
     return Method(
         clip=Paced(bound),
         rule=Rule(torch.optim.Adam, {"betas": (beta1, beta2)}),
-        average=averaging.Exponential(0.999),
+        average=averaging.ExponentialAverage(0.999),
     )
 
 

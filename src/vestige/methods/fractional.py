@@ -9,7 +9,7 @@ from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
 from vestige.methods.registry import Neutral, options_of, register
-from vestige.optim.memory import Blend, Exponential, Fractional, Uniform
+from vestige.optim.memory import Blend, ExponentialWeights, FractionalWeights, UniformWeights
 from vestige.optim.rules import sgd
 
 Beta = Annotated[float, "share of the fresh gradient in the blend"]
@@ -21,7 +21,7 @@ Gamma = Annotated[float, "weight of the newest release in the trend"]
 Kappa = Annotated[float, "smallest scale by which distances are divided"]
 Zeta = Annotated[str | float, "trend norm at which confidence is one half; auto: the noise's own"]
 
-History = Annotated[
+WindowType = Annotated[
     Literal["float32", "bfloat16"], "type in which the window is kept: bfloat16 halves its bytes and rounds each row"
 ]
 
@@ -31,7 +31,7 @@ FO_REFERENCE = "Partohaghighi and Marcia, Deep Learning under Fractional-Order D
 CITE = "partohaghighi2026fractional"
 NEUTRAL = Neutral({"beta": 1.0})
 LETTERS = {
-    "share": "beta",
+    "fresh_weight": "beta",
     "order": "alpha",
     "baseline": "lam",
     "inconsistency": "tau",
@@ -55,7 +55,7 @@ def fo_dp_sgd(
     gamma: Gamma = 0.2,
     kappa: Kappa = 1e-6,
     zeta: Zeta = "auto",
-    history: History = "float32",
+    history: WindowType = "float32",
 ) -> Method:
     """Fractional-order memory: each release blends in past ones by a tempered power law."""
     memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, history=history)
@@ -77,10 +77,10 @@ def uniform_memory(
     momentum: Momentum = 0.0,
     beta: Beta = 0.9,
     window: Window = 8,
-    history: History = "float32",
+    history: WindowType = "float32",
 ) -> Method:
     """Each release blends in the plain mean of the window: the ablation with equal weights."""
-    memory = Blend(Uniform(), beta, window, history=history)
+    memory = Blend(UniformWeights(), beta, window, history=history)
     return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
@@ -92,17 +92,19 @@ def exponential_memory(
     beta: Beta = 0.9,
     window: Window = 8,
     decay: Annotated[float, "geometric decay of the weights per lag"] = 0.8,
-    history: History = "float32",
+    history: WindowType = "float32",
 ) -> Method:
     """Each release blends in the window with geometric weights: the ablation with short memory."""
-    memory = Blend(Exponential(decay), beta, window, history=history)
+    memory = Blend(ExponentialWeights(decay), beta, window, history=history)
     return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
-def _fractional(alpha: float, lam: float, tau: float, gamma: float, kappa: float, zeta: str | float) -> Fractional:
+def _fractional(
+    alpha: float, lam: float, tau: float, gamma: float, kappa: float, zeta: str | float
+) -> FractionalWeights:
     """The paper's letters, in our words."""
     try:
         floor: Any = zeta if zeta == "auto" else float(zeta)
     except ValueError:
         raise ValueError(f"zeta={zeta!r} must be a positive number or 'auto'") from None
-    return Fractional(alpha, lam, tau, kappa, floor, gamma)
+    return FractionalWeights(alpha, lam, tau, kappa, floor, gamma)

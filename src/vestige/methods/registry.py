@@ -134,7 +134,7 @@ def build(name: str, *, groups: str | None = None, **options: Any) -> Method:
     Any method may clip by groups of parameters instead of its own way: `groups` is layers, flat, or patterns.
 
     >>> import vestige
-    >>> vestige.build("fo-dp-sgd", beta=0.8).memory.share
+    >>> vestige.build("fo-dp-sgd", beta=0.8).memory.fresh_weight
     0.8
     >>> vestige.build("dp-sgd", groups="layers").grouping
     Layers()

@@ -10,7 +10,7 @@ from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
 from vestige.methods.registry import Neutral, register
-from vestige.optim.decay import Decay, NoDecay, NoisyCount, NoisyLosses, PhasedDecay, Progress, PublicAccuracy
+from vestige.optim.decay import Decay, NoDecay, NoisyCount, NoisyLosses, PhasedDecay, ProgressSignal, PublicAccuracy
 from vestige.optim.gates import BufferedRejection, NoisyLossTest
 from vestige.optim.rules import sgd
 
@@ -115,7 +115,7 @@ def _test(sigma_v: float, clip_loss: float, *others: Any) -> NoisyLossTest:
         return NoisyLossTest(sigma_v, clip_loss, *others)
 
 
-def _signal(progress: str, count_rate: float, count_noise: float) -> Progress:
+def _signal(progress: str, count_rate: float, count_noise: float) -> ProgressSignal:
     if progress == "noisy-loss":
         return NoisyLosses()
     if progress == "noisy-count":

@@ -28,7 +28,7 @@ GateName = Annotated[str, "paper; disjoint: even lags against odd ones, no noise
     price="T x SGM(q, z): groups on one sample are one question, z^-2 = sum of the groups' own",
     neutral=Neutral({"beta": 1.0}, groups="layers"),
     letters={
-        "share": "beta",
+        "fresh_weight": "beta",
         "order": "alpha",
         "strictness": "c_lambda",
         "smoothing": "gamma_ema",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vestige.layout import Layout
 
-State = dict[str, Any]
+AverageState = dict[str, Any]
 
 
 class Average(Protocol):
@@ -36,7 +36,7 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Exponential:
+class ExponentialAverage:
     """An exponential moving average with warm-up: its decay is min(decay, (1 + t) / (10 + t)) (De et al. 2022)."""
 
     decay: float = 0.999
@@ -60,7 +60,7 @@ class Polyak:
         return 1 / (step + 1)
 
 
-AVERAGES: dict[str, Average] = {"last": Last(), "ema": Exponential(), "polyak": Polyak()}
+AVERAGES: dict[str, Average] = {"last": Last(), "ema": ExponentialAverage(), "polyak": Polyak()}
 
 
 def named(average: str) -> Average:
@@ -69,13 +69,15 @@ def named(average: str) -> Average:
     return AVERAGES[average]
 
 
-def start(average: Average, layout: Layout, parameters: Mapping[str, Tensor], lead: tuple[int, ...] = ()) -> State:
+def start(
+    average: Average, layout: Layout, parameters: Mapping[str, Tensor], lead: tuple[int, ...] = ()
+) -> AverageState:
     """The average before the first step: the initial parameters, [*lead, size]."""
     return {"mean": layout.pack(parameters, lead)} if average.copies else {}
 
 
 @torch.no_grad()
-def update(average: Average, state: State, layout: Layout, parameters: Mapping[str, Tensor], step: int) -> None:
+def update(average: Average, state: AverageState, layout: Layout, parameters: Mapping[str, Tensor], step: int) -> None:
     """Move the average, in place, towards the parameters after a step."""
     if state:
         weight = average.weight(step)

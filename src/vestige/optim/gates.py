@@ -20,7 +20,7 @@ from vestige.optim.decay import Comparer, Decay, NoDecay, Update
 from vestige.questions import Question, SampledGaussian, Trial
 
 Diagnostics = dict[str, Tensor]
-State = dict[str, Any]
+GateState = dict[str, Any]
 """Numbers, lists and tensors only, so that it checkpoints. It is never rewound: it holds what was released."""
 
 ACCOUNTING = {
@@ -32,7 +32,7 @@ ACCOUNTING = {
 class Rewindable(Protocol):
     """What a gate needs of the state of training."""
 
-    gate: State
+    gate: GateState
     step: int
     parameters: Any
 
@@ -85,7 +85,7 @@ class Gate(Protocol):
         """The same gate for a dataset of this public size."""
         ...
 
-    def init(self) -> State: ...
+    def init(self) -> GateState: ...
 
     def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
         """What one trial asks at the start, given what its candidate asks: the price list of `settle`."""
@@ -106,7 +106,7 @@ class AlwaysAccept:
     def at(self, population: int) -> AlwaysAccept:
         return self
 
-    def init(self) -> State:
+    def init(self) -> GateState:
         return {}
 
     def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
@@ -158,7 +158,7 @@ class NoisyLossTest:
     def at(self, population: int) -> NoisyLossTest:
         return replace(self, rate=min(1.0, self.expected_batch / population))
 
-    def init(self) -> State:
+    def init(self) -> GateState:
         return {"accepted": 0, "rejected": 0, "updates": [], "degraded": 0}
 
     def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
@@ -232,7 +232,7 @@ def run_trial(test: NoisyLossTest, attempt: Attempt, releases: str, noise: float
     return Tried(change < test.threshold * test.bound, change, before, diagnostics)
 
 
-def note_update(counts: State, attempt: Attempt, test: NoisyLossTest, noise: float) -> None:
+def note_update(counts: GateState, attempt: Attempt, test: NoisyLossTest, noise: float) -> None:
     """Count an applied update under the noise it was made with: what the published claim charges."""
     candidate = attempt.asks(noise)[0]
     row = [getattr(candidate, "multiplier", 0.0), test.multiplier]
@@ -289,7 +289,7 @@ class BufferedRejection:
     def at(self, population: int) -> BufferedRejection:
         return replace(self, test=self.test.at(population))
 
-    def init(self) -> State:
+    def init(self) -> GateState:
         return {**self.test.init(), "rejects": 0, "wanted": self.buffer, "buffer": [], **self.decay.init()}
 
     def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
@@ -315,21 +315,21 @@ class BufferedRejection:
             state.restore(trial.before)
         return Outcome(trial.accepted, trial.diagnostics if trial.accepted else {})
 
-    def _keep(self, memory: State, change: float, bound: float, candidate: dict[str, Any]) -> None:
+    def _keep(self, memory: GateState, change: float, bound: float, candidate: dict[str, Any]) -> None:
         memory["accepted"] += 1
         memory["rejects"] = 0
         released = change if self.releases == "yz" else 0.0
         memory["buffer"].append([released, candidate])
         self.decay.hear(memory, released, bound)
 
-    def _reject(self, memory: State, bound: float) -> None:
+    def _reject(self, memory: GateState, bound: float) -> None:
         self.decay.hear(memory, None, bound)
         memory["rejected"] += 1
         memory["rejects"] += 1
         if memory["rejects"] >= self.max_rejects:  # asked after every rejection; asked once per update it never holds
             memory["wanted"] = 1
 
-    def _select(self, memory: State, comparer: Comparer | None, bound: float) -> dict[str, Any]:
+    def _select(self, memory: GateState, comparer: Comparer | None, bound: float) -> dict[str, Any]:
         """One of the candidates within `tie * bound` of the best, by a fair coin; the buffer is then empty."""
         sign = -1 if self.worst_first else 1
         best = min(sign * change for change, _ in memory["buffer"])

@@ -16,7 +16,7 @@ from vestige.mechanism.clipping import Parameters
 from vestige.optim.window import Ring, fused, recall
 from vestige.randomness.release import Release
 
-State = dict[str, Any]
+MemoryState = dict[str, Any]
 """Tensors and integers only, so that it checkpoints and rewinds."""
 HISTORIES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -28,7 +28,7 @@ class Filtered(NamedTuple):
     """
 
     direction: Tensor
-    state: State
+    state: MemoryState
     diagnostics: dict[str, Tensor]
 
 
@@ -38,9 +38,9 @@ class Memory(Protocol):
     knows_noise: bool
     """Whether it can say how much noise its direction carries, for rules that want to know."""
 
-    def init(self, layout: Layout, device: torch.device) -> State: ...
+    def init(self, layout: Layout, device: torch.device) -> MemoryState: ...
 
-    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+    def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         """Filter one release, at the parameters where it was asked. The state given may be updated in place."""
         ...
 
@@ -59,13 +59,13 @@ class Memory(Protocol):
         """Extra state, in copies of the parameters."""
         ...
 
-    def noise_std(self, release: Release, state: State) -> float | Tensor:
+    def noise_std(self, release: Release, state: MemoryState) -> float | Tensor:
         """The standard deviation per coordinate of the noise in the direction, after the step that filtered this
         release; only where `knows_noise`."""
         ...
 
 
-def unknown_noise(self: object, release: Release, state: State) -> float | Tensor:
+def unknown_noise(self: object, release: Release, state: MemoryState) -> float | Tensor:
     raise AssertionError("this memory does not know the noise in its direction; Method refuses rules that ask")
 
 
@@ -78,13 +78,13 @@ class Identity:
     steady_gain = 1.0
     copies = 0.0
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> MemoryState:
         return {}
 
-    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+    def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         return Filtered(release.total, state, {})
 
-    def noise_std(self, release: Release, state: State) -> float | Tensor:
+    def noise_std(self, release: Release, state: MemoryState) -> float | Tensor:
         return release.noise_std
 
 
@@ -113,7 +113,7 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True)
-class Uniform:
+class UniformWeights:
     """Equal weights (the ablation of FO-DP-SGD's equation 24)."""
 
     smoothing = weigh_fused = None
@@ -125,7 +125,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Exponential:
+class ExponentialWeights:
     """Geometric weights decay**(lag - 1) (the ablation of FO-DP-SGD's equation 26)."""
 
     decay: float = 0.8
@@ -142,7 +142,7 @@ class Exponential:
 
 
 @dataclass(frozen=True)
-class Fractional:
+class FractionalWeights:
     """The tempered power law of FO-DP-SGD (equations 4 to 8): (lag+1)^(order-1) * exp(-(tempering) * lag).
 
     The tempering is `baseline + confidence * inconsistency * distance`, where distance compares a past release with
@@ -191,17 +191,17 @@ class Fractional:
 
 @dataclass(frozen=True)
 class Blend:
-    """share * fresh + (1 - share) * (weighted mean of the last `window - 1` remembered vectors).
+    """fresh_weight * fresh + (1 - fresh_weight) * (weighted mean of the last `window - 1` remembered vectors).
 
     What is remembered decides the filter: the blends themselves (a recursive filter: FO-DP-SGD), or the fresh releases
-    (a finite one: Post-FM). At share 1 the output is the fresh release, bit for bit.
+    (a finite one: Post-FM). At fresh_weight 1 the output is the fresh release, bit for bit.
 
     A step reads the window once (see `recall`): its weights are made of numbers that the step before left behind.
     `history="bfloat16"` keeps the window in half the bytes; the trend, the direction and all sums stay in float32.
     """
 
-    kernel: Kernel = field(default_factory=Fractional)
-    share: float = 0.9
+    kernel: Kernel = field(default_factory=FractionalWeights)
+    fresh_weight: float = 0.9
     window: int = 8
     remembers: Literal["blend", "fresh"] = "blend"
     history: Literal["float32", "bfloat16"] = "float32"
@@ -210,17 +210,17 @@ class Blend:
     noise_std = unknown_noise
 
     def __post_init__(self) -> None:
-        require("share", self.share, 0 < self.share <= 1, "lie in (0, 1]")
+        require("fresh_weight", self.fresh_weight, 0 < self.fresh_weight <= 1, "lie in (0, 1]")
         require("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
         require("history", self.history, self.history in HISTORIES, f"be {' or '.join(HISTORIES)}")
 
     @property
     def fresh_share(self) -> float:
-        return self.share if self.remembers == "blend" else 1.0
+        return self.fresh_weight if self.remembers == "blend" else 1.0
 
     @property
     def steady_gain(self) -> float:
-        return 1.0 if self.window > 1 else self.share
+        return 1.0 if self.window > 1 else self.fresh_weight
 
     @property
     def copies(self) -> float:
@@ -238,14 +238,14 @@ class Blend:
         """Whether what is remembered is what is stepped on, to the last bit: then it is written once."""
         return self.remembers == "blend" and self.history == "float32"
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> MemoryState:
         depth = self.window - 1
         if not depth:
             return {}
         zeros = partial(torch.zeros, device=device)
         # On a GPU every row begins on a boundary of 64 numbers, so that it is read in wide pieces whatever the size.
         width = layout.size if device.type == "cpu" else -(-layout.size // 64) * 64
-        state: State = {"count": 0, "past": zeros(depth, width, dtype=HISTORIES[self.history])}
+        state: MemoryState = {"count": 0, "past": zeros(depth, width, dtype=HISTORIES[self.history])}
         if not self._steps_on_a_row:
             state["blend"] = zeros(layout.size)
         if self._follows_trend:
@@ -254,17 +254,17 @@ class Blend:
             state["products"] = zeros(depth + 1, dtype=torch.float64)
         return state
 
-    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+    def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         fresh = release.total
         if self.window == 1:
-            return Filtered(fresh * self.share, state, {})
+            return Filtered(fresh * self.fresh_weight, state, {})
         past = state["past"][..., : fresh.shape[-1]]
         ring = Ring(past, state["count"], state.get("trend"), state.get("squares"), state.get("products"))
         weights, seen = self._weigh(release, ring)
         blend = past[..., ring.slot, :] if self._steps_on_a_row else state["blend"]
         pace = (self.kernel.smoothing or 0.0) if ring.count else 1.0
         memory_share = recall(
-            ring, fresh, weights, blend, self.share, pace, fresh if self.remembers == "fresh" else blend
+            ring, fresh, weights, blend, self.fresh_weight, pace, fresh if self.remembers == "fresh" else blend
         )
         state["count"] += 1
         return Filtered(blend, state, {**seen, "memory_share": memory_share} if ring.count else {})

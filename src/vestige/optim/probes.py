@@ -15,7 +15,7 @@ from vestige.mechanism.clipping import Clip, Field, Parameters, Transform
 from vestige.questions import SampledGaussian
 from vestige.randomness.release import Release
 
-State = dict[str, Any]
+ProbeState = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Probe(Protocol):
         """How many gradients of each sampled example one step takes."""
         ...
 
-    def init(self, layout: Layout, device: torch.device) -> State: ...
+    def init(self, layout: Layout, device: torch.device) -> ProbeState: ...
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         """Ask what this method asks in one step, at or around the parameters, and return the release to step on."""
         ...
 
@@ -110,10 +110,10 @@ class Here:
     copies = 0.0
     passes = 1.0
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {}
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         return gradient(At(point)), state
 
     questions, period = _one_question, _every_step
@@ -138,10 +138,10 @@ class AgainstLastRelease:
         if self.along not in ("release", "move"):
             raise ValueError(f"along={self.along!r} must be 'release' or 'move'")
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {"last": torch.zeros(layout.size, device=device), "started": 0}
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         if self.along == "move":
             here = flatten(point, state["last"].shape[:-1])
             uphill = state["last"] - here if state["started"] else torch.zeros_like(here)
@@ -182,10 +182,10 @@ class Ascent:
     def stackable(self) -> bool:
         return self.sample != "own"  # where each example climbs to a point of its own
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {}
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         def climb(release: Release) -> Parameters:
             return shifted(point, release.total, self.radius)
 
@@ -237,12 +237,12 @@ class AlongLastStep:
     def stackable(self) -> bool:
         return self.passes == 1  # two gradients of each example are combined before they are clipped
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {"before": torch.zeros(layout.size, device=device), "started": 0}
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         here = flatten(point, state["before"].shape[:-1])
-        after: State = {"before": here, "started": 1}
+        after: ProbeState = {"before": here, "started": 1}
         if not state["started"] or self.weight == 0:
             return gradient(At(point)), after
         ahead = moved(point, here - state["before"], self.reach)
@@ -293,10 +293,10 @@ class Importance:
     def passes(self) -> float:
         return self.boost
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {"step": 0, "norm_sum": 0.0}
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         boost = self._boost(gradient.rate)
         smallest, largest = self.bound * gradient.population / boost, self.bound * gradient.population
         norm_sum, part = state["norm_sum"], 0

@@ -100,21 +100,21 @@ def dot(one: Tensor, other: Tensor) -> Tensor:
 
 
 def recall(
-    ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, share: float, pace: float, keep: Tensor
+    ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, fresh_weight: float, pace: float, keep: Tensor
 ) -> Tensor:
-    """Write share * fresh + (1 - share) * (weights over the lags) into `blend`, and remember `keep`: one pass.
+    """Write fresh_weight * fresh + (1 - fresh_weight) * (weighted past) into `blend`, and remember `keep`: one pass.
 
     `keep` is `fresh` or `blend`, and `blend` may be the ring's next row itself. The trend moves by `pace` towards what
     is kept, and the ring's inner products become those of the new window and the new trend. They are computed, in this
     same pass, from the vectors as they are stored; none is carried over, so no rounding error outlives its step.
 
-    Returns |(1 - share) * recalled| / |blend|, how much of the blend is memory. The caller counts.
+    Returns |(1 - fresh_weight) * recalled| / |blend|, how much of the blend is memory. The caller counts.
     """
     if fused(ring):
         from vestige.optim import triton_recall
 
-        return triton_recall.recall(ring, fresh, weights, blend, share, pace, keep is fresh)
-    return plain_recall(ring, fresh, weights, blend, share, pace, keep)
+        return triton_recall.recall(ring, fresh, weights, blend, fresh_weight, pace, keep is fresh)
+    return plain_recall(ring, fresh, weights, blend, fresh_weight, pace, keep)
 
 
 def fused(ring: Ring) -> bool:
@@ -122,7 +122,7 @@ def fused(ring: Ring) -> bool:
 
 
 def plain_recall(
-    ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, share: float, pace: float, keep: Tensor
+    ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, fresh_weight: float, pace: float, keep: Tensor
 ) -> Tensor:
     """The same, a block of columns at a time: what was just read is still in the cache when it is read again."""
     by_slot = weights[..., ring.slots].to(fresh.dtype)
@@ -134,7 +134,7 @@ def plain_recall(
     for (rows, new, mixed, kept), trend in zip(zip(*blocks, strict=True), trends, strict=False):
         window, recalled = rows.to(new.dtype), scratch[..., : new.shape[-1]]
         weighted_sum(window[..., : ring.filled, :], by_slot, out=recalled)
-        torch.lerp(recalled, new, share, out=mixed)
+        torch.lerp(recalled, new, fresh_weight, out=mixed)
         square = dot(mixed, mixed)
         scalars += [dot(recalled, recalled), square]
         written = rows[..., ring.slot, :]
@@ -150,7 +150,7 @@ def plain_recall(
         ring.squares[..., ring.slot] = numbers[2]
         ring.products[..., -1] = numbers[3]
         ring.products[..., :-1] = torch.stack(products).sum(0, dtype=torch.float64)
-    return (1 - share) * (numbers[0] / numbers[1].clamp(min=1e-300)).sqrt()
+    return (1 - fresh_weight) * (numbers[0] / numbers[1].clamp(min=1e-300)).sqrt()
 
 
 def _block(ring: Ring) -> int:

@@ -20,7 +20,7 @@ from vestige.engines.independence import require_independent
 from vestige.engines.registry import engine_by_name
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Engine, Loss
+from vestige.mechanism.clipping import GradientEngine, Loss
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Rule
@@ -207,7 +207,7 @@ def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method, en
     return part_of_a_run(module, _engine(engine), _stand_in, layout, method, blank, population, _rate(loader), steps=1)
 
 
-def _engine(name: str) -> Callable[[nn.Module, Loss, Layout], Engine]:
+def _engine(name: str) -> Callable[[nn.Module, Loss, Layout], GradientEngine]:
     """Never recorded as a CUDA graph: what a user's call has beside its examples would be frozen in the recording."""
     return engine_by_name("unrecorded" if name == "bookkeeping" else name)
 

@@ -21,7 +21,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearDecay:
     """Falls by `drop` of the first level each epoch, down to `floor` of it."""
 
     drop: float = 0.01
@@ -38,7 +38,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Time:
+class TimeDecay:
     """1 / (1 + drop * epoch)."""
 
     drop: float = 0.01
@@ -52,7 +52,7 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepDecay:
     """Multiplied by `ratio` every `every` epochs."""
 
     ratio: float = 0.9
@@ -69,7 +69,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Exponential:
+class ExponentialDecay:
     """Multiplied by `ratio` every epoch."""
 
     ratio: float = 0.99

@@ -27,7 +27,7 @@ from vestige.training.planning import paper_groups
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
 
-Watch = Callable[[Training, Record, float | None], bool]
+OnRecord = Callable[[Training, Record, float | None], bool]
 """Sees every record, with the accuracy on public test data when it was measured; False stops the run cleanly."""
 
 
@@ -139,7 +139,7 @@ def start(
     return task, training
 
 
-def complete(job: Job, task: tasks.Task, training: Training, watch: Watch | None = None) -> dict[str, Any]:
+def complete(job: Job, task: tasks.Task, training: Training, watch: OnRecord | None = None) -> dict[str, Any]:
     """Consume a prepared training: evaluate on the public test set now and then, and write the result."""
     every = job.evaluate_every or max(1, training.plan.steps // 20)
     begin = time.perf_counter()

@@ -69,7 +69,7 @@ def copied(part: Any) -> Any:
     return copy.deepcopy(part)
 
 
-class State:
+class TrainingState:
     """Everything that a step changes: parameters, optimizer, memory, and the count of steps and questions."""
 
     def __init__(self, model: nn.Module, method: Method, layout: Layout, lr: float) -> None:
@@ -175,7 +175,9 @@ class Asking:
         return self.curator.norms(point, bound, self.multiplier * boost, step=self.step, part=part)
 
 
-def step(state: State, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC) -> Record:
+def step(
+    state: TrainingState, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC
+) -> Record:
     """One candidate move, kept or undone by the gate. A record shows nothing of a candidate that was undone."""
 
     def move(noise: float, lr: float) -> dict[str, Tensor]:
@@ -190,7 +192,9 @@ def step(state: State, method: Method, curator: Curator, multiplier: float, publ
     return record
 
 
-def advance(state: State, method: Method, curator: Curator, multiplier: float, pace: float = 1.0) -> dict[str, Tensor]:
+def advance(
+    state: TrainingState, method: Method, curator: Curator, multiplier: float, pace: float = 1.0
+) -> dict[str, Tensor]:
     """Ask, remember, move."""
     point = {name: p.detach() for name, p in state.parameters.items()}
     clip, pace = method.clip.now(state.clip), pace * float(method.clip.pace(state.clip))
@@ -203,7 +207,7 @@ def advance(state: State, method: Method, curator: Curator, multiplier: float, p
 
 
 def run(
-    state: State,
+    state: TrainingState,
     method: Method,
     curator: Curator,
     multiplier: float,

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from vestige.accounting.ledger import Ledger, LedgerError, read
 from vestige.mechanism.curator import Curator
-from vestige.training.loop import State
+from vestige.training.loop import TrainingState
 from vestige.training.run_folder import RunFolder
 
 
 class Persistent(Protocol):
     """What a checkpoint holds of a run beside its ledger."""
 
-    state: State
+    state: TrainingState
     curator: Curator
     normalised: bool
     ledger: Ledger

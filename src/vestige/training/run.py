@@ -31,7 +31,7 @@ from vestige.questions import BudgetSpent, Question
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import SAMPLINGS
 from vestige.training import persistence
-from vestige.training.loop import Public, Record, State, accuracy, run
+from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import Plan, Request, plan, questions
 from vestige.training.run_folder import RunFolder, paced
@@ -139,7 +139,7 @@ class Training:
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
         self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=settings.seed is not None)
         self.curator = self._curator_of(examples, loss)
-        self.state = State(model, self.method, self.layout, self.plan.lr)
+        self.state = TrainingState(model, self.method, self.layout, self.plan.lr)
         adaptive = self.method.gate.adaptive
         self.facts = accounting.Facts(
             sampling=self._sampling.kind,

@@ -27,7 +27,7 @@ from vestige.randomness.schedules import Schedule, level
 
 
 @dataclass(frozen=True)
-class Examples:
+class StackedExamples:
     """What all runs of a stack look at; an input with NaN or infinity is zeroed and has an infinite square."""
 
     inputs: Tensor
@@ -35,7 +35,7 @@ class Examples:
     squares: Tensor
 
     @classmethod
-    def of(cls, data: tuple[Tensor, Tensor], device: torch.device) -> Examples:
+    def of(cls, data: tuple[Tensor, Tensor], device: torch.device) -> StackedExamples:
         inputs, targets = data[0].flatten(1).to(device), data[1].to(device)
         finite = inputs.isfinite().all(dim=1)
         # Such an input has no usable gradient: it is sampled and counted, and adds exactly zero.
@@ -116,7 +116,7 @@ class StackedCurator:
         runs: Sequence[StackedRun],
         part: slice,
         parameters: Tensor,
-        examples: Examples,
+        examples: StackedExamples,
         network: MLP,
         *,
         sample_rate: float,

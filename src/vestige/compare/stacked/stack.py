@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vestige.checks import check_rate, renamed
-from vestige.compare.stacked.curator import Examples, StackedCurator
+from vestige.compare.stacked.curator import StackedCurator, StackedExamples
 from vestige.compare.stacked.learner import StackedLearner, StackedRun, alike
 from vestige.compare.stacked.mlp import MLP, chain
 from vestige.devices import products_in_tf32
@@ -21,11 +21,11 @@ from vestige.mechanism.clipping import Loss
 from vestige.methods.base import Method
 from vestige.questions import Question
 
-__all__ = ["Progress", "Stack", "StackedRun", "check_noise", "footprint", "why_not"]
+__all__ = ["RunProgress", "Stack", "StackedRun", "check_noise", "footprint", "why_not"]
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """What one run has asked, and what may be looked at: all of it from releases and public facts."""
 
     asked: Counter[Question]
@@ -114,7 +114,7 @@ class Stack:
         self.parameters = torch.stack(packed).to(device)
         # Sums in tf32 are faster on a GPU; the slack keeps every example's share within the clip all the same.
         self._fast = device.type == "cuda" and not any(run.seed is not None for run in self.runs)
-        examples = Examples.of(data, device)
+        examples = StackedExamples.of(data, device)
         self.expected_batch = sample_rate * len(examples.targets)
         self.parts: list[tuple[StackedCurator, list[StackedLearner]]] = []
         for part in alike([_asks(run) for run in self.runs]):
@@ -136,11 +136,11 @@ class Stack:
             yield self.step
         self.settle()
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[RunProgress]:
         """In the order in which the runs were given."""
-        shown: list[Progress] = []
+        shown: list[RunProgress] = []
         for curator, learners in self.parts:
-            mine = [Progress(curator.spent(run), {}) for run in range(len(curator.runs))]
+            mine = [RunProgress(curator.spent(run), {}) for run in range(len(curator.runs))]
             kept = [(each.part, each.seen) for each in learners] + [(each.part, each.seen) for each in curator.clips]
             for part, seen in kept:
                 here = {name: values.cpu() for name, values in seen.items()}
