@@ -67,8 +67,9 @@ def test_padding_adds_nothing(name, clip):
     layout = Layout.of(model, Layers() if isinstance(clip, PerGroup) else None)
     parameters = layout.parameters(model)
     first = draw(shape, 16)
-    plan = BookKeeping(model, F.cross_entropy, layout).plan(first, parameters)
-    padded = Padded(plan, layout, first, parameters, clip)
+    engine = BookKeeping(model, F.cross_entropy, layout)
+    taps = engine.taps(first)
+    padded = Padded(engine, taps, first, parameters, clip)
     for count, seed in ((16, 0), (9, 1), (13, 2)):  # the rows of the batch before stay behind as padding
         batch = draw(shape, count, seed=seed)
         got, want = torch.full((layout.size,), 0.5), torch.zeros(layout.size)
@@ -84,8 +85,9 @@ def test_not_even_what_is_not_finite_passes_from_the_padding():
     parameters, clip = layout.parameters(model), Flat(0.3)
     batch = draw(shape, 12)
     batch[0][10:] = torch.nan
-    plan = BookKeeping(model, F.cross_entropy, layout).plan(batch, parameters)
-    padded, into = Padded(plan, layout, batch, parameters, clip), torch.zeros(layout.size)
+    engine = BookKeeping(model, F.cross_entropy, layout)
+    taps = engine.taps(batch)
+    padded, into = Padded(engine, taps, batch, parameters, clip), torch.zeros(layout.size)
     assert padded(batch, clip, into).isinf().squeeze(1).tolist() == [False] * 10 + [True] * 2
     for count in (12, 10):  # the broken rows, then the same rows as padding
         into, want = torch.zeros(layout.size), torch.zeros(layout.size)
@@ -98,8 +100,9 @@ def test_a_bound_may_change_from_step_to_step():
     model, shape = build("mlp")
     layout = Layout.of(model)
     parameters, batch = layout.parameters(model), draw(shape, 8)
-    plan = BookKeeping(model, F.cross_entropy, layout).plan(batch, parameters)
-    padded = Padded(plan, layout, batch, parameters, Flat(1.0))
+    engine = BookKeeping(model, F.cross_entropy, layout)
+    taps = engine.taps(batch)
+    padded = Padded(engine, taps, batch, parameters, Flat(1.0))
     for bound in (0.5, 0.01, 100.0):
         into, want = torch.zeros(layout.size), torch.zeros(layout.size)
         padded(batch, Flat(bound), into)
@@ -112,10 +115,11 @@ def test_a_model_that_draws_random_numbers_is_noticed():
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     layout = Layout.of(model)
     parameters, batch = layout.parameters(model), draw((6,), 8)
-    plan = BookKeeping(model, F.cross_entropy, layout).plan(batch, parameters)
+    engine = BookKeeping(model, F.cross_entropy, layout)
+    taps = engine.taps(batch)
     for training in (True, False):
         model.train(training)
-        padded, state = Padded(plan, layout, batch, parameters, Flat(1.0)), torch.get_rng_state()
+        padded, state = Padded(engine, taps, batch, parameters, Flat(1.0)), torch.get_rng_state()
         with pytest.raises(Unsteady) if training else nullcontext():
             padded(batch, Flat(1.0), torch.zeros(layout.size))
         assert torch.equal(torch.get_rng_state(), state)  # as if it had not been tried
@@ -217,9 +221,10 @@ def test_a_model_that_changes_itself_is_noticed():
     model.register_forward_hook(lambda module, inputs, output: setattr(module, "calls", module.calls + 1))
     layout = Layout.of(model)
     parameters, batch = layout.parameters(model), draw((6,), 8)
-    plan = BookKeeping(model, F.cross_entropy, layout).plan(batch, parameters)
+    engine = BookKeeping(model, F.cross_entropy, layout)
+    taps = engine.taps(batch)
     with pytest.raises(Unsteady):
-        Padded(plan, layout, batch, parameters, Flat(1.0))(batch, Flat(1.0), torch.zeros(layout.size))
+        Padded(engine, taps, batch, parameters, Flat(1.0))(batch, Flat(1.0), torch.zeros(layout.size))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,12 @@ ASSUMPTIONS = (
 )
 
 
+OPAQUE_LOSS = (
+    "the loss of a batch is the mean (or the sum, as was said) of its examples' losses, with a divisor that no example "
+    "decides"
+)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What decides whether the questions' price is a guarantee about this run."""
@@ -35,6 +41,8 @@ class Facts:
     nonprivate_outputs: bool = False
     """Whether anything computed from data without noise was written where the guarantee's reader may see it."""
     filter_epsilon: float | None = None
+    opaque_loss: bool = False
+    """Whether a loss of a user's own loop was met whose divisor could not be recognised."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,8 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
     reasons = (*reasons, *broken)
     # What a filtered run happened to spend depends on the data: only the filter's own epsilon is proved, by Renyi.
     proved = spent if filtered and not broken else by_renyi
-    result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", proved, reasons)
+    assumptions = (*ASSUMPTIONS, OPAQUE_LOSS) if facts.opaque_loss else ASSUMPTIONS
+    result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", proved, reasons, assumptions)
     if not reasons:
         return result
     return replace(result, epsilon=None, epsilon_if_noise_were_secret=None if broken else spent)

@@ -64,6 +64,11 @@ class Ledger:
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         self._append({"row": "resume", "from_step": from_step, "attempt": self.attempt})
 
+    def rewind(self, from_step: int) -> None:
+        """Go back to an earlier step in the same process; everything already asked stays charged."""
+        self.attempt += 1
+        self._append({"row": "resume", "from_step": from_step, "attempt": self.attempt})
+
     def ask(self, question: Question, *, step: int, part: int, sensitivity: float) -> None:
         """Charge one question, durably; or raise `BudgetSpent` and charge nothing."""
         free = self.replays_are_free and (step, part) in self._paid

@@ -1,72 +1,99 @@
 """How does a private step cost little more than an ordinary one? One backward pass, and norms from what it saved.
 
 The reference engine's answer, by the book-keeping of Bu et al. (arXiv 2210.00038): the backward pass computes the
-gradients of activations only. From a layer's input and the gradient of its output follow each example's norm
-(`layers`) and then, once the clip has weighed the examples, one weighted sum per parameter. No example's gradient is
-materialised unless that is the cheaper way, and a frozen parameter costs nothing.
+gradients of activations only. From a layer's input and the gradient of its output follow each example's norm and then,
+once the clip has weighed the examples, one weighted sum per parameter. No example's gradient is materialised unless
+that is the cheaper way, and a frozen parameter costs nothing.
 
-Whether a model can be taken apart so is not assumed but rehearsed, once, on three examples (`rehearsal`). What cannot
-be is left to the reference engine, parameter by parameter, and said.
+Whether a model can be watched so is not assumed but rehearsed, once, on made-up examples (`rehearsal`). One that cannot
+is left to the reference engine, and that is said.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from vestige.devices import slack
 from vestige.engines import kernels
+from vestige.engines.expressions import full_precision
 from vestige.engines.gradients import Gradient, change
 from vestige.engines.independence import require_independent
 from vestige.engines.reference import Reference
-from vestige.engines.rehearsal import Unclear, rehearsed
-from vestige.engines.taps import Misfit, TapPlan, eagerly, full_precision
+from vestige.engines.rehearsal import Rows, Unclear, Unwatchable, made_up, rehearsed
+from vestige.engines.taps import Doubt, Taps, eagerly, gradients
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
+from vestige.mechanism.criteria import example_losses
 
 
 class BookKeeping:
-    """The fast engine: the signature and, to rounding, the results of `clipping.Reference`."""
+    """The fast engine: the signature and, to rounding, the results of `reference.Reference`."""
 
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
         self.model, self.loss, self.layout = model, loss, layout
         self.reference = Reference(model, loss, layout)
-        self._plans: dict[bool, TapPlan | None] = {}
+        self._taps: dict[bool, Taps | None] = {}
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
         with eagerly():
-            plan = None if transform is not None or len(batch[0]) == 0 else self.plan(batch, parameters)
-            if plan is None:
+            taps = None if transform is not None or len(batch[0]) == 0 else self.taps(batch)
+            if taps is None:
                 return self.reference(batch, parameters, clip, into, transform)
             try:
-                gradients = plan.gradients(batch, parameters)
-            except Misfit as misfit:
-                warnings.warn(f"{misfit}; this batch is left to the reference engine", stacklevel=2)
+                found = self.gradients(taps, batch, parameters)
+            except Doubt as doubt:
+                warnings.warn(f"{doubt}; this batch is left to the reference engine", stacklevel=2)
                 return self.reference(batch, parameters, clip, into)
-        return add_weighted(gradients, clip, self.layout, into, len(batch[0]))
+        return add_weighted(found, clip, self.layout, into, len(batch[0]))
 
-    @property
-    def rehearsed(self) -> bool:
-        """Whether it is known how, or that not, the model is taken apart in its present mode."""
-        return self.model.training in self._plans
-
-    def plan(self, batch: Batch, parameters: Parameters) -> TapPlan | None:
-        """How this model is taken apart, rehearsed on the first batch of each mode; None if it cannot be."""
+    def taps(self, blank: Batch) -> Taps | None:
+        """How this model is watched in its present mode, rehearsed on made-up examples of these shapes; None if it
+        cannot be."""
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
         mode = self.model.training
-        if mode not in self._plans:
-            try:
-                examples = _rehearsal_examples(batch)
-                self._plans[mode] = rehearsed(self.model, self.loss, self.layout, examples, parameters)
-            except Unclear:
-                return None  # ask again with the next batch
-        return self._plans[mode]
+        if mode not in self._taps:
+            self._taps[mode] = self._rehearsed(blank)
+        return self._taps[mode]
+
+    def gradients(self, taps: Taps, batch: Batch, parameters: Parameters) -> dict[str, Gradient]:
+        """SENSITIVE: every parameter's per-example gradients at this point."""
+        values = {name: value.detach() for name, value in parameters.items()}
+        return gradients(taps, partial(self._losses, batch), len(batch[0]), values)
+
+    def _losses(self, batch: Rows) -> Tensor:
+        *inputs, targets = batch
+        return example_losses(self.loss, self.model(*inputs), targets)
+
+    def _rehearsed(self, blank: Batch) -> Taps | None:
+        taps, device = Taps(self.model, self.layout), blank[0].device
+        if _compiled(self.model):
+            warnings.warn(
+                "the model is compiled, but private steps run it uncompiled: a compiled graph would run past the uses "
+                "that are watched",
+                stacklevel=4,
+            )
+        try:
+            found = rehearsed(taps, self._losses, lambda size, seed: made_up(blank, size, seed, device))
+        except (Unwatchable, Unclear) as problem:
+            warnings.warn(
+                f"the model cannot be watched ({problem}): every step is left to the reference engine, which is exact "
+                "but slow",
+                stacklevel=4,
+            )
+            return None
+        taps.kinds = dict(found.kinds)
+        return taps
+
+
+def _compiled(model: nn.Module) -> bool:
+    return any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in model.modules())
 
 
 def add_weighted(
@@ -131,14 +158,3 @@ def _blanked(gradients: Mapping[str, Gradient], rows: Tensor, in_place: bool) ->
         return kernels.blanked(tensor, rows, in_place)
 
     return {name: change(gradient, blank) for name, gradient in gradients.items()}
-
-
-def _rehearsal_examples(batch: Batch) -> list[Tensor]:
-    """Three finite examples, repeated if there are fewer."""
-    finite = torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
-    for part in batch:
-        finite &= part.flatten(1).isfinite().all(dim=1) if part.dim() > 1 else part.isfinite()
-    chosen = finite.nonzero()[:3, 0]
-    if len(chosen) == 0:
-        raise Unclear
-    return [part[chosen.repeat(3)[:3].sort().values] for part in batch]

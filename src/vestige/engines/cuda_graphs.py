@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.gradients import change
-from vestige.engines.taps import Misfit, TapPlan
+from vestige.engines.taps import Doubt, Taps
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 
@@ -59,7 +59,7 @@ class Captured:
                     padded = self._like(batch, parameters, clip)
                     if padded is not None:
                         return padded(batch, clip, into)
-            except (Misfit, Unsteady, RuntimeError) as problem:
+            except (Doubt, Unsteady, RuntimeError) as problem:
                 if not isinstance(problem, Unsteady):
                     warnings.warn(f"the step cannot be recorded ({problem}); it runs unrecorded", stacklevel=2)
                 self._records = False
@@ -84,14 +84,12 @@ class Captured:
         return self._meet(key, batch, parameters, clip)
 
     def _meet(self, key: Hashable, batch: Batch, parameters: Parameters, clip: Clip) -> Padded | None:
-        plan = self.engine.plan(batch, parameters)
-        if not self.engine.rehearsed:
-            return None  # nothing of this batch was finite: the next one may tell
-        self._records = plan is not None and not plan.inner and not plan.sketch.whole
-        if plan is None or not self._records:
+        taps = self.engine.taps(batch)
+        self._records = taps is not None
+        if taps is None:
             return None
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        padded = Padded(plan, self.layout, batch, parameters, clip, self._padding, self._pool)
+        padded = Padded(self.engine, taps, batch, parameters, clip, self._padding, self._pool)
         if not self._padded and self._padding == MUCH and padded.rehearse(batch) > SMALL:
             self._padding = LITTLE
             return self._like(batch, parameters, clip)
@@ -113,15 +111,15 @@ class Padded:
 
     def __init__(
         self,
-        plan: TapPlan,
-        layout: Layout,
+        engine: BookKeeping,
+        taps: Taps,
         batch: Batch,
         parameters: Parameters,
         clip: Clip,
         padding: int = MUCH,
         pool: Any = None,
     ) -> None:
-        self.plan, self.layout, self.parameters, self.pool = plan, layout, parameters, pool
+        self.engine, self.taps, self.parameters, self.pool = engine, taps, parameters, pool
         device, self.rows = batch[0].device, padded_size(len(batch[0]), padding)
         self.batch = [part.new_zeros(self.rows, *part.shape[1:]) for part in batch]
         self.place, self.count = torch.arange(self.rows, device=device), torch.zeros((), device=device)
@@ -129,7 +127,7 @@ class Padded:
         if clip.flat_bound is not None:
             self.bound = torch.ones((), dtype=torch.float64, device=device)
             self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
-        self.total = torch.zeros(layout.size, device=device)
+        self.total = torch.zeros(engine.layout.size, device=device)
         self.norms: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -152,12 +150,12 @@ class Padded:
     def rehearse(self, batch: Batch) -> int:
         """Run unrecorded; how many numbers the step saved. Raises `Unsteady`, and draws nothing, if the model draws."""
         self._load(batch)
-        before, kept = _random_states(), standing(self.plan.model, self.plan.loss)
+        before, kept = _random_states(), standing(self.engine.model, self.engine.loss)
         saved = self._run()
         if _random_states() != before:
             _restore(before)
             raise Unsteady
-        if standing(self.plan.model, self.plan.loss) != kept:
+        if standing(self.engine.model, self.engine.loss) != kept:
             raise Unsteady
         return saved
 
@@ -169,12 +167,12 @@ class Padded:
 
     def _run(self) -> int:
         self.total.zero_()
-        gradients = self.plan.gradients(self.batch, self.parameters)
+        gradients = self.engine.gradients(self.taps, self.batch, self.parameters)
         saved: list[int] = []
         for gradient in gradients.values():
             change(gradient, lambda tensor: saved.append(tensor.numel()) or tensor)  # type: ignore[func-returns-value]
         real = self.place < self.count
-        self.norms = add_weighted(gradients, self.clip, self.layout, self.total, self.rows, real)
+        self.norms = add_weighted(gradients, self.clip, self.engine.layout, self.total, self.rows, real)
         return sum(saved)
 
     def _recorded(self) -> torch.cuda.CUDAGraph:

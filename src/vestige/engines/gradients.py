@@ -58,13 +58,16 @@ class Dense:
     value: Tensor
 
     def norms(self) -> Tensor:
-        return torch.linalg.vector_norm(wide(self.value).flatten(1), dim=1)
+        return torch.linalg.vector_norm(self._rows(), dim=1)
 
     def add(self, into: Tensor, factors: Tensor) -> None:
-        into.view(-1).addmv_(wide(self.value).flatten(1).t(), factors)
+        into.view(-1).addmv_(self._rows().t(), factors)
 
     def dense(self) -> Tensor:
         return self.value
+
+    def _rows(self) -> Tensor:
+        return wide(self.value).reshape(len(self.value), prod(self.value.shape[1:]))
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
+from vestige.mechanism.criteria import example_losses
 
 
 class Reference:
@@ -29,12 +32,12 @@ class Reference:
 
     def example_loss(self, parameters: Parameters, *example: Tensor) -> Tensor:
         *inputs, target = (part.unsqueeze(0) for part in example)
-        return self.loss(functional_call(self.model, parameters, tuple(inputs)), target).sum()
+        return example_losses(self.loss, functional_call(self.model, parameters, tuple(inputs)), target).sum()
 
 
 def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor) -> Tensor:
     """Clip materialised per-example gradients (name -> [examples, ...]) and add their sum to `into`."""
-    rows = {s.name: gradients[s.name].detach().flatten(1) for s in layout.segments}
+    rows = {s.name: gradients[s.name].detach().reshape(-1, prod(s.shape)) for s in layout.segments}
     squares = into.new_zeros(len(next(iter(rows.values()))), layout.groups, dtype=torch.float64)
     for s in layout.segments:
         squares[:, s.group] += torch.linalg.vector_norm(rows[s.name], dim=1, dtype=torch.float64).square()

@@ -1,221 +1,355 @@
-"""Can this model be taken apart, and how? Tried out on three examples before anything depends on it.
+"""Can this model's uses of its parameters be watched, and does each example stay by itself? Tried on made-up examples.
 
-A plan rests on three assumptions, and each is tested rather than trusted: every watched module has each example on rows
-of its own, no example's loss depends on another's rows, and no parameter is used where nobody watches.
+Nothing here looks at data: shapes and types are the data's, values and weights are made up. What is assumed later is
+tried here once: where the examples are in every use, that no example's output moves with the examples beside it, that
+no buffer keeps something of them, and that the watched gradients are those of ordinary autograd.
 """
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vestige.engines.taps import Misfit, Notes, Pass, Site, Sketch, TapPlan, sites_of
-from vestige.layout import Layout
-from vestige.mechanism.clipping import Loss, Parameters
+from vestige.engines.expressions import ANCHOR, Axis, Key, Kind, Observation, Pass
+from vestige.engines.gradients import Gradient, combine
+from vestige.engines.taps import Taps
+from vestige.engines.uses import Misfit
+
+Rows = Sequence[Tensor]
+"""A batch of made-up examples: every tensor has them on its first axis."""
+Run = Callable[[Rows], Tensor]
+"""The model on a batch: what each example gets, [examples, ...], as a function of the installed parameters."""
+Made = Callable[[int, int], Rows]
+"""Made-up examples: how many, and of which seed."""
+
+TOLERANCE = 1e-4
+"""How far rounding may move an output, relative to the largest."""
+GRADIENT_TOLERANCE = 1e-2
+"""How far a watched gradient may be from autograd's: a use that was missed or misread is off by far more."""
+ROUNDS = 6
 
 
-class Mixed(Exception):
-    """One example's loss depends on another example."""
+class Unwatchable(Exception):
+    """The model's uses of its parameters cannot be watched; the message says why."""
 
 
 class Unclear(Exception):
-    """These examples do not tell: their losses are not finite."""
+    """Made-up examples do not tell: what the model makes of them is not finite."""
 
 
-def rehearsed(
-    model: nn.Module, loss: Loss, layout: Layout, examples: Sequence[Tensor], parameters: Parameters
-) -> TapPlan | None:
-    """A plan that held on these three examples, or None where only the reference engine will do; raises `Unclear`."""
-    sites = list(sites_of(model, layout))
-    sketch, reason = _first_sketch(sites, parameters), "its calls keep changing"
-    for _ in range(10 + 3 * len(sites)):  # every round but the last gives something up
-        plan = TapPlan(model, loss, layout, sketch)
+class Dependent(ValueError):
+    """An example's output depends on the examples beside it, or the model keeps something of them."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was found out about a model."""
+
+    kinds: Mapping[Key, Kind | None]
+    changing: frozenset[str]
+    """Buffers that a forward pass changes, but never by what it is given: caches, counters of steps."""
+
+
+def rehearsed(taps: Taps, run: Run, made: Made) -> Rehearsal:
+    """Try a model out; raises `Dependent`, `Unwatchable` or `Unclear`."""
+    problem: Unclear | None = None
+    for seed in (0, 1, 2):
         try:
-            devices = sorted({p.device.index for p in parameters.values() if p.is_cuda})
-            # A resumed run rehearses again: that must not draw from anybody's random numbers.
-            with torch.enable_grad(), torch.random.fork_rng(devices):
-                revised = _revised(plan, examples, parameters)
-        except Unclear:
-            raise
-        except Misfit as misfit:
-            revised = _without(sketch, sites, {misfit.site})
-        except Exception as problem:
-            revised, reason = _cautious(sketch, sites), str(problem)
-            if revised == sketch:
+            with left_as_found(taps.model), warnings.catch_warnings(), torch.enable_grad():
+                warnings.simplefilter("ignore")
+                return _Rehearsing(taps, run, made, seed).found()
+        except Unclear as error:
+            problem = error
+    assert problem is not None
+    raise problem
+
+
+class _Rehearsing:
+    def __init__(self, taps: Taps, run: Run, made: Made, seed: int) -> None:
+        self.taps, self.model, self.made, self.seed = taps, taps.model, made, seed
+        self._run = run
+        self.environment = _made_up_weights(taps, seed)
+        self.buffers = {name: buffer.clone() for name, buffer in taps.model.named_buffers()}
+
+    def found(self) -> Rehearsal:
+        three = [part.clone() for part in self.made(3, self.seed)]
+        self._check_finite(three)
+        changing = self._changing_buffers(three)
+        self._check_independent(three)
+        kinds = self._kinds(three)
+        self._check_gradients(three, kinds)
+        return Rehearsal(kinds, changing)
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """With the same random numbers and buffers as every time."""
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if buffer.shape == self.buffers[name].shape and not _equal(buffer, self.buffers[name]):
+                    buffer.copy_(self.buffers[name])
+        torch.manual_seed(self.seed)
+        random.seed(self.seed)
+        np.random.seed(self.seed)  # noqa: NPY002
+        yield
+
+    def plainly(self, rows: Rows) -> Tensor:
+        """The outputs, [examples, width], without watching."""
+        with self._again(), self.taps.installed(self.environment):
+            return _flat(self._run(rows), len(rows[0]))
+
+    def _watched(
+        self, rows: Rows, kinds: Mapping[Key, Kind | None], weights: Tensor | None, observing: bool = True
+    ) -> tuple[Tensor, dict[Key, Observation], dict[str, list[Gradient]], Pass]:
+        uses: dict[str, list[Gradient]] = {}
+
+        def deliver(found: Mapping[str, Gradient]) -> None:
+            for name, gradient in found.items():
+                uses.setdefault(name, []).append(gradient)
+
+        now = Pass(len(rows[0]), self.environment, kinds, deliver, {} if observing else None)
+        with self._again(), self.taps.watching(now):
+            try:
+                outputs = _flat(self._run(rows), len(rows[0]))
+                now.going_back = True
+                if weights is not None and outputs.requires_grad:
+                    torch.autograd.grad(outputs, [ANCHOR], weights, allow_unused=True)
+            except (Misfit, TypeError, RuntimeError, NotImplementedError) as problem:
+                raise Unwatchable(_line(problem)) from problem
+        return outputs.detach(), now.observed or {}, uses, now
+
+    # --- what is tried ------------------------------------------------------------------------------------------------
+
+    def _check_finite(self, three: Rows) -> None:
+        with torch.no_grad():
+            outputs = self.plainly(three)
+        if len(outputs) != 3:
+            raise Dependent(f"the model made {len(outputs)} rows of 3 examples: each example must be one row")
+        if not bool(outputs.isfinite().all()):
+            raise Unclear("what the model makes of made-up examples is not finite")
+
+    def _changing_buffers(self, three: Rows) -> frozenset[str]:
+        """Buffers that a pass changes; refused where the change depends on what the pass was given."""
+        with torch.no_grad():
+            self.plainly(three)
+            first = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            for other in (self.made(3, self.seed + 10), [part[:2] for part in three]):
+                self.plainly(other)
+                for name, buffer in self.model.named_buffers():
+                    same = name in first and buffer.shape == first[name].shape and _equal(buffer, first[name])
+                    if not same:
+                        raise Dependent(
+                            f"buffer {name!r} is changed by the forward pass, by what the pass is given: it would hold "
+                            "something of the examples without noise. Keep it out of the model, or do not change it "
+                            "while training"
+                        )
+        return frozenset(name for name, buffer in self.buffers.items() if not _equal(buffer, first[name]))
+
+    def _check_independent(self, three: Rows) -> None:
+        """The middle example's output, with other examples beside it and with fewer."""
+        with torch.no_grad():
+            alone = self.plainly(three)
+            allowed = TOLERANCE * float(alone.abs().max().clamp(min=1e-6))
+            others = self.made(3, self.seed + 20)
+            for how in (1.0, 1000.0, torch.nan):
+                changed = [_beside(part, other, how) for part, other in zip(three, others, strict=True)]
+                try:
+                    now = self.plainly(changed)[1]
+                except Exception:
+                    continue  # a model may refuse such numbers
+                if not bool(((now - alone[1]).abs() <= allowed).all()):
+                    raise Dependent(
+                        "an example's output changes with the examples beside it, so no example's influence can be "
+                        "bounded: compute each example's output from that example alone"
+                    )
+            with _without_dropout(self.model):
+                calm = self.plainly(three)
+                again = self.plainly(three)
+                fewer = self.plainly([part[:2] for part in three])
+            if _equal(calm, again) and not bool(((fewer - calm[:2]).abs() <= allowed).all()):
+                raise Dependent(
+                    "an example's output changes with the number of examples beside it, so no example's influence can "
+                    "be bounded: compute each example's output from that example alone"
+                )
+
+    def _kinds(self, three: Rows) -> dict[Key, Kind | None]:
+        """Where the examples are in every use, found by their number and by whom a gradient reaches."""
+        kinds: dict[Key, Kind | None] = {}
+        two = [part[:2] for part in three]
+        for _ in range(ROUNDS):
+            seen = [self._watched(rows, kinds, None)[1] for rows in (two, three)]
+            if seen[0].keys() != seen[1].keys():
+                raise Unwatchable("the model uses its parameters differently for 2 and for 3 examples")
+            new = {key: _grown(key, seen[0][key], seen[1][key]) for key in seen[0]}
+            if new == kinds:
                 break
+            kinds = new
         else:
-            if revised == sketch:
-                _say(plan)
-                return plan
-        sketch = revised
-    warnings.warn(
-        f"the model cannot be taken apart into examples ({reason}): every step is left to the reference engine, which "
-        "is exact but slow",
-        stacklevel=4,
-    )
-    return None
+            raise Unwatchable("the model's uses of its parameters keep changing")
+        only_middle = torch.zeros_like(self.plainly(three).detach())
+        only_middle[1] = _weights_like(only_middle[1])
+        observed = self._watched(three, kinds, only_middle)[1]
+        return {key: kind and _located(key, kind, observed[key]) for key, kind in kinds.items()}
+
+    def _check_gradients(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
+        """Watched gradients against ordinary autograd's, example by example."""
+        leaves = {name: value.detach().requires_grad_() for name, value in self.environment.items()}
+        with self._again(), self.taps.installed(leaves):
+            plain = _flat(self._run(three), 3)
+            weights = _weights_like(plain.detach())
+            wanted = _one_at_a_time(plain, weights, leaves)  # in here: activations may be recomputed
+        outputs, _, uses, now = self._watched(three, kinds, weights, observing=False)
+        if now.doubt is not None:
+            raise Unwatchable(now.doubt)
+        if not bool(((outputs - plain).abs() <= 10 * TOLERANCE * plain.abs().max().clamp(min=1e-6)).all()):
+            raise Unwatchable("the model's outputs change when its parameters are watched")
+        with torch.no_grad():
+            found = {name: combine(parts).dense() for name, parts in uses.items()}
+        sizes = [torch.stack([gradient.square().sum() for gradient in rows.values()]).sum().sqrt() for rows in wanted]
+        for name in leaves:
+            want = torch.stack([rows[name].reshape(-1) for rows in wanted])
+            got = found[name].reshape(want.shape).to(want.dtype) if name in found else torch.zeros_like(want)
+            off, size = torch.linalg.vector_norm(got - want, dim=1), torch.linalg.vector_norm(want, dim=1)
+            if not bool((off <= GRADIENT_TOLERANCE * size + 1e-5 * torch.stack(sizes).max()).all()):
+                raise Unwatchable(f"parameter {name!r} is used where that cannot be watched")
 
 
-def _first_sketch(sites: Sequence[Site], parameters: Parameters) -> Sketch:
-    """Hope for the best of parameters that look as if they were broadcast over the examples."""
-    loose = [name for site in sites if _custom(site) for name in site.owned.values()]
-    broadcast = {name for name in loose if parameters[name].dim() > 1 and len(parameters[name]) == 1}
-    return _rooted(Sketch(expanded=frozenset(broadcast)), sites)
+def _grown(key: Key, two: Observation, three: Observation) -> Kind | None:
+    """A use as its shapes tell: where a size is two for two examples and three for three, or multiples of that."""
+    outputs = [_growing(a, b) for a, b in zip(two.outputs, three.outputs, strict=True)]
+    operands = [_growing(a, b) for a, b in zip(two.operands, three.operands, strict=True)]
+    if not any(outputs):
+        return None
+    if not all(outputs):
+        raise Unwatchable(f"{key[0]} of {', '.join(key[1])} has examples in some of its outputs only")
+    return Kind(tuple(Axis(axes[0]) for axes in outputs), tuple(Axis(axes[0]) if axes else None for axes in operands))
 
 
-def _rooted(sketch: Sketch, sites: Sequence[Site]) -> Sketch:
-    """To replay the outermost module is to run the whole model."""
-    root = {name for site in sites if _custom(site) and not site.name for name in site.owned.values()}
-    return replace(sketch, whole=sketch.whole | (root - sketch.expanded))
+def _growing(two: tuple[int, ...], three: tuple[int, ...]) -> list[int]:
+    if len(two) != len(three):
+        raise Unwatchable(f"a tensor of shape {two} for 2 examples has shape {three} for 3")
+    changed = [place for place, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
+    if any(3 * two[place] != 2 * three[place] for place in changed):
+        raise Unwatchable(f"a tensor of shape {two} for 2 examples has shape {three} for 3")
+    return changed
 
 
-def _cautious(sketch: Sketch, sites: Sequence[Site]) -> Sketch:
-    """The same without its latest hope."""
-    if sketch.shared:
-        return _without(sketch, sites, sketch.shared)
-    return _rooted(replace(sketch, expanded=frozenset()), sites)
+def _located(key: Key, kind: Kind, seen: Observation) -> Kind:
+    """The kind with the order of examples and positions, from a gradient that only the middle example may have."""
+    outputs = []
+    signals: Sequence[Tensor | None] = seen.signals or [None] * len(kind.outputs)
+    for axis, signal in zip(kind.outputs, signals, strict=True):
+        unshared = signal is None or signal.shape[axis.place] == 3
+        choices = [axis] if unshared else [axis, Axis(axis.place, minor=True)]
+        chosen = next((each for each in choices if signal is None or each.confined(signal, 3, 1)), None)
+        if chosen is None:
+            raise Unwatchable(f"in {key[0]} of {', '.join(key[1])} the examples cannot be told apart")
+        outputs.append(chosen)
+    minor = outputs[0].minor
+    return Kind(tuple(outputs), tuple(None if each is None else Axis(each.place, minor) for each in kind.operands))
 
 
-def _without(sketch: Sketch, sites: Sequence[Site], names: set[str] | frozenset[str]) -> Sketch:
-    given_up = {name for site in sites if site.name in names for name in site.owned.values()} - sketch.expanded
-    changed = replace(sketch, shared=sketch.shared - set(names), whole=sketch.whole | given_up)
-    return _rooted(changed, sites)
+def _one_at_a_time(outputs: Tensor, weights: Tensor, leaves: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    rows = []
+    for output, weight in zip(outputs, weights, strict=True):
+        if not output.requires_grad:
+            found: Sequence[Any] = [None] * len(leaves)
+        else:
+            found = torch.autograd.grad(output, list(leaves.values()), weight, retain_graph=True, allow_unused=True)
+        rows.append(
+            {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), found, strict=True)}
+        )
+    return rows
 
 
-def _custom(site: Site) -> bool:
-    return site.layer is None and site.composite is None
+# --- made up ----------------------------------------------------------------------------------------------------------
 
 
-def _revised(plan: TapPlan, examples: Sequence[Tensor], parameters: Parameters) -> Sketch:
-    """The plan's sketch, corrected by the first thing that turns out otherwise; unchanged if nothing does."""
-    two = _observed(plan, [part[:2] for part in examples], parameters)
-    three = _observed(plan, examples, parameters)
-    again = _observed(plan, examples, parameters)
-    if not bool(three.losses.isfinite().all()):
-        raise Unclear
-    steady = torch.equal(three.losses, again.losses)  # no dropout
-    if steady and not torch.allclose(three.losses[:2], two.losses, rtol=0.05, atol=1e-4):
-        raise Mixed("an example's loss changes with the examples beside it")
-    sketch = _by_rows(plan, two.notes, three.notes)
-    if sketch == plan.sketch:
-        sketch = _by_gradients(plan, examples, parameters)
-    if sketch == plan.sketch:
-        plan.called = frozenset(three.notes.outputs)
-        plan.gradients(examples, parameters)  # as it will be run; whatever this raises is a finding, too
-    return sketch
+def _made_up_weights(taps: Taps, seed: int) -> dict[str, Tensor]:
+    """The parameters with random numbers of their own size added: one that is zero would hide what depends on it."""
+    random = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, parameter in taps.layout.parameters(taps.model).items():
+        value = parameter.detach()
+        spread = float(value.square().mean().sqrt()) or 0.1
+        noise = torch.randn(value.shape, generator=random).to(value.device, value.dtype)
+        made[name] = value + 0.3 * min(spread, 1.0) * noise
+    return made
 
 
-@dataclass
-class Observed:
-    """A forward pass with notes, and what its backward may be asked about."""
+def made_up(blank: Sequence[Tensor], size: int, seed: int, device: torch.device) -> list[Tensor]:
+    """Examples of these shapes and types: numbers between 0 and 1, and zeros and ones, which are tokens, classes,
+    indices and masks in every range."""
+    random = torch.Generator().manual_seed(seed)
+    rows = []
+    for part in blank:
+        shape = (size, *part.shape[1:])
+        if part.is_floating_point() or part.is_complex():
+            rows.append(torch.rand(shape, generator=random).to(device, part.dtype))
+        else:
+            rows.append(torch.randint(2, shape, generator=random).to(device, part.dtype))
+    return rows
 
-    losses: Tensor
-    notes: Notes
-    leaves: Parameters
-    expanded: Parameters
-    inputs: list[Tensor]
+
+def _weights_like(outputs: Tensor) -> Tensor:
+    random = torch.Generator().manual_seed(7)
+    return (0.5 + torch.rand(outputs.shape, generator=random)).to(outputs.device, outputs.dtype)
 
 
-def _observed(plan: TapPlan, examples: Sequence[Tensor], parameters: Parameters) -> Observed:
-    with _observing(plan, examples, parameters) as observed:
-        return observed
+def _beside(part: Tensor, other: Tensor, how: float) -> Tensor:
+    """The middle example of one batch between examples of another, scaled by `how`."""
+    changed = part.clone()
+    beside = other[[0, 2]]
+    changed[[0, 2]] = beside * how if part.is_floating_point() else beside
+    return changed
 
 
 @contextmanager
-def _observing(plan: TapPlan, examples: Sequence[Tensor], parameters: Parameters) -> Iterator[Observed]:
-    plan.now = Pass(len(examples[0]), parameters, Notes())
-    assert plan.now.notes is not None
-    expanded = plan.expanded(parameters, len(examples[0]))
-    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items() if name not in expanded}
-    inputs = [part.detach().requires_grad_() if part.is_floating_point() else part for part in examples[:-1]]
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    quiet = [m for m in model.modules() if m.training and "drop" in type(m).__name__.lower()]
     try:
-        with plan.installed({**leaves, **expanded}):
-            losses = plan.losses([*(part.clone() for part in inputs), examples[-1]])
-            floating = [part for part in inputs if part.requires_grad]
-            yield Observed(losses, plan.now.notes, leaves, expanded, floating)
+        for module in quiet:
+            module.training = False
+        yield
     finally:
-        plan.now = Pass()
+        for module in quiet:
+            module.training = True
 
 
-Calls = Sequence[tuple[int, ...]]
+@contextmanager
+def left_as_found(model: nn.Module) -> Iterator[None]:
+    """No random number and no buffer is spent on made-up examples."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if buffer.shape == buffers[name].shape and not _equal(buffer, buffers[name]):
+                    buffer.copy_(buffers[name])
 
 
-def _by_rows(plan: TapPlan, two: Notes, three: Notes) -> Sketch:
-    """Rows that grow with the batch are examples; rows that do not are shared by all of them."""
-    sketch = plan.sketch
-    for site in plan.sites:
-        outputs = _growth(two.outputs.get(site.name, ()), three.outputs.get(site.name, ()))
-        inputs = set(_growth(two.inputs.get(site.name, ()), three.inputs.get(site.name, ())))
-        kinds = {kind for call in outputs for kind in call}
-        if kinds == {False} and site.layer is not None:
-            sketch = replace(sketch, shared=sketch.shared | {site.name})
-        elif not kinds <= {True} or len(inputs) > 1 or any(None in call for call in inputs):
-            sketch = _without(sketch, plan.sites, {site.name})
-        elif inputs:
-            flags = tuple(kind is True for kind in next(iter(inputs)))
-            sketch = replace(sketch, batched={**sketch.batched, site.name: flags})
-    return sketch
+def _flat(outputs: Tensor, examples: int) -> Tensor:
+    return outputs.reshape(len(outputs), -1) if len(outputs) else outputs.reshape(0, 1)
 
 
-def _growth(two: Calls, three: Calls) -> list[tuple[bool | None, ...]]:
-    """Per call and tensor: do its rows grow with the batch? None where they do something else."""
-    if [len(call) for call in two] != [len(call) for call in three]:
-        return [(None,)]
-    pairs = [zip(*calls, strict=True) for calls in zip(two, three, strict=True)]
-    return [tuple(False if a == b else True if 3 * a == 2 * b else None for a, b in call) for call in pairs]
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _by_gradients(plan: TapPlan, examples: Sequence[Tensor], parameters: Parameters) -> Sketch:
-    """The middle example's loss may reach its own rows and no others, and no parameter where nobody watches."""
-    with _observing(plan, examples, parameters) as seen:
-        if not seen.losses.requires_grad:
-            return plan.sketch
-        roots = [plan.anchor, *seen.expanded.values(), *seen.inputs]
-        _, *reached = torch.autograd.grad(seen.losses[1], roots, retain_graph=True, allow_unused=True)
-        leaking = {name for name, signal in seen.notes.signals if _leaks(signal)}
-        names = list(seen.expanded)
-        spread = {name for name, rows in zip(names, reached[: len(names)], strict=True) if _leaks(rows)}
-        if any(_leaks(rows) for rows in reached[len(names) :]):
-            raise Mixed("an example's loss depends on another example's input")
-        leaves = list(seen.leaves.values())
-        loose = torch.autograd.grad(seen.losses.sum(), leaves, allow_unused=True) if leaves else ()
-    if leaking - plan.sketch.shared and not spread:
-        raise Mixed(f"in module {min(leaking - plan.sketch.shared)!r} an example's loss depends on another's rows")
-    unseen = {name for name, reached in zip(seen.leaves, loose, strict=True) if reached is not None}
-    sketch = replace(plan.sketch, expanded=plan.sketch.expanded - spread, whole=plan.sketch.whole | unseen)
-    return _without(sketch, plan.sites, leaking & plan.sketch.shared)
-
-
-def _leaks(rows: Tensor | None) -> bool:
-    return rows is not None and bool(rows.detach().unflatten(0, (3, -1))[[0, 2]].count_nonzero())
-
-
-def _compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
-def _say(plan: TapPlan) -> None:
-    if any(_compiled(module) for module in plan.model.modules()):
-        warnings.warn(
-            "the model is compiled, but private steps run it uncompiled: a compiled graph would run past the layers "
-            "that are watched",
-            stacklevel=5,
-        )
-    for site in plan.sites:
-        if _custom(site):
-            warnings.warn(
-                f"module {site.name!r} ({type(site.module).__name__}) has no rule of its own: per-example gradients of "
-                f"{', '.join(site.owned)} come from replaying it one example at a time",
-                stacklevel=5,
-            )
-    if plan.sketch.whole:
-        warnings.warn(
-            f"per-example gradients of {', '.join(sorted(plan.sketch.whole))} come from the reference engine, which "
-            "runs the whole model again: they are used outside the module that holds them, or by one that cannot be",
-            stacklevel=5,
-        )
+def _line(problem: BaseException) -> str:
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0]

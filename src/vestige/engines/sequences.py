@@ -1,30 +1,24 @@
 """How do recurrent layers and attention run when each of their linear maps is watched?
 
-torch runs these modules as one operation, which hides the inputs and outputs of the linear maps inside. Here they are
-spelled out, with the same results, in terms of `linear(input, weight, bias, block)`: names of the module's parameters,
-and the rows of both that are meant (all, if None).
+torch runs these modules as one operation, which hides the linear maps inside. Here they are spelled out, with the same
+results, as plain functions of the module's parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-Block = tuple[int, int]
 HiddenState = tuple[Tensor, ...]
-
-
-class LinearMap(Protocol):
-    def __call__(self, input: Tensor, weight: str, bias: str | None, block: Block | None = None) -> Tensor: ...
 
 
 def attention(
     module: Any,
-    linear: LinearMap,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -39,8 +33,9 @@ def attention(
         raise ValueError(f"attention over a query of shape {tuple(query.shape)}: a batch has three axes")
     if not module.batch_first:
         query, key, value = _transposed(query, key, value)
-    projected = _projections(module, linear, query, key, value)
-    q, k, v = (part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in projected)
+    q, k, v = (
+        part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for part in _projections(module, query, key, value)
+    )
     mask = _mask(attn_mask, key_padding_mask, q)
     dropout = module.dropout if module.training else 0.0
     weights = None
@@ -52,8 +47,7 @@ def attention(
     else:
         causal = is_causal and key_padding_mask is None
         mixed = F.scaled_dot_product_attention(q, k, v, None if causal else mask, dropout, is_causal=causal)
-    bias = None if module.out_proj.bias is None else "out_proj.bias"
-    output = linear(mixed.transpose(1, 2).flatten(2), "out_proj.weight", bias)
+    output = F.linear(mixed.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias)
     return (output if module.batch_first else output.transpose(0, 1)), weights
 
 
@@ -64,12 +58,15 @@ def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return first, second, second if value is key else value.transpose(0, 1)
 
 
-def _projections(module: Any, linear: LinearMap, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    width, bias = module.embed_dim, None if module.in_proj_bias is None else "in_proj_bias"
+def _projections(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    width, weight, bias = module.embed_dim, module.in_proj_weight, module.in_proj_bias
     if query is key and key is value:
-        return linear(query, "in_proj_weight", bias).chunk(3, dim=-1)
+        return F.linear(query, weight, bias).chunk(3, dim=-1)
     parts = zip((query, key, value), range(0, 3 * width, width), strict=True)
-    return tuple(linear(part, "in_proj_weight", bias, (start, start + width)) for part, start in parts)
+    return tuple(
+        F.linear(part, weight[start : start + width], None if bias is None else bias[start : start + width])
+        for part, start in parts
+    )
 
 
 def _mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -90,11 +87,25 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
 
 
-def recurrent(module: Any, linear: LinearMap, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+def recurrent(module: Any, input: Any, hx: Any = None) -> tuple[Any, Any]:
     """`nn.LSTM.forward`, `nn.GRU.forward` and `nn.RNN.forward`, one step at a time."""
-    if not isinstance(input, Tensor) or input.dim() != 3:
-        raise ValueError(f"{type(module).__name__} over {type(input).__name__}: pass a padded tensor with three axes")
-    sequence = input if module.batch_first else input.transpose(0, 1)
+    if isinstance(input, PackedSequence):
+        return _packed(module, input, hx)
+    if input.dim() != 3:
+        raise ValueError(f"{type(module).__name__} over {tuple(input.shape)}: a batch of sequences has three axes")
+    sequence, states = _layers(module, input if module.batch_first else input.transpose(0, 1), hx, None)
+    return (sequence if module.batch_first else sequence.transpose(0, 1)), states
+
+
+def _packed(module: Any, input: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
+    """Padded, in the order of the batch; a sequence that has ended keeps its state."""
+    sequence, lengths = pad_packed_sequence(input, batch_first=True)
+    output, states = _layers(module, sequence, hx, lengths.to(sequence.device))
+    sorted_by_length = input.sorted_indices is None
+    return pack_padded_sequence(output, lengths, batch_first=True, enforce_sorted=sorted_by_length), states
+
+
+def _layers(module: Any, sequence: Tensor, hx: Any, lengths: Tensor | None) -> tuple[Tensor, Any]:
     initial = _initial(module, sequence, hx)
     final: list[HiddenState] = []
     for layer in range(module.num_layers):
@@ -102,14 +113,14 @@ def recurrent(module: Any, linear: LinearMap, input: Tensor, hx: Any = None) -> 
         for reverse in range(2 if module.bidirectional else 1):
             suffix = f"_l{layer}" + "_reverse" * reverse
             state = tuple(part[len(final)] for part in initial)
-            output, state = _scan(module, linear, sequence, state, suffix)
+            output, state = _scan(module, sequence, state, suffix, lengths)
             outputs.append(output)
             final.append(state)
         sequence = torch.cat(outputs, dim=-1)
         if layer < module.num_layers - 1:
             sequence = F.dropout(sequence, module.dropout, module.training)
     states = tuple(torch.stack(parts) for parts in zip(*final, strict=True))
-    return (sequence if module.batch_first else sequence.transpose(0, 1)), (states if len(states) > 1 else states[0])
+    return sequence, states if len(states) > 1 else states[0]
 
 
 def _initial(module: Any, sequence: Tensor, hx: Any) -> HiddenState:
@@ -123,21 +134,27 @@ def _initial(module: Any, sequence: Tensor, hx: Any) -> HiddenState:
 
 
 def _scan(
-    module: Any, linear: LinearMap, sequence: Tensor, state: HiddenState, suffix: str
+    module: Any, sequence: Tensor, state: HiddenState, suffix: str, lengths: Tensor | None
 ) -> tuple[Tensor, HiddenState]:
-    biases = ("bias_ih" + suffix, "bias_hh" + suffix) if module.bias else (None, None)
-    inputs = list(linear(sequence, "weight_ih" + suffix, biases[0]).unbind(dim=1))
-    step = _STEPS[module.mode]
-    outputs = []
-    for part in reversed(inputs) if suffix.endswith("_reverse") else inputs:
-        state = step(part, linear(state[0], "weight_hh" + suffix, biases[1]), state)
+    def parameter(name: str) -> Any:
+        return getattr(module, name + suffix) if module.bias or not name.startswith("bias") else None
+
+    inputs = list(F.linear(sequence, parameter("weight_ih"), parameter("bias_ih")).unbind(dim=1))
+    step, backwards, outputs = _STEPS[module.mode], suffix.endswith("_reverse"), []
+    for place in reversed(range(len(inputs))) if backwards else range(len(inputs)):
+        hidden = F.linear(state[0], parameter("weight_hh"), parameter("bias_hh"))
+        after = step(inputs[place], hidden, state)
         if module.proj_size:
-            state = (linear(state[0], "weight_hr" + suffix, None), *state[1:])
-        outputs.append(state[0])
-    return torch.stack(outputs[::-1] if suffix.endswith("_reverse") else outputs, dim=1), state
+            after = (F.linear(after[0], parameter("weight_hr")), *after[1:])
+        if lengths is not None:
+            going = (place < lengths)[:, None]
+            after = tuple(torch.where(going, new, old) for new, old in zip(after, state, strict=True))
+        state = after
+        outputs.append(state[0] if lengths is None else torch.where(going, state[0], 0.0))
+    return torch.stack(outputs[::-1] if backwards else outputs, dim=1), state
 
 
-def cell(module: Any, linear: LinearMap, input: Tensor, hx: Any = None) -> Any:
+def cell(module: Any, input: Tensor, hx: Any = None) -> Any:
     """`nn.LSTMCell.forward`, `nn.GRUCell.forward` and `nn.RNNCell.forward`."""
     mode = "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
     if isinstance(module, nn.RNNCell):
@@ -146,8 +163,8 @@ def cell(module: Any, linear: LinearMap, input: Tensor, hx: Any = None) -> Any:
         zeros = input.new_zeros(len(input), module.hidden_size)
         hx = (zeros, zeros) if mode == "LSTM" else zeros
     state = hx if isinstance(hx, tuple) else (hx,)
-    biases = ("bias_ih", "bias_hh") if module.bias else (None, None)
-    state = _STEPS[mode](linear(input, "weight_ih", biases[0]), linear(state[0], "weight_hh", biases[1]), state)
+    entering = F.linear(input, module.weight_ih, module.bias_ih)
+    state = _STEPS[mode](entering, F.linear(state[0], module.weight_hh, module.bias_hh), state)
     return state if mode == "LSTM" else state[0]
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 
 from vestige.mechanism.clipping import Loss, Parameters
+from vestige.mechanism.criteria import example_losses
 from vestige.questions import SampledGaussian
 
 Scores = Callable[[Sequence[Tensor], Parameters], Tensor]
@@ -65,17 +66,14 @@ class LossDifference:
         return float(change.clamp(-self.bound, self.bound))
 
 
-def example_losses(model: nn.Module, loss: Loss) -> Scores:
+def losses_of(model: nn.Module, loss: Loss) -> Scores:
     """The loss of each example by itself, as a function of the batch and the parameters."""
-
-    def each(output: Tensor, target: Tensor) -> Tensor:
-        return loss(output.unsqueeze(0), target.unsqueeze(0)).sum()
 
     @torch.no_grad()
     def losses(batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
         *inputs, targets = batch
         with _evaluating(model):
-            return vmap(each)(functional_call(model, parameters, tuple(inputs)), targets)
+            return example_losses(loss, functional_call(model, parameters, tuple(inputs)), targets)
 
     return losses
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +16,38 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, default_collate
 
 from vestige import accounting
-from vestige.accounting.ledger import Ledger
-from vestige.checks import check_multiplier, renamed
+from vestige.accounting.ledger import Ledger, LedgerError, read
+from vestige.checks import check_delta, check_multiplier, check_steps, renamed
+from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.independence import require_independent
-from vestige.engines.registry import engine_by_name
+from vestige.engines.taps import floating
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
-from vestige.mechanism.clipping import GradientEngine, Loss
+from vestige.mechanism.criteria import batch_mean
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Rule
 from vestige.privacy_engine.coverage import require_covered
-from vestige.privacy_engine.loaders import CollateEmpty, PrivateLoader, private_loader
+from vestige.privacy_engine.loaders import CollateEmpty, check_loader, private_loader, rate_of
 from vestige.privacy_engine.optimizer_step import PrivateSteps
-from vestige.privacy_engine.replayed import Caller, floating
+from vestige.privacy_engine.parts import AnyRows, Parts
+from vestige.privacy_engine.passes import Passes
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
+
+ACCOUNTANTS = {"pld": "pld", "prv": "pld", "rdp": "rdp"}
+ELSEWHERE = {
+    "grad_sample_mode": "there is one engine here, which materialises no example's gradient: leave it out",
+    "clipping": "clip by layers with method=vestige.build('dp-sgd', groups='layers'), adaptively with vestige.train",
+    "batch_first": "examples are on the first axis of the model's inputs: leave it out",
+    "noise_generator": "noise comes from the operating system, or PrivacyEngine(reproducible=seed): leave it out",
+    "criterion": "wrap the loss by itself: criterion = privacy_engine.criterion(loss)",
+    "engine": "vestige.train takes an engine; a loop has one",
+    "total_steps": "steps are counted as they are taken: leave it out",
+    "alphas": "orders of Renyi divergences are chosen by the accountant: leave it out",
+}
+"""Arguments of Opacus, and what takes their place here."""
 
 
 class PrivacyEngine:
@@ -38,18 +55,33 @@ class PrivacyEngine:
 
     The model keeps its class, its state_dict and its methods; the optimizer stays the same object; the loader draws
     Poisson samples. `loss.backward()` leaves each example's gradient in factored form and `p.grad` empty; the step
-    clips, sums and adds noise. Where the model's own passes cannot be watched, it is run a second time, and that is
-    said (docs/loop.md). Every step charges a ledger (in the file `ledger`, if given) before its release exists.
+    clips, sums and adds noise. What cannot be made private is refused (docs/loop.md). Every step charges a ledger (in
+    the file `ledger`, if given; `resume=True` continues it) before its release exists.
 
     Formal guarantees: after any number of steps, everything the optimizer did is (get_epsilon(delta), delta)-private
-    for adding or removing one example, provided that the loss of a batch is a sum or mean of losses of its examples.
+    for adding or removing one example, under the assumptions of `guarantee(delta)`.
     """
 
-    def __init__(self, *, ledger: str | Path | None = None, reproducible: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        ledger: str | Path | None = None,
+        resume: bool = False,
+        reproducible: int | None = None,
+        accountant: str = "pld",
+        secure_mode: bool = True,
+    ) -> None:
+        if accountant not in ACCOUNTANTS:
+            raise ValueError(f"accountant={accountant!r} is not offered; choose from {', '.join(ACCOUNTANTS)}")
+        if resume and ledger is None:
+            raise ValueError("resume=True continues a ledger: give its file, PrivacyEngine(ledger=FILE, resume=True)")
+        self._accountant, self._resume = ACCOUNTANTS[accountant], resume
         self._randomness = Randomness.secret() if reproducible is None else Randomness.reproducible(reproducible)
         self._ledger = Ledger(Path(ledger) if ledger is not None else None)
         self._facts = accounting.Facts(noise="secret" if reproducible is None else "seeded")
         self._steps: PrivateSteps | None = None
+        self._population = 0
+        self._run = secrets.token_hex(8)
 
     def make_private(
         self,
@@ -63,37 +95,47 @@ class PrivacyEngine:
         loss_reduction: str = "mean",
         poisson_sampling: bool = True,
         max_physical_batch_size: PhysicalBatch = None,
-        engine: str = "bookkeeping",
+        steps_per_batch: int = 1,
+        **others: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """Private training with a given noise multiplier; the memory of any method, the moves of your own optimizer.
 
         `max_physical_batch_size` splits each sampled batch: keep calling `optimizer.step()` after every part, and only
-        the last one moves; "auto" finds the largest that fits (`fitting`), for batches (inputs..., targets). A method
-        that asks somewhere else than at the parameters takes a closure: `optimizer.step(closure)`.
+        the last one moves; "auto" finds the largest that fits, for batches (inputs..., targets). A method that asks
+        somewhere else than at the parameters takes a closure: `optimizer.step(closure)`. A batch is for one step; with
+        `steps_per_batch=k` it is for k, and they are priced as k answers on one sample.
         """
+        refuse_others(others)
         if self._steps is not None:
             raise ValueError("make_private was called before: use a new PrivacyEngine for each model")
         check_multiplier(noise_multiplier)
+        check_steps(steps_per_batch, "steps_per_batch")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
+        require_one_process(module)
         require_independent(module)
         require_covered(module, optimizer)
+        check_loader(data_loader)
         check_physical_batch(max_physical_batch_size, "max_physical_batch_size")
+        if steps_per_batch > 1 and max_physical_batch_size is not None:
+            raise ValueError("steps_per_batch and max_physical_batch_size: take several steps on whole batches only")
         chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
         if max_physical_batch_size == "auto":
-            max_physical_batch_size = _largest_part(module, data_loader, chosen, engine)
-        rate, loader = self._loader(data_loader, poisson_sampling, max_physical_batch_size)
+            max_physical_batch_size = _largest_part(module, data_loader, chosen)
         with renamed({"bound": "max_grad_norm"}):
             chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(optimizer)))
-        self._ledger.open({"noise": self._facts.noise, "sampling": self._facts.sampling, "method": repr(chosen)})
-        expected_batch = rate * len(data_loader.dataset)  # type: ignore[arg-type]
+        rate, parts = rate_of(data_loader), Parts(steps_per_batch) if poisson_sampling else AnyRows()
+        self._population = len(data_loader.dataset)  # type: ignore[arg-type]
+        self._facts = replace(self._facts, sampling="poisson" if poisson_sampling else "shuffled")
+        self._open(chosen, rate, noise_multiplier)
+        passes = Passes(module, chosen.grouping, chosen.clip, loss_reduction, parts)
+        planned = SampledGaussian(rate, noise_multiplier)
         self._steps = PrivateSteps(
-            Caller(module, chosen.grouping, _engine(engine)), optimizer, chosen,
-            SampledGaussian(rate, noise_multiplier), expected_batch, loss_reduction, self._ledger, self._randomness,
-        )  # fmt: skip
-        if isinstance(loader, PrivateLoader):
-            loader.on_part = self._steps.passes.enter
-        return module, optimizer, loader
+            passes, optimizer, chosen, planned, rate * self._population, steps_per_batch, self._ledger, self._randomness
+        )
+        if poisson_sampling:
+            data_loader = private_loader(data_loader, rate, self._randomness, max_physical_batch_size, parts)
+        return module, optimizer, data_loader
 
     def make_private_with_epsilon(
         self,
@@ -106,33 +148,53 @@ class PrivacyEngine:
         epochs: int,
         max_grad_norm: float,
         method: str | Method = "dp-sgd",
+        steps_per_batch: int = 1,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """As `make_private`, with the noise that spends `target_epsilon` in `epochs` passes over the loader.
 
         A step that would exceed the target raises `BudgetSpent` and does not happen.
         """
-        if epochs < 1:
-            raise ValueError(f"epochs={epochs} must be a whole number from 1 up")
-        rate = _rate(data_loader)
-        steps = epochs * max(1, round(1 / rate))
+        check_steps(epochs, "epochs")
+        check_loader(data_loader)
+        check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
+        rate = rate_of(data_loader)
+        draws = epochs * max(1, round(1 / rate))
         chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
 
         def asked(multiplier: float) -> dict[Question, int]:
-            return {question: steps for question in chosen.probe.questions(rate, multiplier)}
+            return {SampledGaussian(rate, multiplier / sqrt(steps_per_batch)): draws}
 
-        noise_multiplier = accounting.calibrate(asked, target_epsilon, target_delta)
+        noise_multiplier = accounting.calibrate(asked, target_epsilon, target_delta, self._accountant)
         self._ledger.budget = accounting.Budget(target_epsilon, target_delta, asked(noise_multiplier))
         return self.make_private(
             module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm, method=chosen, **options,
+            max_grad_norm=max_grad_norm, method=chosen, steps_per_batch=steps_per_batch, **options,
         )  # fmt: skip
+
+    def criterion(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The same loss, taken of each example by itself and averaged over the rows of the batch.
+
+        Class weights and ignored targets then decide about their own example only; the divisor is public.
+        """
+        return batch_mean(loss)
+
+    def guarantee(self, delta: float) -> accounting.Guarantee:
+        """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""
+        check_delta(delta, self._population or None)
+        facts = self._facts
+        if self._steps is not None and self._steps.passes.assumed:
+            facts = replace(facts, opaque_loss=True)
+        return accounting.guarantee(self._ledger.spent, delta, facts)
 
     def get_epsilon(self, delta: float) -> float:
         """What has been spent so far; an error, with the reason, where no epsilon holds."""
-        promise = accounting.guarantee(self._ledger.spent, delta, self._facts)
+        promise = self.guarantee(delta)
         if promise.epsilon is None:
             raise ValueError(f"no epsilon holds for this run: {'; '.join(promise.reasons)}")
+        if self._accountant == "rdp":
+            assert promise.epsilon_rdp is not None
+            return promise.epsilon_rdp
         return promise.epsilon
 
     @property
@@ -141,36 +203,84 @@ class PrivacyEngine:
         return [(q.multiplier, q.rate, n) for q, n in self._ledger.spent.items() if isinstance(q, SampledGaussian)]
 
     def save_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-        """Weights, optimizer, memory and what was spent, all at once; no random state."""
+        """Weights, optimizer, memory and the place in the ledger, all at once; no random state."""
         steps = self._private_steps()
-        spent = [(question.to_json(), count) for question, count in self._ledger.spent.items()]
+        place = {"run": self._run, "ledger_rows": self._ledger.rows, "ledger_head": self._ledger.head}
         write_tensors(
             Path(path),
-            {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "spent": spent, **steps.state_dict()},
+            {"module": module.state_dict(), "optimizer": optimizer.state_dict(), **place, **steps.state_dict()},
         )
 
     def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-        """Continue after `make_private` with the same arguments; what was spent by then is added."""
-        saved = read_tensors(Path(path))
+        """Go back to a checkpoint, after `make_private` with the same arguments. All that was asked stays charged."""
+        saved, steps = read_tensors(Path(path)), self._private_steps()
+        self._check_place(saved)
         module.load_state_dict(saved["module"])
         optimizer.load_state_dict(saved["optimizer"])
-        self._private_steps().load_state_dict(saved)
-        for row, count in saved["spent"]:
-            self._ledger.spent[Question.from_json(row)] += count
+        asked = steps.asked
+        steps.load_state_dict(saved)
+        steps.asked = max(asked, steps.asked)  # no stream of noise is drawn from twice
+        self._ledger.rewind(steps.draws)
+
+    def _check_place(self, saved: dict[str, Any]) -> None:
+        """What was asked after a checkpoint was saved is known to the ledger alone."""
+        if self._ledger.path is None:
+            if saved.get("run") != self._run:
+                raise ValueError(
+                    "load_checkpoint: what was asked after this checkpoint was saved is known to its ledger alone. "
+                    "Train with PrivacyEngine(ledger=FILE), and load with PrivacyEngine(ledger=FILE, resume=True)"
+                )
+            return
+        heads = read(self._ledger.path).heads
+        rows = saved.get("ledger_rows", 0)
+        if heads[rows - 1 : rows] != [saved.get("ledger_head")]:
+            raise LedgerError(f"{self._ledger.path} does not contain what the checkpoint was trained on")
+
+    def _open(self, method: Method, rate: float, multiplier: float) -> None:
+        facts = {
+            "noise": self._facts.noise,
+            "sampling": self._facts.sampling,
+            "schedule": "fixed",
+            "nonprivate_outputs": False,
+            "method": method.identity,
+            "sample_rate": rate,
+            "noise_multiplier": multiplier,
+            "population": self._population,
+        }
+        if not self._resume:
+            self._ledger.open(facts)
+            return
+        assert self._ledger.path is not None
+        history = read(self._ledger.path, repair=True)
+        for key, value in facts.items():
+            if history.facts.get(key) != value:
+                raise ValueError(
+                    f"resume: {key} is {value!r} now but was {history.facts.get(key)!r}; use the same settings"
+                )
+        self._ledger.resume(history.last_step + 1)
 
     def _private_steps(self) -> PrivateSteps:
         if self._steps is None:
             raise ValueError("call make_private first")
         return self._steps
 
-    def _loader(
-        self, loader: DataLoader[Any], poisson: bool, physical_batch: int | None
-    ) -> tuple[float, DataLoader[Any]]:
-        rate = _rate(loader)
-        if not poisson:
-            self._facts = replace(self._facts, sampling="shuffled")
-            return rate, loader
-        return rate, private_loader(loader, rate, self._randomness, physical_batch, lambda part: None)
+
+def refuse_others(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name in ELSEWHERE:
+            raise ValueError(f"{name}={value!r} is not an argument here: {ELSEWHERE[name]}")
+        raise TypeError(f"make_private() got an unexpected keyword argument {name!r}")
+
+
+def require_one_process(module: nn.Module) -> None:
+    """Each process would be a mechanism of its own, and its epsilon nobody's."""
+    wrapped = type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if wrapped or type(module).__name__.startswith("FSDP") or (several and torch.distributed.get_world_size() > 1):
+        raise ValueError(
+            "private training runs in one process here: of several, each would draw its own batches and noise. Start "
+            "it without torchrun, and without DistributedDataParallel or FSDP around the module"
+        )
 
 
 def _fit_for_a_loop(method: Method) -> Method:
@@ -190,26 +300,15 @@ def _fit_for_a_loop(method: Method) -> Method:
     return method
 
 
-def _rate(loader: DataLoader[Any]) -> float:
-    """Expected batch over dataset, exactly; not one over the number of batches."""
-    if loader.batch_size is None:
-        raise ValueError("data_loader has no batch_size: the sampling rate is batch_size / len(dataset)")
-    return min(1.0, loader.batch_size / len(loader.dataset))  # type: ignore[arg-type]
-
-
-def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method, engine: str) -> int:
+def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method) -> int:
     collate = CollateEmpty(loader.dataset, loader.collate_fn or default_collate)
     blank = collate([])
     if not (isinstance(blank, list | tuple) and len(blank) > 1 and all(isinstance(part, Tensor) for part in blank)):
         raise ValueError("max_physical_batch_size='auto' tries out batches (inputs..., targets): give a number")
     population = len(loader.dataset)  # type: ignore[arg-type]
     layout = Layout.of(module, method.grouping)
-    return part_of_a_run(module, _engine(engine), _stand_in, layout, method, blank, population, _rate(loader), steps=1)
-
-
-def _engine(name: str) -> Callable[[nn.Module, Loss, Layout], GradientEngine]:
-    """Never recorded as a CUDA graph: what a user's call has beside its examples would be frozen in the recording."""
-    return engine_by_name("unrecorded" if name == "bookkeeping" else name)
+    empty = [part[:0] for part in blank]
+    return part_of_a_run(module, BookKeeping, _stand_in, layout, method, empty, population, rate_of(loader), steps=1)
 
 
 def _stand_in(outputs: Any, targets: Tensor) -> Tensor:

@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import default_collate as torch_collate
 from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import BatchSampler
 
+from vestige.privacy_engine.parts import Part, Parts
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson
 
 
-@dataclass(frozen=True)
-class Part:
-    """Which part of which draw a physical batch is."""
-
-    draw: int
-    number: int
-    last: bool
-    size: int
-
-
 class PoissonBatches(Sampler[list[int]]):
-    """Index lists of Poisson samples, each split into parts of at most `physical_batch`; an empty draw is one part."""
+    """Index lists of Poisson samples, each split into parts of at most `physical_batch`; an empty draw is one part.
+
+    Every part is announced as it is drawn, in the process that draws: no other library that rebuilds the loader around
+    this sampler can lose it.
+    """
 
     poisson = True
 
     def __init__(
-        self, population: int, rate: float, randomness: Randomness, steps: int, physical_batch: int | None
+        self, population: int, rate: float, randomness: Randomness, steps: int, physical_batch: int | None, parts: Parts
     ) -> None:
         self.population, self.rate, self.steps, self.physical_batch = population, rate, steps, physical_batch
-        self._randomness, self._draws = randomness, 0
-        self.parts: list[Part] = []
+        self._randomness, self._draws, self.parts = randomness, 0, parts
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A fresh list for each pass over the loader: parts of a pass that was broken off are forgotten with it.
-        self.parts = parts = []
+        self.parts.forget()
         for _ in range(self.steps):
             draw = self._draws
             self._draws += 1
@@ -48,45 +44,21 @@ class PoissonBatches(Sampler[list[int]]):
             size = self.physical_batch or max(1, len(joined))
             pieces = [joined[i : i + size] for i in range(0, len(joined), size)] or [[]]
             for number, piece in enumerate(pieces):
-                parts.append(Part(draw, number, number == len(pieces) - 1, len(piece)))
+                self.parts.announce(Part(draw, number, number == len(pieces) - 1, len(piece)))
                 yield piece
 
 
-class PrivateLoader(DataLoader[Any]):
-    """A DataLoader over Poisson samples that says which part of which draw it has just handed out."""
-
-    on_part: Callable[[Part], None]
-
-    def __iter__(self) -> Any:
-        batches = super().__iter__()
-        sampler: Any = self.batch_sampler
-
-        def announced() -> Iterator[Any]:
-            for position, batch in enumerate(batches):
-                # Workers run ahead of the loop, so the part is looked up by position, not taken from the sampler's end.
-                self.on_part(sampler.parts[position])
-                yield batch
-
-        return announced()
-
-
 def private_loader(
-    loader: DataLoader[Any],
-    rate: float,
-    randomness: Randomness,
-    physical_batch: int | None,
-    on_part: Callable[[Part], None],
-) -> PrivateLoader:
+    loader: DataLoader[Any], rate: float, randomness: Randomness, physical_batch: int | None, parts: Parts
+) -> DataLoader[Any]:
     """The user's loader with Poisson samples at `rate` instead of its own batches; everything else as it was."""
     dataset: Any = loader.dataset
-    if isinstance(loader.sampler, DistributedSampler):
-        raise ValueError("data_loader has a DistributedSampler: private training runs on one process here")
-    batches = PoissonBatches(len(dataset), rate, randomness, max(1, round(1 / rate)), physical_batch)
-    private = PrivateLoader(
+    batches = PoissonBatches(len(dataset), rate, randomness, max(1, round(1 / rate)), physical_batch, parts)
+    return DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,
-        collate_fn=CollateEmpty(dataset, loader.collate_fn or default_collate),
+        collate_fn=CollateEmpty(dataset, loader.collate_fn or torch_collate),
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
@@ -94,23 +66,55 @@ def private_loader(
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
-    private.on_part = on_part
-    return private
+
+
+def check_loader(loader: DataLoader[Any]) -> None:
+    """Refuse loaders whose own way of drawing would be lost without a word."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError("data_loader has an IterableDataset: a Poisson sample needs a dataset with indices")
+    if isinstance(loader.sampler, DistributedSampler):
+        raise ValueError("data_loader has a DistributedSampler: private training runs on one process here")
+    if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler:
+        kind = type(loader.batch_sampler or loader.sampler).__name__
+        raise ValueError(
+            f"data_loader draws its batches by {kind}: they would be replaced by Poisson samples, in which every "
+            "example is as likely. Give it a batch_size; the sampling rate is batch_size / len(dataset)"
+        )
+    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        raise ValueError(
+            f"data_loader has a {type(loader.sampler).__name__}: its order or weights would be replaced by Poisson "
+            "samples, in which every example is as likely. Leave the sampler out; weigh classes in the loss instead"
+        )
+    if isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
+        raise ValueError("data_loader draws with replacement, which Poisson samples do not: leave replacement=True out")
+
+
+def rate_of(loader: DataLoader[Any]) -> float:
+    """Expected batch over dataset, exactly; not one over the number of batches."""
+    batches: Any = loader.batch_sampler
+    dataset: Any = loader.dataset
+    return min(1.0, (loader.batch_size or batches.batch_size) / len(dataset))
 
 
 class CollateEmpty:
-    """Collates an empty sample into tensors with no rows: one example lends its shapes and is dropped."""
+    """Collates an empty sample into one made-up row: an example lends its shapes, and nothing else of it is kept."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self.collate = dataset, collate
 
     def __call__(self, rows: list[Any]) -> Any:
-        return self.collate(rows) if rows else _none_of(self.collate([self.dataset[0]]))
+        return self.collate(rows) if rows else made_up_row(self.collate([self.dataset[0]]))
 
 
-def _none_of(batch: Any) -> Any:
+def made_up_row(batch: Any, name: str = "") -> Any:
+    """A batch of the same shapes without anything of its examples: zeros, and ones where masks are."""
     if isinstance(batch, dict):
-        return {key: _none_of(value) for key, value in batch.items()}
+        made = {key: made_up_row(value, str(key)) for key, value in batch.items()}
+        return made if type(batch) is dict else type(batch)(made)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(made_up_row(value) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_none_of(value) for value in batch)
-    return batch[:0]
+        return type(batch)(made_up_row(value) for value in batch)
+    if isinstance(batch, Tensor):
+        return torch.ones_like(batch) if "mask" in name else torch.zeros_like(batch)
+    return type(batch)() if isinstance(batch, str | int | float) else batch

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from math import sqrt
 from types import MethodType
 from typing import Any, cast
 
@@ -16,10 +18,8 @@ from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
 from vestige.optim.learner import Learner
 from vestige.optim.probes import At
-from vestige.privacy_engine.accumulator import Gathered
 from vestige.privacy_engine.coverage import require_own
 from vestige.privacy_engine.passes import Passes
-from vestige.privacy_engine.replayed import Caller
 from vestige.questions import SampledGaussian
 from vestige.randomness.gaussian import add_noise
 from vestige.randomness.keys import Randomness
@@ -31,156 +31,206 @@ Closure = Callable[[], Any]
 class LoopMover:
     """Moves by the user's own optimizer: every parameter gets its part of the gradient, and `original` steps."""
 
-    def __init__(self, caller: Caller, optimizer: Optimizer) -> None:
-        self.gradient, self._caller, self._optimizer = caller.zeros(), caller, optimizer
-        self.original: Callable[..., Any] = optimizer.step
+    def __init__(self, passes: Passes, optimizer: Optimizer, original: Callable[..., Any]) -> None:
+        self.gradient = torch.zeros(passes.layout.size, device=passes.device)
+        self._passes, self._optimizer, self._original = passes, optimizer, original
 
     def step(self, pace: Value) -> None:
-        parameters = self._caller.parameters()
-        for name, view in self._caller.layout.views(self.gradient).items():
+        parameters = self._passes.parameters()
+        for name, view in self._passes.layout.views(self.gradient).items():
             parameters[name].grad = view if parameters[name].requires_grad else None  # what was frozen since stays
-        self.original()
+        try:
+            self._original()
+        finally:
+            for parameter in parameters.values():
+                parameter.grad = None  # whatever is there at the next step did not come through us
 
     def hear(self, noise_std: float | Tensor) -> None:
         self._optimizer.hear(noise_std)  # type: ignore[attr-defined]
 
 
 class PrivateSteps:
-    """Takes the place of `optimizer.step`, in place; `planned` is the question that every step asks if it is used as
-    meant, once for each draw of the loader."""
+    """Takes the place of `optimizer.step`, in place; every step asks the `planned` question, about one draw."""
 
     def __init__(
         self,
-        caller: Caller,
+        passes: Passes,
         optimizer: Optimizer,
         method: Method,
         planned: SampledGaussian,
         expected_batch: float,
-        reduction: str,
+        steps_per_batch: int,
         ledger: Ledger,
         randomness: Randomness,
     ) -> None:
-        self.caller, self.optimizer, self.method = caller, optimizer, method
+        self.passes, self.optimizer, self.method = passes, optimizer, method
         self.planned, self.expected_batch = planned, expected_batch
+        self._question = replace(planned, multiplier=planned.multiplier / sqrt(steps_per_batch))
+        """What is asked about a draw: all the answers that its steps take, as one."""
+        self._paid: int | None = None
         self.ledger, self.randomness = ledger, randomness
-        self.gathered = Gathered(caller.zeros, reduction)
-        self.passes = Passes(caller, method.clip, self.gathered)
-        self.step_number, self.asked = 0, 0
+        self.step_number, self.asked, self.draws = 0, 0, 0
         self._learner: Learner | None = None
         self.probe: dict[str, Any] = {}
         self._patch()
 
     def _patch(self) -> None:
-        original = self.optimizer.step
+        self._original = self.optimizer.step
 
         def step(optimizer: Optimizer, closure: Closure | None = None) -> Any:
-            return self.step(original, closure)
+            return self.step(closure)
 
         # A bound method, because learning-rate schedulers wrap the function inside it.
         self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
+        for owner in (self.optimizer, self.passes.module):
+            owner.zero_grad = Discarding(owner, self.passes)  # type: ignore[method-assign]
         public: dict[str, Any] = {
             "noise_multiplier": self.planned.multiplier,
             "max_grad_norm": getattr(self.method.clip, "bound", None),
             "expected_batch_size": self.expected_batch,
             "original_optimizer": self.optimizer,
+            # A GradScaler then hands its scale to the step, where it can be refused in words.
+            "_step_supports_amp_scaling": True,
         }
         for name, value in public.items():
             setattr(self.optimizer, name, value)
 
-    def step(self, original: Callable[..., Any], closure: Closure | None) -> Any:
+    def step(self, closure: Closure | None) -> Any:
         """Move, if the draw is complete; else only bound and add what this part brought."""
         self.passes.settle()
-        require_own(self.optimizer, self.caller.parameters().values())
-        if self.passes.part is not None and not self.passes.part.last:
-            self.gathered.gather()
-            return None
+        self._check()
         value: Any = None
         if self.method.probe.at_parameters:
             if closure is not None:
                 with torch.enable_grad():
                     value = closure()
-            gradient: Any = self._answer
         else:
             if closure is None:
                 raise ValueError(
                     f"{self.method.name} asks elsewhere than at the parameters: call optimizer.step(closure)"
                 )
-            self.gathered.forget()
-            gradient = self._answer_by(closure)
-        learner, point = self.learner(original), self.caller.point()
-        release, self.probe = self.method.probe.ask(gradient, point, self.probe)
+            self.passes.discard()
+            value = self._elsewhere(closure)
+        self._check_gradients()
+        if not self.passes.close_part():
+            return value
+        learner, point = self.learner(), self.passes.point()
+        release, self.probe = self.method.probe.ask(self._answer, point, self.probe)  # type: ignore[arg-type]
         learner.step(release, point, 1.0, self.step_number)
         self.step_number += 1
         return value
 
-    def learner(self, original: Callable[..., Any] | None = None) -> Learner:
+    def _check(self) -> None:
+        require_own(self.optimizer, self.passes.parameters().values())
+        if getattr(self.optimizer, "grad_scale", None) is not None:
+            raise ValueError(
+                "the loss was scaled by a GradScaler: a private step bounds each example's gradient as it is. Use "
+                "autocast with dtype=torch.bfloat16 and leave the GradScaler out"
+            )
+
+    def _check_gradients(self) -> None:
+        """Whatever autograd itself has left on a parameter did not come through the private model's call."""
+        for name, parameter in self.passes.parameters().items():
+            if parameter.grad is not None:
+                parameter.grad = None
+                self.passes.discard()
+                raise ValueError(
+                    f"parameter {name!r} has a gradient that did not come through a call of the private model: from a "
+                    "part of it that was called by itself, or from a penalty on its weights. Call the model itself, "
+                    "and give penalties on weights to the optimizer (weight_decay)"
+                )
+
+    def learner(self) -> Learner:
         """Made with the first step, when the model is where it is trained."""
         if self._learner is None:
-            layout, method, device = self.caller.layout, self.method, self.caller.device
-            self.probe = method.probe.init(layout, device)
-            mover = LoopMover(self.caller, self.optimizer)
-            self._learner = Learner(method.memory, method.rule, method.average, layout, self.caller.parameters(), mover)
-        if original is not None:
-            cast(LoopMover, self._learner.mover).original = original
+            layout, method = self.passes.layout, self.method
+            self.probe = method.probe.init(layout, self.passes.device)
+            mover = LoopMover(self.passes, self.optimizer, self._original)
+            self._learner = Learner(method.memory, method.rule, method.average, layout, self.passes.parameters(), mover)
         return self._learner
 
     def _answer(self, at: At) -> Release:
-        """Bound what was gathered, charge for it, add noise."""
+        """Charge for the draw, and add noise to its clipped sum."""
         if at.transform is not None:
             raise ValueError(f"{self.method.name} changes each example's gradient: use vestige.train for it")
         assert (at.then, at.clip, at.boost) == (None, None, 1), "the engine refuses such probes"
-        total = self.gathered.gather()
-        question = self._question()
-        sensitivity, ceiling = sensitivity_on(total.device, self.method.clip, self.caller.layout)
-        self.ledger.ask(question, step=self.step_number, part=at.part, sensitivity=float(ceiling))
+        draw, total = self.passes.taken()
+        sensitivity, ceiling = sensitivity_on(total.device, self.method.clip, self.passes.layout)
+        if draw != self._paid:
+            self.ledger.ask(self._question, step=self.draws, part=0, sensitivity=float(ceiling))
+            self._paid, self.draws = draw, self.draws + 1
         index, self.asked = self.asked, self.asked + 1
         stream = self.randomness.stream("noise", index)
         std, _ = add_noise(BoundedSum(total, sensitivity), self.planned.multiplier, stream)
-        release = Release(total, std, self.expected_batch * self.gathered.draws, sample_rate=question.rate)
-        self.gathered.forget()
-        return release
+        return Release(total, std, self.expected_batch, sample_rate=self.planned.rate)
 
-    def _question(self) -> SampledGaussian:
-        """What was really asked: an example that entered the sum k times (accumulated draws, several losses) may move
-        it by k bounds, and is there with probability at most 1 - (1 - rate)^draws: a larger rate and a smaller
-        multiplier than planned."""
-        draws, often = self.gathered.draws, self.gathered.often
-        multiplier = self.planned.multiplier / often
-        if often > 1:
-            warnings.warn(
-                f"an example may enter this step {often} times, so it is charged as noise multiplier "
-                f"{multiplier:.4g}: for large batches use max_physical_batch_size instead",
-                stacklevel=4,
-            )
-        return SampledGaussian(self.planned.rate if draws == 1 else 1 - (1 - self.planned.rate) ** draws, multiplier)
-
-    def _answer_by(self, closure: Closure) -> Callable[..., Any]:
-        """Answers anywhere: the parameters go there, the user's closure runs, the parameters come back."""
-
-        def answer(at: At) -> Release:
-            home = {name: p.clone() for name, p in self.caller.point().items()}
-            self._go(at.point)
+    def _elsewhere(self, closure: Closure) -> Any:
+        """The parameters go where the method asks, the user's closure runs there, the parameters come back."""
+        self.learner()
+        home = {name: p.clone() for name, p in self.passes.point().items()}
+        self._go(_asked_at(self.method, self.passes.point(), self.probe))
+        try:
             with torch.enable_grad():
-                closure()
-            release = self._answer(at)
+                return closure()
+        finally:
             self._go(home)
-            return release
-
-        return answer
 
     def _go(self, point: Parameters) -> None:
         with torch.no_grad():
-            for name, parameter in self.caller.parameters().items():
+            for name, parameter in self.passes.parameters().items():
                 parameter.copy_(point[name])
 
     def state_dict(self) -> dict[str, Any]:
         memory = self.learner().memory
-        return {"memory": memory, "probe": self.probe, "step_number": self.step_number, "asked": self.asked}
+        counts = {"step_number": self.step_number, "asked": self.asked, "draws": self.draws}
+        return {"memory": memory, "probe": self.probe, **counts}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        device = self.caller.device
-        here: Callable[[Any], Any] = lambda part: (  # noqa: E731
-            part and {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.items()}
-        )
+        device = self.passes.device
+
+        def here(part: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in part.items()}
+
         self.learner().memory, self.probe = here(saved["memory"]), here(saved["probe"])
-        self.step_number, self.asked = saved["step_number"], saved["asked"]
+        self.step_number, self.asked, self.draws = saved["step_number"], saved["asked"], saved["draws"]
+
+
+class _Found(Exception):
+    """Ends a question before it is asked: where it would be asked is all that was wanted."""
+
+
+def _asked_at(method: Method, point: Parameters, state: dict[str, Any]) -> Parameters:
+    """Where a method will ask its one question; the parts of a draw are all asked there."""
+    found: list[At] = []
+
+    def listen(at: At) -> Release:
+        found.append(at)
+        raise _Found
+
+    try:
+        method.probe.ask(cast(Any, listen), point, state)
+    except _Found:
+        return {name: value.clone() for name, value in found[0].point.items()}
+    raise AssertionError("a probe must ask")
+
+
+class Discarding:
+    """`zero_grad` of a private model or its optimizer: it also discards what backward passes have left since the last
+    step, as in ordinary training. A copy, or a model saved whole, has the ordinary one."""
+
+    def __init__(self, owner: Any, passes: Passes) -> None:
+        self._owner, self._passes, self._original = owner, passes, owner.zero_grad
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._passes.discard()
+        self._original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return ordinary_zero_grad(memo.get(id(self._owner), self._owner))
+
+    def __reduce__(self) -> Any:
+        return ordinary_zero_grad, (self._owner,)
+
+
+def ordinary_zero_grad(owner: Any) -> Any:
+    return partial(type(owner).zero_grad, owner)

@@ -1,39 +1,58 @@
-"""What do the user's own forward and backward passes leave? Each one is watched, or cut off and run again."""
+"""What do the user's own forward and backward passes leave? Every example's gradient, in factored form.
+
+For the length of the user's forward pass the model's trainable parameters are watched, so that `loss.backward()`
+computes the gradients of activations only. What cannot be watched, or is about examples that did not come through the
+private loader, is refused before anything is released.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from vestige.engines.bookkeeping import add_weighted
+from vestige.engines.expressions import ANCHOR, Pass
+from vestige.engines.gradients import Gradient, combine
 from vestige.engines.independence import require_independent
-from vestige.mechanism.clipping import Clip
-from vestige.privacy_engine.accumulator import Finished, Gathered
+from vestige.engines.taps import floating
+from vestige.layout import Grouping, Layout
+from vestige.mechanism.clipping import Clip, Parameters
+from vestige.privacy_engine.calls import Call, CallForm, form_of
 from vestige.privacy_engine.coverage import require_noised
-from vestige.privacy_engine.loaders import Part
-from vestige.privacy_engine.replayed import Call, Caller, CallForm, floating
-from vestige.privacy_engine.watched import Scaled, Uses, WatchedPass, add_watched
+from vestige.privacy_engine.outputs import End, Reduction, watch_backward_passes
+from vestige.privacy_engine.parts import Part, Parts
+
+Uses = dict[str, list[Gradient]]
 
 
-class Signal(torch.autograd.Function):
-    """The model's outputs as leaves of the user's graph: what reaches them going back is handed to `receive`."""
+@dataclass
+class Pending:
+    """SENSITIVE: what the backward passes about one part have left since the last step, not yet clipped."""
 
-    @staticmethod
-    def forward(ctx: Any, receive: Callable[[Sequence[Tensor]], None], anchor: Tensor, *outputs: Tensor) -> Any:
-        ctx.receive = receive
-        return tuple(output.detach() for output in outputs)
+    part: Part
+    examples: int
+    uses: Uses = field(default_factory=dict)
 
-    @staticmethod
-    def backward(ctx: Any, *signals: Tensor) -> Any:
-        ctx.receive(signals)
-        return (None, None, *[None] * len(signals))
+
+@dataclass
+class Open:
+    """A forward pass of the user's that is under way."""
+
+    now: Pass
+    form: CallForm
+    stack: ExitStack
+    buffers: list[tuple[str, int, int]]
+    tasks: dict[int, Uses] = field(default_factory=dict)
+    """What each backward pass through it has brought so far."""
+    dropped: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,38 +63,53 @@ class Uncompiled:
     compiled: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module._call_impl(*args, **kwargs) if _asks(self.module) else self.compiled(*args, **kwargs)
+        return self.module._call_impl(*args, **kwargs) if asks(self.module) else self.compiled(*args, **kwargs)
+
+
+def asks(module: nn.Module) -> bool:
+    """Whether gradients are asked of a call of the module."""
+    return module.training and torch.is_grad_enabled()
 
 
 class Passes:
-    """Follows the passes of the caller's module in training, and hands what they leave to `gathered`."""
+    """Follows the training passes of a module, and adds up the clipped gradients of the parts that they are about."""
 
-    def __init__(self, caller: Caller, clip: Clip, gathered: Gathered) -> None:
-        self._caller, self._module, self._clip, self._gathered = caller, caller.module, clip, gathered
-        self.form: CallForm | None = None
-        self.second_passes: str | None = None
-        """Why the model is run twice, once that is known to be needed."""
-        self.part: Part | None = None
-        self.largest = inf
-        """The most examples that the loader has handed out at once; the last part will not do, for a loop that takes
-        its batches before it uses them."""
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._open: tuple[Call, WatchedPass | None] | None = None
+    def __init__(self, module: nn.Module, grouping: Grouping | None, clip: Clip, reduction: str, parts: Parts) -> None:
+        self.module, self.layout = module, Layout.of(module, grouping)
+        self._clip, self._said, self.parts = clip, reduction, parts
+        self.total: Tensor | None = None
+        """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
+        self._closed: int | None = None
+        """The draw that they belong to."""
+        self.assumed = False
+        """Whether a loss was met whose divisor could not be recognised."""
+        self._pending: list[Pending] = []
+        self._forms: dict[Any, CallForm] = {}
+        self._open: Open | None = None
+        self._recomputing: list[ExitStack] = []
+        self._busy = False
+        watch_backward_passes()
         self.settle()
-        self._module.register_forward_pre_hook(self._before, with_kwargs=True)
-        self._module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def __deepcopy__(self, memo: Any) -> Passes:
         """A copy of the model, to be averaged or evaluated, does not copy the books: its hooks lead here."""
         return self
 
-    def enter(self, part: Part) -> None:
-        """A new physical batch is handed out. What an abandoned draw left behind was never released: it is dropped."""
-        if self.part is not None and part.draw != self.part.draw and not self.part.last:
-            self._gathered.forget()
-        self.settle()
-        self.largest = part.size if self.part is None else max(self.largest, part.size)
-        self.part = part
+    def __reduce__(self) -> Any:
+        """A model that is saved whole takes along its weights, not the books."""
+        return Elsewhere, ()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.layout.parameters(self.module)
+
+    def point(self) -> Parameters:
+        return {name: p.detach() for name, p in self.parameters().items()}
 
     def settle(self) -> None:
         """No pass is under way: close what was interrupted, and see that the next one reaches the hooks.
@@ -83,153 +117,215 @@ class Passes:
         `module.compile()` puts a compiled graph around our hooks too; private passes go past it, others do not.
         """
         self._abandon()
-        compiled: Any = self._module._compiled_call_impl
+        for stack in self._recomputing:  # of backward passes that failed
+            stack.close()
+        self._recomputing = []
+        compiled: Any = self.module._compiled_call_impl
         if compiled is not None and not isinstance(compiled, Uncompiled):
-            self._module._compiled_call_impl = Uncompiled(self._module, compiled)  # type: ignore[assignment]
+            self.module._compiled_call_impl = Uncompiled(self.module, compiled)  # type: ignore[assignment]
 
-    # --- a forward pass begins ---
+    # --- what has come back -------------------------------------------------------------------------------------------
+
+    def discard(self) -> None:
+        """Forget the passes since the last call of `step`, as `zero_grad` does in ordinary training."""
+        self._pending = []
+
+    def close_part(self) -> bool:
+        """Clip what the passes since the last call of `step` left, each example once, and add it to the sum of its
+        draw; whether the draw is then complete."""
+        if not self._pending:
+            raise ValueError(
+                "optimizer.step() was called without a backward pass about a batch of the private loader: nothing was "
+                "asked, and a step of noise alone would be charged for nothing"
+            )
+        draws = sorted({each.part.draw for each in self._pending})
+        if len(draws) > 1:
+            self._pending = []
+            raise ValueError(
+                f"this step is about {len(draws)} draws of the private loader: each is priced as one step. For larger "
+                "batches draw larger ones (batch_size), and let max_physical_batch_size split them"
+            )
+        if self.total is None or self._closed != draws[0]:  # what an unfinished draw left was never released
+            self.total, self._closed = torch.zeros(self.layout.size, device=self.device), draws[0]
+        last = self._pending[-1].part.last
+        for each in self._pending:
+            if each.part.size and each.uses:
+                with torch.no_grad():
+                    gradients = {name: combine(parts) for name, parts in each.uses.items()}
+                    add_weighted(gradients, self._clip, self.layout, self.total, each.examples)
+        self._pending = []
+        self.parts.stepped()
+        return last
+
+    def taken(self) -> tuple[int, Tensor]:
+        """SENSITIVE: a complete draw and its clipped sum, which is then forgotten here."""
+        assert self.total is not None
+        assert self._closed is not None
+        found = self._closed, self.total
+        self.total = self._closed = None
+        return found
+
+    def _finished(self, part: Part, examples: int, uses: Uses) -> None:
+        """A backward pass is complete. Several about one part add up before they are clipped: each example once."""
+        self.parts.use(part)
+        if not (self._pending and self._pending[-1].part is part):
+            self._pending.append(Pending(part, examples))
+        held = self._pending[-1].uses
+        for name, gradients in uses.items():
+            held.setdefault(name, []).extend(gradients)
+
+    # --- a forward pass begins ----------------------------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        asks = _asks(module)
-        if module is not self._module and asks:
-            raise ValueError("module is a copy of a private model: load its state_dict into a new one to train it")
-        if self._caller.busy or module is not self._module:
+        asked = asks(module)
+        if module is not self.module:
+            if asked:
+                raise ValueError("module is a copy of a private model: load its state_dict into a new one to train it")
+            return None
+        if self._busy:
             return None
         if self._open is not None:
             self._abandon()
             if module.training:
                 raise ValueError("a forward pass of the model began inside another, or after one that was interrupted")
-        if not asks:
+        if not asked:
             return None
-        require_independent(module)  # as it is now: its modes may have changed
-        require_noised(module, self._caller.released)
-        if self._gathered.waiting:
-            self._gathered.gather(watched=True)  # what several passes have left need not be held at once
+        self._require_usable()
         leaves, tree = tree_flatten((args, kwargs))
-        # Detached: what is before the model gets no gradients, which would be of examples and without noise.
-        kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        call = Call(kept, tree, self._caller.random_state())
-        if self.form is None and self.second_passes is None:
-            self._rehearse(call)
-        watch = self._watch(call)
-        self._open = call, watch
-        if watch is not None:
-            watch.open()
-        else:
-            torch.set_grad_enabled(False)  # this pass only finds the outputs; the engine runs another for the gradients
-        return tree_unflatten(kept, tree)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise ValueError(
+                "an input of the private model requires a gradient: what comes before the model would be trained on "
+                "gradients of examples without noise. Make it part of the module, or detach the input; to train a "
+                "generator against a private discriminator, call the discriminator in eval mode"
+            )
+        call = Call(leaves, tree)
+        form = self._form(call)
+        self._begin(form, form.rows(call))
+        return None
 
-    def _rehearse(self, call: Call) -> None:
-        found = self._caller.rehearse(call)
-        if isinstance(found, str):
-            self._twice(found)
-        else:
-            self.form = found
+    def _require_usable(self) -> None:
+        require_independent(self.module)  # as it is now: its modes may have changed
+        require_noised(self.module, {segment.name for segment in self.layout.segments})
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+            raise ValueError(
+                "autocast in float16 loses the small gradients of single examples: use torch.autocast with "
+                "dtype=torch.bfloat16, which needs no GradScaler"
+            )
 
-    def _twice(self, reason: str) -> None:
-        self.second_passes = reason
-        warnings.warn(f"{reason}: every step runs the model a second time, which is exact but slower", stacklevel=2)
+    def _form(self, call: Call) -> CallForm:
+        key = (self.module.training, call.kind)
+        if key not in self._forms:
+            rows = {part.rows for part in self.parts.waiting()}
+            candidates = [len(leaf) for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.dim()]
+            length = next((each for each in candidates if each in rows), candidates[0] if candidates else 0)
+            self._busy = True
+            try:
+                self._forms[key] = form_of(self.module, self.layout, call, length)
+            finally:
+                self._busy = False
+        return self._forms[key]
 
-    def _watch(self, call: Call) -> WatchedPass | None:
-        """A watch for a pass of the form that was rehearsed, if nothing speaks against it."""
-        if self.form is None or self.second_passes is not None:
-            return None
-        examples = self.form.examples(call)
-        kind = self._caller.device.type
-        if examples == 0 or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16):
-            return None  # the gradients of a mean are small: half precision would lose them
-        part = self.part
+    def _begin(self, form: CallForm, rows: int) -> None:
+        if rows == 0:
+            raise ValueError("the tensors that the model was called with have different numbers of rows")
+        opened: Open
+        now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses))
+        stack = ExitStack()
+        buffers = [(name, id(b), b._version) for name, b in self.module.named_buffers()]
+        opened = self._open = Open(now, form, stack, buffers)
+        stack.enter_context(form.taps.watching(now))
 
-        def finished(uses: Uses) -> None:
-            add = partial(self._add_watched, uses, examples)
-            self._gathered.waiting.append(Finished(part, examples, add, watched=True))
-
-        return WatchedPass(self.form.plan, examples, self._caller.point(), finished)
-
-    # --- it ends ---
-
-    def _end(self) -> tuple[Call, WatchedPass | None]:
-        assert self._open is not None
-        (call, watch), self._open = self._open, None
-        if watch is None:
-            torch.set_grad_enabled(True)
-        else:
-            watch.close()
-        return call, watch
+    # --- it ends ------------------------------------------------------------------------------------------------------
 
     def _abandon(self) -> None:
         """Close a pass that was interrupted before its end."""
         if self._open is not None:
-            _, watch = self._end()
-            if watch is not None:
-                watch.drop()
+            self._open.dropped = True
+            self._open.stack.close()
+            self._open = None
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
-        if self._caller.busy or self._open is None or module is not self._module:
+        if self._busy or self._open is None or module is not self.module:
             return outputs
-        call, watch = self._end()
+        opened, self._open = self._open, None
+        opened.stack.close()
+        if outputs is None:  # the forward pass has failed
+            opened.dropped = True
+            return outputs
+        self._check(opened)
         found, shape = tree_flatten(outputs)
-        places = floating(found)
-        if not places:
-            return outputs
-        if any(found[i].dim() == 0 for i in places):
-            raise ValueError("the model returned a loss of the whole batch: compute the loss outside, from its outputs")
-        call = replace(call, outputs=places, rows=len(found[places[0]]))
-        self._require_rows(call, watch)
-        leading = self._leading(call, watch, [found[i] for i in places])
-        for place, tensor in zip(places, leading, strict=True):
+        places, rows = opened.form.outputs, opened.now.examples
+        if not all(place < len(found) and _has_rows(found[place], rows) for place in places):
+            opened.dropped = True
+            raise ValueError(f"the model's outputs are not as rehearsed: each must have {rows} rows")
+        for place in floating(found):
+            if place not in places:
+                found[place] = found[place].detach()
+        part = self.parts.take(rows)
+        reached = partial(self._reached, opened, part)
+        ends = End.apply(reached, ANCHOR, rows, self._said, *(found[place] for place in places))
+        for place, tensor in zip(places, ends, strict=True):
             found[place] = tensor
         return tree_unflatten(found, shape)
 
-    def _require_rows(self, call: Call, watch: WatchedPass | None) -> None:
-        """A row is an example, at most once: each is bounded by itself, so one in several rows would move the sum by
-        several bounds."""
-        if not call.batched:
-            problem = f"none of the tensors that it was called with has {call.rows} rows"
-        elif call.rows > self.largest:
-            problem = f"the loader handed out {self.largest:.0f} examples at once"
-        else:
-            return
-        if watch is not None:
-            watch.drop()
-        raise ValueError(
-            f"the model returned {call.rows} rows, but {problem}: every example must be one row of the model's "
-            "inputs and outputs, and of one batch of the loader"
+    def _check(self, opened: Open) -> None:
+        """The pass was what the rehearsal said, and left nothing behind."""
+        if opened.now.doubt is not None:
+            opened.dropped = True
+            raise ValueError(f"this pass of the model cannot be made private: {opened.now.doubt}")
+        allowed = opened.form.rehearsal.changing
+        for (name, before, version), (_, buffer) in zip(opened.buffers, self.module.named_buffers(), strict=True):
+            if (id(buffer), buffer._version) != (before, version) and name not in allowed:
+                opened.dropped = True
+                raise ValueError(
+                    f"buffer {name!r} was changed by the forward pass: it may hold something of the examples without "
+                    "noise. Keep it out of the model, or do not change it while training"
+                )
+
+    # --- the way back -------------------------------------------------------------------------------------------------
+
+    def _reached(self, opened: Open, part: Part | None, reduction: Reduction) -> None:
+        """A backward pass has come to the outputs of the model."""
+        if opened.dropped:
+            raise ValueError("this backward pass goes through a forward pass of the model that was broken off")
+        if part is None or not self.parts.usable(part):
+            raise ValueError(
+                f"this pass of the model is about {opened.now.examples} rows, but {self.parts.expected()}: train on "
+                "the batches of the loader that make_private returned, each in one step"
+            )
+        self.assumed = self.assumed or reduction.kind is None
+        opened.now.going_back = True
+        task = torch._C._current_graph_task_id()
+        opened.tasks[task] = {}
+        if opened.now.recomputes:
+            opened.stack.enter_context(opened.form.taps.watching(opened.now))
+            self._recomputing.append(opened.stack)
+        Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
+            partial(self._finish, opened, part, task)
         )
 
-    def _leading(self, call: Call, watch: WatchedPass | None, outputs: list[Tensor]) -> Sequence[Tensor]:
-        """The outputs as the user gets them: with the model behind them if it was watched, else as ends of a graph."""
-        if watch is not None:
-            if self._as_rehearsed(call, watch, outputs):
-                return watch.rooted(outputs)
-            watch.drop()
-        part = self.part
+    def _deliver(self, opened: Open, uses: Mapping[str, Gradient]) -> None:
+        """Sorted by backward pass; one that fails leaves nothing."""
+        held = opened.tasks[torch._C._current_graph_task_id()]
+        for name, gradient in uses.items():
+            held.setdefault(name, []).append(gradient)
 
-        def receive(signals: Sequence[Tensor]) -> None:
-            add = partial(self._add_again, call, [signal.detach() for signal in signals])
-            self._gathered.waiting.append(Finished(part, call.rows, add, watched=False))
-
-        cut = [output.detach() for output in outputs]  # a graph that is not used must not be run either
-        return Signal.apply(receive, self._anchor, *cut)  # type: ignore[no-any-return]
-
-    def _as_rehearsed(self, call: Call, watch: WatchedPass, outputs: list[Tensor]) -> bool:
-        """If in doubt, every pass is run again; if only the outputs differ, this one."""
-        assert self.form is not None
-        if watch.doubt is not None:
-            self._twice(watch.doubt)
-            return False
-        return call.outputs == self.form.outputs and all(len(output) == watch.examples for output in outputs)
-
-    # --- what a backward pass left is clipped ---
-
-    def _add_watched(self, uses: Uses, examples: int, scale: int, into: Tensor) -> None:
-        add_watched(uses, Scaled(self._clip, scale), self._caller.layout, into, examples)
-
-    def _add_again(self, call: Call, signals: Sequence[Tensor], scale: int, into: Tensor) -> None:
-        flat = torch.cat([signal.reshape(call.rows, -1) for signal in signals], dim=1) * scale
-        self._caller.again(call, flat, self._clip, into)
-        self.form = self.form and self.form.narrowed(call)
+    def _finish(self, opened: Open, part: Part, task: int) -> None:
+        opened.stack.close()
+        self._recomputing = [stack for stack in self._recomputing if stack is not opened.stack]
+        self._finished(part, opened.now.examples, opened.tasks.pop(task))
 
 
-def _asks(module: nn.Module) -> bool:
-    return module.training and torch.is_grad_enabled()
+def _has_rows(output: Any, rows: int) -> bool:
+    return isinstance(output, Tensor) and output.dim() > 0 and len(output) == rows
+
+
+class Elsewhere:
+    """What is left of the books in a model that was saved whole and loaded again: an ordinary model."""
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        return None
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        return outputs

@@ -23,7 +23,7 @@ from vestige.mechanism.clipping import Loss
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.examples import Data, Examples
-from vestige.mechanism.loss_difference import example_losses, right_answers
+from vestige.mechanism.loss_difference import losses_of, right_answers
 from vestige.mechanism.moments import PrivateMoments, fill
 from vestige.methods.base import Method
 from vestige.methods.registry import build
@@ -162,7 +162,7 @@ class Training:
             blank, population = examples.blank(), examples.population
             part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
         key = Randomness.secret() if settings.seed is None else Randomness.reproducible(settings.seed)
-        charges, scores = Charges(self.ledger.ask), (example_losses(model, loss), right_answers(model))
+        charges, scores = Charges(self.ledger.ask), (losses_of(model, loss), right_answers(model))
         return Curator(
             examples,
             make(model, loss, self.layout),

@@ -1,0 +1,313 @@
+"""What is a trainable parameter inside a pass? An expression: the parameter itself, or a function of parameters alone.
+
+A use combines expressions with examples: it runs on plain values, and its output is tapped, so that the backward pass
+hands us the gradient of the output. A rule makes each example's gradient of the expression of that, and the expression
+pulls it back to its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from vestige.engines.gradients import Dense, Gradient, Lookup, Outer
+
+Environment = Mapping[str, Tensor]
+"""The parameters' values by name."""
+LARGEST = 1 << 27
+"""Numbers that a piece of work may hold, where per-example gradients must be materialised."""
+
+
+class Expression(Protocol):
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that it is made of."""
+        ...
+
+    def value(self, environment: Environment) -> Tensor: ...
+
+    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
+        """Each example's gradients of the parameters, from those of the expression."""
+        ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A parameter itself."""
+
+    names: tuple[str]
+
+    def value(self, environment: Environment) -> Tensor:
+        return environment[self.names[0]]
+
+    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
+        return {self.names[0]: gradient}
+
+
+@dataclass(frozen=True, eq=False)
+class Transposed:
+    """The transpose of a matrix; a factored gradient stays factored."""
+
+    of: Expression
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.of.names
+
+    def value(self, environment: Environment) -> Tensor:
+        return self.of.value(environment).t()
+
+    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
+        if isinstance(gradient, Outer):
+            return self.of.pull(Outer(gradient.right, gradient.left), environment)
+        return self.of.pull(Dense(gradient.dense().transpose(1, 2)), environment)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some rows of a parameter, from `start` on; a factored gradient stays factored."""
+
+    of: Expression
+    start: int
+    stop: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.of.names
+
+    def value(self, environment: Environment) -> Tensor:
+        return self.of.value(environment)[self.start : self.stop]
+
+    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
+        after = len(self.of.value(environment)) - self.stop
+        if isinstance(gradient, Outer):
+            left = F.pad(gradient.left, (self.start, after))
+            return self.of.pull(Outer(left, gradient.right), environment)
+        dense = gradient.dense()
+        whole = F.pad(dense, (*(0, 0) * (dense.dim() - 2), self.start, after))
+        return self.of.pull(Dense(whole), environment)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a table that no example chooses, such as an embedding of positions."""
+
+    of: Expression
+    index: Tensor
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.of.names
+
+    def value(self, environment: Environment) -> Tensor:
+        return torch.nn.functional.embedding(self.index, self.of.value(environment))
+
+    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
+        rows = gradient.dense()
+        rows = rows.reshape(len(rows), -1, rows.shape[-1])
+        index = self.index.reshape(1, -1).expand(len(rows), -1)
+        return self.of.pull(Lookup(index, rows, len(self.of.value(environment))), environment)
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """Any other function of parameters alone; its per-example gradients are materialised and pulled back."""
+
+    of: tuple[Expression, ...]
+    function: Callable[..., Tensor]
+    same: bool = False
+    """Whether it only casts or copies one expression, whose gradient is then its own."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for each in self.of for name in each.names))
+
+    def value(self, environment: Environment) -> Tensor:
+        return self.function(*(each.value(environment) for each in self.of))
+
+    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
+        if self.same:
+            return self.of[0].pull(gradient, environment)
+        own = {name: environment[name].detach() for name in self.names}
+        value, back = vjp(self.value, own)[:2]
+        dense = gradient.dense().to(value.dtype)
+        chunk = max(1, LARGEST // max(1, value.numel()))
+        found = vmap(lambda each: back(each)[0], chunk_size=chunk)(dense)
+        return {name: Dense(each) for name, each in found.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """An expression among the arguments of a function, with its value."""
+
+    expression: Expression
+    value: Tensor
+
+
+def value_of(argument: Any) -> Any:
+    return argument.value if isinstance(argument, Operand) else argument
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where the examples are in a tensor: along which axis, which they may share with positions.
+
+    Where it is shared, the positions of one example lie side by side, or (`minor`) the examples of one position do.
+    """
+
+    place: int = 0
+    minor: bool = False
+
+    def first(self, tensor: Tensor, examples: int) -> Tensor:
+        """[examples, positions, ...], the other axes in their order."""
+        moved = tensor.movedim(self.place, 0) if self.place else tensor
+        if self.minor:
+            return moved.unflatten(0, (-1, examples)).transpose(0, 1)
+        return moved.unflatten(0, (examples, -1))
+
+    def alone(self, tensor: Tensor, examples: int) -> Tensor:
+        """[examples, ...]: each example's part of the tensor, with all of its axes in place."""
+        return self.first(tensor, examples).movedim(1, 1 + self.place)
+
+    def confined(self, tensor: Tensor, examples: int, example: int) -> bool:
+        """Whether only this example's part of the tensor is not zero."""
+        if tensor.dim() <= self.place or tensor.shape[self.place] % examples:
+            return False
+        others = [each for each in range(examples) if each != example]
+        return not bool(self.first(tensor, examples)[others].count_nonzero())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a rehearsal found out about a use of parameters and examples: where the examples are."""
+
+    outputs: tuple[Axis, ...] = (Axis(),)
+    operands: tuple[Axis | None, ...] = ()
+    """Of the other tensors among its arguments: None where they hold no examples."""
+
+
+Key = tuple[str, tuple[str, ...], int]
+"""A use in a pass: the function, the parameters it takes, and how many such uses came before it."""
+Kinds = Mapping[Key, Kind | None]
+"""What is known of the uses of a model: None where there are no examples in it, so that it is an expression again."""
+
+
+@dataclass
+class Observation:
+    """What a rehearsal sees of one use: the shapes of its outputs and operands, and the gradients of its outputs."""
+
+    outputs: list[tuple[int, ...]]
+    operands: list[tuple[int, ...]]
+    signals: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Pass:
+    """One forward pass, and what its backward passes bring: `deliver` takes the gradients of a use as it is reached."""
+
+    examples: int
+    environment: Environment
+    kinds: Kinds
+    deliver: Callable[[Mapping[str, Gradient]], None]
+    observed: dict[Key, Observation] | None = None
+    """In a rehearsal: what is seen of each use, for the first time or again."""
+    counts: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
+    doubt: str | None = None
+    """Why the pass, though it ran, cannot be used."""
+    recomputes: bool = False
+    """Whether activations are recomputed in the backward pass (checkpointing), where uses must be seen again."""
+    going_back: bool = False
+    """Whether the backward pass is under way: a use seen now is one that is recomputed, and has been counted."""
+
+    def key(self, function: str, names: tuple[str, ...]) -> Key:
+        if self.going_back:
+            return function, names, 0
+        place = self.counts.get((function, names), 0)
+        self.counts[function, names] = place + 1
+        return function, names, place
+
+
+Pulled = Iterator[tuple[Operand, Gradient]]
+Settle = Callable[[Kind, int, Sequence[Tensor], Sequence[Tensor]], Pulled]
+"""Makes per-example gradients of (kind, examples, what was saved, gradients of the outputs)."""
+
+
+class Tap(torch.autograd.Function):
+    """An identity that hands what was saved and the gradients of its outputs to `record`."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Any, anchor: Tensor, count: int, *tensors: Tensor) -> Any:
+        # The anchor requires a gradient and never gets one: it only makes the outputs part of the graph.
+        ctx.record = record
+        ctx.save_for_backward(*tensors[count:])
+        # Detached, the outputs are no views in autograd's eyes: an in-place activation may follow.
+        return tensors[0].detach() if count == 1 else tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> Any:
+        saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+        ctx.record(saved, signals)
+        return (None, None, None, *signals, *[None] * len(saved))
+
+
+ANCHOR = torch.zeros((), requires_grad=True)
+
+
+def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Sequence[Tensor], settle: Settle) -> Any:
+    """The outputs of a use as the model goes on with them; what comes back to them is settled and delivered."""
+    problem = _unfit(now, kind, outputs)
+    if problem is not None:
+        now.doubt = now.doubt or f"{key[0]} of {', '.join(key[1])} {problem}"
+        return outputs[0] if len(outputs) == 1 else outputs
+    now.recomputes = now.recomputes or recomputed()
+
+    def record(saved: Sequence[Tensor], signals: Sequence[Tensor]) -> None:
+        if now.observed is not None and key in now.observed:
+            now.observed[key].signals += signals
+            return
+        with torch.no_grad(), full_precision(signals[0]):
+            for operand, gradient in settle(kind, now.examples, saved, signals):
+                now.deliver(operand.expression.pull(gradient, now.environment))
+
+    return Tap.apply(record, ANCHOR, len(outputs), *outputs, *saved)
+
+
+def _unfit(now: Pass, kind: Kind, outputs: Sequence[Tensor]) -> str | None:
+    if not torch.is_grad_enabled():
+        return "ran without gradients (of activation checkpointing, use the form with use_reentrant=False)"
+    if now.observed is None and not now.going_back:
+        for output, axis in zip(outputs, kind.outputs, strict=True):
+            if output.dim() <= axis.place or output.shape[axis.place] % now.examples:
+                return f"gave {tuple(output.shape)} numbers for {now.examples} examples"
+    return None
+
+
+_top_hooks: Callable[[bool], object] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def recomputed() -> bool:
+    """Whether somebody has hooks on saved tensors, as activation checkpointing has; torch tells from 2.8 on."""
+    return _top_hooks is None or _top_hooks(True) is not None
+
+
+def full_precision(tensor: Tensor) -> Any:
+    """Norms and sums are float32 whatever autocast says."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        """A context that changes nothing, cheaper than contextlib's."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to undo."""
+
+
+_AS_IT_IS = _Nothing()

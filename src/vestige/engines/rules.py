@@ -1,0 +1,374 @@
+"""Which form do the gradients of a parameter take where a function uses it? One rule per function that has a short cut.
+
+A rule runs the function on plain values and says what to save, and how to make each example's gradients of that and of
+the gradient of the output. A function without a rule is differentiated one example at a time (`uses`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vestige.engines import kernels
+from vestige.engines.expressions import Axis, Kind, Operand, Pulled, Settle, value_of
+from vestige.engines.gradients import Dense, Geometry, Gradient, Lookup, Outer, Patches, wide
+
+Ruled = tuple[Tensor, tuple[Tensor, ...], Settle] | None
+"""The output, what is saved, and how gradients are made of it; None where the rule does not apply."""
+Rule = Callable[..., Ruled]
+
+
+def _rows(axis: Axis, tensor: Tensor, examples: int) -> Tensor:
+    """[examples, positions, width], of a tensor whose last axis is the width."""
+    found = axis.first(tensor, examples)
+    return found.reshape(examples, -1, found.shape[-1])
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def linear(input: Any, weight: Any, bias: Any = None) -> Ruled:
+    if isinstance(input, Operand):
+        return None
+    output = F.linear(input, value_of(weight), value_of(bias))
+    saved = (input,) if isinstance(weight, Operand) else ()
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        left = _rows(kind.outputs[0], signals[0], examples).contiguous()  # once, for norms and sums
+        if isinstance(weight, Operand):
+            yield weight, product(left, _rows(kind.outputs[0], saved[0], examples))
+        if isinstance(bias, Operand):
+            yield bias, Dense(left[:, 0] if left.shape[1] == 1 else wide(left).sum(dim=1))
+
+    return output, saved, settle
+
+
+def matmul(input: Any, other: Any) -> Ruled:
+    """input @ other, where the second is a matrix of parameters."""
+    if isinstance(input, Operand) or not isinstance(other, Operand) or other.value.dim() != 2 or input.dim() < 2:
+        return None
+    return addmm(None, input, other)
+
+
+def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Ruled:
+    """beta * input + alpha * mat1 @ mat2: a linear layer whose weight lies the other way round."""
+    if isinstance(mat1, Operand) or beta != 1 or alpha != 1 or (input is not None and not isinstance(input, Operand)):
+        return None
+    output = mat1 @ value_of(mat2) if input is None else torch.addmm(input.value, mat1, value_of(mat2))
+    saved = (mat1,) if isinstance(mat2, Operand) else ()
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        right = _rows(kind.outputs[0], signals[0], examples).contiguous()
+        if isinstance(mat2, Operand):
+            yield mat2, product(_rows(kind.outputs[0], saved[0], examples), right)
+        if isinstance(input, Operand):
+            yield input, Dense(_broadcast(input, kind.outputs[0], signals[0], examples))
+
+    return output, saved, settle
+
+
+def product(left: Tensor, right: Tensor) -> Gradient:
+    """A sum over positions of outer products; materialised where that is no larger than its factors.
+
+    With T positions, T*out*in multiplications in all, against as many for the sum alone and T*T*(out+in) more for the
+    norm from inner products.
+    """
+    outer = Outer(left, right)
+    positions, out, width = left.shape[1], left.shape[2], right.shape[2]
+    return Dense(outer.dense()) if positions > 1 and out * width <= positions * (out + width) else outer
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def convolution(
+    rank: int,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Ruled:
+    if isinstance(input, Operand) or input.dim() != rank + 2:
+        return None
+    function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+    stride, dilation, kernel = _tuple(stride, rank), _tuple(dilation, rank), tuple(value_of(weight).shape[2:])
+    if padding == "same":
+        whole = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        input = F.pad(input, [side for size in reversed(whole) for side in (size // 2, size - size // 2)])
+    around = (0,) * rank if isinstance(padding, str) else _tuple(padding, rank)
+    output = function(input, value_of(weight), value_of(bias), stride, around, dilation, groups)
+    geometry = Geometry(kernel, stride, around, dilation, groups)
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        signal = _folded(kind, signals[0], examples)
+        if isinstance(weight, Operand):
+            yield weight, patches(_folded(kind, saved[0], examples), signal, geometry, examples)
+        if isinstance(bias, Operand):
+            yield bias, Dense(_per_channel(signal, examples))
+
+    return output, (input,) if isinstance(weight, Operand) else (), settle
+
+
+def transposed_convolution(
+    rank: int,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Ruled:
+    """The way back of a convolution: what is its image there is the gradient of the output here."""
+    if isinstance(input, Operand) or input.dim() != rank + 2:
+        return None
+    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
+    stride, padding, dilation = _tuple(stride, rank), _tuple(padding, rank), _tuple(dilation, rank)
+    output = function(
+        input, value_of(weight), value_of(bias), stride, padding, _tuple(output_padding, rank), groups, dilation
+    )
+    geometry = Geometry(tuple(value_of(weight).shape[2:]), stride, padding, dilation, groups)
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        signal = _folded(kind, signals[0], examples)
+        if isinstance(weight, Operand):
+            yield weight, patches(signal, _folded(kind, saved[0], examples), geometry, examples)
+        if isinstance(bias, Operand):
+            yield bias, Dense(_per_channel(signal, examples))
+
+    return output, (input,) if isinstance(weight, Operand) else (), settle
+
+
+def patches(image: Tensor, signal: Tensor, geometry: Geometry, examples: int) -> Gradient:
+    found = Patches(image, signal, geometry)
+    several = len(signal) != examples  # the model folded another axis into the batch axis
+    if several or 4 * prod(found.shape) * examples <= 5 * (image.numel() + signal.numel()):
+        return Dense(found.dense().view(examples, -1, *found.shape).sum(dim=1))
+    return found
+
+
+def _tuple(value: Any, rank: int) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,) * rank
+
+
+def _folded(kind: Kind, tensor: Tensor, examples: int) -> Tensor:
+    """The rows of a batch axis, those of an example side by side."""
+    return kind.outputs[0].first(tensor, examples).flatten(0, 1) if kind.outputs[0] != Axis() else tensor
+
+
+def _per_channel(signal: Tensor, examples: int) -> Tensor:
+    return wide(signal).flatten(2).sum(dim=2).view(examples, -1, signal.shape[1]).sum(dim=1)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Ruled:
+    if max_norm is not None or scale_grad_by_freq:
+        raise TypeError("max_norm and scale_grad_by_freq make examples depend on each other: leave them out")
+    table: Tensor = weight.value
+    output = F.embedding(input, table)
+    unused = None if padding_idx is None else padding_idx % len(table)
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        index = kind.outputs[0].first(saved[0], examples).reshape(examples, -1)
+        rows = _rows(kind.outputs[0], signals[0], examples)
+        if unused is not None:
+            rows = rows.masked_fill((index == unused)[:, :, None], 0.0)
+        yield weight, Lookup(index, rows, len(table))
+
+    return output, (input,), settle
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Ruled:
+    if isinstance(input, Operand):
+        return None
+    shape = tuple(normalized_shape)
+    input = wide(input)
+    output, *statistics = torch.native_layer_norm(input, shape, value_of(weight), value_of(bias), eps)
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        axis, width = kind.outputs[0], prod(shape)
+        signal = axis.first(signals[0], examples).reshape(examples, -1, width)
+        if not isinstance(weight, Operand):
+            yield bias, Dense(wide(signal).sum(dim=1).view(examples, *shape))
+            return
+        inside = axis.first(saved[0], examples).reshape(examples, -1, width)
+        others = [axis.first(each, examples).reshape(examples, -1) for each in saved[1:]]
+        weights, biases = kernels.layer_norm_sums(inside, signal, *others)
+        yield weight, Dense(weights.view(examples, *shape))
+        if isinstance(bias, Operand):
+            yield bias, Dense(biases.view(examples, *shape))
+
+    return output, (input, *statistics) if isinstance(weight, Operand) else (), settle
+
+
+def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Ruled:
+    if isinstance(input, Operand):
+        return None
+    shape = tuple(normalized_shape)
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        standard = F.rms_norm(wide(saved[0]), shape, eps=eps) * signals[0]
+        yield weight, Dense(kind.outputs[0].first(standard, examples).reshape(examples, -1, *shape).sum(dim=1))
+
+    return F.rms_norm(input, shape, weight.value, eps), (input,), settle
+
+
+def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Ruled:
+    """With the batch axis folded into the channels, torch's own backward gives one gradient per example."""
+    if isinstance(input, Operand):
+        return None
+    input = wide(input).contiguous()
+    rows, channels, *space = input.shape
+    sizes = (rows, channels, prod(space), num_groups, eps)
+    output, mean, scale = torch.native_group_norm(input, value_of(weight), value_of(bias), *sizes)
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        signal = _folded(kind, wide(signals[0]), examples).contiguous()
+        if isinstance(weight, Operand):
+            inside, mean, scale = (_folded(kind, each, examples) for each in saved)
+            folded, size = len(signal) * channels, prod(space)
+            ones, flat = inside.new_ones(folded), (1, folded, size)
+            tensors = (signal.view(flat), inside.reshape(flat), mean.reshape(1, -1), scale.reshape(1, -1), ones)
+            weights = torch.ops.aten.native_group_norm_backward(
+                *tensors, 1, folded, size, mean.numel(), [False, True, False]
+            )[1]
+            yield weight, Dense(weights.view(examples, -1, channels).sum(dim=1))
+        if isinstance(bias, Operand):
+            yield bias, Dense(_per_channel(signal, examples))
+
+    return output, (input, mean, scale) if isinstance(weight, Operand) else (), settle
+
+
+def instance_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Ruled:
+    return group_norm(input, input.shape[1], weight, bias, eps) if use_input_stats and running_mean is None else None
+
+
+# --- one number at a time ---------------------------------------------------------------------------------------------
+
+
+def multiply(input: Any, other: Any) -> Ruled:
+    one, parameter = (other, input) if isinstance(input, Operand) else (input, other)
+    if isinstance(one, Operand):
+        return None
+    kept = (one,) if isinstance(one, Tensor) else ()
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        signal = wide(signals[0]) * saved[0] if saved else wide(signals[0]) * one
+        yield parameter, Dense(_broadcast(parameter, kind.outputs[0], signal, examples))
+
+    return one * parameter.value, kept, settle
+
+
+def add(input: Any, other: Any, *, alpha: float = 1) -> Ruled:
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        for parameter, factor in ((input, 1), (other, alpha)):
+            if isinstance(parameter, Operand):
+                found = _broadcast(parameter, kind.outputs[0], wide(signals[0]), examples)
+                yield parameter, Dense(found if factor == 1 else found * factor)
+
+    return torch.add(value_of(input), value_of(other), alpha=alpha), (), settle
+
+
+def subtract(input: Any, other: Any, *, alpha: float = 1) -> Ruled:
+    return add(input, other, alpha=-alpha)
+
+
+def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Ruled:
+    """By a parameter's value, not of one: that is left to `uses`."""
+    if not isinstance(input, Operand) or isinstance(other, Operand) or rounding_mode is not None:
+        return None
+    kept = (other,) if isinstance(other, Tensor) else ()
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        signal = wide(signals[0]) / (saved[0] if saved else other)
+        yield input, Dense(_broadcast(input, kind.outputs[0], signal, examples))
+
+    return input.value / other, kept, settle
+
+
+def expand(input: Any, *sizes: Any, **named: Any) -> Ruled:
+    """A parameter given to each example: a class token."""
+    if not isinstance(input, Operand):
+        return None
+    plain = tuple(value_of(size) for size in sizes)
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        yield input, Dense(_broadcast(input, kind.outputs[0], wide(signals[0]), examples))
+
+    return input.value.expand(*plain, **named).clone(), (), settle
+
+
+def expand_as(input: Any, other: Any) -> Ruled:
+    return expand(input, *value_of(other).shape)
+
+
+def _broadcast(parameter: Operand, axis: Axis, signal: Tensor, examples: int) -> Tensor:
+    """Each example's gradient of what was broadcast to the shape of the signal: [examples, *shape]."""
+    shape = (1,) * (signal.dim() - parameter.value.dim()) + tuple(parameter.value.shape)
+    if len(shape) > signal.dim() or shape[axis.place] != 1:
+        raise TypeError(f"a parameter of shape {tuple(parameter.value.shape)} holds something of each example")
+    rest = [size for place, size in enumerate(shape) if place != axis.place]
+    rows = axis.first(signal, examples)
+    over = [1, *(2 + place for place, size in enumerate(rest) if size == 1 and rows.shape[2 + place] != 1)]
+    return rows.sum(dim=over).reshape(examples, *parameter.value.shape)
+
+
+def _torch(*names: str) -> list[Any]:
+    """The functions of these names, of torch and of tensors."""
+    places = [(place, name) for name in names for place in (torch, Tensor)]
+    return [getattr(place, name) for place, name in places if hasattr(place, name)]
+
+
+RULES: dict[Any, Rule] = {
+    F.linear: linear,
+    F.embedding: embedding,
+    F.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    F.group_norm: group_norm,
+    F.instance_norm: instance_norm,
+    Tensor.expand: expand,
+    torch.broadcast_to: lambda input, size: expand(input, *size),
+    Tensor.expand_as: expand_as,
+    Tensor.__rsub__: lambda input, other: subtract(other, input),
+    Tensor.__rtruediv__: lambda input, other: divide(other, input),
+}
+RULES |= {function: matmul for function in _torch("matmul", "mm", "__matmul__")}
+RULES |= {function: addmm for function in _torch("addmm")}
+RULES |= {function: multiply for function in _torch("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")}
+RULES |= {function: add for function in _torch("add", "add_", "__add__", "__radd__", "__iadd__")}
+RULES |= {function: subtract for function in _torch("sub", "subtract", "sub_", "__sub__", "__isub__")}
+RULES |= {function: divide for function in _torch("div", "divide", "true_divide", "__truediv__")}
+RULES |= {getattr(F, f"conv{rank}d"): partial(convolution, rank) for rank in (1, 2, 3)}
+RULES |= {getattr(F, f"conv_transpose{rank}d"): partial(transposed_convolution, rank) for rank in (1, 2, 3)}

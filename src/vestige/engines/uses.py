@@ -1,0 +1,237 @@
+"""How is every use of a trainable parameter seen? The parameter is a proxy: whatever function takes it tells us first.
+
+Modules need not be known for that: an RMSNorm, a LayerScale or a tied head is recognised by what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from vestige.engines.expressions import (
+    LARGEST,
+    Block,
+    Derived,
+    Expression,
+    Key,
+    Kind,
+    Observation,
+    Operand,
+    Pass,
+    Pulled,
+    Rows,
+    Transposed,
+    tapped,
+    value_of,
+)
+from vestige.engines.gradients import Dense
+from vestige.engines.rules import RULES, Rule, Ruled
+
+CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
+"""What is read of a parameter without its gradient."""
+COPIES = frozenset(
+    {"to", "type", "float", "bfloat16", "half", "double", "clone", "contiguous", "type_as", "cpu", "cuda"}
+)
+TRANSPOSES = frozenset({"t", "T", "mT", "transpose", "swapaxes", "permute", "adjoint"})
+
+
+class Misfit(Exception):
+    """A parameter is used in a way that cannot be watched."""
+
+
+class Watched(Tensor):
+    """A trainable parameter, or a function of parameters alone, inside a watched pass."""
+
+    operand: Operand
+    now: Pass
+
+    @classmethod
+    def of(cls, expression: Expression, value: Tensor, now: Pass) -> Watched:
+        made: Watched = Tensor._make_subclass(cls, value.detach(), require_grad=False)
+        made.operand, made.now = Operand(expression, value.detach()), now
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _use(function, args, kwargs or {})
+
+
+def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = _name(function)
+    watched: list[Watched] = []
+    args = tuple(_opened(argument, watched) for argument in args)
+    kwargs = {key: _opened(argument, watched) for key, argument in kwargs.items()}
+    now = watched[0].now
+    if name in CUT:
+        return function(*_plain(args), **_plain_named(kwargs))
+    if name == "requires_grad":
+        return True
+    names = tuple(name for each in watched for name in each.operand.expression.names)
+    rule = RULES.get(function)
+    ruled = None if rule is None else _ruled(rule, name, names, args, kwargs)
+    if ruled is None:
+        return _without_rule(function, name, names, args, kwargs, now)
+    key = now.key(name, names)
+    kind = _kind(now, key, _has_tensors(args, kwargs))
+    output, saved, settle = ruled
+    if now.observed is not None and not now.going_back:
+        now.observed[key] = Observation([tuple(output.shape)], [])
+    if kind is None:
+        return _expression(function, name, args, kwargs, now)
+    return tapped(now, key, kind, (output,), saved, settle)
+
+
+def _ruled(rule: Rule, name: str, names: tuple[str, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Ruled:
+    try:
+        return rule(*args, **kwargs)
+    except TypeError as problem:
+        raise Misfit(f"{name} of {', '.join(names)}: {problem}") from problem
+
+
+def _has_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether anything but parameters is among the arguments: examples, most likely."""
+    return any(
+        isinstance(each, Tensor) or (type(each) in (list, tuple) and _has_tensors(each, {}))
+        for each in (*args, *kwargs.values())
+    )
+
+
+def _name(function: Any) -> str:
+    """A function's name, or a property's."""
+    name: str = function.__name__
+    return function.__self__.__name__ if name == "__get__" else name
+
+
+def _opened(argument: Any, watched: list[Watched]) -> Any:
+    if isinstance(argument, Watched):
+        watched.append(argument)
+        return argument.operand
+    if type(argument) in (list, tuple):
+        return type(argument)(_opened(each, watched) for each in argument)
+    return argument
+
+
+def _plain(args: Sequence[Any]) -> list[Any]:
+    return [type(a)(_plain(a)) if type(a) in (list, tuple) else value_of(a) for a in args]
+
+
+def _plain_named(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: _plain([argument])[0] for key, argument in kwargs.items()}
+
+
+def _kind(now: Pass, key: Key, examples: bool) -> Kind | None:
+    """What is known of a use; in a rehearsal it may be new, and is taken to hold examples if it looks so."""
+    if key in now.kinds:
+        return now.kinds[key]
+    if now.observed is None:
+        now.doubt = now.doubt or f"{key[0]} of {', '.join(key[1])} was not met in the rehearsal"
+    return Kind() if examples else None
+
+
+def _without_rule(
+    function: Any, name: str, names: tuple[str, ...], args: Sequence[Any], kwargs: dict[str, Any], now: Pass
+) -> Any:
+    if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Operand):
+        raise Misfit(f"{name} changes {names[0]} in place")
+    leaves, spec = tree_flatten((list(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, Operand))
+    tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    result = function(*_plain(args), **_plain_named(kwargs))
+    found, shape = tree_flatten(result)
+    outputs = [place for place, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not outputs:
+        return result
+    key = now.key(name, names)
+    kind = _kind(now, key, bool(tensors))
+    if now.observed is not None and not now.going_back:
+        shapes = [tuple(found[place].shape) for place in outputs], [tuple(leaves[place].shape) for place in tensors]
+        now.observed[key] = Observation(*shapes)
+    if kind is None:
+        return _expression(function, name, args, kwargs, now)
+    saved = [leaves[place] for place in tensors]
+    settle = partial(_settle, function, leaves, spec, tensors, outputs)
+    cut = [found[place].clone() for place in outputs]
+    reached = tapped(now, key, kind, cut, saved, settle)
+    for place, tensor in zip(outputs, (reached,) if len(outputs) == 1 else reached, strict=True):
+        found[place] = tensor
+    return tree_unflatten(found, shape)
+
+
+def _settle(
+    function: Any,
+    leaves: list[Any],
+    spec: Any,
+    tensors: list[int],
+    outputs: list[int],
+    kind: Kind,
+    examples: int,
+    saved: Sequence[Tensor],
+    signals: Sequence[Tensor],
+) -> Pulled:
+    """Any function: its own derivative, taken of one example at a time."""
+    operands = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Operand)]
+    values = [leaves[place].value for place in operands]
+
+    def outputs_of(others: Sequence[Tensor], *values: Tensor) -> tuple[Tensor, ...]:
+        filled = list(leaves)
+        for place, tensor in (*zip(tensors, others, strict=True), *zip(operands, values, strict=True)):
+            filled[place] = tensor
+        args, kwargs = tree_unflatten(filled, spec)
+        found = tree_flatten(function(*args, **kwargs))[0]
+        return tuple(found[place] for place in outputs)
+
+    def pulled(others: Sequence[Tensor], signals: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        back: Callable[..., tuple[Tensor, ...]] = vjp(partial(outputs_of, others), *values)[1]
+        return back(tuple(signals))
+
+    axes = kind.operands or (None,) * len(saved)
+    others = [t if axis is None else axis.alone(t, examples) for t, axis in zip(saved, axes, strict=True)]
+    back = [axis.alone(signal, examples) for axis, signal in zip(kind.outputs, signals, strict=True)]
+    chunk = max(1, LARGEST // max(1, sum(each.numel() for each in values)))
+    each = vmap(pulled, in_dims=([None if axis is None else 0 for axis in axes], 0), chunk_size=chunk)
+    for place, gradients in zip(operands, each(others, back), strict=True):
+        yield leaves[place], Dense(gradients)
+
+
+def _expression(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], now: Pass) -> Any:
+    """A function of parameters alone: watched again, each tensor that it gives."""
+    leaves, spec = tree_flatten((list(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, Operand))
+    operands = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Operand)]
+    parents = tuple(leaves[place].expression for place in operands)
+
+    def outputs_of(*values: Tensor) -> list[Any]:
+        filled = list(leaves)
+        for place, tensor in zip(operands, values, strict=True):
+            filled[place] = tensor
+        args, kwargs = tree_unflatten(filled, spec)
+        return tree_flatten(function(*args, **kwargs))[0]
+
+    if function is F.embedding and isinstance(args[0], Tensor):
+        rows = Rows(parents[0], args[0])
+        return Watched.of(rows, F.embedding(args[0], args[1].value), now)
+    found, shape = tree_flatten(function(*_plain(args), **_plain_named(kwargs)))
+    for place, leaf in enumerate(found):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            whole = Derived(parents, lambda *values, place=place: outputs_of(*values)[place], name in COPIES)
+            found[place] = Watched.of(_shorter(name, leaves[operands[0]], leaf) or whole, leaf, now)
+    return tree_unflatten(found, shape)
+
+
+def _shorter(name: str, operand: Operand, result: Tensor) -> Expression | None:
+    """A form that keeps factored gradients factored, where the result is a view that has one."""
+    value = operand.value
+    if name in TRANSPOSES and value.dim() == 2 and result.shape == value.shape[::-1]:
+        return Transposed(operand.expression) if result.stride() == value.stride()[::-1] else None
+    rows = result.dim() == value.dim() > 0 and result.shape[1:] == value.shape[1:] and result.stride() == value.stride()
+    if rows and result.data_ptr() and result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+        start, rest = divmod(int(result.storage_offset() - value.storage_offset()), max(1, value.stride(0)))
+        if rest == 0 and start >= 0 and start + len(result) <= len(value):
+            return Block(operand.expression, start, start + len(result))
+    return None

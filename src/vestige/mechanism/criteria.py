@@ -1,0 +1,66 @@
+"""What is one example's loss? Of any loss of a batch: that of a batch of one, with a divisor that no example decides.
+
+A weighted mean of a single target is the target's loss whatever its weight, and the mean over no target at all is no
+number. So torch's weighted and ignoring losses are taken apart: an example's loss is weighted by its own class over the
+mean weight of a class, and what it ignores adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+BatchLoss = Callable[..., Tensor]
+"""A loss of a batch: (outputs, targets) -> a number, or one for each example."""
+MODULES: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.CrossEntropyLoss: F.cross_entropy,
+    nn.NLLLoss: F.nll_loss,
+}
+FIELDS = ("weight", "ignore_index", "reduction", "label_smoothing")
+
+
+def example_losses(loss: BatchLoss, outputs: Any, targets: Tensor) -> Tensor:
+    """The loss of each example, [examples]; outputs and targets have the examples on their first axis."""
+    known = _known(loss)
+    if known is not None and isinstance(outputs, Tensor) and outputs.dim() >= 2:
+        return _by_class(*known, outputs, targets)
+
+    def one(output: Any, target: Tensor) -> Tensor:
+        leaves, shape = tree_flatten(output)
+        return loss(tree_unflatten([leaf.unsqueeze(0) for leaf in leaves], shape), target.unsqueeze(0)).sum()
+
+    return vmap(one, randomness="different")(outputs, targets)
+
+
+def batch_mean(loss: BatchLoss) -> BatchLoss:
+    """The mean of the examples' own losses over the rows of a batch."""
+
+    def mean(outputs: Any, targets: Tensor) -> Tensor:
+        return example_losses(loss, outputs, targets).mean()
+
+    return mean
+
+
+def _known(loss: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
+    """One of torch's losses of classes, and its options; None for any other."""
+    if type(loss) in MODULES:
+        return MODULES[type(loss)], {name: getattr(loss, name) for name in FIELDS if hasattr(loss, name)}
+    if isinstance(loss, partial) and loss.func in MODULES.values() and not loss.args:
+        return loss.func, dict(loss.keywords)
+    return (loss, {}) if loss in MODULES.values() else None
+
+
+def _by_class(function: Callable[..., Tensor], options: dict[str, Any], outputs: Tensor, targets: Tensor) -> Tensor:
+    options = {key: value for key, value in options.items() if key in FIELDS}
+    reduction, weight = options.pop("reduction", "mean"), options.get("weight")
+    each = function(outputs, targets, **options, reduction="none").flatten(1 if outputs.dim() > 2 else 0)
+    if reduction != "mean":
+        return each if each.dim() == 1 else each.sum(dim=1)
+    each = each if each.dim() == 1 else each.mean(dim=1)
+    return each if weight is None else each / weight.mean()

@@ -1,0 +1,99 @@
+"""Which examples may a pass be about? Each draw of the loader is handed out in parts, each for one step.
+
+The sampler announces every part that it draws. A pass of the model takes the next part of its number of rows; a pass
+for which there is none is about examples that did not come through the sampler, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of which draw a physical batch is. An empty draw is one part of no examples."""
+
+    draw: int
+    number: int
+    last: bool
+    size: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows are handed out: an empty draw is one made-up row, which counts for nothing."""
+        return max(1, self.size)
+
+
+class Parts:
+    """The parts that were drawn and may still be used, and the one in use.
+
+    A part is used in one step; in `steps` of them, where that was planned and priced.
+    """
+
+    def __init__(self, steps: int = 1) -> None:
+        self._drawn: deque[Part] = deque()
+        self.current: Part | None = None
+        self._steps, self._left = steps, steps
+
+    def announce(self, part: Part) -> None:
+        self._drawn.append(part)
+
+    def forget(self) -> None:
+        """The loader starts anew: what was drawn and not used never will be."""
+        self._drawn.clear()
+        self.current = None
+
+    def take(self, rows: int) -> Part | None:
+        """The part that a pass over so many rows is about: the one in use, or the next one drawn.
+
+        A loop may skip batches, and take several before it uses the first; it uses them in order.
+        """
+        if self.current is not None and self.current.rows == rows:
+            return self.current
+        place = next((place for place, part in enumerate(self._drawn) if part.rows == rows), None)
+        return None if place is None else self._drawn[place]
+
+    def waiting(self) -> list[Part]:
+        """The parts that a pass may be about."""
+        return ([self.current] if self.current is not None else []) + list(self._drawn)
+
+    def usable(self, part: Part) -> bool:
+        return any(part is each for each in self.waiting())
+
+    def use(self, part: Part) -> None:
+        """A backward pass has come: the part is in use, and whatever was drawn before it is over."""
+        if part is not self.current:
+            self._left = self._steps
+        while any(part is each for each in self._drawn):
+            self._drawn.popleft()
+        self.current = part
+
+    def stepped(self) -> None:
+        """Of the steps that may be about the part in use one is taken; after the last it is spent."""
+        self._left -= 1
+        if self._left <= 0:
+            self.current = None
+
+    def expected(self) -> str:
+        """What passes could be about, in words for an error."""
+        sizes = [part.rows for part in self.waiting()]
+        if not sizes:
+            return "no batch of the private loader is waiting to be used"
+        return f"the private loader handed out {', '.join(map(str, sizes[:4]))}{' ...' if len(sizes) > 4 else ''} rows"
+
+
+class AnyRows(Parts):
+    """Batches that are the user's own: whatever rows a pass is about are one more draw. No epsilon holds for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws = 0
+
+    def take(self, rows: int) -> Part:
+        if self.current is None or self.current.rows != rows:
+            self._draws += 1
+            self.announce(Part(self._draws, 0, True, rows))
+        found = super().take(rows)
+        assert found is not None
+        return found
