@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from vestige.compare.specification import Contender, Problem, Specification
 from vestige.methods.base import METHODS
-from vestige.records import VERSION, PrivacyTarget, Run, read_record
+from vestige.records import FORMAT_VERSION, PrivacyTarget, Run, read_record
 
 TINY = Specification(
     problems=(Problem("digits-mlp"),),
@@ -40,7 +40,7 @@ def fake(run: Run, score: float, **more):
     """A record as executing a run makes it, without training anything; `more` are further parts of its file."""
     tuning = run.stage == "tuning"
     content = {
-        "version": VERSION,
+        "version": FORMAT_VERSION,
         "id": run.id,
         "run": run.to_json(),
         "status": "done",

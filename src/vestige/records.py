@@ -18,7 +18,7 @@ from typing import Any, Literal
 from vestige.files import read_value
 from vestige.questions import Question
 
-VERSION = 2
+FORMAT_VERSION = 2
 """Of a comparison folder's format: a record or specification of another version is refused."""
 TARGETS = {"epsilon": "epsilon", "paper_sigma": "the paper's sigma", "noise_multiplier": "noise multiplier"}
 
@@ -69,7 +69,7 @@ class Run:
 
     @cached_property
     def id(self) -> str:
-        content = json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)
+        content = json.dumps({"version": FORMAT_VERSION, **asdict(self)}, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:20]
 
     @property
@@ -292,8 +292,8 @@ def read_record(content: Any) -> RunRecord:
     """The record of a comparison's run; ValueError names the part because of which no table could be made of it."""
     if not isinstance(content, dict):
         raise ValueError("not a record")
-    if content.get("version") != VERSION:
-        raise ValueError(f"format {content.get('version')}, this version reads {VERSION}")
+    if content.get("version") != FORMAT_VERSION:
+        raise ValueError(f"format {content.get('version')}, this version reads {FORMAT_VERSION}")
     run, status = Run.from_json(content.get("run")), content.get("status")
     if content.get("id") != run.id:
         raise ValueError("its name is not the hash of the run that it describes")
@@ -320,7 +320,7 @@ GROUPS: dict[str, Any] = {"statement": Statement, "terms": Terms, "selection": S
 
 
 def _heading(run: Run, status: str) -> dict[str, Any]:
-    return {"version": VERSION, "id": run.id, "run": run.to_json(), "status": status}
+    return {"version": FORMAT_VERSION, "id": run.id, "run": run.to_json(), "status": status}
 
 
 def _grouped(kind: Any, content: Any) -> Any:

@@ -9,7 +9,7 @@ from commands import finished
 from comparisons import AUTO, TINY
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender, Specification
-from vestige.records import VERSION, PrivacyTarget
+from vestige.records import FORMAT_VERSION, PrivacyTarget
 
 
 def test_specification_survives_json():
@@ -48,7 +48,7 @@ def test_a_budget_must_be_positive_and_known():
 
 
 def _specified(change):
-    content = json.loads(json.dumps({"version": VERSION, "specification": AUTO.to_json()}))
+    content = json.loads(json.dumps({"version": FORMAT_VERSION, "specification": AUTO.to_json()}))
     change(content["specification"])
     return content
 

@@ -11,7 +11,17 @@ import typer
 
 from vestige.checks import check_steps
 from vestige.cli.errors import refuse_if_given, refuse_others
-from vestige.cli.progress import Address, Device, Engine, Execution, Stacking, Workers, check_tasks, finish, make_runs
+from vestige.cli.progress import (
+    AddressFlag,
+    DeviceFlag,
+    EngineFlag,
+    Execution,
+    StackFlag,
+    WorkersFlag,
+    check_tasks,
+    finish,
+    make_runs,
+)
 from vestige.cli.terminal import Json, stderr
 from vestige.compare.arguments import contenders, grids, numbers, try_to_build
 
@@ -51,11 +61,11 @@ def compare(
     reproducible: Annotated[
         bool, typer.Option("--reproducible", help="Fix noise and sampling. Protects nobody: for tests.")
     ] = False,
-    engine: Engine = "local",
-    ray_address: Address = None,
-    workers: Workers = None,
-    stack: Stacking = "auto",
-    device: Device = None,
+    engine: EngineFlag = "local",
+    ray_address: AddressFlag = None,
+    workers: WorkersFlag = None,
+    stack: StackFlag = "auto",
+    device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the comparison (default: runs/compare-TIME).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue (or help with) the comparison in this folder.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="With --resume: try failed runs again.")] = False,

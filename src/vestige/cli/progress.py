@@ -18,11 +18,13 @@ from rich.table import Table
 from vestige.cli.errors import INTERRUPTED
 from vestige.cli.terminal import print_json, sigterm_as_ctrl_c, stderr, stdout
 
-Workers = Annotated[int | None, typer.Option(help="Processes (default: one per core, one in all on a GPU).")]
-Engine = Annotated[str, typer.Option(help="local (processes) or ray (a Ray cluster).")]
-Stacking = Annotated[str, typer.Option(help="auto: train runs that fit together as one stack; off: one after another.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")]
-Address = Annotated[str | None, typer.Option(help="Address of the Ray cluster (default: a local one).")]
+WorkersFlag = Annotated[int | None, typer.Option(help="Processes (default: one per core, one in all on a GPU).")]
+EngineFlag = Annotated[str, typer.Option(help="local (processes) or ray (a Ray cluster).")]
+StackFlag = Annotated[
+    str, typer.Option(help="auto: train runs that fit together as one stack; off: one after another.")
+]
+DeviceFlag = Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")]
+AddressFlag = Annotated[str | None, typer.Option(help="Address of the Ray cluster (default: a local one).")]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def make_runs(
     usual = 1 if device != "cpu" or execution.alone else max(1, os.cpu_count() or 1)
     machine = Machine(device, data or {}, execution.stack == "auto" and not execution.alone)
     try:
-        with sigterm_as_ctrl_c(), progress(visible) as on_progress:
+        with sigterm_as_ctrl_c(), run_progress(visible) as on_progress:
             return runner.compare(
                 path,
                 specification,
@@ -89,7 +91,7 @@ def make_runs(
 
 
 @contextmanager
-def progress(visible: bool) -> Iterator[Any]:
+def run_progress(visible: bool) -> Iterator[Any]:
     """A live line on standard error: runs done, time left, and the best row so far."""
     columns = (
         TextColumn("runs"),

@@ -10,7 +10,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vestige.cli.progress import Address, Device, Engine, Execution, Stacking, Workers, check_tasks, make_runs, show
+from vestige.cli.progress import (
+    AddressFlag,
+    DeviceFlag,
+    EngineFlag,
+    Execution,
+    StackFlag,
+    WorkersFlag,
+    check_tasks,
+    make_runs,
+    show,
+)
 from vestige.cli.terminal import Json, print_json, stdout
 
 
@@ -33,11 +43,11 @@ def reproduce(
     name: Annotated[str, typer.Argument(help="A preset of `vestige presets`.")],
     data: Annotated[str | None, typer.Option(help="Folder with the datasets.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Few steps and seeds, to see that it works.")] = False,
-    engine: Engine = "local",
-    ray_address: Address = None,
-    workers: Workers = None,
-    stack: Stacking = "auto",
-    device: Device = None,
+    engine: EngineFlag = "local",
+    ray_address: AddressFlag = None,
+    workers: WorkersFlag = None,
+    stack: StackFlag = "auto",
+    device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder (default: runs/NAME or runs/NAME-small).")] = None,
     as_json: Json = False,
 ) -> None:

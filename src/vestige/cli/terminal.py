@@ -28,7 +28,7 @@ def print_json(content: dict[str, Any]) -> None:
 
 
 @contextmanager
-def progress(
+def step_progress(
     visible: bool,
 ) -> Iterator[Callable[[str, int], Callable[[int, float | None, float | None, float | None], None]]]:
     """A live bar on standard error: steps, accuracy on public data, spent epsilon and the budget."""

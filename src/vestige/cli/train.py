@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vestige.cli.errors import INTERRUPTED, refuse_others
 from vestige.cli.method_flags import with_method_options
-from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, progress, stderr, stdout
+from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, stderr, stdout, step_progress
 
 
 @with_method_options
@@ -166,8 +166,8 @@ def train(
     loaded, training = start(job, path, resume=resume is not None)
     _announce(job, training)
     with (
-        progress(not as_json) as bar,
-        graceful_stop() as asked_to_stop,
+        step_progress(not as_json) as bar,
+        graceful_stop() as stopping,
         loggers.opened(log_to or [], path.name) as logs,
     ):
         show = bar(job.method, training.plan.steps)
@@ -177,7 +177,7 @@ def train(
             for log in logs:
                 extra = loggers.nonprivate(training) if job.nonprivate_logs else {}
                 log.log(record.step, {**loggers.released(record.to_json(), accuracy), **extra})
-            return not asked_to_stop()
+            return not stopping()
 
         result = complete(job, loaded, training, on_step)
     if as_json:

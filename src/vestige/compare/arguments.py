@@ -1,4 +1,4 @@
-"""How is a comparison written at a terminal? Contenders as NAME:option=value, grids with commas between values."""
+"""How is a comparison written on a command line? Contenders as NAME:option=value, grids as lists with commas."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_refuse_constant)
     except ValueError:
         return text.strip()
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} has no place in a folder's files")
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON: a folder's files could not hold it")
 
 
 def _parts(text: str) -> list[str]:

@@ -96,14 +96,14 @@ def _can_stack(task: str, data: str | None, method: str, options: str) -> bool:
         return False  # it will fail alone, with its own line
 
 
-def footprint(run: Run, machine: Machine) -> int:
+def memory_in_stack(run: Run, machine: Machine) -> int:
     """Bytes that this run takes in a stack."""
     options = json.dumps(dict(run.options))
-    return _footprint(run.task, machine.data.get(run.task), run.method, options, run.sample_rate, run.steps)
+    return _memory_in_stack(run.task, machine.data.get(run.task), run.method, options, run.sample_rate, run.steps)
 
 
 @lru_cache(maxsize=1024)
-def _footprint(task: str, data: str | None, method: str, options: str, rate: float, steps: int) -> int:
+def _memory_in_stack(task: str, data: str | None, method: str, options: str, rate: float, steps: int) -> int:
     loaded = _initial(task, data, 0)
     return stacked.footprint(loaded.model, build(method, **json.loads(options)), rate, len(loaded.train[1]), steps)
 

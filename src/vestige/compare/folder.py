@@ -12,7 +12,7 @@ from vestige.compare.claims import Claims
 from vestige.compare.runs import membership
 from vestige.compare.specification import Specification
 from vestige.files import make_folder, read_json, write_json
-from vestige.records import VERSION, FailedRun, Run, RunRecord, failed, read_record
+from vestige.records import FORMAT_VERSION, FailedRun, Run, RunRecord, failed, read_record
 
 
 class ComparisonFolder:
@@ -41,7 +41,7 @@ class ComparisonFolder:
             raise ValueError(f"out={str(self.path)!r} is not an empty folder: choose another")
         self.create_pool()
         if not (self.path / "spec.json").exists():
-            write_json(self.path / "spec.json", {"version": VERSION, "specification": specification.to_json()})
+            write_json(self.path / "spec.json", {"version": FORMAT_VERSION, "specification": specification.to_json()})
 
     def create_pool(self) -> None:
         """Make the folders for records and claims."""
@@ -55,10 +55,10 @@ class ComparisonFolder:
             raise ValueError(f"{str(self.path)!r} holds no comparison: there is no spec.json in it")
         content = read_json(path)
         version = content.get("version") if isinstance(content, dict) else None
-        if version != VERSION:
+        if version != FORMAT_VERSION:
             raise ValueError(
-                f"{path} was written by another version of vestige (format {version}, this one reads {VERSION}): "
-                f"use that version, or start a new folder"
+                f"{path} was written by another version of vestige (format {version}, this one reads "
+                f"{FORMAT_VERSION}): use that version, or start a new folder"
             )
         try:
             return Specification.from_json(content.get("specification"))

@@ -20,7 +20,7 @@ import torch
 
 from vestige.compare import runs, tables
 from vestige.compare.claims import ATTEMPTS
-from vestige.compare.execute import Machine, examples, explain, footprint, perform, stackable
+from vestige.compare.execute import Machine, examples, explain, memory_in_stack, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Specification
 from vestige.methods.base import METHODS
@@ -210,7 +210,7 @@ def _claim_batch(folder: ComparisonFolder, waiting: Sequence[Run], machine: Mach
             most, free = min(LARGEST_STACK, -(-alike // workers)), machine.available_memory()
         most = min(most, folder.claims.largest_stack(run) or most)
         if common is not None:
-            free -= footprint(run, machine)
+            free -= memory_in_stack(run, machine)
     return batch
 
 

@@ -59,7 +59,7 @@ class Specification:
     lr: float | None = None
     baseline: str = "dp-sgd"
     evaluations: int = 0
-    """How often a final run is judged on the test set before its end; a comparison needs none."""
+    """How often a final run is evaluated on the test set before its end; a comparison needs none."""
     reproducible: bool = False
     physical_batch: int | None = None
 

@@ -14,7 +14,7 @@ from vestige.compare.report.html import ALIGNED, items, table, text
 from vestige.compare.report.privacy import privacy
 from vestige.compare.report.style import key, look_of
 
-MANY = 5
+NAMED = 5
 """Up to so many methods are named in a sentence; more are counted, and named when the reader unfolds them."""
 
 
@@ -120,7 +120,7 @@ def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline
     if broken:
         sentences.append(f"Every run of {text(', '.join(broken))} failed; the table says why.")
     same = [row["method"] for row in others if row["sentence"].startswith("not distinguishable")]
-    if len(same) > MANY:
+    if len(same) > NAMED:
         said = f"{len(same)} methods are not distinguishable from {text(baseline)}"
         sentences.append(f"<details><summary>{said}</summary>{text(', '.join(same))}</details>")
     elif same:

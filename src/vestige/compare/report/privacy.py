@@ -96,7 +96,7 @@ def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [kinds[key] for key in sorted(kinds)]
 
 
-MANY = 4
+LISTED = 4
 """Up to so many questions of one kind are listed one by one; of more, the range of each number is given."""
 
 
@@ -105,7 +105,7 @@ def _questions(charged: Sequence[Mapping[str, Any]]) -> Iterable[str]:
     for row in charged:
         kinds.setdefault(row["kind"], []).append(row)
     for kind, rows in kinds.items():
-        listed = [[row] for row in rows] if len(rows) <= MANY else [rows]
+        listed = [[row] for row in rows] if len(rows) <= LISTED else [rows]
         for alike in listed:
             facts = ", ".join(
                 _range(key, [row[key] for row in alike]) for key in alike[0] if key not in ("kind", "count")
