@@ -1,6 +1,8 @@
 """Does what is written about a run have one schema? Round trips of what version 0.1.0 wrote, and refusals by name."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +57,7 @@ def test_a_failure_survives_a_round_trip():
         (
             "nonprivate_validation_accuracy",
             0.5,
-            "part 'nonprivate_validation_accuracy', which a auto run does not have",
+            "a part 'nonprivate_validation_accuracy', which no run of stage auto has",
         ),
         ("accuracy", MISSING, "lacks its part 'accuracy'"),
         ("curve", MISSING, "lacks its part 'curve'"),
@@ -99,6 +101,11 @@ def test_diagnostics_are_numbers_and_lists_of_them():
     record = read_record({**fake(RUN, 0.5).to_json(), **shown})
     assert record.diagnostics == shown
     assert {key: record.to_json()[key] for key in shown} == shown
+
+
+def test_records_are_read_without_torch():
+    code = "import sys, vestige.records; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_what_is_not_finite_is_written_as_null():

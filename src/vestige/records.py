@@ -242,7 +242,7 @@ class CompletedRun:
                 raise ValueError(f"its record lacks its part {key!r}")
         for key in foreign:
             if getattr(self, key) is not None:
-                raise ValueError(f"its record has a part {key!r}, which a {self.run.stage} run does not have")
+                raise ValueError(f"its record has a part {key!r}, which no run of stage {self.run.stage} has")
         _check_diagnostics("its record", self.diagnostics)
         for row in self.charged:
             _check_charge(row)
