@@ -27,8 +27,7 @@ from vestige.compare.arguments import contenders
 from vestige.compare.execute import Machine
 from vestige.compare.specification import FACTORS, Contender, Problem, Specification
 from vestige.compare.summary import summarised
-from vestige.methods.base import METHODS
-from vestige.methods.registry import build
+from vestige.methods.registry import METHODS, build
 from vestige.records import PrivacyTarget
 
 OWN_BUDGET = 17.4

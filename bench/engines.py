@@ -35,9 +35,11 @@ from vestige.engines.cuda_graphs import Captured
 from vestige.engines.gradients import Geometry, Patches
 from vestige.engines.reference import Reference
 from vestige.layout import Layout, Segment
-from vestige.mechanism.clipping import BoundedSum, Engine, Flat
-from vestige.mechanism.noise import Randomness, Release, add_noise
+from vestige.mechanism.clipping import Flat, GradientEngine
 from vestige.optim.memory import HISTORIES, Blend, Identity
+from vestige.randomness.gaussian import add_noise
+from vestige.randomness.keys import Randomness
+from vestige.randomness.release import BoundedSum, Release
 from vestige.tasks import models
 
 Step = Callable[[], object]
@@ -165,7 +167,9 @@ def opacus_ghost(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
     return step
 
 
-def private(make: Callable[..., Engine], memory: bool = False) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Step]:
+def private(
+    make: Callable[..., GradientEngine], memory: bool = False
+) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Step]:
     """Clip and sum, add noise, remember, move: the parts of `training.advance`, on a given batch."""
 
     def build(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:

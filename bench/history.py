@@ -18,8 +18,8 @@ import torch
 import vestige
 from vestige import tasks
 from vestige.layout import Layout, Segment
-from vestige.mechanism.noise import Release
 from vestige.optim.memory import Blend
+from vestige.randomness.release import Release
 from vestige.training.loop import accuracy
 
 HISTORIES: tuple[Any, Any] = ("float32", "bfloat16")
@@ -31,7 +31,7 @@ def direction_errors(share: float, window: int, steps: int = 1000, size: int = 2
     The releases are noise about a slowly turning signal of a tenth of its norm, which a memory is there to find.
     """
     generator = torch.Generator().manual_seed(0)
-    memories = [Blend(share=share, window=window, history=history) for history in HISTORIES]
+    memories = [Blend(fresh_weight=share, window=window, history=history) for history in HISTORIES]
     layout = Layout((Segment("w", 0, (size,)),))
     states = [memory.init(layout, torch.device("cpu")) for memory in memories]
     signal, errors = torch.randn(size, generator=generator), []

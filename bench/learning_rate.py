@@ -27,7 +27,7 @@ from vestige.compare.execute import Machine
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.report import drawing
 from vestige.compare.specification import Contender, Problem, Specification
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 from vestige.records import PrivacyTarget, Run, RunRecord, completed, failed
 
 FACTORS = (0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0)

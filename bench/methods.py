@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 import vestige
-from vestige.methods.base import METHODS
-from vestige.methods.registry import build
+from vestige.methods.registry import METHODS, build
 from vestige.tasks.models import mlp
 
 PUBLISHED = {

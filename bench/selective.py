@@ -25,6 +25,7 @@ import torch
 
 import vestige
 from vestige import accounting, tasks
+from vestige.accounting.budgets import FilteredBudget
 from vestige.compare.presets import published
 from vestige.files import write_json
 from vestige.methods.base import Method
@@ -185,7 +186,7 @@ def selective(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
         result[f"published_claim_epsilon{suffix}"] = seen.published_claim_epsilon
 
     planned = {question: trials for question in one}
-    limit = planning.Filter(epsilon, DELTA, one) if adaptive else accounting.Budget(epsilon, DELTA, planned)
+    limit = FilteredBudget(epsilon, DELTA, one) if adaptive else accounting.Budget(epsilon, DELTA, planned)
     passing = Passing(limit, note)
     training.ledger.budget = passing
     claimed = cell.seed >= CLAIM_SEEDS[cell.method]

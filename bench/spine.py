@@ -19,8 +19,8 @@ from torch import nn
 import vestige
 from vestige import accounting
 from vestige.engines.registry import ENGINES
-from vestige.mechanism.noise import Release
 from vestige.questions import SampledGaussian
+from vestige.randomness.release import Release
 from vestige.tasks import models
 
 BATCH, EXAMPLES = 200, 5000

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from vestige.compare.specification import Contender, Problem, Specification
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 from vestige.records import FORMAT_VERSION, PrivacyTarget, Run, read_record
 
 TINY = Specification(

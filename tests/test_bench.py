@@ -10,7 +10,7 @@ import pytest
 
 from comparisons import AUTO, fake
 from vestige.compare import runs
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 from vestige.records import FailedRun
 
 BENCH = Path(__file__).parents[1] / "bench"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vestige
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,7 +58,7 @@ from vestige.layout import Layout
 from vestige.optim.memory import Filtered, State
 from vestige.methods.base import Method, Neutral, register
 from vestige.methods.options import Bound, Momentum
-from vestige.mechanism.noise import Release
+from vestige.randomness.gaussian import Release
 from vestige.optim.rules import sgd
 """
     # Annotations are read by name, so the page needs a module of its own.

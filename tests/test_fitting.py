@@ -17,7 +17,7 @@ from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.methods.registry import build
 from vestige.training import physical_batch as fitting
-from vestige.training.physical_batch import Memory, largest_part, largest_that_fits, made_up, plausible_sample
+from vestige.training.physical_batch import DeviceMemory, largest_part, largest_that_fits, made_up, plausible_sample
 
 LOSS = nn.functional.cross_entropy
 
@@ -67,7 +67,7 @@ def fake_memory(free, fixed, each, calls):
         call()
         return fixed + each * calls[before]
 
-    return Memory(lambda: free, taken)
+    return DeviceMemory(lambda: free, taken)
 
 
 class Counting(BookKeeping):
@@ -150,7 +150,7 @@ def test_a_run_in_parts_that_fit_is_the_same_run(method, monkeypatch):
     monkeypatch.setattr(
         fitting, "made_up", lambda blank, size, device: sizes.append(size) or original(blank, size, device)
     )
-    monkeypatch.setattr(fitting, "memory_of", lambda device: Memory(lambda: 1e9, small))
+    monkeypatch.setattr(fitting, "memory_of", lambda device: DeviceMemory(lambda: 1e9, small))
     training, split = run("auto", method=method)
     assert training.physical_batch == 6
     _, whole = run(None, method=method)

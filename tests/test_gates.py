@@ -23,17 +23,20 @@ from vestige.accounting.ledger import read
 from vestige.accounting.selective import Trials, price
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
+from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Flat
+from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
+from vestige.mechanism.examples import Examples
 from vestige.mechanism.loss_difference import LossDifference, example_losses, right_answers
-from vestige.mechanism.noise import Randomness
-from vestige.mechanism.sampling import Poisson
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.decay import NoisyLosses, PhasedDecay, mean_above, uncensored_mean
 from vestige.optim.gates import Attempt, BufferedRejection, NoisyLossTest
 from vestige.optim.rules import Rule, sgd
 from vestige.questions import BudgetSpent, SampledGaussian, Trial
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import Poisson
 from vestige.training.planning import affordable
 from vestige.training.verify import reprice, verify
 
@@ -115,7 +118,9 @@ def test_a_buffer_of_one_without_decay_is_dpsur():
 
 def moved(state):
     optimizer = {i: dict(state.optimizer.state.get(p, {})) for i, p in enumerate(state.parameters.values())}
-    return digest([dict(state.parameters), optimizer, state.optimizer.param_groups, state.memory, state.gradient])
+    return digest(
+        [dict(state.parameters), optimizer, state.optimizer.param_groups, state.learner.memory, state.gradient]
+    )
 
 
 @pytest.mark.parametrize("rule", [sgd(0.9), Rule(torch.optim.Adam), Rule(torch.optim.AdamW)], ids=lambda r: r.name)
@@ -128,7 +133,7 @@ def test_a_rejected_step_leaves_no_bit_behind(rule):
         after = moved(training.state)
         assert (after == before) == (not record.accepted)
         assert record.accepted or record.diagnostics == {}
-        assert training._curator.asked == training._curator.compared == asked + 1
+        assert training.curator.asked == training.curator.comparisons.asked == asked + 1
         before, asked = after, asked + 1
         seen[record.accepted] += 1
     assert min(seen.values()) > 3
@@ -145,7 +150,7 @@ def test_the_first_step_is_undone_too():
 def test_noise_is_never_used_twice():
     noises = []
     training = start(build("dpsur", threshold=-1000.0, accounting="every-trial", validation_batch=20), steps=20)
-    training._curator._nonprivate_witness = lambda total, noise: noises.append(noise.numpy().tobytes())
+    training.curator._nonprivate_witness = lambda total, noise: noises.append(noise.numpy().tobytes())
     list(training)
     assert len(set(noises)) == len(noises) == 20
 
@@ -153,14 +158,14 @@ def test_noise_is_never_used_twice():
 def test_a_trial_cut_short_by_the_budget_is_undone():
     method = build("dpsur", accounting="every-trial", **TEST)
     training = start(method, steps=3)
-    state, ask = training.state, training._curator._ask
+    state, ask = training.state, training.curator._charges._ask
 
     def refuse_the_test(question, *, step, part, sensitivity):
         if step == 1 and part == 1:
             raise BudgetSpent
         ask(question, step=step, part=part, sensitivity=sensitivity)
 
-    training._curator._ask = refuse_the_test
+    training.curator._charges._ask = refuse_the_test
     records = iter(training)
     next(records)
     before = moved(state)
@@ -208,17 +213,10 @@ def curator_of(targets, *, seed=0, ask=lambda *a, **k: None, loss=staircase, mod
     targets = torch.as_tensor(targets, dtype=torch.float32)
     data = (torch.zeros(len(targets), 1), targets)
     layout = Layout.of(model)
-    return Curator(
-        data,
-        Reference(model, loss, layout),
-        layout,
-        Poisson(0.5),
-        Randomness.reproducible(seed),
-        ask,
-        device=torch.device("cpu"),
-        losses=example_losses(model, loss),
-        right=right_answers(model),
-    )
+    examples, key, charges = Examples(data, torch.device("cpu")), Randomness.reproducible(seed), Charges(ask)
+    comparisons = Comparisons(examples, key, charges, example_losses(model, loss), right_answers(model))
+    engine = Reference(model, loss, layout)
+    return Curator(examples, engine, layout, Poisson(0.5), key, charges, comparisons=comparisons)
 
 
 def at(value):
@@ -229,7 +227,7 @@ def at(value):
 def test_acceptance_frequencies_are_the_normal_tails(sign):
     curator, sigma, threshold, bound = curator_of([sign] * 50), 1.3, -1.0, 1e-3
     change = LossDifference(0.9, sigma, bound, 45)
-    answers = np.array([curator.loss_difference(at(0), at(1), change, step=i) for i in range(1500)])
+    answers = np.array([curator.comparisons.loss_difference(at(0), at(1), change, step=i) for i in range(1500)])
     accepted = int((answers < threshold * bound).sum())
 
     def tail(multiplier):
@@ -281,7 +279,7 @@ def test_an_empty_sample_is_no_change_but_noised_and_charged():
     asked = []
     curator = curator_of([1.0] * 3, ask=lambda question, **place: asked.append((question, place)))
     change = LossDifference(1e-12, 1.0, 1e-3, 1e-9)
-    answers = np.array([curator.loss_difference(at(0), at(1), change, step=i) for i in range(300)])
+    answers = np.array([curator.comparisons.loss_difference(at(0), at(1), change, step=i) for i in range(300)])
     assert len(asked) == 300
     assert asked[7] == (SampledGaussian(1e-12, 1.0), {"step": 7, "part": 1, "sensitivity": 2e-3})
     assert kstest(answers / 2e-3, "norm").pvalue > 1e-3
@@ -306,11 +304,11 @@ def test_both_models_are_measured_on_the_same_sample_and_without_dropout():
 
 def test_comparison_samples_are_poisson_and_independent_of_the_gradients():
     curator = curator_of([1.0] * 200)
-    sizes = np.array([len(curator._comparison(0.3)[0]) for _ in range(500)])
+    sizes = np.array([len(curator.comparisons._sample(0.3)[0]) for _ in range(500)])
     assert abs(sizes.mean() - 60) < 4 * np.sqrt(42 / 500)
     assert 42 * 0.75 < sizes.var() < 42 * 1.3
     gradient_sample = Poisson(0.3).draw(200, 0, Randomness.reproducible(0))
-    assert not torch.equal(gradient_sample, curator_of([1.0] * 200)._comparison(0.3)[0])
+    assert not torch.equal(gradient_sample, curator_of([1.0] * 200).comparisons._sample(0.3)[0])
 
 
 # --- what is charged, and when ---------------------------------------------------------------------------------------
@@ -326,15 +324,18 @@ def test_a_trial_is_charged_as_one_question_before_anything_is_answered():
     curator = curator_of([1.0] * 10, ask=ask)
     curator._engine = lambda *a, **k: pytest.fail("the data was touched before the trial was charged")
     trial = Trial(0.5, 2.0, 0.3, 1.0, -1.0)
-    with pytest.raises(BudgetSpent), curator.trial(trial):
+    with pytest.raises(BudgetSpent), curator.comparisons.trial(trial):
         curator.gradient(at(0), Flat(1.0), 2.0, step=0)
     assert asked == [trial]
-    assert curator.asked == curator.compared == 0
+    assert curator.asked == curator.comparisons.asked == 0
 
 
 def test_a_trial_covers_its_own_questions_only():
     curator = curator_of([1.0] * 10)
-    with pytest.raises(AssertionError, match="not what is due"), curator.trial(Trial(0.5, 2.0, 0.3, 1.0, -1.0)):
+    with (
+        pytest.raises(AssertionError, match="not what is due"),
+        curator.comparisons.trial(Trial(0.5, 2.0, 0.3, 1.0, -1.0)),
+    ):
         curator.gradient(at(0), Flat(1.0), 1.9, step=0)
 
 
@@ -383,7 +384,7 @@ def test_the_per_example_form_is_priced_by_its_range():
     from vestige.accounting.trials import acceptance
 
     assert acceptance(question) == pytest.approx((low, high))
-    with pytest.raises(ValueError, match=r"clip_each=0\.1 has no trial-level price"):
+    with pytest.raises(ValueError, match=r"each=0\.1 has no trial-level price"):
         BufferedRejection(test).questions((SampledGaussian(0.1, 1.0),))
 
 
@@ -487,8 +488,8 @@ def test_a_tie_is_broken_by_a_coin():
     curator = curator_of([1.0])
     tosses = []
     for _ in range(1000):
-        curator.compared += 1
-        tosses.append(curator.coin(2))
+        curator.comparisons.asked += 1
+        tosses.append(curator.comparisons.coin(2))
     assert binomtest(sum(tosses), 1000).pvalue > 1e-3
 
 
@@ -683,14 +684,13 @@ def test_the_noisy_count_counts():
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(400, 2, generator=generator)
     targets = (inputs[:, 1] > inputs[:, 0]).long()
-    layout = Layout.of(model)
     asked = []
-    curator = Curator(
-        (inputs, targets), Reference(model, LOSS, layout), layout, Poisson(0.5), Randomness.reproducible(0),
-        lambda q, **k: asked.append(q), device=torch.device("cpu"), right=right_answers(model),
-    )  # fmt: skip
+    examples = Examples((inputs, targets), torch.device("cpu"))
+    charges = Charges(lambda q, **k: asked.append(q))
+    scores = example_losses(model, LOSS), right_answers(model)
+    comparisons = Comparisons(examples, Randomness.reproducible(0), charges, *scores)
     right, wrong = {"weight": torch.eye(2)}, {"weight": -torch.eye(2)}
-    gains = [curator.count_difference(wrong, right, rate=0.5, multiplier=10.0, step=i, part=1) for i in range(400)]
+    gains = [comparisons.count_difference(wrong, right, rate=0.5, multiplier=10.0, step=i, part=1) for i in range(400)]
     # the mean is 1; sampling gives sqrt(400 * 0.25) = 10 examples of deviation, the noise another 10, over 200
     assert np.mean(gains) == pytest.approx(1.0, abs=4 * np.sqrt(200) / 200 / 20)
     assert np.std(gains) == pytest.approx(np.sqrt(200) / 200, rel=0.15)

@@ -20,12 +20,12 @@ from vestige.checks import accounted_multiplier
 from vestige.cli.main import app
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Flat
+from vestige.mechanism.clipping import FixedClip, Flat
 from vestige.mechanism.groups import Layers, Patterns, PerGroup, named_grouping, named_split
 from vestige.questions import SampledGaussian
 from vestige.tasks import models
 from vestige.training.job import Job, start
-from vestige.training.planning import paper_groups, plan
+from vestige.training.planning import Request, paper_groups, plan
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -201,7 +201,7 @@ def test_the_whitened_shift_is_bounded_and_the_bound_is_attained(share, split):
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match=r"^clip=0 must be positive"):
+    with pytest.raises(ValueError, match=r"^bound=0 must be positive"):
         PerGroup(0)
     with pytest.raises(ValueError, match=r"^split=\(1.0, -1.0\)"):
         PerGroup(1.0, (1.0, -1.0))
@@ -304,8 +304,8 @@ def test_the_automatic_rate_uses_the_total_noise():
     rates = {}
     for share in SHARES:
         method = vestige.by_group(vestige.dp_sgd(), Layers(), (1.0, 3.0), share)
-        facts = {"sample_rate": 0.2, "steps": 20, "delta": 1e-3, "noise_multiplier": 1.5}
-        rates[share] = plan(model, layout, method, 60, **facts).lr
+        request = Request(sample_rate=0.2, steps=20, delta=1e-3, noise_multiplier=1.5)
+        rates[share] = plan(model, layout, method, 60, request).lr
         scale = method.clip.scales(layout.group_sizes).numpy()
         noise = 1.5 * np.sqrt(np.sum(np.array(layout.group_sizes) * scale**2)) / 12
         weights = np.sqrt(sum(float(p.detach().square().sum()) for p in model.parameters() if p.dim() > 1))
@@ -331,7 +331,7 @@ def test_groups_must_fit_the_method():
     assert flat.layout.groups == 1
     assert flat.method.clip == Flat(1.0)
 
-    class Other:
+    class Other(FixedClip):
         pass
 
     method = vestige.Method(name="other", clip=Other())

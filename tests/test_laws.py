@@ -3,6 +3,7 @@
 import io
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import inf
 
 import dp_accounting
 import pytest
@@ -16,18 +17,19 @@ from vestige import accounting
 from vestige.accounting import theorems
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.adaptive_clipping import Adaptive
+from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
+from vestige.mechanism.examples import Examples
 from vestige.mechanism.groups import named_grouping
-from vestige.mechanism.noise import Randomness
-from vestige.methods.base import METHODS, Method, by_group
-from vestige.methods.registry import build
+from vestige.methods.base import Method, by_group
+from vestige.methods.registry import METHODS, build
 from vestige.optim.memory import Filtered, Identity
 from vestige.optim.probes import At, Here
 from vestige.optim.rules import named
 from vestige.questions import SampledGaussian
-from vestige.training.loop import Asking, State
+from vestige.randomness.keys import Randomness
+from vestige.training.loop import Asking, TrainingState
 from vestige.training.planning import questions
 
 LOSS = nn.functional.cross_entropy
@@ -106,7 +108,7 @@ class Twin:
 
     def __call__(self, at):
         sensitivity = (at.clip or self.clip).sensitivity(self.layout)
-        self.bounds += [0.5] if hasattr(self.clip, "centred_count") else []
+        self.bounds += [0.5] if self.clip.count_deviation(NOISE, 1.0) < inf else []
         self.bounds += [sensitivity] * (2 if at.then else 1)
         tops = []
 
@@ -131,30 +133,28 @@ def distances(method, data, fewer, rate, engine=Reference, steps=5):
     seen = [[], []]
     curators = [
         Curator(
-            rows,
+            Examples(rows, torch.device("cpu")),
             engine(model, LOSS, layout),
             layout,
             method.noise.sampling(rate),
             Randomness.reproducible(3),
-            lambda *_, **__: None,
-            device=torch.device("cpu"),
-            noise=None if method.noise.white else method.noise.start(rate, 50),
+            Charges(lambda *_, **__: None),
+            noise=method.noise.start(rate, 50),
             nonprivate_witness=lambda total, _, kept=kept: kept.append(total.clone()),
         )
         for rows, kept in zip((data, fewer), seen, strict=True)
     ]
-    state = State(model, method, layout, 0.5)
+    state = TrainingState(model, method, layout, 0.5)
     bounds = []
     for step in range(steps):
-        clip = method.clip.now(state.clip) if isinstance(method.clip, Adaptive) else method.clip
+        clip = method.clip.now(state.clip)
         twin = Twin(method, clip, curators, step)
         point = {name: p.detach().clone() for name, p in state.parameters.items()}
         release, state.probe = method.probe.ask(twin, point, state.probe)
         bounds += twin.bounds
-        direction, state.memory, _ = method.memory.step(release, state.memory, point)
+        direction, state.learner.memory, _ = method.memory.step(release, state.learner.memory, point)
         state._put(layout.pack(point) - 0.5 * direction / release.expected_batch)
-        if isinstance(method.clip, Adaptive):
-            state.clip = method.clip.learn(release.unclipped, state.clip)
+        state.clip = method.clip.learn(release.unclipped, state.clip)
     assert len(seen[0]) == len(seen[1]) == len(bounds)
     return [
         (float((a - b).norm()), bound) if isinstance(bound, float) else (float(((a - b) / bound).norm()), 1.0)
@@ -393,8 +393,8 @@ def law_of_memory(method, steps=12):
     most = 0
     for _ in run:
         state = run.state
-        held = elements([state.memory, state.probe, state.average, dict(state.optimizer.state)])
-        most = max(most, held / state.layout.size + run._curator.held_noise)
+        held = elements([state.learner.memory, state.probe, state.learner.average, dict(state.optimizer.state)])
+        most = max(most, held / state.layout.size + run.curator.held_noise)
     assert most == pytest.approx(method.copies(RATE, steps), abs=0.1)
 
 

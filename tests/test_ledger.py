@@ -124,7 +124,7 @@ def test_a_result_that_says_something_else_is_found(finished):
 
 
 def test_the_question_is_durable_before_the_answer_exists(tmp_path, monkeypatch):
-    from vestige.mechanism import curator
+    from vestige.randomness.correlated import Independent
 
     model, data = make_toy()
     run = tmp_path / "run"
@@ -140,8 +140,9 @@ def test_the_question_is_durable_before_the_answer_exists(tmp_path, monkeypatch)
         out=run,
     )
     seen = []
-    honest = curator.add_noise
-    monkeypatch.setattr(curator, "add_noise", lambda *a, **k: (seen.append(len(lines(run))), honest(*a, **k))[1])
+    honest = Independent.add
+    spy = staticmethod(lambda *a, **k: (seen.append(len(lines(run))), honest(*a, **k))[1])
+    monkeypatch.setattr(Independent, "add", spy)
     list(training)
     assert seen == [2, 3, 4]
 

@@ -12,8 +12,8 @@ from torch import nn
 import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
 from vestige.layout import Layout, Segment
-from vestige.mechanism.noise import Release
-from vestige.optim.memory import Blend, Exponential, Fractional, Identity, Uniform
+from vestige.optim.memory import Blend, ExponentialWeights, FractionalWeights, Identity, UniformWeights
+from vestige.randomness.release import Release
 
 SIZE = 40
 
@@ -64,14 +64,14 @@ def paper_recursion(
 )  # fmt: skip
 def test_the_blend_is_the_papers_recursion(beta, window, alpha, lam, tau, gamma, zeta, post, drift):
     fresh = torch.randn(20, SIZE, generator=torch.Generator().manual_seed(3)) + drift
-    memory = Blend(Fractional(alpha, lam, tau, 1e-6, zeta, gamma), beta, window, "fresh" if post else "blend")
+    memory = Blend(FractionalWeights(alpha, lam, tau, 1e-6, zeta, gamma), beta, window, "fresh" if post else "blend")
     expected = paper_recursion(
         fresh, beta=beta, window=window, alpha=alpha, lam=lam, tau=tau, gamma=gamma, zeta=zeta, post=post
     )
     np.testing.assert_allclose(run(memory, fresh)[0].numpy(), expected, rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("kernel", [Fractional(), Uniform(), Exponential(0.6)])
+@pytest.mark.parametrize("kernel", [FractionalWeights(), UniformWeights(), ExponentialWeights(0.6)])
 def test_share_one_is_dp_sgd_bit_for_bit(kernel):
     fresh = torch.randn(30, SIZE)
     for remembers in ("blend", "fresh"):
@@ -80,8 +80,8 @@ def test_share_one_is_dp_sgd_bit_for_bit(kernel):
 
 def test_window_one_only_scales_the_fresh_release():
     fresh = torch.randn(10, SIZE)
-    assert torch.equal(run(Blend(Fractional(), 0.7, 1), fresh)[0], 0.7 * fresh)
-    assert Blend(Fractional(), 0.7, 1).steady_gain == 0.7
+    assert torch.equal(run(Blend(FractionalWeights(), 0.7, 1), fresh)[0], 0.7 * fresh)
+    assert Blend(FractionalWeights(), 0.7, 1).steady_gain == 0.7
 
 
 def weights(kernel, window=8, steps=12, drift=0.0):
@@ -98,31 +98,31 @@ LAGS = np.arange(1, 8)
 
 def test_without_inconsistency_the_kernel_is_a_tempered_power_law():
     expected = normalised((LAGS + 1.0) ** -0.5 * np.exp(-0.3 * LAGS))
-    np.testing.assert_allclose(weights(Fractional(0.5, 0.3, 0.0)), expected, rtol=1e-12)
+    np.testing.assert_allclose(weights(FractionalWeights(0.5, 0.3, 0.0)), expected, rtol=1e-12)
 
 
 def test_without_any_tempering_the_kernel_is_the_raw_power_law():
-    np.testing.assert_allclose(weights(Fractional(0.5, 0.0, 0.0)), normalised((LAGS + 1.0) ** -0.5), rtol=1e-12)
+    np.testing.assert_allclose(weights(FractionalWeights(0.5, 0.0, 0.0)), normalised((LAGS + 1.0) ** -0.5), rtol=1e-12)
 
 
 def test_order_one_leaves_only_the_tempering():
-    np.testing.assert_allclose(weights(Fractional(1.0, 0.3, 0.0)), normalised(np.exp(-0.3 * LAGS)), rtol=1e-12)
+    np.testing.assert_allclose(weights(FractionalWeights(1.0, 0.3, 0.0)), normalised(np.exp(-0.3 * LAGS)), rtol=1e-12)
 
 
 def test_vanishing_confidence_switches_inconsistency_off():
     expected = normalised((LAGS + 1.0) ** -0.2 * np.exp(-0.01 * LAGS))
-    np.testing.assert_allclose(weights(Fractional(0.8, 0.01, 0.5, floor=1e12)), expected, rtol=1e-6)
+    np.testing.assert_allclose(weights(FractionalWeights(0.8, 0.01, 0.5, floor=1e12)), expected, rtol=1e-6)
 
 
 def test_full_confidence_is_approached_when_the_floor_vanishes():
-    _, seen = run(Blend(Fractional(floor=1e-12), 0.9, 8), torch.randn(12, SIZE))
+    _, seen = run(Blend(FractionalWeights(floor=1e-12), 0.9, 8), torch.randn(12, SIZE))
     assert seen[-1]["confidence"] == pytest.approx(1, abs=1e-9)
-    _, seen = run(Blend(Fractional(floor=1e12), 0.9, 8), torch.randn(12, SIZE))
+    _, seen = run(Blend(FractionalWeights(floor=1e12), 0.9, 8), torch.randn(12, SIZE))
     assert seen[-1]["confidence"] == pytest.approx(0, abs=1e-9)
 
 
 def test_inconsistency_shortens_the_memory_when_it_is_on():
-    depth = lambda tau: run(Blend(Fractional(inconsistency=tau), 0.9, 8), torch.randn(20, SIZE))[1][-1][
+    depth = lambda tau: run(Blend(FractionalWeights(inconsistency=tau), 0.9, 8), torch.randn(20, SIZE))[1][-1][
         "effective_depth"
     ]
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_inconsistency_shortens_the_memory_when_it_is_on():
     assert depth(1.0) < calm - 0.5
 
 
-@pytest.mark.parametrize("kernel", [Fractional(), Uniform(), Exponential(0.6)])
+@pytest.mark.parametrize("kernel", [FractionalWeights(), UniformWeights(), ExponentialWeights(0.6)])
 def test_weights_are_convex_and_the_diagnostics_describe_them(kernel):
     releases = torch.randn(20, SIZE) * 5 + 1
     outputs, seen = run(Blend(kernel, 0.8, 6), releases)
@@ -148,19 +148,19 @@ def test_weights_are_convex_and_the_diagnostics_describe_them(kernel):
 
 
 def test_uniform_and_exponential_weights():
-    np.testing.assert_allclose(weights(Uniform()), np.full(7, 1 / 7))
-    np.testing.assert_allclose(weights(Exponential(0.6)), normalised(0.6 ** (LAGS - 1.0)), rtol=1e-12)
+    np.testing.assert_allclose(weights(UniformWeights()), np.full(7, 1 / 7))
+    np.testing.assert_allclose(weights(ExponentialWeights(0.6)), normalised(0.6 ** (LAGS - 1.0)), rtol=1e-12)
 
 
 def test_a_constant_input_comes_out_unchanged_in_the_end():
     for remembers in ("blend", "fresh"):
-        outputs, _ = run(Blend(Fractional(), 0.5, 8, remembers), torch.ones(60, SIZE))
+        outputs, _ = run(Blend(FractionalWeights(), 0.5, 8, remembers), torch.ones(60, SIZE))
         torch.testing.assert_close(outputs[-1], torch.ones(SIZE), rtol=1e-5, atol=1e-5)
 
 
 def test_two_step_memory_is_torchs_damped_momentum():
     fresh = torch.randn(30, SIZE)
-    outputs, _ = run(Blend(Fractional(), 0.8, 2), fresh)
+    outputs, _ = run(Blend(FractionalWeights(), 0.8, 2), fresh)
     buffer, expected = torch.zeros(SIZE), []
     for row in fresh:
         buffer = 0.2 * buffer + 0.8 * row
@@ -171,7 +171,7 @@ def test_two_step_memory_is_torchs_damped_momentum():
 def test_auto_floor_is_the_norm_that_noise_alone_gives_the_trend():
     size, std = 20_000, 3.0
     noise = torch.randn(400, size, generator=torch.Generator().manual_seed(1)) * std
-    _, seen = run(Blend(Fractional(inconsistency=0.0), 0.999, 2), noise, noise_std=std)
+    _, seen = run(Blend(FractionalWeights(inconsistency=0.0), 0.999, 2), noise, noise_std=std)
     assert seen[-1]["confidence"] == pytest.approx(0.5, abs=0.01)
 
 
@@ -185,8 +185,9 @@ def test_the_bijection_with_dp_sgd_on_whole_trajectories():
         model, nn.functional.cross_entropy, data, method=method, noise_multiplier=sigma / beta, delta=1e-5,
         sample_rate=rate, steps=steps, lr=lr, reproducible=seed,
     )  # fmt: skip
-    from vestige.mechanism.noise import Randomness, normal
-    from vestige.mechanism.sampling import Poisson
+    from vestige.randomness.gaussian import normal
+    from vestige.randomness.keys import Randomness
+    from vestige.randomness.sampling import Poisson
 
     key, kept, trend = Randomness.reproducible(seed), [], None
     theta = np.concatenate([p.detach().numpy().ravel() for p in twin.parameters()]).astype(np.float64)
@@ -208,7 +209,7 @@ def test_the_bijection_with_dp_sgd_on_whole_trajectories():
 
 
 def test_state_survives_a_copy():
-    memory = Blend(Fractional(), 0.8, 4)
+    memory = Blend(FractionalWeights(), 0.8, 4)
     layout = Layout((Segment("w", 0, (SIZE,)),))
     releases = torch.randn(12, SIZE)
     state = memory.init(layout, torch.device("cpu"))
@@ -223,7 +224,12 @@ def test_state_survives_a_copy():
 
 def test_declared_copies_are_what_is_held():
     layout = Layout((Segment("w", 0, (SIZE,)),))
-    for memory in (Identity(), Blend(Fractional(), 0.9, 8), Blend(Uniform(), 0.9, 5), Blend(Fractional(), 0.9, 1)):
+    for memory in (
+        Identity(),
+        Blend(FractionalWeights(), 0.9, 8),
+        Blend(UniformWeights(), 0.9, 5),
+        Blend(FractionalWeights(), 0.9, 1),
+    ):
         held = sum(
             v.numel()
             for v in memory.init(layout, torch.device("cpu")).values()

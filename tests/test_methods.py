@@ -17,22 +17,25 @@ from conftest import clip_and_sum, example_gradients, make_toy
 from vestige import accounting
 from vestige.engines.reference import Reference, add_clipped
 from vestige.layout import Layout
-from vestige.mechanism import correlated_noise, noise_schedules
 from vestige.mechanism.adaptive_clipping import Automatic, Counted, Paced, Quantile
 from vestige.mechanism.augmentation import Augment
+from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
-from vestige.mechanism.noise import Randomness, Release
-from vestige.mechanism.sampling import CyclicPoisson, Poisson
-from vestige.methods.base import METHODS, Method
-from vestige.methods.registry import build
+from vestige.mechanism.examples import Examples
+from vestige.methods.base import Method
+from vestige.methods.registry import METHODS, build
 from vestige.optim import averaging
 from vestige.optim.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
 from vestige.optim.probes import AlongLastStep, Importance
 from vestige.optim.rules import AdamBC
 from vestige.questions import CyclicGaussian, SampledGaussian
+from vestige.randomness import correlated, schedules
+from vestige.randomness.keys import Randomness
+from vestige.randomness.release import Release
+from vestige.randomness.sampling import CyclicPoisson, Poisson
 from vestige.training import planning
-from vestige.training.loop import Asking, State
+from vestige.training.loop import Asking, TrainingState
 
 LOSS = nn.functional.cross_entropy
 
@@ -61,13 +64,12 @@ class Spy:
 def curator_of(model, data, *, rate=1.0, spy=None, asked=None, sampling=None, seed=1):
     layout = Layout.of(model)
     return Curator(
-        data,
+        Examples(data, torch.device("cpu")),
         Reference(model, LOSS, layout),
         layout,
         sampling or Poisson(rate),
         Randomness.reproducible(seed),
-        (lambda question, **_: asked.append(question)) if asked is not None else (lambda *_, **__: None),
-        device=torch.device("cpu"),
+        Charges((lambda question, **_: asked.append(question)) if asked is not None else (lambda *_, **__: None)),
         nonprivate_witness=spy,
     )
 
@@ -141,7 +143,7 @@ def test_adam_bc_without_noise_is_adam_with_the_floor_inside_the_root():
 def test_adam_bc_hears_the_noise_that_was_really_added():
     heard = []
     method = Method(
-        name="mixed", rule=build("dp-adambc").rule, schedule=noise_schedules.Exponential(0.5), clip=Flat(0.7)
+        name="mixed", rule=build("dp-adambc").rule, schedule=schedules.ExponentialDecay(0.5), clip=Flat(0.7)
     )
     training = run(method, steps=7)
     training.state.optimizer.hear = heard.append  # the test listens in
@@ -172,10 +174,10 @@ def test_decoupled_decay_shrinks_by_its_own_amount_when_nothing_else_moves():
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (noise_schedules.Linear(0.25), [1, 0.75, 0.5, 0.25, 0.1]),
-        (noise_schedules.Time(1.0), [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]),
-        (noise_schedules.Step(0.5, 2), [1, 1, 0.5, 0.5, 0.25]),
-        (noise_schedules.Exponential(0.9), [0.9**e for e in range(5)]),
+        (schedules.LinearDecay(0.25), [1, 0.75, 0.5, 0.25, 0.1]),
+        (schedules.TimeDecay(1.0), [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5]),
+        (schedules.StepDecay(0.5, 2), [1, 1, 0.5, 0.5, 0.25]),
+        (schedules.ExponentialDecay(0.9), [0.9**e for e in range(5)]),
     ],
 )
 def test_schedules_are_their_formulas_and_each_step_pays_and_gets_its_level(schedule, expected):
@@ -195,7 +197,7 @@ def test_schedules_are_their_formulas_and_each_step_pays_and_gets_its_level(sche
         lr=0.1,
         reproducible=1,
     )
-    training._curator._nonprivate_witness = spy
+    training.curator._nonprivate_witness = spy
     list(training)
     levels = np.repeat(expected, 2) * 3.0
     assert [q.multiplier for q in training.ledger.spent.elements()] == pytest.approx(list(levels))
@@ -206,7 +208,7 @@ def test_schedules_are_their_formulas_and_each_step_pays_and_gets_its_level(sche
 
 @pytest.mark.slow
 def test_a_thousand_noise_levels_are_planned_in_seconds():
-    method = Method(name="x", schedule=noise_schedules.Exponential(0.999))
+    method = Method(name="x", schedule=schedules.ExponentialDecay(0.999))
     begin = time.perf_counter()
     z = accounting.calibrate(lambda z: planning.questions(method, 0.02, z, 50_000), 3.0, 1e-5)
     history = planning.questions(method, 0.02, z, 50_000)
@@ -233,7 +235,7 @@ def test_the_joint_release_costs_the_accounted_multiplier_and_no_more():
     gradient = clip.gradient_multiplier(1.1, 200)
     assert gradient == pytest.approx(1.1017, abs=1e-4)  # the spec's example
     assert (gradient**-2 + 20.0**-2) ** -0.5 == pytest.approx(1.1, rel=1e-12)
-    with pytest.raises(ValueError, match=r"quantile_noise=0\.5"):
+    with pytest.raises(ValueError, match=r"count_noise=0\.5"):
         Counted(1.0, 0.5).gradient_multiplier(1.1, 200)
 
 
@@ -301,7 +303,7 @@ def test_dp_sat_asks_where_the_last_release_points_and_asks_once():
     model, data = make_toy()
     spy, asked = Spy(), []
     method = build("dp-sat", rho=0.5)
-    state = State(model, method, Layout.of(model), 0.3)
+    state = TrainingState(model, method, Layout.of(model), 0.3)
     curator = curator_of(model, data, spy=spy, asked=asked)
     points = []
     for _ in range(3):
@@ -320,7 +322,7 @@ def test_the_momentum_form_of_dp_sat_climbs_back_along_the_last_move():
     model, data = make_toy()
     spy = Spy()
     method = build("dp-sat", rho=0.5, along="move")
-    state = State(model, method, Layout.of(model), 0.3)
+    state = TrainingState(model, method, Layout.of(model), 0.3)
     curator = curator_of(model, data, spy=spy)
     points = []
     for _ in range(3):
@@ -476,7 +478,7 @@ def test_disk_combines_before_it_clips():
     spy = Spy()
     method = build("disk", kappa=0.5, extrapolation=0.7)
     weight = 0.5 / (0.5 * 0.7)
-    state = State(model, method, Layout.of(model), 2.0)
+    state = TrainingState(model, method, Layout.of(model), 2.0)
     curator = curator_of(model, data, spy=spy)
     points = []
     for _ in range(2):
@@ -557,7 +559,7 @@ def dense(noise, rate, steps):
     return np.array(columns).T
 
 
-@pytest.mark.parametrize("noise", [correlated_noise.Banded(4), correlated_noise.Buffered(2), correlated_noise.Tree(2)])
+@pytest.mark.parametrize("noise", [correlated.Banded(4), correlated.Buffered(2), correlated.Tree(2)])
 def test_correlated_noise_is_its_matrix_and_its_errors_and_gains_are_as_computed(noise):
     steps, rate = 48, 0.25
     matrix = dense(noise, rate, steps)
@@ -565,15 +567,15 @@ def test_correlated_noise_is_its_matrix_and_its_errors_and_gains_are_as_computed
     np.testing.assert_allclose([stream.gain(t) for t in range(steps)], np.linalg.norm(matrix, axis=1), rtol=1e-6)
     prefix = np.linalg.norm(np.tril(np.ones((steps, steps))) @ matrix, axis=1) ** 2
     assert noise.walk(rate, steps) > 0
-    if isinstance(noise, correlated_noise.Banded):
-        c = correlated_noise.banded_coefficients(4, steps)
+    if isinstance(noise, correlated.Banded):
+        c = correlated.banded_coefficients(4, steps)
         strategy = sum(np.diag(np.full(steps - k, c[k]), -k) for k in range(4))
         np.testing.assert_allclose(strategy @ matrix, np.eye(steps), atol=1e-8)  # C (C^-1 Z) = Z
-        np.testing.assert_allclose(prefix, correlated_noise.prefix_variances(c, steps), rtol=1e-6)
+        np.testing.assert_allclose(prefix, correlated.prefix_variances(c, steps), rtol=1e-6)
         assert np.linalg.norm(c) == pytest.approx(1.0)
         assert prefix.mean() < np.arange(1, steps + 1).mean()  # better than white noise
-    if isinstance(noise, correlated_noise.Buffered):
-        scales, decays = correlated_noise.buffered_coefficients(2, steps, 4)
+    if isinstance(noise, correlated.Buffered):
+        scales, decays = correlated.buffered_coefficients(2, steps, 4)
         column = np.array(
             [1.0] + [sum(s * d ** (k - 1) for s, d in zip(scales, decays, strict=True)) for k in range(1, steps)]
         )
@@ -583,12 +585,12 @@ def test_correlated_noise_is_its_matrix_and_its_errors_and_gains_are_as_computed
             for first in range(4):
                 touched = strategy[:, first : first + 4 * visits : 4].sum(1)
                 assert touched @ touched <= visits * stream.scale**2 * (1 + 1e-9)
-    if isinstance(noise, correlated_noise.Tree):
-        np.testing.assert_allclose(prefix, correlated_noise.tree_variances(8, steps))
+    if isinstance(noise, correlated.Tree):
+        np.testing.assert_allclose(prefix, correlated.tree_variances(8, steps))
 
 
 def test_the_noise_of_a_tree_is_one_node_per_binary_digit():
-    stream = correlated_noise.Tree(1).start(1 / 64, 64)
+    stream = correlated.Tree(1).start(1 / 64, 64)
     total = 0.0
     for t in range(1, 64):
         total += float(stream.next(torch.ones(1)))
@@ -596,13 +598,13 @@ def test_the_noise_of_a_tree_is_one_node_per_binary_digit():
 
 
 def test_the_sensitivity_of_a_tree_counts_visits_in_nodes():
-    assert correlated_noise.tree_per_visit(64, 1) == 7  # one visit, at the first leaf: levels 0 to 6
+    assert correlated.tree_per_visit(64, 1) == 7  # one visit, at the first leaf: levels 0 to 6
     nodes = [(t - (t & -t), t) for t in range(1, 9)]
     for visits, expected in (((0,), 4), ((0, 4), None)):
         counts = [sum(a <= v < b for v in visits) for a, b in nodes]
         if expected:
             assert sum(c * c for c in counts) == expected
-        assert sum(c * c for c in counts) / len(visits) <= correlated_noise.tree_per_visit(4, 2)
+        assert sum(c * c for c in counts) / len(visits) <= correlated.tree_per_visit(4, 2)
 
 
 def test_cyclic_sampling_takes_parts_in_turn_and_one_band_is_poisson():
@@ -634,7 +636,7 @@ def test_past_noise_is_in_no_checkpoint_and_a_secret_correlated_run_does_not_res
     model, data = make_toy()
     changes = {"sample_rate": 0.2, "steps": 8, "noise_multiplier": 2.0, "delta": 1e-5, "lr": 0.1}
     training = vestige.train(model, LOSS, data, method="dp-blt", out=tmp_path / "run", **changes)
-    training._curator._nonprivate_witness = spy
+    training.curator._nonprivate_witness = spy
     for position, _ in enumerate(training):
         if position == 4:
             break
@@ -660,27 +662,27 @@ def test_past_noise_is_in_no_checkpoint_and_a_secret_correlated_run_does_not_res
     "parts",
     [
         {"clip": Quantile()},
-        {"schedule": noise_schedules.Exponential()},
+        {"schedule": schedules.ExponentialDecay()},
         {"probe": build("dp-sam").probe},
         {"probe": build("dp-is").probe},
     ],
 )
 def test_correlated_noise_without_a_theorem_is_refused(parts):
     with pytest.raises(ValueError, match="correlated noise has a theorem"):
-        Method(name="x", noise=correlated_noise.Banded(), **parts)
+        Method(name="x", noise=correlated.Banded(), **parts)
 
 
 # --- recipes any method can take -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("average", [averaging.Exponential(0.9), averaging.Polyak()])
+@pytest.mark.parametrize("average", [averaging.ExponentialAverage(0.9), averaging.Polyak()])
 def test_the_average_is_its_formula_and_is_what_is_evaluated_and_kept(average, tmp_path):
     method = Method(name="dp-sgd", average=average)
     training = run(method, steps=12, out=tmp_path / "run")
     mean, after = flat(training.model).double().numpy(), []
     for t, _ in enumerate(training):
         after.append(flat(training.model).double().numpy())
-        decay = min(0.9, (1 + t) / (10 + t)) if isinstance(average, averaging.Exponential) else t / (t + 1)
+        decay = min(0.9, (1 + t) / (10 + t)) if isinstance(average, averaging.ExponentialAverage) else t / (t + 1)
         mean = decay * mean + (1 - decay) * after[-1]
     with training.averaged():
         np.testing.assert_allclose(flat(training.model), mean, rtol=1e-5, atol=1e-6)

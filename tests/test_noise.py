@@ -10,8 +10,9 @@ import torch
 from scipy import stats
 
 from vestige.devices import triton_available
-from vestige.mechanism.clipping import BoundedSum
-from vestige.mechanism.noise import PAIRS, Randomness, Release, add_noise, normal
+from vestige.randomness.gaussian import PAIRS, add_noise, normal
+from vestige.randomness.keys import Randomness
+from vestige.randomness.release import BoundedSum, Release
 
 SIZE = 200_000
 
@@ -99,9 +100,9 @@ MANY = 20_000_000 if triton_available() else 400_000
 
 
 def kernel_noise(seed: int, size: int = MANY) -> np.ndarray:
-    from vestige.mechanism import triton_noise
+    from vestige.randomness import triton_gaussian
 
-    return triton_noise.normal(size, seed, DEVICE).cpu().numpy()
+    return triton_gaussian.normal(size, seed, DEVICE).cpu().numpy()
 
 
 def cpu_noise(seed: int, size: int = MANY) -> np.ndarray:
@@ -162,15 +163,15 @@ def test_the_numbers_are_independent(source):
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("size", [1, 1023, 1024, 3001])
 def test_the_kernel_adds_in_place_what_it_draws(size, each):
-    from vestige.mechanism import triton_noise
+    from vestige.randomness import triton_gaussian
 
     std = torch.linspace(0.5, 2.0, size, device=DEVICE) if each else 1.7
     start = torch.linspace(-3.0, 3.0, size, device=DEVICE)
     total, silent = start.clone(), start.clone()
-    noise = triton_noise.add_normal(total, std, 5, keep=True)
-    torch.testing.assert_close(noise, std * triton_noise.normal(size, 5, DEVICE), rtol=1e-6, atol=1e-7)
+    noise = triton_gaussian.add_normal(total, std, 5, keep=True)
+    torch.testing.assert_close(noise, std * triton_gaussian.normal(size, 5, DEVICE), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(total, start + noise, rtol=1e-6, atol=1e-6)
-    assert triton_noise.add_normal(silent, std, 5, keep=False) is None
+    assert triton_gaussian.add_normal(silent, std, 5, keep=False) is None
     assert torch.equal(total, silent)
 
 

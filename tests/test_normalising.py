@@ -13,11 +13,13 @@ from conftest import make_toy
 from vestige import accounting
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
+from vestige.mechanism.charges import Charges
 from vestige.mechanism.curator import Curator
+from vestige.mechanism.examples import Examples
 from vestige.mechanism.moments import PrivateMoments, Standardise, with_moments
-from vestige.mechanism.noise import Randomness
-from vestige.mechanism.sampling import Poisson
 from vestige.questions import Gaussian
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import Poisson
 from vestige.tasks.models import scattering_linear
 from vestige.training.verify import verify
 
@@ -50,8 +52,8 @@ def test_sums_are_bounded_and_noised_with_the_stated_deviation():
     for seed in range(40):
         layout = Layout.of(model)
         curator = Curator(
-            (x, y), Reference(model, LOSS, layout), layout, Poisson(0.5), Randomness.reproducible(seed),
-            lambda question, **place: asked.append((question, place)), device=torch.device("cpu"),
+            Examples((x, y), torch.device("cpu")), Reference(model, LOSS, layout), layout, Poisson(0.5),
+            Randomness.reproducible(seed), Charges(lambda question, **place: asked.append((question, place))),
         )  # fmt: skip
         totals = curator.sums(moments.of, moments.bounds, moments.multiplier, step=-1)
         noises.append((totals - exact) / torch.tensor(moments.bounds, dtype=torch.float64)[:, None])

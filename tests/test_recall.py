@@ -10,11 +10,10 @@ import torch
 from test_memory import paper_weights
 from vestige.devices import triton_available
 from vestige.layout import Layout, Segment
-from vestige.mechanism.noise import Release
-from vestige.optim import recall as room
-from vestige.optim.memory import Blend, Exponential, Fractional, Uniform
-from vestige.optim.recall import plain_recall
-from vestige.optim.window import Ring
+from vestige.optim import window as room
+from vestige.optim.memory import Blend, ExponentialWeights, FractionalWeights, UniformWeights
+from vestige.optim.window import Ring, plain_recall
+from vestige.randomness.release import Release
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 DEVICE = torch.device("cuda" if triton_available() else "cpu")
@@ -66,7 +65,7 @@ def numbers(past, trend):
 )
 @pytest.mark.parametrize("follows", [True, False])
 def test_one_pass_against_float64(path, keeps, dtype, depth, size, count, follows, monkeypatch):
-    monkeypatch.setattr(room, "HOT", 2**10)
+    monkeypatch.setattr(room, "CACHED", 2**10)
     ring, share, pace = made(depth, size, count, dtype, follows), 0.8, 0.2 if count else 1.0
     before, trend = ring.past.double().clone(), ring.trend.double().clone() if follows else None
     generator = torch.Generator().manual_seed(1)
@@ -101,7 +100,9 @@ def test_one_pass_against_float64(path, keeps, dtype, depth, size, count, follow
 
 @fused
 @pytest.mark.parametrize("count", [1, 4, 7, 9])
-@pytest.mark.parametrize("kernel", [Fractional(), Fractional(0.3, 0.0, 2.0, 1e-6, 5.0, 1.0), Fractional(1, 0, 0)])
+@pytest.mark.parametrize(
+    "kernel", [FractionalWeights(), FractionalWeights(0.3, 0.0, 2.0, 1e-6, 5.0, 1.0), FractionalWeights(1, 0, 0)]
+)
 def test_fused_weights_are_the_kernels_own(kernel, count):
     ring = made(7, 400, count, torch.float32, True)
     trend_norm, distances = ring.compared()
@@ -128,7 +129,7 @@ def test_five_thousand_steps_beside_float64(remembers, share):
     generator = np.random.default_rng(4)
     drift = np.cumsum(generator.normal(size=(steps, size)) * 0.05, axis=0)
     releases = (drift + generator.normal(size=(steps, size))).astype(np.float32)
-    memory = Blend(Fractional(0.6, 0.01, 0.5, 1e-6, 2.0, 0.1), share, window, remembers)
+    memory = Blend(FractionalWeights(0.6, 0.01, 0.5, 1e-6, 2.0, 0.1), share, window, remembers)
     state = memory.init(layout(size), torch.device("cpu"))
     kept, trend, worst, apart = [], None, 0.0, 0.0
     for fresh in releases:
@@ -149,7 +150,7 @@ def test_five_thousand_steps_beside_float64(remembers, share):
     assert apart < 2e-6
 
 
-@pytest.mark.parametrize("kernel", [Uniform(), Exponential(0.7)])
+@pytest.mark.parametrize("kernel", [UniformWeights(), ExponentialWeights(0.7)])
 def test_a_kernel_without_a_trend_keeps_no_numbers(kernel):
     state = Blend(kernel, 0.9, 5).init(layout(9), torch.device("cpu"))
     assert set(state) == {"count", "past"}
@@ -167,7 +168,7 @@ def test_what_is_stepped_on_is_the_row_that_is_remembered():
 def test_a_bfloat16_history_is_the_same_filter_over_rounded_rows(remembers):
     torch.manual_seed(6)
     size, share, window = 50, 0.7, 5
-    memory = Blend(Fractional(floor=2.0), share, window, remembers, "bfloat16")
+    memory = Blend(FractionalWeights(floor=2.0), share, window, remembers, "bfloat16")
     state = memory.init(layout(size), torch.device("cpu"))
     assert state["past"].dtype == torch.bfloat16
     kept, trend = [], None
@@ -198,7 +199,7 @@ def test_bfloat16_halves_the_window_and_unknown_types_are_refused():
 @gpu
 @pytest.mark.parametrize("history", ["float32", "bfloat16"])
 @pytest.mark.parametrize("remembers", ["blend", "fresh"])
-@pytest.mark.parametrize("kernel", [Fractional(), Uniform(), Exponential(0.7)])
+@pytest.mark.parametrize("kernel", [FractionalWeights(), UniformWeights(), ExponentialWeights(0.7)])
 def test_a_gpu_remembers_as_a_cpu_does_and_never_waits(kernel, remembers, history):
     size, memory = 5003, Blend(kernel, 0.6, 6, remembers, history)
     releases = torch.randn(30, size, generator=torch.Generator().manual_seed(2)) + 0.3

@@ -17,6 +17,7 @@ import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
 from vestige import files
 from vestige.accounting.ledger import LedgerError, read
+from vestige.training.persistence import saver
 from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy
@@ -93,7 +94,7 @@ def test_killed_many_times_at_random(tmp_path, reproducible):
             pass
         assert torch.equal(flat(resumed.model), flat(alone.model))
         assert sum(resumed.ledger.spent.values()) == STEPS
-        assert torch.equal(resumed.state.memory["past"], alone.state.memory["past"])
+        assert torch.equal(resumed.state.learner.memory["past"], alone.state.learner.memory["past"])
     else:
         assert sum(resumed.ledger.spent.values()) == sum(read(out / "ledger.jsonl").asks.values()) >= STEPS
 
@@ -149,7 +150,7 @@ def test_noise_is_never_met_again_after_a_resume(tmp_path):
     for folder in ("run", "fork"):
         training = start(tmp_path / folder, resume=True)
         next(iter(training))
-        releases.append(training.state.memory["past"].clone())
+        releases.append(training.state.learner.memory["past"].clone())
     assert not torch.allclose(*releases, atol=1e-2)
 
 
@@ -181,7 +182,7 @@ def test_a_checkpoint_holds_releases_only(tmp_path):
     training = vestige.train(
         model, LOSS, data, method=method(), out=tmp_path / "run", reproducible=1, **{**COMMON, "steps": 6}
     )
-    training._curator._nonprivate_witness = lambda total, noise: witnessed.extend([total, noise.clone()])
+    training.curator._nonprivate_witness = lambda total, noise: witnessed.extend([total, noise.clone()])
     points = []
     for _ in training:
         points.append({k: v.clone() for k, v in model.state_dict().items()})
@@ -229,7 +230,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "_write_bytes", full)
     with pytest.raises(OSError, match=r"No space left.*intact"):
-        start(out, resume=True)._save()
+        resumed = start(out, resume=True)
+        saver(resumed, resumed.folder)()
     assert (out / "checkpoint.pt").read_bytes() == saved
     assert not list(out.glob(".*new"))
     monkeypatch.undo()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vestige.mechanism.noise import Randomness
-from vestige.mechanism.sampling import Poisson, Shuffled
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import Poisson, Shuffled
 
 POPULATION, RATE, STEPS = 400, 0.1, 1000
 

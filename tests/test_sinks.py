@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vestige.cli import main
-from vestige.training import loggers
+from vestige.integrations import loggers
 
 BASE = ["train", "--task", "digits-mlp", "--noise-multiplier", "1.0", "--steps", "4", "--evaluate-every", "2", "--json"]
 

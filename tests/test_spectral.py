@@ -20,10 +20,10 @@ from conftest import make_toy
 from vestige.cli.main import app
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers, Patterns
-from vestige.mechanism.noise import Release
 from vestige.optim import spectrum
-from vestige.optim.memory import Blend, Fractional
+from vestige.optim.memory import Blend, FractionalWeights
 from vestige.optim.spectral import Spectral, group_exponents
+from vestige.randomness.release import Release
 from vestige.training.job import Job, start
 
 cross_entropy = nn.functional.cross_entropy
@@ -169,7 +169,7 @@ def test_one_group_without_controls_is_the_raw_fractional_memory():
     layout = Layout.of(model)
     releases, points = walk(layout, model)
     ours, _ = run(bare, releases, points, layout)
-    raw, state = [], (blend := Blend(Fractional(0.6, 0.0, 0.0), 0.8, 5)).init(layout, torch.device("cpu"))
+    raw, state = [], (blend := Blend(FractionalWeights(0.6, 0.0, 0.0), 0.8, 5)).init(layout, torch.device("cpu"))
     for row in releases:
         out, state, _ = blend.step(Release(row.clone(), 1.0, 10.0), state, {})
         raw.append(out.clone())

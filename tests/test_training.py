@@ -10,8 +10,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
-from vestige.mechanism.noise import Randomness, normal
-from vestige.mechanism.sampling import Poisson
+from vestige.randomness.gaussian import normal
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import Poisson
 
 LOSS = nn.functional.cross_entropy
 BASE = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.2, "steps": 5, "lr": 0.1}

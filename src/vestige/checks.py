@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import inf
 
 SMALLEST_MULTIPLIER = 1e-100
 """Noise that is positive in name only: its square is no number."""
+
+
+def require(name: str, value: object, holds: bool, must: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value} must {must}")
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """A part's errors name its own fields; raised in here, they name what the user wrote instead.
+
+    >>> with renamed({"share": "beta"}):
+    ...     require("share", 2, False, "lie in (0, 1]")
+    Traceback (most recent call last):
+    ValueError: beta=2 must lie in (0, 1]
+    """
+    try:
+        yield
+    except ValueError as error:
+        field = re.match(r"(\w+)=", str(error))
+        if field is None or field[1] not in names:
+            raise
+        raise ValueError(names[field[1]] + str(error)[len(field[1]) :]) from error
 
 
 def check_rate(rate: float) -> None:

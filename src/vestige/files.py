@@ -92,10 +92,10 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 
-def read_value(kind: type[Value], content: Any, name: str) -> Value:
+def read_value(kind: type[T], content: Any, name: str) -> T:
     """The dataclass that was written as `content`; ValueError names the part of `name` that cannot be one."""
     if not isinstance(content, dict):
         raise ValueError(f"{name} is {_shown(content)}, not an object with named parts")

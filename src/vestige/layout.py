@@ -79,9 +79,9 @@ class Layout:
         """The vector's segments, in the parameters' shapes, sharing its memory."""
         return {s.name: vector[..., s.start : s.stop].view(*vector.shape[:-1], *s.shape) for s in self.segments}
 
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """One new flat vector holding a copy of the named tensors."""
-        return torch.cat([tensors[s.name].detach().reshape(-1) for s in self.segments])
+    def pack(self, tensors: Mapping[str, Tensor], lead: tuple[int, ...] = ()) -> Tensor:
+        """One new flat vector holding a copy of the named tensors, [*lead, size]; `lead` are axes that all have."""
+        return torch.cat([tensors[s.name].detach().reshape(*lead, -1) for s in self.segments], dim=-1)
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         named = dict(model.named_parameters())

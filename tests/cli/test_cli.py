@@ -343,7 +343,7 @@ def test_a_file_that_cannot_be_imported_is_one_line(tmp_path):
 
 
 def test_an_option_that_methods_share_is_told_apart_where_they_differ():
-    from vestige.methods.base import METHODS
+    from vestige.methods.registry import METHODS
 
     users = {name: entry.options for name, entry in METHODS.items()}
     helps = help_of({name: options["kappa"] for name, options in users.items() if "kappa" in options}, len(METHODS))

@@ -12,7 +12,7 @@ from vestige.cli import main
 from vestige.cli.progress import _marks, check_tasks
 from vestige.compare.arguments import contenders
 from vestige.compare.specification import Problem
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 
 
 @pytest.mark.parametrize(

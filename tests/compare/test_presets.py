@@ -11,7 +11,7 @@ from vestige.cli.progress import Execution
 from vestige.cli.reproduce import reproduce
 from vestige.compare import presets, runner, runs
 from vestige.compare.folder import ComparisonFolder
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 from vestige.questions import SampledGaussian
 from vestige.records import PrivacyTarget
 

@@ -15,7 +15,7 @@ from vestige.accounting.theorems import History, curves, occasions, theorem_for,
 from vestige.checks import check_delta
 from vestige.questions import Question
 
-Plan = History | Sequence[tuple[Question, int]]
+PlannedQuestions = History | Sequence[tuple[Question, int]]
 """What will be asked: a history, or runs (question, count) in the order in which they will be asked."""
 
 
@@ -62,7 +62,7 @@ class Budget:
     history costs no more than the whole, because the rest may be forgotten (post-processing).
     """
 
-    def __init__(self, epsilon: float, delta: float, planned: Plan) -> None:
+    def __init__(self, epsilon: float, delta: float, planned: PlannedQuestions) -> None:
         check_delta(delta)
         if not epsilon >= 0:
             raise ValueError(f"epsilon={epsilon} must not be negative: it is the most that may be spent")
@@ -131,7 +131,7 @@ def _grown(history: History, share: float) -> History:
     return {question: count + ceil(count * share) for question, count in history.items()}
 
 
-def _runs(planned: Plan) -> list[tuple[Question, int]]:
+def _runs(planned: PlannedQuestions) -> list[tuple[Question, int]]:
     return list(planned.items() if isinstance(planned, Mapping) else planned)
 
 
@@ -174,7 +174,7 @@ class RenyiFilter:
     Feldman & Zrnic 2021). Orders and weights are fixed before the first question.
     """
 
-    def __init__(self, epsilon: float, delta: float, planned: Plan, weight: float = 0.9) -> None:
+    def __init__(self, epsilon: float, delta: float, planned: PlannedQuestions, weight: float = 0.9) -> None:
         check_delta(delta)
         if not 0 < epsilon < inf:
             raise ValueError(f"epsilon={epsilon} must be positive and finite")
@@ -204,6 +204,27 @@ class RenyiFilter:
                 f"{question!r} has no filter: its price supposes a strategy fixed in advance; use a Budget"
             )
         return curves([question])[question]
+
+
+class FilteredBudget:
+    """A Renyi filter as a ledger uses it: told what was spent, asked whether one more question may be.
+
+    `expected` are the questions of a step at the start; they choose, before the first answer, the order it is best at.
+    """
+
+    def __init__(self, epsilon: float, delta: float, expected: History) -> None:
+        self._filter = RenyiFilter(epsilon, delta, expected)
+
+    def allows(self, spent: History, question: Question) -> bool:
+        self.admit(spent)
+        return self._filter.allows(question)
+
+    def admit(self, spent: History) -> None:
+        """Take in what was spent; ValueError if it would not all have been allowed. The total decides, not the order:
+        an order whose budget holds the total holds every part of it."""
+        for question, count in (Counter(spent) - self._filter.history).items():
+            for _ in range(count):
+                self._filter.spend(question)
 
 
 def _best_order(planned: History, epsilon: float, delta: float) -> float:

@@ -173,8 +173,7 @@ def _check_flags(context: typer.Context, kinds: tuple[str, ...], lrs: str | None
 
 def _check_names(specification: Any) -> None:
     """Names and values of methods and options that no run could use, or that would be passed over in silence."""
-    from vestige.methods.base import METHODS
-    from vestige.methods.registry import nearest
+    from vestige.methods.registry import METHODS, nearest
 
     labels = [contender.label for contender in specification.contenders]
     if specification.baseline not in ("dp-sgd", *labels):  # the usual baseline may be left out

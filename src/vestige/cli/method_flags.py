@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 
 
 def with_method_options(function: Callable[..., None]) -> Callable[..., None]:

@@ -117,7 +117,7 @@ def train(
         vestige train --resume runs/digits-mlp-fo-dp-sgd-20260101-120000
     """
     from vestige.devices import default_device
-    from vestige.training import loggers
+    from vestige.integrations import loggers
     from vestige.training.job import Job, complete, load, start
     from vestige.training.run_folder import RunFolder
 
@@ -172,14 +172,14 @@ def train(
     ):
         show = bar(job.method, training.plan.steps)
 
-        def on_step(training: Any, record: Any, accuracy: float | None) -> bool:
+        def on_record(training: Any, record: Any, accuracy: float | None) -> bool:
             show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
             for log in logs:
                 extra = loggers.nonprivate(training) if job.nonprivate_logs else {}
                 log.log(record.step, {**loggers.released(record.to_json(), accuracy), **extra})
             return not stopping()
 
-        result = complete(job, loaded, training, on_step)
+        result = complete(job, loaded, training, on_record)
     if as_json:
         print_json(result.to_json())
     else:

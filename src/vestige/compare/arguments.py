@@ -10,8 +10,7 @@ from typing import Any
 
 def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """NAME or NAME:option=value,... as (label, name, options); `all` is every method, and DP-SGD with momentum."""
-    from vestige.methods.base import METHODS
-    from vestige.methods.registry import nearest
+    from vestige.methods.registry import METHODS, nearest
 
     found: list[tuple[str, str, dict[str, Any]]] = []
     for word in words:

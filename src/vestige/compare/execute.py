@@ -19,12 +19,12 @@ from vestige import accounting, tasks
 from vestige.checks import accounted_multiplier
 from vestige.compare import stacked
 from vestige.layout import Layout
-from vestige.mechanism.correlated_noise import Noise
-from vestige.mechanism.noise_schedules import Schedule
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.probes import Here, Probe
 from vestige.questions import Question
+from vestige.randomness.correlated import Noise
+from vestige.randomness.schedules import Schedule
 from vestige.records import CompletedRun, FailedRun, Run, RunRecord, Terms
 from vestige.training import planning
 from vestige.training.job import Job, complete, last_diagnostics, start, statement
@@ -159,7 +159,9 @@ def _task(run: Run, machine: Machine) -> tasks.Task:
 
 
 @lru_cache(maxsize=2)
-def _held_out(task: str, data: str | None, seed: int, share: float) -> tuple[tasks.Examples, tasks.Examples]:
+def _held_out(
+    task: str, data: str | None, seed: int, share: float
+) -> tuple[tasks.LabelledTensors, tasks.LabelledTensors]:
     inputs, targets = _initial(task, data, seed).train
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(VALIDATION_SPLIT))
     count = round(share * len(targets))
@@ -259,7 +261,7 @@ def _alone(run: Run, machine: Machine) -> CompletedRun:
         loaded, training = start(job, None, task=task)
     trace = _Trace(run)
 
-    def on_step(training: Training, step: Step, accuracy: float | None) -> bool:
+    def on_record(training: Training, step: Step, accuracy: float | None) -> bool:
         if accuracy is not None:
             trace.evaluated(step.step + 1, accuracy, step.epsilon)
         if step.step % _series_interval(run) == 0:
@@ -267,7 +269,7 @@ def _alone(run: Run, machine: Machine) -> CompletedRun:
         return True
 
     _reset_peak_memory(machine)
-    result = complete(job, loaded, training, on_step)
+    result = complete(job, loaded, training, on_record)
     return CompletedRun(
         run=run,
         **trace.scored(result.accuracy),
@@ -361,11 +363,7 @@ def _prepared(run: Run, machine: Machine) -> _Prepared:
         multiplier = run.budget.value
     else:
         multiplier = _calibrated(_asking(method), run.budget.value, run.sample_rate, run.steps, run.delta)
-    plan = planning.plan(
-        task.model,
-        layout,
-        method,
-        len(task.train[1]),
+    request = planning.Request(
         sample_rate=run.sample_rate,
         steps=run.steps,
         delta=run.delta,
@@ -373,6 +371,7 @@ def _prepared(run: Run, machine: Machine) -> _Prepared:
         noise_multiplier=multiplier,
         lr=run.lr if run.lr is not None else "auto",
     )
+    plan = planning.plan(task.model, layout, method, len(task.train[1]), request)
     if run.lr is None and run.factor != 1.0:
         plan = replace(plan, lr=run.factor * plan.lr, lr_reason=f"{run.factor:g} times {plan.lr_reason}")
     sampling = method.noise.sampling(run.sample_rate).kind  # refuses a rate that it cannot serve

@@ -16,8 +16,7 @@ from typing import Any
 
 from vestige.compare.specification import Specification
 from vestige.files import read_json
-from vestige.methods.base import METHODS
-from vestige.methods.registry import nearest
+from vestige.methods.registry import METHODS, nearest
 from vestige.records import CompletedRun, PrivacyTarget, RunRecord, completed
 
 

@@ -23,7 +23,7 @@ from vestige.compare.claims import ATTEMPTS
 from vestige.compare.execute import Machine, examples, explain, memory_in_stack, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Specification
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 from vestige.records import FailedRun, Run, RunRecord, completed, failed
 
 POLL = 0.3

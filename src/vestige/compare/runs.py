@@ -9,7 +9,7 @@ from math import exp, log
 from typing import Any, Literal
 
 from vestige.compare.specification import Contender, Problem, Specification
-from vestige.methods.base import METHODS
+from vestige.methods.registry import METHODS
 from vestige.records import PrivacyTarget, Run, RunRecord, completed
 
 TUNING_EVALUATIONS = 20

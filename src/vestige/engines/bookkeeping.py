@@ -24,7 +24,7 @@ from vestige.engines.gradients import Gradient, change
 from vestige.engines.independence import require_independent
 from vestige.engines.reference import Reference
 from vestige.engines.rehearsal import Unclear, rehearsed
-from vestige.engines.taps import Misfit, Plan, eagerly, full_precision
+from vestige.engines.taps import Misfit, TapPlan, eagerly, full_precision
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 
@@ -35,7 +35,7 @@ class BookKeeping:
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
         self.model, self.loss, self.layout = model, loss, layout
         self.reference = Reference(model, loss, layout)
-        self._plans: dict[bool, Plan | None] = {}
+        self._plans: dict[bool, TapPlan | None] = {}
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
@@ -56,7 +56,7 @@ class BookKeeping:
         """Whether it is known how, or that not, the model is taken apart in its present mode."""
         return self.model.training in self._plans
 
-    def plan(self, batch: Batch, parameters: Parameters) -> Plan | None:
+    def plan(self, batch: Batch, parameters: Parameters) -> TapPlan | None:
         """How this model is taken apart, rehearsed on the first batch of each mode; None if it cannot be."""
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
         mode = self.model.training

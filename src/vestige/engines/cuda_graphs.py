@@ -23,11 +23,9 @@ from torch import Tensor, nn
 from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.gradients import change
-from vestige.engines.taps import Misfit, Plan
+from vestige.engines.taps import Misfit, TapPlan
 from vestige.layout import Layout
-from vestige.mechanism.adaptive_clipping import Automatic, Counted
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
-from vestige.mechanism.groups import PerGroup
 
 SMALL = 1 << 25
 """How many numbers a step may save and still be all launches: to read them ten times takes a large GPU a third of a
@@ -70,7 +68,7 @@ class Captured:
 
     def _like(self, batch: Batch, parameters: Parameters, clip: Clip) -> Padded | None:
         """What was met or recorded for a batch like this one; None if it is to run unrecorded."""
-        bound = _fixed(clip)
+        bound = clip.recording
         own = self.layout.parameters(self.model)
         places = tuple(p.data_ptr() for p in parameters.values())
         # A point elsewhere than the model's own parameters lies at a new address every time.
@@ -115,7 +113,7 @@ class Padded:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TapPlan,
         layout: Layout,
         batch: Batch,
         parameters: Parameters,
@@ -128,7 +126,7 @@ class Padded:
         self.batch = [part.new_zeros(self.rows, *part.shape[1:]) for part in batch]
         self.place, self.count = torch.arange(self.rows, device=device), torch.zeros((), device=device)
         self.clip, self.bound = clip, None
-        if isinstance(clip, Flat | Counted):
+        if clip.flat_bound is not None:
             self.bound = torch.ones((), dtype=torch.float64, device=device)
             self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
         self.total = torch.zeros(layout.size, device=device)
@@ -138,7 +136,8 @@ class Padded:
     def __call__(self, batch: Batch, clip: Clip, into: Tensor) -> Tensor:
         self._load(batch)
         if self.bound is not None:
-            self.bound.fill_(cast(Flat, clip).bound)
+            assert clip.flat_bound is not None
+            self.bound.fill_(clip.flat_bound)
         if self.graph is not None:
             self.graph.replay()
         elif self.norms is None or not into.is_cuda:
@@ -216,13 +215,6 @@ def padded_size(examples: int, padding: int = MUCH) -> int:
     """The next multiple of a power of two that is at most 2 / 2**padding of it, so that there are few sizes."""
     step = max(8, 1 << max(0, examples.bit_length() - padding))
     return -(-examples // step) * step
-
-
-def _fixed(clip: Clip) -> Hashable:
-    """What a recording fixes of a clip; None if its factors cannot be recorded."""
-    if isinstance(clip, Flat | Counted):
-        return Flat
-    return clip if isinstance(clip, Automatic) or (isinstance(clip, PerGroup) and clip.split is None) else None
 
 
 def _random_states() -> tuple[Any, ...]:

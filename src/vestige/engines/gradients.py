@@ -36,10 +36,10 @@ class Gradient(Protocol):
         ...
 
 
-Form = TypeVar("Form", bound=Gradient)
+AnyGradient = TypeVar("AnyGradient", bound=Gradient)
 
 
-def change(gradient: Form, function: Callable[[Tensor], Tensor]) -> Form:
+def change(gradient: AnyGradient, function: Callable[[Tensor], Tensor]) -> AnyGradient:
     """The same form with `function` applied to each of its tensors (to select or to blank examples)."""
     changed: dict[str, Any] = {}
     for field in fields(gradient):  # type: ignore[arg-type]

@@ -142,7 +142,7 @@ def _fuses_group_norm(module: Any, input: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerRule:
     """How one type of layer is taken apart: its gradients, the variants that covers, and how to run it if not as is.
 
     Where `fuses`, one kernel does the layer's whole way back: `whole` returns the gradient of its input, too.
@@ -155,17 +155,17 @@ class Layer:
     fuses: Callable[[Any, Tensor], bool] = lambda module, input: False
 
 
-_GROUP_NORM = Layer(group_norm, run=run_group_norm, whole=whole_group_norm, fuses=_fuses_group_norm)
+_GROUP_NORM = LayerRule(group_norm, run=run_group_norm, whole=whole_group_norm, fuses=_fuses_group_norm)
 _INSTANCE_NORM = replace(_GROUP_NORM, accepts=lambda module: not module.track_running_stats)
 
-LAYERS: dict[type[nn.Module], Layer] = {
-    nn.Linear: Layer(linear),
-    nn.Conv1d: Layer(convolution),
-    nn.Conv2d: Layer(convolution),
-    nn.Conv3d: Layer(convolution),
-    nn.Embedding: Layer(embedding, lambda module: module.max_norm is None and not module.scale_grad_by_freq),
-    nn.LayerNorm: Layer(layer_norm, run=run_layer_norm),
-    nn.RMSNorm: Layer(rms_norm),
+LAYERS: dict[type[nn.Module], LayerRule] = {
+    nn.Linear: LayerRule(linear),
+    nn.Conv1d: LayerRule(convolution),
+    nn.Conv2d: LayerRule(convolution),
+    nn.Conv3d: LayerRule(convolution),
+    nn.Embedding: LayerRule(embedding, lambda module: module.max_norm is None and not module.scale_grad_by_freq),
+    nn.LayerNorm: LayerRule(layer_norm, run=run_layer_norm),
+    nn.RMSNorm: LayerRule(rms_norm),
     nn.GroupNorm: _GROUP_NORM,
     nn.InstanceNorm1d: _INSTANCE_NORM,
     nn.InstanceNorm2d: _INSTANCE_NORM,
@@ -173,7 +173,7 @@ LAYERS: dict[type[nn.Module], Layer] = {
 }
 
 
-def layer_of(module: nn.Module) -> Layer | None:
+def layer_of(module: nn.Module) -> LayerRule | None:
     """The rule for a module, if it runs the forward that the rule describes and holds no other parameters."""
     found = next((kind for kind in type(module).__mro__ if kind in LAYERS), None)
     if found is None or type(module).forward is not found.forward or "forward" in vars(module):

@@ -10,16 +10,16 @@ from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Engine, Loss
+from vestige.mechanism.clipping import GradientEngine, Loss
 
-ENGINES: dict[str, Callable[[nn.Module, Loss, Layout], Engine]] = {
+ENGINES: dict[str, Callable[[nn.Module, Loss, Layout], GradientEngine]] = {
     "bookkeeping": Captured,
     "unrecorded": BookKeeping,
     "reference": Reference,
 }
 
 
-def engine_by_name(name: str) -> Callable[[nn.Module, Loss, Layout], Engine]:
+def engine_by_name(name: str) -> Callable[[nn.Module, Loss, Layout], GradientEngine]:
     if name not in ENGINES:
         raise ValueError(f"engine={name!r} is unknown; choose from {', '.join(ENGINES)}")
     return ENGINES[name]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from vestige.engines.taps import Misfit, Notes, Pass, Plan, Site, Sketch, sites_of
+from vestige.engines.taps import Misfit, Notes, Pass, Site, Sketch, TapPlan, sites_of
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Loss, Parameters
 
@@ -29,12 +29,12 @@ class Unclear(Exception):
 
 def rehearsed(
     model: nn.Module, loss: Loss, layout: Layout, examples: Sequence[Tensor], parameters: Parameters
-) -> Plan | None:
+) -> TapPlan | None:
     """A plan that held on these three examples, or None where only the reference engine will do; raises `Unclear`."""
     sites = list(sites_of(model, layout))
     sketch, reason = _first_sketch(sites, parameters), "its calls keep changing"
     for _ in range(10 + 3 * len(sites)):  # every round but the last gives something up
-        plan = Plan(model, loss, layout, sketch)
+        plan = TapPlan(model, loss, layout, sketch)
         try:
             devices = sorted({p.device.index for p in parameters.values() if p.is_cuda})
             # A resumed run rehearses again: that must not draw from anybody's random numbers.
@@ -91,7 +91,7 @@ def _custom(site: Site) -> bool:
     return site.layer is None and site.composite is None
 
 
-def _revised(plan: Plan, examples: Sequence[Tensor], parameters: Parameters) -> Sketch:
+def _revised(plan: TapPlan, examples: Sequence[Tensor], parameters: Parameters) -> Sketch:
     """The plan's sketch, corrected by the first thing that turns out otherwise; unchanged if nothing does."""
     two = _observed(plan, [part[:2] for part in examples], parameters)
     three = _observed(plan, examples, parameters)
@@ -121,13 +121,13 @@ class Observed:
     inputs: list[Tensor]
 
 
-def _observed(plan: Plan, examples: Sequence[Tensor], parameters: Parameters) -> Observed:
+def _observed(plan: TapPlan, examples: Sequence[Tensor], parameters: Parameters) -> Observed:
     with _observing(plan, examples, parameters) as observed:
         return observed
 
 
 @contextmanager
-def _observing(plan: Plan, examples: Sequence[Tensor], parameters: Parameters) -> Iterator[Observed]:
+def _observing(plan: TapPlan, examples: Sequence[Tensor], parameters: Parameters) -> Iterator[Observed]:
     plan.now = Pass(len(examples[0]), parameters, Notes())
     assert plan.now.notes is not None
     expanded = plan.expanded(parameters, len(examples[0]))
@@ -145,7 +145,7 @@ def _observing(plan: Plan, examples: Sequence[Tensor], parameters: Parameters) -
 Calls = Sequence[tuple[int, ...]]
 
 
-def _by_rows(plan: Plan, two: Notes, three: Notes) -> Sketch:
+def _by_rows(plan: TapPlan, two: Notes, three: Notes) -> Sketch:
     """Rows that grow with the batch are examples; rows that do not are shared by all of them."""
     sketch = plan.sketch
     for site in plan.sites:
@@ -170,7 +170,7 @@ def _growth(two: Calls, three: Calls) -> list[tuple[bool | None, ...]]:
     return [tuple(False if a == b else True if 3 * a == 2 * b else None for a, b in call) for call in pairs]
 
 
-def _by_gradients(plan: Plan, examples: Sequence[Tensor], parameters: Parameters) -> Sketch:
+def _by_gradients(plan: TapPlan, examples: Sequence[Tensor], parameters: Parameters) -> Sketch:
     """The middle example's loss may reach its own rows and no others, and no parameter where nobody watches."""
     with _observing(plan, examples, parameters) as seen:
         if not seen.losses.requires_grad:
@@ -199,7 +199,7 @@ def _compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
-def _say(plan: Plan) -> None:
+def _say(plan: TapPlan) -> None:
     if any(_compiled(module) for module in plan.model.modules()):
         warnings.warn(
             "the model is compiled, but private steps run it uncompiled: a compiled graph would run past the layers "

@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Block = tuple[int, int]
-State = tuple[Tensor, ...]
+HiddenState = tuple[Tensor, ...]
 
 
-class Linear(Protocol):
+class LinearMap(Protocol):
     def __call__(self, input: Tensor, weight: str, bias: str | None, block: Block | None = None) -> Tensor: ...
 
 
 def attention(
     module: Any,
-    linear: Linear,
+    linear: LinearMap,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -64,7 +64,7 @@ def _transposed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return first, second, second if value is key else value.transpose(0, 1)
 
 
-def _projections(module: Any, linear: Linear, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def _projections(module: Any, linear: LinearMap, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     width, bias = module.embed_dim, None if module.in_proj_bias is None else "in_proj_bias"
     if query is key and key is value:
         return linear(query, "in_proj_weight", bias).chunk(3, dim=-1)
@@ -90,13 +90,13 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
 
 
-def recurrent(module: Any, linear: Linear, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+def recurrent(module: Any, linear: LinearMap, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
     """`nn.LSTM.forward`, `nn.GRU.forward` and `nn.RNN.forward`, one step at a time."""
     if not isinstance(input, Tensor) or input.dim() != 3:
         raise ValueError(f"{type(module).__name__} over {type(input).__name__}: pass a padded tensor with three axes")
     sequence = input if module.batch_first else input.transpose(0, 1)
     initial = _initial(module, sequence, hx)
-    final: list[State] = []
+    final: list[HiddenState] = []
     for layer in range(module.num_layers):
         outputs = []
         for reverse in range(2 if module.bidirectional else 1):
@@ -112,7 +112,7 @@ def recurrent(module: Any, linear: Linear, input: Tensor, hx: Any = None) -> tup
     return (sequence if module.batch_first else sequence.transpose(0, 1)), (states if len(states) > 1 else states[0])
 
 
-def _initial(module: Any, sequence: Tensor, hx: Any) -> State:
+def _initial(module: Any, sequence: Tensor, hx: Any) -> HiddenState:
     if hx is not None:
         return hx if isinstance(hx, tuple) else (hx,)
     rows = module.num_layers * (2 if module.bidirectional else 1)
@@ -122,7 +122,9 @@ def _initial(module: Any, sequence: Tensor, hx: Any) -> State:
     return hidden, sequence.new_zeros(rows, len(sequence), module.hidden_size)
 
 
-def _scan(module: Any, linear: Linear, sequence: Tensor, state: State, suffix: str) -> tuple[Tensor, State]:
+def _scan(
+    module: Any, linear: LinearMap, sequence: Tensor, state: HiddenState, suffix: str
+) -> tuple[Tensor, HiddenState]:
     biases = ("bias_ih" + suffix, "bias_hh" + suffix) if module.bias else (None, None)
     inputs = list(linear(sequence, "weight_ih" + suffix, biases[0]).unbind(dim=1))
     step = _STEPS[module.mode]
@@ -135,7 +137,7 @@ def _scan(module: Any, linear: Linear, sequence: Tensor, state: State, suffix: s
     return torch.stack(outputs[::-1] if suffix.endswith("_reverse") else outputs, dim=1), state
 
 
-def cell(module: Any, linear: Linear, input: Tensor, hx: Any = None) -> Any:
+def cell(module: Any, linear: LinearMap, input: Tensor, hx: Any = None) -> Any:
     """`nn.LSTMCell.forward`, `nn.GRUCell.forward` and `nn.RNNCell.forward`."""
     mode = "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
     if isinstance(module, nn.RNNCell):
@@ -149,20 +151,20 @@ def cell(module: Any, linear: Linear, input: Tensor, hx: Any = None) -> Any:
     return state if mode == "LSTM" else state[0]
 
 
-def _lstm_step(input: Tensor, hidden: Tensor, state: State) -> State:
+def _lstm_step(input: Tensor, hidden: Tensor, state: HiddenState) -> HiddenState:
     enter, forget, candidate, leave = (input + hidden).chunk(4, dim=-1)
     memory = forget.sigmoid() * state[1] + enter.sigmoid() * candidate.tanh()
     return leave.sigmoid() * memory.tanh(), memory
 
 
-def _gru_step(input: Tensor, hidden: Tensor, state: State) -> State:
+def _gru_step(input: Tensor, hidden: Tensor, state: HiddenState) -> HiddenState:
     width = state[0].shape[-1]
     reset, update = (input[..., : 2 * width] + hidden[..., : 2 * width]).sigmoid().chunk(2, dim=-1)
     candidate = (input[..., 2 * width :] + reset * hidden[..., 2 * width :]).tanh()
     return (candidate + update * (state[0] - candidate),)
 
 
-_STEPS: dict[str, Callable[[Tensor, Tensor, State], State]] = {
+_STEPS: dict[str, Callable[[Tensor, Tensor, HiddenState], HiddenState]] = {
     "LSTM": _lstm_step,
     "GRU": _gru_step,
     "RNN_TANH": lambda input, hidden, state: ((input + hidden).tanh(),),

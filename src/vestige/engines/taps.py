@@ -1,6 +1,6 @@
 """What do layers see and get back in one backward pass, and how is it written down without any weight's gradient?
 
-A `Plan` knows every module that uses trainable parameters. For the length of one pass it runs those modules through
+A `TapPlan` knows every module that uses trainable parameters. For the length of one pass it runs those modules through
 taps: identities whose backward receives the gradient of a layer's output, beside what the layer saved. Because a tap
 saves through autograd, activation checkpointing drops and recomputes what it saved like anything else.
 """
@@ -21,7 +21,7 @@ from torch.func import functional_call, grad, vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.gradients import Dense, Gradient, combine
-from vestige.engines.layers import Layer, Saved, Uses, layer_of, linear
+from vestige.engines.layers import LayerRule, Saved, Uses, layer_of, linear
 from vestige.engines.reference import Reference
 from vestige.engines.sequences import Block, composite_of
 from vestige.layout import Layout
@@ -29,7 +29,7 @@ from vestige.mechanism.clipping import Loss, Parameters
 
 Forward = Callable[..., Any]
 Signals = tuple[Tensor, ...]
-Record = Callable[["Pass", Saved, Signals], None]
+Recorder = Callable[["Pass", Saved, Signals], None]
 Settle = Callable[[Saved, Tensor], Tensor]
 Holder = tuple[dict[str, Any], str]
 """Where a module keeps a parameter: its dictionary, and the key there."""
@@ -142,7 +142,7 @@ class Site:
     name: str
     module: nn.Module
     owned: Mapping[str, str]
-    layer: Layer | None
+    layer: LayerRule | None
     composite: Forward | None
 
 
@@ -168,7 +168,7 @@ def _without(sites: Iterable[Site], names: frozenset[str]) -> Iterator[Site]:
         yield replace(site, owned={a: name for a, name in site.owned.items() if name not in names})
 
 
-class Plan:
+class TapPlan:
     """How every use of a trainable parameter is watched."""
 
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout, sketch: Sketch) -> None:
@@ -252,7 +252,7 @@ class Plan:
             return self._layer_forward(site, site.layer)
         return self._composite_forward(site, site.composite) if site.composite else self._custom_forward(site)
 
-    def _layer_forward(self, site: Site, layer: Layer) -> Forward:
+    def _layer_forward(self, site: Site, layer: LayerRule) -> Forward:
         """A layer with a rule: run as it is, its output tapped."""
         original, module, owned = site.module.forward, site.module, site.owned
         saves = "weight" in owned
@@ -284,7 +284,7 @@ class Plan:
 
         return forward
 
-    def _settles_whole(self, site: Site, layer: Layer, input: Tensor) -> bool:
+    def _settles_whole(self, site: Site, layer: LayerRule, input: Tensor) -> bool:
         plain = self.now.notes is None and site.name not in self.sketch.shared and len(input) % self.now.examples == 0
         return plain and layer.whole is not None and layer.fuses(site.module, input)
 
@@ -374,7 +374,7 @@ class Plan:
         names = {id(holder[key]): name for name, holders in self.holders.items() for holder, key in holders}
         return {path: names[id(p)] for path, p in module.named_parameters() if id(p) in names}
 
-    def _tap(self, site: Site, record: Record, outputs: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _tap(self, site: Site, record: Recorder, outputs: list[Tensor], saved: Sequence[Tensor]) -> Sequence[Tensor]:
         now = self.now
         if not self._note(site, outputs):
             return outputs

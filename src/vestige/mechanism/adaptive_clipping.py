@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from math import exp, inf
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Clip, within
-
-State = dict[str, Any]
-Value = float | Tensor
-"""A number; or, where many runs are stacked, one for each of them."""
+from vestige.mechanism.clipping import Clip, ClipState, Coins, FixedClip, Value, within
 
 
 @dataclass(frozen=True)
-class Automatic:
+class Automatic(FixedClip):
     """Every gradient is rescaled to norm just below `bound`: bound / (norm + stability) (Bu et al. 2023, AUTO-S).
 
     Formal guarantees: adding or removing one example moves the sum by less than `bound` in the 2-norm.
@@ -30,7 +27,7 @@ class Automatic:
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
-            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
         if not self.stability >= 0:
             raise ValueError(f"stability={self.stability} must not be negative")
 
@@ -41,31 +38,19 @@ class Automatic:
     def sensitivity(self, layout: Layout) -> float:
         return self.bound
 
+    def with_bound(self, bound: float) -> Automatic:
+        return replace(self, bound=bound)
+
+    @property
+    def recording(self) -> Hashable:
+        return self
+
 
 # --- clips that learn ------------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
-class Adaptive(Protocol):
-    """A clip whose bound follows releases; its state is part of the training state."""
-
-    def init(self) -> State: ...
-
-    def now(self, state: State) -> Clip:
-        """The clip of this step."""
-        ...
-
-    def pace(self, state: State) -> Value:
-        """The factor of the learning rate at this step."""
-        ...
-
-    def learn(self, fraction: Value | None, state: State) -> State:
-        """The state after a step that released this noised fraction of unclipped examples."""
-        ...
-
-
 @dataclass(frozen=True)
-class Counted:
+class Counted(FixedClip):
     """A flat clip that also counts, on the same sample, how many examples it left alone: 1[norm <= bound] - 1/2 each.
 
     `count_noise` is the standard deviation of the count's noise in examples; "auto" is a twentieth of the expected
@@ -85,33 +70,46 @@ class Counted:
     def sensitivity(self, layout: Layout) -> Value:
         return self.bound
 
-    def centred_count(self, norms: Tensor) -> Tensor:
-        """Over the examples, [..., examples, groups] -> [...]; non-finite ones count for nothing, as in the sum."""
-        whole = torch.linalg.vector_norm(norms, dim=-1, keepdim=True)
-        return torch.where(whole.isfinite(), (whole <= self.bound).double() - 0.5, 0.0).sum(dim=(-2, -1))
-
-    def fraction(self, noised_count: Value, expected_batch: float) -> Value:
-        """The share of examples left alone, from the noised centred count and public numbers."""
-        return _clamped(noised_count / expected_batch + 0.5, 0.0, 1.0)
-
-    def deviation(self, multiplier: float, expected_batch: float) -> float:
+    def count_deviation(self, multiplier: float, expected_batch: float) -> float:
         return max(expected_batch / 20, 2 * multiplier) if self.count_noise == "auto" else self.count_noise
 
     def gradient_multiplier(self, multiplier: float, expected_batch: float) -> float:
         """The gradient's share of the noise when the joint release has this multiplier."""
-        deviation = self.deviation(multiplier, expected_batch)
+        deviation = self.count_deviation(multiplier, expected_batch)
         if deviation == inf or multiplier == 0:
             return multiplier
         if not 2 * deviation > multiplier:
             raise ValueError(
-                f"quantile_noise={deviation} must exceed half the noise multiplier {multiplier:.4g}: the count alone "
+                f"count_noise={deviation} must exceed half the noise multiplier {multiplier:.4g}: the count alone "
                 "would cost more than the step may"
             )
         return float((multiplier**-2 - (2 * deviation) ** -2) ** -0.5)
 
+    @property
+    def recording(self) -> Hashable:
+        return "flat"
+
+    @property
+    def flat_bound(self) -> Value:
+        return self.bound
+
+
+def centred_count(bound: Value, norms: Tensor) -> Tensor:
+    """SENSITIVE: examples that a flat clip leaves alone less half of all, [..., examples, groups] -> [...].
+
+    Non-finite ones count for nothing, as in the sum.
+    """
+    whole = torch.linalg.vector_norm(norms, dim=-1, keepdim=True)
+    return torch.where(whole.isfinite(), (whole <= bound).double() - 0.5, 0.0).sum(dim=(-2, -1))
+
+
+def unclipped_fraction(noised_count: Value, expected_batch: float) -> Value:
+    """The fraction of examples left alone, from the noised centred count and public numbers."""
+    return _clamped(noised_count / expected_batch + 0.5, 0.0, 1.0)
+
 
 @dataclass(frozen=True)
-class Quantile:
+class Quantile(FixedClip):
     """The bound moves towards the `target` quantile of the norms: bound *= exp(-speed * (fraction - target)).
 
     The fraction of examples left unclipped is released with noise (Andrew et al. 2021; see `Counted`). With
@@ -126,16 +124,17 @@ class Quantile:
     lowest: float = 1e-6
     highest: float = 1e6
     steady_steps: bool = True
+    adaptive = True
 
     def __post_init__(self) -> None:
         if not 0 < self.lowest <= self.start <= self.highest:
-            raise ValueError(f"clip={self.start} must be positive and lie in [{self.lowest}, {self.highest}]")
+            raise ValueError(f"start={self.start} must be positive and lie in [{self.lowest}, {self.highest}]")
         if not 0 < self.target < 1:
-            raise ValueError(f"quantile={self.target} must lie in (0, 1): the fraction of examples to leave unclipped")
+            raise ValueError(f"target={self.target} must lie in (0, 1): the fraction of examples to leave unclipped")
         if not self.speed >= 0:
-            raise ValueError(f"clip_speed={self.speed} must not be negative")
+            raise ValueError(f"speed={self.speed} must not be negative")
         if self.count_noise != "auto" and not self.count_noise > 0:
-            raise ValueError(f"quantile_noise={self.count_noise} must be positive, or 'auto'")
+            raise ValueError(f"count_noise={self.count_noise} must be positive, or 'auto'")
 
     def factors(self, norms: Tensor) -> Tensor:
         return within(self.start, norms)
@@ -144,24 +143,27 @@ class Quantile:
         """At the start; later bounds are in the state."""
         return self.start
 
-    def init(self) -> State:
+    def init(self) -> ClipState:
         return {"bound": self.start}
 
-    def now(self, state: State) -> Clip:
+    def now(self, state: ClipState) -> Clip:
         return Counted(state["bound"], self.count_noise)
 
-    def pace(self, state: State) -> Value:
+    def pace(self, state: ClipState) -> Value:
         return self.start / state["bound"] if self.steady_steps else 1.0
 
-    def learn(self, fraction: Value | None, state: State) -> State:
+    def learn(self, fraction: Value | None, state: ClipState) -> ClipState:
         if fraction is None:
             return state
         moved = state["bound"] * _exp(-self.speed * (fraction - self.target))
         return {**state, "bound": _clamped(moved, self.lowest, self.highest)}
 
+    def shown(self, state: ClipState) -> dict[str, Value]:
+        return {"clip": state["bound"]}
+
 
 @dataclass(frozen=True)
-class Paced:
+class Paced(FixedClip):
     """A quantile clip whose released fraction also steers the learning rate (DP-Adam-AC in its valid form).
 
     Where fewer than `few` are clipped the rate grows by 1%, where more than `many` it shrinks by 0.5%, within
@@ -173,6 +175,7 @@ class Paced:
     many: float = 0.3
     slowest: float = 0.1
     fastest: float = 2.0
+    adaptive = True
 
     def factors(self, norms: Tensor) -> Tensor:
         return self.clip.factors(norms)
@@ -180,16 +183,16 @@ class Paced:
     def sensitivity(self, layout: Layout) -> float:
         return self.clip.sensitivity(layout)
 
-    def init(self) -> State:
+    def init(self) -> ClipState:
         return {**self.clip.init(), "pace": 1.0}
 
-    def now(self, state: State) -> Clip:
+    def now(self, state: ClipState) -> Clip:
         return self.clip.now(state)
 
-    def pace(self, state: State) -> Value:
+    def pace(self, state: ClipState) -> Value:
         return state["pace"]  # type: ignore[no-any-return]
 
-    def learn(self, fraction: Value | None, state: State) -> State:
+    def learn(self, fraction: Value | None, state: ClipState) -> ClipState:
         state = self.clip.learn(fraction, state)
         if fraction is None:
             return state
@@ -197,6 +200,9 @@ class Paced:
         slower = _chosen(clipped > self.many, _clamped(pace * 0.995, self.slowest, self.fastest), pace)
         faster = _clamped(pace * 1.01, self.slowest, self.fastest)
         return {**state, "pace": _chosen(clipped < self.few, faster, slower)}
+
+    def shown(self, state: ClipState) -> dict[str, Value]:
+        return self.clip.shown(state)
 
 
 # Arithmetic that torch and Python spell differently: one number, or one for each run of a stack.
@@ -218,7 +224,7 @@ def _chosen(holds: bool | Tensor, then: Value, otherwise: Value) -> Value:
 
 
 @dataclass(frozen=True)
-class Thinned:
+class Thinned(FixedClip):
     """Candidates stay with probability `keep * min(norm, bound)` and then contribute a vector of norm exactly `scale`.
 
     Formal guarantees: given `keep` and `scale`, which are public, an example decides only about its own presence. It
@@ -229,10 +235,10 @@ class Thinned:
     keep: float
     scale: float
     coins: np.random.Generator | None = None
+    stackable = False
 
-    def drawn(self, coins: np.random.Generator) -> Thinned:
-        """The same clip with its coins: only the curator has them."""
-        return replace(self, coins=coins)
+    def drawn(self, coins: Coins) -> Thinned:
+        return replace(self, coins=coins())
 
     def factors(self, norms: Tensor) -> Tensor:
         assert self.coins is not None, "a thinned clip is drawn by the curator"

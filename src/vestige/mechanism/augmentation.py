@@ -28,7 +28,7 @@ class Augment:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.copies, int) and self.copies >= 1):
-            raise ValueError(f"augment={self.copies} must be a whole number of copies from 1 up")
+            raise ValueError(f"copies={self.copies} must be a whole number of copies from 1 up")
         if not (isinstance(self.padding, int) and self.padding >= 0):
             raise ValueError(f"padding={self.padding} must be a whole number of pixels, 0 or more")
 
@@ -46,7 +46,7 @@ class Augment:
         """Refuse examples that are no images."""
         if len(shape) != 3:
             raise ValueError(
-                f"augment={self.copies} flips and crops images [channels, height, width], but this task's examples "
+                f"copies={self.copies} flips and crops images [channels, height, width], but this task's examples "
                 f"have shape {shape}; leave it out"
             )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,20 +24,20 @@ LARGEST_NORM = 1e30
 """Beyond this float32 cannot rescale a gradient accurately; such an example counts as non-finite and is zeroed."""
 
 
-@dataclass(frozen=True)
-class BoundedSum:
-    """SENSITIVE: a sum over examples before noise. Only clipping, noise and the curator ever see one.
-
-    `sensitivity` is a float for one ball, or one value per coordinate for a product of balls: noise of standard
-    deviation `z * sensitivity` makes the release a Gaussian mechanism with noise multiplier `z`.
-    """
-
-    total: Tensor
-    sensitivity: float | Tensor
+Coins = Callable[[], np.random.Generator]
+Value = float | Tensor
+"""A number; or, where many runs are stacked, one for each of them."""
+ClipState = dict[str, Any]
+"""What a clip has learned from releases: numbers only, so that it checkpoints and rewinds."""
 
 
 class Clip(Protocol):
-    """A bound on one example's contribution."""
+    """A bound on one example's contribution. A clip that follows releases keeps what it learned in a state."""
+
+    adaptive: bool
+    """Whether the bound follows releases."""
+    stackable: bool
+    """Whether its algebra runs over the last axis, so that a stack of runs can be clipped at once."""
 
     def factors(self, norms: Tensor) -> Tensor:
         """Per-example factors in [0, bound / norm], from norms by group: [..., groups] -> the same shape."""
@@ -45,9 +47,102 @@ class Clip(Protocol):
         """Noise per unit of noise multiplier; see `BoundedSum`."""
         ...
 
+    def init(self) -> ClipState: ...
+
+    def now(self, state: ClipState) -> Clip:
+        """The clip of this step."""
+        ...
+
+    def pace(self, state: ClipState) -> Value:
+        """The factor of the learning rate at this step."""
+        ...
+
+    def learn(self, fraction: Value | None, state: ClipState) -> ClipState:
+        """The state after a step that released this noised fraction of unclipped examples."""
+        ...
+
+    def with_bound(self, bound: float) -> Clip:
+        """The same clip with another bound."""
+        ...
+
+    def shown(self, state: ClipState) -> dict[str, Value]:
+        """What may be looked at of the state: all of it comes of releases."""
+        ...
+
+    def drawn(self, coins: Coins) -> Clip:
+        """The clip with the coins it tosses, if it does: only the curator has any."""
+        ...
+
+    def count_deviation(self, multiplier: float, expected_batch: float) -> float:
+        """The noise, in examples, of the count of unclipped examples; infinite if nothing is counted."""
+        ...
+
+    def gradient_multiplier(self, multiplier: float, expected_batch: float) -> float:
+        """The gradient's share of the noise when the whole release has this multiplier."""
+        ...
+
+    def noise_ratios(self, layout: Layout) -> Tensor:
+        """Each group's noise over its bound, per unit of the whole step's noise multiplier."""
+        ...
+
+    @property
+    def recording(self) -> Hashable | None:
+        """What a recorded step fixes of it; None if its factors cannot be recorded."""
+        ...
+
+    @property
+    def flat_bound(self) -> Value | None:
+        """The bound, where the factors are those of a flat clip: it may change between replays of a recorded step."""
+        ...
+
+
+class FixedClip:
+    """The neutral half of a clip: a bound that never changes, no coins, no count."""
+
+    adaptive = False
+    stackable = True
+
+    def init(self) -> ClipState:
+        return {}
+
+    def now(self, state: ClipState) -> Any:
+        return self
+
+    def pace(self, state: ClipState) -> Value:
+        return 1.0
+
+    def learn(self, fraction: Value | None, state: ClipState) -> ClipState:
+        return state
+
+    def with_bound(self, bound: float) -> Any:
+        raise ValueError(f"{type(self).__name__} has no bound of its own that could be set to {bound}")
+
+    def shown(self, state: ClipState) -> dict[str, Value]:
+        return {}
+
+    def drawn(self, coins: Coins) -> Any:
+        return self
+
+    def count_deviation(self, multiplier: float, expected_batch: float) -> float:
+        return inf
+
+    def gradient_multiplier(self, multiplier: float, expected_batch: float) -> float:
+        return multiplier
+
+    def noise_ratios(self, layout: Layout) -> Tensor:
+        return torch.ones(1, dtype=torch.float64)
+
+    @property
+    def recording(self) -> Hashable | None:
+        return None
+
+    @property
+    def flat_bound(self) -> Value | None:
+        return None
+
 
 @dataclass(frozen=True)
-class Flat:
+class Flat(FixedClip):
     """Each example's whole gradient is scaled to norm at most `bound`.
 
     Formal guarantees: adding or removing one example moves the sum by at most `bound` in the 2-norm.
@@ -57,12 +152,23 @@ class Flat:
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
-            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
 
     def factors(self, norms: Tensor) -> Tensor:
         return within(self.bound, norms)
 
     def sensitivity(self, layout: Layout) -> float:
+        return self.bound
+
+    def with_bound(self, bound: float) -> Flat:
+        return replace(self, bound=bound)
+
+    @property
+    def recording(self) -> Hashable:
+        return "flat"
+
+    @property
+    def flat_bound(self) -> Value:
         return self.bound
 
 
@@ -80,7 +186,7 @@ def sensitivity_on(device: torch.device, clip: Clip, layout: Layout) -> tuple[fl
     return sensitivity, sensitivity
 
 
-class Engine(Protocol):
+class GradientEngine(Protocol):
     """Adds the clipped gradients of a batch to a flat vector. Built once from public facts, called with data."""
 
     def __call__(

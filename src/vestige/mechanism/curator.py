@@ -1,33 +1,29 @@
-"""What does the data say, in bounded and noised form? The only room that holds data; it counts every question."""
+"""What does the data say, in bounded and noised form? Sums of clipped gradients over samples, charged and noised."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf, sqrt
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from vestige.layout import Layout
-from vestige.mechanism.adaptive_clipping import Counted, Thinned
-from vestige.mechanism.clipping import BoundedSum, Clip, Engine, Flat, Parameters, Transform, sensitivity_on
-from vestige.mechanism.correlated_noise import Stream
-from vestige.mechanism.loss_difference import LossDifference, Scores
-from vestige.mechanism.noise import Randomness, Release, add_noise, normal
-from vestige.mechanism.sampling import Poisson, Sampling
-from vestige.questions import Gaussian, Question, SampledGaussian, Trial
+from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
+from vestige.mechanism.charges import Charges
+from vestige.mechanism.clipping import Clip, Flat, GradientEngine, Parameters, Transform, sensitivity_on
+from vestige.mechanism.comparisons import Comparisons
+from vestige.mechanism.examples import Examples
+from vestige.questions import Gaussian, Question, SampledGaussian
+from vestige.randomness.correlated import Independent, NoiseSequence
+from vestige.randomness.gaussian import normal
+from vestige.randomness.keys import Randomness
+from vestige.randomness.release import BoundedSum, Release
+from vestige.randomness.sampling import Poisson, Sampling
 
-Data = Sequence[Tensor] | Dataset[Sequence[Tensor]]
 Witness = Callable[[Tensor, Tensor], None]
-
-
-class Ask(Protocol):
-    def __call__(self, question: Question, *, step: int, part: int, sensitivity: float) -> None:
-        """Record a question, durably, before its answer exists; or raise `BudgetSpent` and record nothing."""
-        ...
 
 
 class Curator:
@@ -38,40 +34,31 @@ class Curator:
 
     def __init__(
         self,
-        data: Data,
-        engine: Engine,
+        examples: Examples,
+        engine: GradientEngine,
         layout: Layout,
         sampling: Sampling,
         randomness: Randomness,
-        ask: Ask,
+        charges: Charges,
         *,
-        device: torch.device,
         physical_batch: int | None = None,
-        losses: Scores | None = None,
-        right: Scores | None = None,
         nonprivate_witness: Witness | None = None,
-        noise: Stream | None = None,
+        noise: NoiseSequence | None = None,
+        comparisons: Comparisons | None = None,
     ) -> None:
-        self._losses, self._right = losses, right
-        self._fetch, self.population = _fetcher(data, device)
-        self._engine, self._layout, self._device = engine, layout, device
-        self._sampling, self._randomness, self._ask = sampling, randomness, ask
+        self.comparisons = comparisons
+        """Answers about two models, for gates and decays."""
+        self._examples, self.population, self._device = examples, examples.population, examples.device
+        self._engine, self._layout, self._sampling = engine, layout, sampling
+        self._randomness, self._charges = randomness, charges
         self.physical_batch = physical_batch
         self._nonprivate_witness = nonprivate_witness
         self.expected_batch = sampling.rate * self.population
-        self._noise = noise
+        self._noise: NoiseSequence = noise if noise is not None else Independent()
         self._priced: tuple[Clip, float | Tensor, float] | None = None
         self.asked = 0
         """Gradients asked so far: the index of the next one's streams."""
-        self.compared = 0
-        """Comparisons of two models asked so far; their streams are their own, so they never shift a gradient's."""
-        self._trial: Trial | None = None
-        self._due: list[Question] = []
-        self.nonprivate_broken_examples = torch.zeros((), dtype=torch.long, device=device)
-
-    def blank(self) -> Sequence[Tensor]:
-        """Tensors without rows, which have the shapes and dtypes of the examples and nothing else of them."""
-        return self._fetch(torch.zeros(0, dtype=torch.long))
+        self.nonprivate_broken_examples = torch.zeros((), dtype=torch.long, device=self._device)
 
     @property
     def rate(self) -> float:
@@ -105,14 +92,14 @@ class Curator:
         _, ceiling = self._sensitivity(clip)
         rate = min(1.0, self._sampling.rate * boost)
         index = self._numbered(question or SampledGaussian(rate, multiplier), step, part, ceiling)
-        if isinstance(clip, Thinned):
-            clip = clip.drawn(self._randomness.stream("thin", index))
+        clip = clip.drawn(partial(self._randomness.stream, "thin", index))
         sampling = self._sampling if boost == 1 else Poisson(rate)
         sample = sampling.draw(self.population, index, self._randomness)
         if then is None:
             return self._answer(sample, parameters, clip, multiplier, transform, index)
-        if isinstance(clip, Counted):
-            raise ValueError("a clip that counts cannot be asked twice on one sample: use a fixed clip")
+        assert clip.count_deviation(multiplier, self.expected_batch) == inf, (
+            "Method refuses to count twice on one sample"
+        )
         each = multiplier * sqrt(2)
         first = self._answer(sample, parameters, clip, each, transform, index)
         return self._answer(sample, then(first), clip, each, transform, index, again="-again")
@@ -134,7 +121,7 @@ class Curator:
 
     def replay_noise(self) -> None:
         """After a resume: meet again the past noise that correlated noise depends on, which no checkpoint holds."""
-        if self._noise is None:
+        if not self._noise.keeps:
             return
         if not self._randomness.predictable:
             raise ValueError(
@@ -142,16 +129,16 @@ class Curator:
                 "would uncover past sums; it cannot be continued in a new process, so start it again"
             )
         for index in range(self.asked):
-            self._noise.next(normal(self._layout.size, self._randomness.stream("noise", index), self._device))
+            self._noise.replay(normal(self._layout.size, self._randomness.stream("noise", index), self._device))
 
     @property
     def held_noise(self) -> int:
         """How many vectors of past noise are kept."""
-        return self._noise.held() if self._noise is not None else 0
+        return self._noise.held()
 
     def _numbered(self, question: Question, step: int, part: int, sensitivity: float) -> int:
         """Charge a question about gradients; its number names its random streams."""
-        self._charge(question, step=step, part=part, sensitivity=sensitivity)
+        self._charges.charge(question, step=step, part=part, sensitivity=sensitivity)
         self.asked += 1
         return self.asked - 1
 
@@ -161,7 +148,10 @@ class Curator:
         """SENSITIVE: the clipped sum over a sample, and every example's norms."""
         total = torch.zeros(self._layout.size, device=self._device)
         with self._model_randomness(index):
-            seen = [self._engine(self._fetch(rows), parameters, clip, total, transform) for rows in self._parts(sample)]
+            seen = [
+                self._engine(self._examples.fetch(rows), parameters, clip, total, transform)
+                for rows in self._parts(sample)
+            ]
         norms = torch.cat(seen)
         self.nonprivate_broken_examples += norms.isinf().any(dim=1).sum()
         return total, norms
@@ -178,86 +168,34 @@ class Curator:
     ) -> Release:
         total, norms = self._sum(sample, parameters, clip, transform, index)
         bounded = BoundedSum(total, self._sensitivity(clip)[0])
-        unclipped = None
-        if isinstance(clip, Counted):
-            unclipped = self._unclipped(clip, norms, multiplier, index)
-            multiplier = clip.gradient_multiplier(multiplier, self.expected_batch)
+        unclipped = self._unclipped(clip, norms, multiplier, index)
+        multiplier = clip.gradient_multiplier(multiplier, self.expected_batch)
         stream = self._randomness.stream("noise" + again, index)
         witness = self._nonprivate_witness
         before = total if witness is None else total.clone()
-        scale, correlate = (1.0, None) if self._noise is None else (self._noise.scale, self._noise.next)
-        std, noise = add_noise(bounded, multiplier * scale, stream, correlate, nonprivate_keep=witness is not None)
-        if self._noise is not None:
-            std = std * self._noise.gain(index)
+        std, noise = self._noise.add(bounded, multiplier, stream, nonprivate_keep=witness is not None)
         if witness is not None:
             assert noise is not None
             witness(before, noise)
         return Release(total, std, self.expected_batch, self._sampling.rate, unclipped)
 
-    def _unclipped(self, clip: Counted, norms: Tensor, multiplier: float, index: int) -> float | None:
+    def _unclipped(self, clip: Clip, norms: Tensor, multiplier: float, index: int) -> float | None:
         """The fraction of examples that the clip left alone, from a noised centred count over the public batch size."""
-        deviation = clip.deviation(multiplier, self.expected_batch)
+        deviation = clip.count_deviation(multiplier, self.expected_batch)
         if deviation == inf:
             return None
-        count = float(clip.centred_count(norms))
+        assert clip.flat_bound is not None
+        count = float(centred_count(clip.flat_bound, norms))
         noise = float(self._randomness.stream("count", index).normal(0, deviation))
         if self._nonprivate_witness is not None:
             self._nonprivate_witness(torch.tensor([count]), torch.tensor([noise]))
-        return float(clip.fraction(count + noise, self.expected_batch))
+        return float(unclipped_fraction(count + noise, self.expected_batch))
 
     def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
         """As `sensitivity_on`; kept while the clip stays the same."""
         if self._priced is None or self._priced[0] is not clip:
             self._priced = clip, *sensitivity_on(self._device, clip, self._layout)
         return self._priced[1:]
-
-    @contextlib.contextmanager
-    def trial(self, question: Trial | None) -> Iterator[None]:
-        """Charge the questions asked inside as one trial, when the first of them comes and before it is answered.
-
-        None charges each by itself. A question that is not the trial's own is refused.
-        """
-        self._trial, self._due = question, _questions_of(question) if question is not None else []
-        try:
-            yield
-        finally:
-            self._trial, self._due = None, []
-
-    def _charge(self, question: Question, *, step: int, part: int, sensitivity: float) -> None:
-        if self._trial is None:
-            self._ask(question, step=step, part=part, sensitivity=sensitivity)
-            return
-        if question != self._due.pop(0):
-            raise AssertionError(f"{question} is not what is due in {self._trial}")
-        if len(self._due) == 1:
-            self._ask(self._trial, step=step, part=0, sensitivity=sensitivity)
-
-    def loss_difference(
-        self, before: Parameters, after: Parameters, change: LossDifference, *, step: int, part: int = 1
-    ) -> float:
-        """By how much the mean loss changes from one model to another, both on one fresh sample; bounded and noised.
-
-        An empty sample counts as no change; it is noised and charged like any other.
-
-        Formal guarantees: see `LossDifference`. Inside `trial` only what that trial releases may be used.
-        """
-        assert self._losses is not None, "this curator was not given a loss to compare"
-        self._charge(change.question, step=step, part=part, sensitivity=change.sensitivity)
-        rows, noise = self._comparison(change.rate)
-        return change.of(*self._scores(self._losses, rows, before, after)) + change.noise_std * noise
-
-    def count_difference(
-        self, before: Parameters, after: Parameters, *, rate: float, multiplier: float, step: int, part: int
-    ) -> float:
-        """How many more examples of a fresh sample the second model gets right, noised, over the expected sample size.
-
-        Formal guarantees: one Poisson-subsampled Gaussian mechanism: each example contributes -1, 0 or 1.
-        """
-        assert self._right is not None, "this curator was not given answers to count"
-        self._charge(SampledGaussian(rate, multiplier), step=step, part=part, sensitivity=1.0)
-        rows, noise = self._comparison(rate)
-        old, new = self._scores(self._right, rows, before, after)
-        return (float(new.sum() - old.sum()) + multiplier * noise) / (rate * self.population)
 
     def sums(
         self, bounded: Callable[[Sequence[Tensor]], Tensor], bounds: Sequence[float], multiplier: float, *, step: int
@@ -268,32 +206,13 @@ class Curator:
         k of `bounded` by at most `bounds[k]` in the 2-norm.
         """
         for part, bound in enumerate(bounds):
-            self._ask(Gaussian(multiplier), step=step, part=part, sensitivity=bound)
+            self._charges.charge(Gaussian(multiplier), step=step, part=part, sensitivity=bound)
         everyone = torch.arange(self.population).split(self.physical_batch or 4096)
-        totals = torch.stack([bounded(self._fetch(rows)) for rows in everyone]).sum(dim=0).double().cpu()
+        totals = torch.stack([bounded(self._examples.fetch(rows)) for rows in everyone]).sum(dim=0).double().cpu()
         for part, bound in enumerate(bounds):
             noise = self._randomness.stream("sums", part).standard_normal(totals[part].shape)
             totals[part] += torch.from_numpy(noise) * (multiplier * bound)
         return totals
-
-    def coin(self, sides: int) -> int:
-        """A fair choice that looks at nothing; at most one for each comparison."""
-        return int(self._randomness.stream("coin", self.compared).integers(sides))
-
-    def _comparison(self, rate: float) -> tuple[Tensor, float]:
-        """The sample of the next comparison, and its noise."""
-        index = self.compared
-        self.compared += 1
-        joined = self._randomness.stream("comparison sample", index).random(self.population) < rate
-        return torch.from_numpy(joined.nonzero()[0]), self._randomness.stream("comparison noise", index).normal()
-
-    def _scores(self, scores: Scores, rows: Tensor, *models: Parameters) -> list[Tensor]:
-        """SENSITIVE: every row's score by each model, all on the same examples, which are fetched once."""
-        if len(rows) == 0:
-            return [torch.zeros(0, device=self._device) for _ in models]
-        batches = (self._fetch(part) for part in self._parts(rows))
-        seen = zip(*([scores(batch, model) for model in models] for batch in batches), strict=True)
-        return [torch.cat(parts) for parts in seen]
 
     @contextlib.contextmanager
     def _model_randomness(self, index: int) -> Iterator[None]:
@@ -309,28 +228,3 @@ class Curator:
         if self.physical_batch is None or len(indices) == 0:
             return [indices]
         return indices.split(self.physical_batch)
-
-
-def _questions_of(trial: Trial) -> list[Question]:
-    candidate = SampledGaussian(trial.rate, trial.multiplier)
-    return [candidate, SampledGaussian(trial.validation_rate, trial.validation_multiplier)]
-
-
-def _fetcher(data: Data, device: torch.device) -> tuple[Callable[[Tensor], Sequence[Tensor]], int]:
-    if isinstance(data, TensorDataset):
-        data = data.tensors
-    if isinstance(data, Dataset):
-        dataset = data
-        count = len(dataset)  # type: ignore[arg-type]
-
-        def collate(indices: Tensor) -> Sequence[Tensor]:
-            # An empty sample still needs tensors of the right shape, so one example lends its shape and is dropped.
-            rows = [dataset[int(i)] for i in indices] or [dataset[0]]
-            return [part[: len(indices)].to(device) for part in default_collate(rows)]
-
-        return collate, count
-    tensors = [part.to(device) for part in data]
-    counts = {len(part) for part in tensors}
-    if len(counts) != 1:
-        raise ValueError(f"data: the tensors hold {sorted(counts)} examples; inputs and targets must agree")
-    return lambda indices: [part[indices.to(device)] for part in tensors], counts.pop()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vestige.layout import Grouping, Layout
+from vestige.mechanism.clipping import FixedClip
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 """Norm layers whose weights may have several dimensions, and still are no matrices."""
@@ -100,7 +101,7 @@ def named_split(text: str) -> tuple[float, ...] | None:
 
 
 @dataclass(frozen=True)
-class PerGroup:
+class PerGroup(FixedClip):
     """Each group of an example's gradient is scaled to norm at most C_g, where the squares of the C_g sum to `bound`^2.
 
     `split` gives the C_g up to a factor (default: all equal, `bound` / sqrt(groups)). `share` decides where the noise
@@ -119,7 +120,7 @@ class PerGroup:
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
-            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
         if self.split is not None and not all(part > 0 for part in self.split):
             raise ValueError(f"split={self.split} must be positive: each part bounds one group's influence")
         if self.share not in get_args(Share):
@@ -152,3 +153,13 @@ class PerGroup:
         if self.share == "isotropic" or (self.share == "equal" and self.split is None):
             return self.bound  # the same noise on every coordinate: that of flat clipping
         return layout.expand(self.scales(layout.group_sizes)).float()
+
+    def with_bound(self, bound: float) -> PerGroup:
+        return replace(self, bound=bound)
+
+    def noise_ratios(self, layout: Layout) -> Tensor:
+        return self.scales(layout.group_sizes) / self.bounds(layout.groups)
+
+    @property
+    def recording(self) -> Hashable | None:
+        return self if self.split is None else None  # bounds given one by one are copied to the device at every step

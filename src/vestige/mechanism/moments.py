@@ -25,9 +25,9 @@ class PrivateMoments:
 
     def __post_init__(self) -> None:
         if not self.multiplier > 0:
-            raise ValueError(f"moments_noise={self.multiplier} must be positive")
+            raise ValueError(f"multiplier={self.multiplier} must be positive")
         if not min(self.bounds) > 0:
-            raise ValueError(f"moments_bound={min(self.bounds)} must be positive: it bounds one example's influence")
+            raise ValueError(f"bounds={min(self.bounds)} must be positive: it bounds one example's influence")
 
     @property
     def questions(self) -> tuple[Question, ...]:

@@ -1,14 +1,16 @@
-"""The named methods, one file per family. Importing this package registers them all."""
+"""The named methods, one file per family. Importing the package registers them all."""
 
 from vestige.methods.adam import adp_adamw, dp_adam, dp_adam_ac, dp_adambc, dp_adamw
 from vestige.methods.baselines import dp_auto_clip, dp_quantile, dp_sgd
 from vestige.methods.correlated import dp_bandmf, dp_blt, dp_ftrl
 from vestige.methods.filtered import disk, doppler, kalman_memory
 from vestige.methods.fractional import exponential_memory, fo_dp_sgd, post_fm, uniform_memory
-from vestige.methods.importance import dp_is
+from vestige.methods.probing import dp_is, dp_sam, dp_sat
 from vestige.methods.selective import dpsgd_br, dpsur
-from vestige.methods.sharpness import dp_sam, dp_sat, sa_dp_sgd
 from vestige.methods.spectral import sma_dp_sgd
+
+sa_dp_sgd = dp_sam
+"""The name that some tables give it."""
 
 __all__ = [
     "adp_adamw",

@@ -6,10 +6,9 @@ from typing import Annotated
 
 import torch
 
-from vestige.mechanism import noise_schedules
 from vestige.mechanism.adaptive_clipping import Paced, Quantile
 from vestige.mechanism.clipping import Flat
-from vestige.methods.base import Method, Neutral, register
+from vestige.methods.base import Method
 from vestige.methods.options import (
     Beta1,
     Beta2,
@@ -20,8 +19,10 @@ from vestige.methods.options import (
     WeightDecay,
     quantile_noise_of,
 )
+from vestige.methods.registry import Neutral, register
 from vestige.optim import averaging
 from vestige.optim.rules import AdamBC, Rule
+from vestige.randomness import schedules
 
 Floor = Annotated[
     str | float, "least second moment after the noise is taken out (gamma'); auto: a tenth of the noise's"
@@ -29,18 +30,18 @@ Floor = Annotated[
 
 
 @register(
-    "dp-adam",
     "Kingma and Ba, Adam, ICLR 2015, on the releases of Abadi et al. 2016",
+    "kingma2015adam",
     neutral=Neutral({}, optimizer="adam"),
 )
 def dp_adam(*, clip: Bound = 1.0, beta1: Beta1 = 0.9, beta2: Beta2 = 0.999) -> Method:
     """Adam on private gradients."""
-    return Method(name="dp-adam", clip=Flat(clip), rule=Rule(torch.optim.Adam, {"betas": (beta1, beta2)}))
+    return Method(clip=Flat(clip), rule=Rule(torch.optim.Adam, {"betas": (beta1, beta2)}))
 
 
 @register(
-    "dp-adambc",
     "Tang, Shpilevskiy and Lecuyer, DP-AdamBC: Your DP-Adam Is Actually DP-SGD, AAAI 2024",
+    "tang2024dpadambc",
     neutral=Neutral({"beta1": 0.0, "floor": 1.0}),
 )
 def dp_adambc(
@@ -56,26 +57,27 @@ def dp_adambc(
     theta -= lr * m / sqrt(max(v - Phi, floor)), with no other constant in the denominator. Where the gradient is far
     below the noise, the denominator is the square root of the floor, and the best learning rate scales with it.
     """
-    return Method(name="dp-adambc", clip=Flat(clip), rule=_adam_bc(beta1, beta2, floor, weight_decay))
+    return Method(clip=Flat(clip), rule=_adam_bc(beta1, beta2, floor, weight_decay))
 
 
 @register(
-    "dp-adamw",
     "Chooi et al., DP-AdamW, 2025, arXiv:2511.07843 (Loshchilov and Hutter, AdamW, ICLR 2019, on private gradients)",
+    "chooi2025dpadamw",
     neutral=Neutral({"weight_decay": 0.0}, like="dp-adam"),
 )
 def dp_adamw(
     *, clip: Bound = 1.0, beta1: Beta1 = 0.9, beta2: Beta2 = 0.999, weight_decay: WeightDecay = 0.01
 ) -> Method:
     """Adam with decoupled weight decay on private gradients."""
-    return Method(name="dp-adamw", clip=Flat(clip), rule=_adamw(beta1, beta2, weight_decay))
+    return Method(clip=Flat(clip), rule=_adamw(beta1, beta2, weight_decay))
 
 
 @register(
-    "adp-adamw",
     "Chilukoti et al., Differentially Private Fine-tuned NF-Net to Predict GI Cancer Type, 2025, arXiv:2502.11329",
+    "chilukoti2025adaptive",
     price="sum over steps of SGM(q, z_t): every step pays its own level; z is the first",
     neutral=Neutral({"noise_decay": 1.0}, like="dp-adamw"),
+    letters={"drop": "noise_decay", "ratio": "noise_decay"},
 )
 def adp_adamw(
     *,
@@ -90,15 +92,14 @@ def adp_adamw(
 ) -> Method:
     """DP-AdamW with a public noise schedule: the noise falls from epoch to epoch."""
     kinds = {
-        "exponential": noise_schedules.Exponential,
-        "linear": noise_schedules.Linear,
-        "time": noise_schedules.Time,
-        "step": noise_schedules.Step,
+        "exponential": schedules.ExponentialDecay,
+        "linear": schedules.LinearDecay,
+        "time": schedules.TimeDecay,
+        "step": schedules.StepDecay,
     }
     if schedule not in kinds:
         raise ValueError(f"schedule={schedule!r} is unknown; choose from {', '.join(kinds)}")
     return Method(
-        name="adp-adamw",
         clip=Flat(clip),
         rule=_adamw(beta1, beta2, weight_decay),
         schedule=kinds[schedule](noise_decay),
@@ -106,12 +107,13 @@ def adp_adamw(
 
 
 @register(
-    "dp-adam-ac",
     "Yang, DP-Adam-AC, 2025, arXiv:2510.05288, in a valid form: the quantile of Andrew et al. 2021 for raw norms",
+    "yang2025dpadamac",
     "extra release",
     releases="per step a noised sum and, on the same sample, a noised count of unclipped examples",
     price="T x SGM(q, z), z^-2 = z_gradient^-2 + (2 quantile_noise)^-2: both answers are one question",
     neutral=Neutral({"clip_speed": 0.0, "quantile_noise": "inf"}, like="dp-adam", like_options={"clip": 3.0}),
+    letters={"start": "clip", "target": "quantile", "speed": "clip_speed", "count_noise": "quantile_noise"},
 )
 def dp_adam_ac(
     *,
@@ -129,10 +131,9 @@ def dp_adam_ac(
     """
     bound = Quantile(clip, quantile, clip_speed, quantile_noise_of(quantile_noise), lowest=0.1, highest=10.0)
     return Method(
-        name="dp-adam-ac",
         clip=Paced(bound),
         rule=Rule(torch.optim.Adam, {"betas": (beta1, beta2)}),
-        average=averaging.Exponential(0.999),
+        average=averaging.ExponentialAverage(0.999),
     )
 
 

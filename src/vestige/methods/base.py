@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from math import isfinite
+from typing import Any
 
 from vestige.layout import Grouping
-from vestige.mechanism.adaptive_clipping import Adaptive
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Clip, Flat
-from vestige.mechanism.correlated_noise import Noise, White
 from vestige.mechanism.groups import PerGroup, Share
-from vestige.mechanism.noise_schedules import Constant, Schedule
 from vestige.optim.averaging import Average, Last
 from vestige.optim.gates import AlwaysAccept, Gate
-from vestige.optim.memory import Identity, KnowsNoise, Memory
+from vestige.optim.memory import Identity, Memory
 from vestige.optim.probes import Here, Probe
 from vestige.optim.rules import Rule, sgd
 from vestige.questions import Question, SampledGaussian
+from vestige.randomness.correlated import Noise, White
+from vestige.randomness.schedules import Constant, Schedule
 
-PrivacyClass = Literal["post-processing", "extra release", "selection", "correlated noise"]
+
+@dataclass(frozen=True)
+class Origin:
+    """How a method was made by name: with which options, and what each field of its parts is called there."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Every option with its value, defaults included: a later version's defaults must not pass for this one's."""
+    letters: Mapping[str, str] = field(default_factory=dict)
+    made: Method | None = None
+    """The method as it was made, before anyone replaced a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +42,7 @@ class Method:
     post-processing, whatever they do with them.
     """
 
-    name: str
+    name: str = "unnamed"
     clip: Clip = field(default_factory=Flat)
     probe: Probe = field(default_factory=Here)
     memory: Memory = field(default_factory=Identity)
@@ -48,26 +56,28 @@ class Method:
     gate: Gate = field(default_factory=AlwaysAccept)
     noise_multiplier: float | None = None
     """The accounted noise, where the method's own options fix it; None leaves it to the plan."""
+    origin: Origin = field(default_factory=lambda: Origin(), compare=False, repr=False)
+    """Where it comes from, if it was made by name."""
 
     def __post_init__(self) -> None:
-        if self.rule.hears_noise and not isinstance(self.memory, KnowsNoise):
+        if self.rule.hears_noise and not self.memory.knows_noise:
             raise ValueError(
                 f"optimizer {self.rule.name} must know the noise it steps on, and the memory of {self.name} does not "
                 "say how much it leaves; use another optimizer"
             )
-        if self.gate != AlwaysAccept() and (
-            not self.noise.white
-            or isinstance(self.clip, Adaptive)
-            or self.schedule != Constant()
-            or self.probe.period(0.5) != 1
-        ):
+        changing = self.clip.adaptive or self.schedule != Constant()
+        if self.gate.tests and (changing or self.noise.one_fixed_question or self.probe.period(0.5) != 1):
             raise ValueError(
                 f"method={self.name!r}: a gate has a theorem for one fixed question per candidate; leave out the "
                 "gate, or the adaptive clip, schedule, correlated noise or importance sampling"
             )
-        if self.noise.white:
+        if self.clip.adaptive and self.probe.twice_on_one_sample:
+            raise ValueError(
+                f"method={self.name!r}: a clip that counts has no theorem for two answers on one sample: fix it"
+            )
+        if not self.noise.one_fixed_question:
             return
-        if isinstance(self.clip, Adaptive) or self.schedule != Constant():
+        if changing:
             raise ValueError(
                 f"method={self.name!r}: correlated noise has a theorem for one clip and one noise level only; "
                 "leave the adaptive clip or the schedule out"
@@ -77,9 +87,7 @@ class Method:
 
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
         """What one step asks, at its own noise multiplier."""
-        if self.noise.white:
-            return self.probe.questions(rate, multiplier, step)
-        return (self.noise.question(rate, multiplier),)
+        return tuple(self.noise.question(asked) for asked in self.probe.questions(rate, multiplier, step))
 
     def copies(self, rate: float, steps: int) -> float | None:
         """Extra state in copies of the parameters, beside the model and one gradient; None if the rule's is unknown."""
@@ -88,24 +96,34 @@ class Method:
         parts = (self.memory.copies, self.probe.copies, self.rule.copies, self.average.copies)
         return sum(parts) + self.noise.copies(rate, steps)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What ledgers and run folders know it by: its registered name and options, and parts that are not theirs.
 
-@dataclass(frozen=True)
-class Neutral:
-    """A setting at which a method must equal another one, bit for bit."""
+        No path of a class is in it, so that a folder outlives the files that made it.
+        """
+        made = self.origin.made or Method(name=self.name)
+        other = {part: _described(value) for part, value in self.parts(made).items()}
+        options = {name: written(value) for name, value in self.origin.options.items()}
+        return {"name": self.name, "options": options, **({"parts": other} if other else {})}
 
-    options: dict[str, Any]
-    like: str = "dp-sgd"
-    like_options: dict[str, Any] = field(default_factory=dict)
-    optimizer: str | None = None
-    """The torch optimizer to give the other method, where the difference is the optimizer's."""
-    groups: str | None = None
-    """The groups by which the other method must clip, where this one does."""
-    sample_rate: float | None = None
-    """The sampling rate at which it holds; None if at any."""
+    def parts(self, unlike: Method) -> dict[str, Any]:
+        """Each part that is not the other method's."""
+        names = [each.name for each in fields(Method) if each.compare and each.name != "name"]
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(unlike, name)}
 
 
-ONE_SUM = "one noised sum of clipped gradients per step"
-DP_SGD_PRICE = "T x SGM(q, z): the price of DP-SGD"
+def _described(part: Any) -> str:
+    """A part in words that the next process would use too: a function is shown by its name, not its address."""
+    name = getattr(part, "__qualname__", None)
+    return repr(part) if name is None else f"{part.__module__}.{name}"
+
+
+def written(value: Any) -> Any:
+    """An option as JSON has it: it knows no infinity and no tuple."""
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 def by_group(
@@ -122,61 +140,3 @@ def by_group(
     bound = method.clip.bound
     clip = Flat(bound) if grouping is None else PerGroup(bound, split, share)
     return replace(method, clip=clip, grouping=grouping)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A named method: how to make it, and what a reader should know."""
-
-    name: str
-    make: Callable[..., Method]
-    summary: str
-    reference: str
-    privacy_class: PrivacyClass
-    releases: str = ONE_SUM
-    price: str = DP_SGD_PRICE
-    neutral: Neutral | None = None
-
-    @property
-    def options(self) -> dict[str, inspect.Parameter]:
-        return dict(inspect.signature(self.make, eval_str=True).parameters)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return {name: option.default for name, option in self.options.items()}
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        """What the method is made of at its defaults: each part that is not plain DP-SGD's."""
-        made, plain = self.make(), Method(name=self.name)
-        return {
-            f.name: getattr(made, f.name)
-            for f in fields(Method)
-            if f.name != "name" and getattr(made, f.name) != getattr(plain, f.name)
-        }
-
-    @property
-    def description(self) -> str:
-        """The whole docstring of the method, in lines."""
-        return inspect.cleandoc(self.make.__doc__ or "")
-
-
-METHODS: dict[str, Entry] = {}
-"""Filled as the rooms of `methods` are imported; whoever looks a method up takes it from `registry`, where all are."""
-
-
-def register(
-    name: str,
-    reference: str,
-    privacy_class: PrivacyClass = "post-processing",
-    *,
-    releases: str = ONE_SUM,
-    price: str = DP_SGD_PRICE,
-    neutral: Neutral | None = None,
-) -> Callable[..., Callable[..., Method]]:
-    def add(make: Callable[..., Method]) -> Callable[..., Method]:
-        summary = (make.__doc__ or "").strip().split("\n")[0]
-        METHODS[name] = Entry(name, make, summary, reference, privacy_class, releases, price, neutral)
-        return make
-
-    return add

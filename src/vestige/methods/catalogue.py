@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from functools import cache
+from importlib import resources
 from typing import Any
 
-from vestige.methods.base import METHODS, Entry
-from vestige.methods.references import BIBTEX
-from vestige.methods.registry import find
+from vestige.methods.base import written
+from vestige.methods.registry import METHODS, Entry, find
 
 RATE, STEPS = 0.05, 200
 """The defaults of `vestige train`, for what depends on them (the state of correlated noise)."""
@@ -28,7 +28,8 @@ def page(name: str) -> str:
     parts = [f"  {part:<9} {value}" for part, value in facts["parts"].items()] or ["  those of DP-SGD"]
     return "\n".join(
         [
-            f"{name}: {entry.description}",
+            f"{entry.name}: {entry.description}",
+            *(f"Also called {alias}." for alias in entry.aliases),
             "",
             f"Releases: {facts['releases']}",
             f"Price:    {facts['price']}",
@@ -57,17 +58,20 @@ def _row(entry: Entry) -> dict[str, Any]:
         "releases": entry.releases,
         "price": entry.price,
         "parts": {part: str(value) for part, value in entry.parts.items()},
-        "defaults": {name: _plain(value) for name, value in entry.defaults.items()},
+        "defaults": {name: written(value) for name, value in entry.defaults.items()},
         "copies": entry.make().copies(RATE, STEPS),
         "neutral": _neutral(entry),
         "reference": entry.reference,
-        "bibtex": BIBTEX.get(entry.name, ""),
+        "bibtex": bibtex()[entry.cite],
+        "aliases": list(entry.aliases),
     }
 
 
-def _plain(value: Any) -> Any:
-    """A default as JSON can say it."""
-    return str(value) if isinstance(value, float) and not isfinite(value) else value
+@cache
+def bibtex() -> dict[str, str]:
+    """Every paper's entry by its key."""
+    text = (resources.files("vestige") / "data" / "references.bib").read_text(encoding="utf-8")
+    return {entry.partition("{")[2].partition(",")[0]: entry for entry in text.strip().split("\n\n")}
 
 
 def _neutral(entry: Entry) -> str:

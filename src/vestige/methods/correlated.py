@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Annotated
 
 from vestige.mechanism.clipping import Flat
-from vestige.mechanism.correlated_noise import Banded, Buffered, Tree
-from vestige.methods.base import Method, Neutral, register
+from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
+from vestige.methods.registry import Neutral, register
 from vestige.optim.rules import sgd
+from vestige.randomness.correlated import Banded, Buffered, Tree
 
 TURNS = "ceil(T / b) x Gaussian(z), b = floor(1 / q) parts of the data taking turns; no amplification"
 
 
 @register(
-    "dp-ftrl",
     "Kairouz et al., Practical and Private (Deep) Learning without Sampling or Shuffling, ICML 2021",
+    "kairouz2021practical",
     "correlated noise",
     price=TURNS + "; node noise is z times the tree's sensitivity per square root of a visit",
     neutral=Neutral({"restart": 1}, sample_rate=1.0),
@@ -27,12 +28,12 @@ def dp_ftrl(
     restart: Annotated[int, "epochs per tree; 0: the number with the least error"] = 0,
 ) -> Method:
     """Tree aggregation: the sum of all releases carries the noise of few nodes, and nothing is sampled."""
-    return Method(name="dp-ftrl", clip=Flat(clip), noise=Tree(restart), rule=sgd(momentum))
+    return Method(clip=Flat(clip), noise=Tree(restart), rule=sgd(momentum))
 
 
 @register(
-    "dp-bandmf",
     "Choquette-Choo et al., (Amplified) Banded Matrix Factorization, NeurIPS 2023",
+    "choquettechoo2023amplified",
     "correlated noise",
     price="ceil(T / b) x SGM(b q, z): cyclic Poisson sampling over b bands",
     neutral=Neutral({"bands": 1}),
@@ -44,12 +45,12 @@ def dp_bandmf(
     bands: Annotated[int, "over how many steps the noise is correlated (b); at most 1 / sample rate"] = 4,
 ) -> Method:
     """Banded matrix factorization: noise that cancels over a few steps, with cyclic Poisson sampling."""
-    return Method(name="dp-bandmf", clip=Flat(clip), noise=Banded(bands), rule=sgd(momentum))
+    return Method(clip=Flat(clip), noise=Banded(bands), rule=sgd(momentum))
 
 
 @register(
-    "dp-blt",
     "Dvijotham et al., Efficient and Near-Optimal Noise Generation for Streaming Differential Privacy, FOCS 2024",
+    "dvijotham2024efficient",
     "correlated noise",
     price=TURNS + "; fresh noise is z times the strategy's sensitivity per square root of a visit",
     neutral=Neutral({"buffers": 0}, sample_rate=1.0),
@@ -61,4 +62,4 @@ def dp_blt(
     buffers: Annotated[int, "vectors of past noise that are kept"] = 2,
 ) -> Method:
     """Buffered linear Toeplitz noise: nearly optimal correlations from a few buffers, and nothing is sampled."""
-    return Method(name="dp-blt", clip=Flat(clip), noise=Buffered(buffers), rule=sgd(momentum))
+    return Method(clip=Flat(clip), noise=Buffered(buffers), rule=sgd(momentum))

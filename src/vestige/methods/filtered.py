@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from vestige.mechanism.clipping import Flat
-from vestige.methods.base import Method, Neutral, register
+from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
+from vestige.methods.registry import Neutral, register
 from vestige.optim.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
 from vestige.optim.probes import AlongLastStep, Here, Probe
 from vestige.optim.rules import sgd
 
 
 @register(
-    "doppler",
     "Zhang et al., DOPPLER: Differentially Private Optimizers with Low-pass Filter, NeurIPS 2024",
+    "zhang2024doppler",
     neutral=Neutral({"order": 0}),
 )
 def doppler(
@@ -27,13 +28,14 @@ def doppler(
     filters = {0: LowPass((), (1.0,)), 1: LowPass(), 2: SECOND_ORDER}
     if order not in filters:
         raise ValueError(f"order={order} must be 0, 1 or 2")
-    return Method(name="doppler", clip=Flat(clip), memory=filters[order], rule=sgd(momentum))
+    return Method(clip=Flat(clip), memory=filters[order], rule=sgd(momentum))
 
 
 @register(
-    "disk",
     "Zhang et al., DiSK: Differentially Private Optimizer with Simplified Kalman Filter for Noise Reduction, ICLR 2025",
+    "zhang2025disk",
     neutral=Neutral({"kappa": 1.0}),
+    letters={"gain": "kappa", "reach": "extrapolation"},
 )
 def disk(
     *,
@@ -52,12 +54,12 @@ def disk(
     """
     memory = Smoothed(kappa)
     probe: Probe = _forecast(kappa, extrapolation) if kappa < 1 else Here()
-    return Method(name="disk", clip=Flat(clip), probe=probe, memory=memory, rule=sgd(momentum))
+    return Method(clip=Flat(clip), probe=probe, memory=memory, rule=sgd(momentum))
 
 
 @register(
-    "kalman-memory",
     "Vestige's own: the noise-aware memory that Partohaghighi and Marcia 2026 name as future work",
+    "vestige_kalman_memory",
     neutral=Neutral({"memory": "off"}),
 )
 def kalman_memory(
@@ -74,7 +76,7 @@ def kalman_memory(
     if memory not in ("whole", "tensor", "off"):
         raise ValueError(f"memory={memory!r} must be whole, tensor or off")
     kept: dict[str, Any] = {} if memory == "off" else {"memory": SelfTuning(memory)}  # type: ignore[arg-type]
-    return Method(name="kalman-memory", clip=Flat(clip), probe=Here(), rule=sgd(momentum), **kept)
+    return Method(clip=Flat(clip), probe=Here(), rule=sgd(momentum), **kept)
 
 
 def _forecast(kappa: float, extrapolation: str | float) -> AlongLastStep:

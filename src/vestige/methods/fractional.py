@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, cast
 
 from vestige.mechanism.clipping import Flat
-from vestige.methods.base import Method, Neutral, register
+from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
-from vestige.optim.memory import Blend, Exponential, Fractional, Uniform
+from vestige.methods.registry import Neutral, options_of, register
+from vestige.optim.memory import Blend, ExponentialWeights, FractionalWeights, UniformWeights
 from vestige.optim.rules import sgd
 
 Beta = Annotated[float, "share of the fresh gradient in the blend"]
@@ -19,14 +21,28 @@ Gamma = Annotated[float, "weight of the newest release in the trend"]
 Kappa = Annotated[float, "smallest scale by which distances are divided"]
 Zeta = Annotated[str | float, "trend norm at which confidence is one half; auto: the noise's own"]
 
-History = Annotated[
+WindowType = Annotated[
     Literal["float32", "bfloat16"], "type in which the window is kept: bfloat16 halves its bytes and rounds each row"
 ]
 
 FO_REFERENCE = "Partohaghighi and Marcia, Deep Learning under Fractional-Order Differential Privacy, arXiv:2605.09890"
 
 
-@register("fo-dp-sgd", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
+CITE = "partohaghighi2026fractional"
+NEUTRAL = Neutral({"beta": 1.0})
+LETTERS = {
+    "fresh_weight": "beta",
+    "order": "alpha",
+    "baseline": "lam",
+    "inconsistency": "tau",
+    "smoothing": "gamma",
+    "smallest_scale": "kappa",
+    "floor": "zeta",
+}
+"""What the paper calls the fields of our memory."""
+
+
+@register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
 def fo_dp_sgd(
     *,
     clip: Bound = 1.0,
@@ -39,48 +55,36 @@ def fo_dp_sgd(
     gamma: Gamma = 0.2,
     kappa: Kappa = 1e-6,
     zeta: Zeta = "auto",
-    history: History = "float32",
+    history: WindowType = "float32",
 ) -> Method:
     """Fractional-order memory: each release blends in past ones by a tempered power law."""
     memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, history=history)
-    return Method(name="fo-dp-sgd", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
-@register("post-fm", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
-def post_fm(
-    *,
-    clip: Bound = 1.0,
-    momentum: Momentum = 0.0,
-    beta: Beta = 0.9,
-    window: Window = 8,
-    alpha: Alpha = 0.8,
-    lam: Lam = 0.01,
-    tau: Tau = 0.1,
-    gamma: Gamma = 0.2,
-    kappa: Kappa = 1e-6,
-    zeta: Zeta = "auto",
-    history: History = "float32",
-) -> Method:
+@register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
+@options_of(fo_dp_sgd)
+def post_fm(**options: Any) -> Method:
     """The same fractional weights over plain DP-SGD releases (Post-FM): a finite filter, not a recursive one."""
-    memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, "fresh", history)
-    return Method(name="post-fm", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    method = fo_dp_sgd(**options)
+    return replace(method, memory=replace(cast(Blend, method.memory), remembers="fresh"))
 
 
-@register("uniform-memory", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
+@register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
 def uniform_memory(
     *,
     clip: Bound = 1.0,
     momentum: Momentum = 0.0,
     beta: Beta = 0.9,
     window: Window = 8,
-    history: History = "float32",
+    history: WindowType = "float32",
 ) -> Method:
     """Each release blends in the plain mean of the window: the ablation with equal weights."""
-    memory = Blend(Uniform(), beta, window, history=history)
-    return Method(name="uniform-memory", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    memory = Blend(UniformWeights(), beta, window, history=history)
+    return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
-@register("exponential-memory", FO_REFERENCE, neutral=Neutral({"beta": 1.0}))
+@register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
 def exponential_memory(
     *,
     clip: Bound = 1.0,
@@ -88,17 +92,19 @@ def exponential_memory(
     beta: Beta = 0.9,
     window: Window = 8,
     decay: Annotated[float, "geometric decay of the weights per lag"] = 0.8,
-    history: History = "float32",
+    history: WindowType = "float32",
 ) -> Method:
     """Each release blends in the window with geometric weights: the ablation with short memory."""
-    memory = Blend(Exponential(decay), beta, window, history=history)
-    return Method(name="exponential-memory", clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    memory = Blend(ExponentialWeights(decay), beta, window, history=history)
+    return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
 
 
-def _fractional(alpha: float, lam: float, tau: float, gamma: float, kappa: float, zeta: str | float) -> Fractional:
+def _fractional(
+    alpha: float, lam: float, tau: float, gamma: float, kappa: float, zeta: str | float
+) -> FractionalWeights:
     """The paper's letters, in our words."""
     try:
         floor: Any = zeta if zeta == "auto" else float(zeta)
     except ValueError:
         raise ValueError(f"zeta={zeta!r} must be a positive number or 'auto'") from None
-    return Fractional(alpha, lam, tau, kappa, floor, gamma)
+    return FractionalWeights(alpha, lam, tau, kappa, floor, gamma)

@@ -1,16 +1,131 @@
-"""Which method has this name? Every room of `methods` has registered its own by the time this one is imported."""
+"""Which method has this name? Every file of `methods` registers its own; importing the package registers them all."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, Literal
 
-import vestige.methods  # noqa: F401
+from vestige.checks import renamed
 from vestige.mechanism.groups import named_grouping
-from vestige.methods.base import METHODS, Entry, Method, by_group
+from vestige.methods.base import Method, Origin, by_group
 
-__all__ = ["METHODS", "build", "find", "nearest"]
+PrivacyClass = Literal["post-processing", "extra release", "selection", "correlated noise"]
+ONE_SUM = "one noised sum of clipped gradients per step"
+DP_SGD_PRICE = "T x SGM(q, z): the price of DP-SGD"
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """A setting at which a method must equal another one, bit for bit."""
+
+    options: dict[str, Any]
+    like: str = "dp-sgd"
+    like_options: dict[str, Any] = field(default_factory=dict)
+    optimizer: str | None = None
+    """The torch optimizer to give the other method, where the difference is the optimizer's."""
+    groups: str | None = None
+    """The groups by which the other method must clip, where this one does."""
+    sample_rate: float | None = None
+    """The sampling rate at which it holds; None if at any."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named method: how to make it, and what a reader should know."""
+
+    name: str
+    make: Callable[..., Method]
+    reference: str
+    cite: str
+    """The key of its paper in `data/references.bib`."""
+    privacy_class: PrivacyClass
+    releases: str
+    price: str
+    neutral: Neutral | None
+    aliases: tuple[str, ...]
+
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        return dict(inspect.signature(self.make, eval_str=True).parameters)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {name: option.default for name, option in self.options.items()}
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What the method is made of at its defaults: each part that is not plain DP-SGD's."""
+        return self.make().parts(Method())
+
+    @property
+    def description(self) -> str:
+        """The whole docstring of the method, in lines."""
+        return inspect.cleandoc(self.make.__doc__ or "")
+
+    @property
+    def summary(self) -> str:
+        return self.description.split("\n")[0]
+
+
+METHODS: dict[str, Entry] = {}
+ALIASES: dict[str, str] = {}
+"""Names that some papers give a method that is registered under another."""
+
+
+def register(
+    reference: str,
+    cite: str,
+    privacy_class: PrivacyClass = "post-processing",
+    *,
+    letters: Mapping[str, str] | None = None,
+    releases: str = ONE_SUM,
+    price: str = DP_SGD_PRICE,
+    neutral: Neutral | None = None,
+    aliases: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
+    """Register a function that makes a method, under the function's own name: dp_sgd is dp-sgd.
+
+    `letters` says what the fields of the method's parts are called among its options, for errors.
+    """
+
+    def add(make: Callable[..., Method]) -> Callable[..., Method]:
+        name = make.__name__.replace("_", "-")
+        known = {"bound": "clip", **(letters or {})}
+        signature = inspect.signature(make)
+
+        @wraps(make)
+        def named(**options: Any) -> Method:
+            chosen = signature.bind(**options)
+            chosen.apply_defaults()
+            with renamed(known):
+                made = replace(make(**options), name=name)
+            return replace(made, origin=Origin(_flat(chosen.arguments), known, made))
+
+        METHODS[name] = Entry(name, named, reference, cite, privacy_class, releases, price, neutral, aliases)
+        ALIASES.update(dict.fromkeys(aliases, name))
+        return named
+
+    return add
+
+
+def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by name, those of a function that passes them on (`options_of`) too."""
+    rest = arguments.get("options", {})
+    return {**{name: value for name, value in arguments.items() if name != "options"}, **rest}
+
+
+def options_of(other: Callable[..., Method]) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
+    """Declares that a function takes the options of another, and passes them on."""
+
+    def declare(make: Callable[..., Method]) -> Callable[..., Method]:
+        make.__signature__ = inspect.signature(other, eval_str=True)  # type: ignore[attr-defined]
+        return make
+
+    return declare
 
 
 def build(name: str, *, groups: str | None = None, **options: Any) -> Method:
@@ -19,7 +134,7 @@ def build(name: str, *, groups: str | None = None, **options: Any) -> Method:
     Any method may clip by groups of parameters instead of its own way: `groups` is layers, flat, or patterns.
 
     >>> import vestige
-    >>> vestige.build("fo-dp-sgd", beta=0.8).memory.share
+    >>> vestige.build("fo-dp-sgd", beta=0.8).memory.fresh_weight
     0.8
     >>> vestige.build("dp-sgd", groups="layers").grouping
     Layers()
@@ -34,9 +149,10 @@ def build(name: str, *, groups: str | None = None, **options: Any) -> Method:
 
 
 def find(name: str) -> Entry:
-    if name not in METHODS:
+    known = ALIASES.get(name, name)
+    if known not in METHODS:
         raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {', '.join(METHODS)}")
-    return METHODS[name]
+    return METHODS[known]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

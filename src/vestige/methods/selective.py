@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Annotated
+from typing import Annotated, Any
 
+from vestige.checks import renamed
 from vestige.mechanism.clipping import Flat
-from vestige.methods.base import Method, Neutral, register
+from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
-from vestige.optim.decay import Decay, NoDecay, NoisyCount, NoisyLosses, PhasedDecay, Progress, PublicAccuracy
+from vestige.methods.registry import Neutral, register
+from vestige.optim.decay import Decay, NoDecay, NoisyCount, NoisyLosses, PhasedDecay, ProgressSignal, PublicAccuracy
 from vestige.optim.gates import BufferedRejection, NoisyLossTest
 from vestige.optim.rules import sgd
 
@@ -27,16 +29,19 @@ Accounting = Annotated[
 
 RELEASES = "per trial: whether it was accepted, and the move if it was"
 PRICE = "M trials x the trial's dominating pair; by every-trial: M x (SGM(q, sigma_t) + SGM(q_v, sigma_v))"
+TEST = {"multiplier": "sigma_v", "each": "clip_each", "expected_batch": "validation_batch"}
+"""What the papers call the fields of the loss test."""
 ACCEPTS = {"threshold": inf, "clip": 1.0, "momentum": 0.0}
 
 
 @register(
-    "dpsur",
     "Fu et al., DPSUR: selective update and release, PVLDB 17(6), 2024; arXiv:2311.14056",
+    "fu2024dpsur",
     "selection",
     releases=RELEASES,
     price=PRICE,
     neutral=Neutral(ACCEPTS),
+    letters=TEST,
 )
 def dpsur(
     *,
@@ -51,17 +56,18 @@ def dpsur(
     accounting: Accounting = "trial-level",
 ) -> Method:
     """DP-SGD that keeps a move only if a noisy loss test on a fresh sample passes it."""
-    test = NoisyLossTest(sigma_v, clip_loss, threshold, validation_batch, clip_each, accounting)
-    return Method(name="dpsur", clip=Flat(clip), rule=sgd(momentum), gate=test, noise_multiplier=sigma_t)
+    test = _test(sigma_v, clip_loss, threshold, validation_batch, clip_each, accounting)
+    return Method(clip=Flat(clip), rule=sgd(momentum), gate=test, noise_multiplier=sigma_t)
 
 
 @register(
-    "dpsgd-br",
     "Deng et al., Buffered rejection, Scientific Reports, 2026; 10.1038/s41598-026-44009-2",
+    "deng2026buffered",
     "selection",
     releases=RELEASES + ", with its noisy loss",
     price=PRICE,
     neutral=Neutral({**ACCEPTS, "buffer": 1, "progress": "none"}),
+    letters=TEST,
 )
 def dpsgd_br(
     *,
@@ -93,20 +99,28 @@ def dpsgd_br(
     count_rate: Annotated[float, "probability that an example joins the noisy count"] = 0.1,
 ) -> Method:
     """Buffered rejection: of several candidates that pass a noisy loss test, the better one; noise decays in phases."""
-    test = NoisyLossTest(sigma_v, clip_loss, threshold, validation_batch, clip_each, accounting)
+    test = _test(sigma_v, clip_loss, threshold, validation_batch, clip_each, accounting)
     decay: Decay = NoDecay()
     if progress != "none":
         signal = _signal(progress, count_rate, count_noise)
-        decay = PhasedDecay(signal, decay_fast, decay_slow, progress_threshold, decay_until)
-    gate = BufferedRejection(test, buffer, theta_k, max_rejects, as_printed, decay)
-    return Method(name="dpsgd-br", clip=Flat(clip), rule=sgd(momentum), gate=gate, noise_multiplier=sigma_t)
+        with renamed({"fast": "decay_fast", "slow": "decay_slow"}):
+            decay = PhasedDecay(signal, decay_fast, decay_slow, progress_threshold, decay_until)
+    with renamed({"tie": "theta_k"}):
+        gate = BufferedRejection(test, buffer, theta_k, max_rejects, as_printed, decay)
+    return Method(clip=Flat(clip), rule=sgd(momentum), gate=gate, noise_multiplier=sigma_t)
 
 
-def _signal(progress: str, count_rate: float, count_noise: float) -> Progress:
+def _test(sigma_v: float, clip_loss: float, *others: Any) -> NoisyLossTest:
+    with renamed({**TEST, "bound": "clip_loss"}):
+        return NoisyLossTest(sigma_v, clip_loss, *others)
+
+
+def _signal(progress: str, count_rate: float, count_noise: float) -> ProgressSignal:
     if progress == "noisy-loss":
         return NoisyLosses()
     if progress == "noisy-count":
-        return NoisyCount(count_rate, count_noise)
+        with renamed({"rate": "count_rate", "multiplier": "count_noise"}):
+            return NoisyCount(count_rate, count_noise)
     if progress.startswith("public:") and progress != "public:":
         return PublicAccuracy(progress.removeprefix("public:"))
     why = ""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from vestige.mechanism.groups import Layers, PerGroup
-from vestige.methods.base import Method, Neutral, register
+from vestige.methods.base import Method
 from vestige.methods.fractional import Alpha, Beta, Window
 from vestige.methods.options import Bound, Momentum
+from vestige.methods.registry import Neutral, register
 from vestige.optim.rules import sgd
 from vestige.optim.spectral import Spectral
 
@@ -22,10 +23,18 @@ GateName = Annotated[str, "paper; disjoint: even lags against odd ones, no noise
 
 
 @register(
-    "sma-dp-sgd",
     "Partohaghighi and Marcia, SMA-DP: Spectral Memory-Aware Differential Privacy, arXiv:2605.20450",
+    "partohaghighi2026spectral",
     price="T x SGM(q, z): groups on one sample are one question, z^-2 = sum of the groups' own",
     neutral=Neutral({"beta": 1.0}, groups="layers"),
+    letters={
+        "fresh_weight": "beta",
+        "order": "alpha",
+        "strictness": "c_lambda",
+        "smoothing": "gamma_ema",
+        "largest_scale": "norm_cap",
+        "refresh": "refresh_spectrum",
+    },
 )
 def sma_dp_sgd(
     *,
@@ -58,7 +67,7 @@ def sma_dp_sgd(
         convention,  # type: ignore[arg-type]
         gate,  # type: ignore[arg-type]
     )
-    return Method(name="sma-dp-sgd", clip=PerGroup(clip), memory=memory, rule=sgd(momentum), grouping=Layers())
+    return Method(clip=PerGroup(clip), memory=memory, rule=sgd(momentum), grouping=Layers())
 
 
 def _cap(norm_cap: str | float) -> float | None:

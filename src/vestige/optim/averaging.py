@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from vestige.layout import Layout
 
-State = dict[str, Any]
+AverageState = dict[str, Any]
 
 
 class Average(Protocol):
@@ -35,7 +36,7 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Exponential:
+class ExponentialAverage:
     """An exponential moving average with warm-up: its decay is min(decay, (1 + t) / (10 + t)) (De et al. 2022)."""
 
     decay: float = 0.999
@@ -43,7 +44,7 @@ class Exponential:
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
-            raise ValueError(f"average_decay={self.decay} must lie in [0, 1)")
+            raise ValueError(f"decay={self.decay} must lie in [0, 1)")
 
     def weight(self, step: int) -> float:
         return 1 - min(self.decay, (1 + step) / (10 + step))
@@ -59,7 +60,7 @@ class Polyak:
         return 1 / (step + 1)
 
 
-AVERAGES: dict[str, Average] = {"last": Last(), "ema": Exponential(), "polyak": Polyak()}
+AVERAGES: dict[str, Average] = {"last": Last(), "ema": ExponentialAverage(), "polyak": Polyak()}
 
 
 def named(average: str) -> Average:
@@ -68,13 +69,15 @@ def named(average: str) -> Average:
     return AVERAGES[average]
 
 
-def start(average: Average, layout: Layout, parameters: dict[str, Tensor]) -> State:
-    """The average before the first step: the initial parameters."""
-    return {"mean": layout.pack(parameters)} if average.copies else {}
+def start(
+    average: Average, layout: Layout, parameters: Mapping[str, Tensor], lead: tuple[int, ...] = ()
+) -> AverageState:
+    """The average before the first step: the initial parameters, [*lead, size]."""
+    return {"mean": layout.pack(parameters, lead)} if average.copies else {}
 
 
 @torch.no_grad()
-def update(average: Average, state: State, layout: Layout, parameters: dict[str, Tensor], step: int) -> None:
+def update(average: Average, state: AverageState, layout: Layout, parameters: Mapping[str, Tensor], step: int) -> None:
     """Move the average, in place, towards the parameters after a step."""
     if state:
         weight = average.weight(step)

@@ -16,7 +16,7 @@ from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.loss_difference import LossDifference
 from vestige.questions import BudgetSpent, Trial
 
-State = dict[str, Any]
+DecayState = dict[str, Any]
 
 GRID = 0.02
 """Factors move in steps of two percent, rounded up: few distinct trials, so few prices to compute."""
@@ -51,7 +51,7 @@ class Comparer(Protocol):
 class Update:
     """An update that was applied, as a signal may look at it."""
 
-    curator: Comparer
+    comparer: Comparer
     old: Parameters
     new: Parameters
     step: int
@@ -63,7 +63,12 @@ class Update:
     """Of the noisy losses: their noise, and the value below which they were released."""
 
 
-class Progress(Protocol):
+class ProgressSignal(Protocol):
+    @property
+    def file(self) -> str | None:
+        """The file of public examples that it looks at."""
+        ...
+
     @property
     def uses_losses(self) -> bool:
         """Whether accepted candidates' noisy losses are used, so that they must be charged as released."""
@@ -74,9 +79,17 @@ class Progress(Protocol):
         """The gain that separates fast from slow progress where the user names none, in this signal's own unit."""
         ...
 
-    def gain(self, heard: State, update: Update) -> float | None:
+    def hear(self, heard: DecayState, change: float | None, bound: float) -> None:
+        """Take in a trial: the noisy loss change of an accepted candidate, or None for a rejected one."""
+        ...
+
+    def gain(self, heard: DecayState, update: Update) -> float | None:
         """How fast the model improves now; None if that could not be asked."""
         ...
+
+
+def _hears_nothing(self: object, heard: DecayState, change: float | None, bound: float) -> None:
+    """Trials tell it nothing that it uses."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +102,19 @@ class NoisyLosses:
 
     weight: float = 0.02
     """Of the newest trial in the running mean; before there are 1/weight trials, all weigh the same."""
+    file = None
     uses_losses = True
     usual = 0.5
     """Three candidates in four lower the loss."""
 
-    def gain(self, heard: State, update: Update) -> float:
+    def hear(self, heard: DecayState, change: float | None, bound: float) -> None:
+        heard["heard"] += 1
+        newest = max(self.weight, 1 / heard["heard"])
+        heard["passed"] += newest * ((change is not None) - heard["passed"])
+        heard["below"] += newest * ((change or 0.0) - heard["below"])
+        heard["bound"] = bound
+
+    def gain(self, heard: DecayState, update: Update) -> float:
         bound = heard["bound"]
         return -uncensored_mean(heard["below"], heard["passed"], update.noise_std, update.threshold, bound) / bound
 
@@ -105,8 +126,9 @@ class PublicAccuracy:
     file: str
     uses_losses = False
     usual = 0.005
+    hear = _hears_nothing
 
-    def gain(self, heard: State, update: Update) -> float:
+    def gain(self, heard: DecayState, update: Update) -> float:
         if update.public_accuracy is None:
             raise ValueError("progress='public:FILE' was chosen, but no public examples were given")
         now = update.public_accuracy()
@@ -121,19 +143,21 @@ class NoisyCount:
 
     rate: float = 0.1
     multiplier: float = 25.0
+    file = None
     uses_losses = False
     usual = 0.005
+    hear = _hears_nothing
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
-            raise ValueError(f"count_rate={self.rate} must lie in (0, 1]")
+            raise ValueError(f"rate={self.rate} must lie in (0, 1]")
         if not self.multiplier > 0:
-            raise ValueError(f"count_noise={self.multiplier} must be positive")
+            raise ValueError(f"multiplier={self.multiplier} must be positive")
 
-    def gain(self, heard: State, update: Update) -> float | None:
+    def gain(self, heard: DecayState, update: Update) -> float | None:
         place = {"step": update.step, "part": update.part}
         try:
-            return update.curator.count_difference(
+            return update.comparer.count_difference(
                 update.old, update.new, rate=self.rate, multiplier=self.multiplier, **place
             )
         except BudgetSpent:
@@ -146,17 +170,18 @@ class NoDecay:
 
     adaptive = False
     uses_losses = False
+    public_file = None
 
-    def init(self) -> State:
+    def init(self) -> DecayState:
         return {}
 
-    def factors(self, heard: State) -> Factors:
+    def factors(self, heard: DecayState) -> Factors:
         return Factors()
 
-    def hear(self, heard: State, change: float | None, bound: float) -> None:
+    def hear(self, heard: DecayState, change: float | None, bound: float) -> None:
         pass
 
-    def after(self, heard: State, update: Update, spent: Callable[[], float]) -> None:
+    def after(self, heard: DecayState, update: Update, spent: Callable[[], float]) -> None:
         pass
 
 
@@ -169,7 +194,7 @@ class PhasedDecay:
     filter bounds the total.
     """
 
-    progress: Progress = field(default_factory=NoisyLosses)
+    progress: ProgressSignal = field(default_factory=NoisyLosses)
     fast: float = 0.999
     slow: float = 0.9999
     threshold: float | None = None
@@ -178,7 +203,7 @@ class PhasedDecay:
     adaptive = True
 
     def __post_init__(self) -> None:
-        for name, value in (("decay_fast", self.fast), ("decay_slow", self.slow)):
+        for name, value in (("fast", self.fast), ("slow", self.slow)):
             if not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must lie in (0, 1]")
 
@@ -186,23 +211,21 @@ class PhasedDecay:
     def uses_losses(self) -> bool:
         return self.progress.uses_losses
 
-    def init(self) -> State:
+    @property
+    def public_file(self) -> str | None:
+        return self.progress.file
+
+    def init(self) -> DecayState:
         return {"fast": 0, "slow": 0, "heard": 0, "passed": 0.0, "below": 0.0, "bound": None, "public": None}
 
-    def factors(self, heard: State) -> Factors:
+    def factors(self, heard: DecayState) -> Factors:
         fast, slow = heard["fast"] * log(self.fast), heard["slow"] * log(self.slow)
         return Factors(_on_grid(fast + slow), _on_grid(fast), _on_grid(fast + slow), _on_grid(slow))
 
-    def hear(self, heard: State, change: float | None, bound: float) -> None:
-        """Take in a trial: the noisy loss change of an accepted candidate, or None for a rejected one."""
-        if isinstance(self.progress, NoisyLosses):
-            heard["heard"] += 1
-            share = max(self.progress.weight, 1 / heard["heard"])
-            heard["passed"] += share * ((change is not None) - heard["passed"])
-            heard["below"] += share * ((change or 0.0) - heard["below"])
-            heard["bound"] = bound
+    def hear(self, heard: DecayState, change: float | None, bound: float) -> None:
+        self.progress.hear(heard, change, bound)
 
-    def after(self, heard: State, update: Update, spent: Callable[[], float]) -> None:
+    def after(self, heard: DecayState, update: Update, spent: Callable[[], float]) -> None:
         """Take in an applied update."""
         if self.until < inf and spent() >= self.until:
             return

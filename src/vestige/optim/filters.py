@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
-from vestige.mechanism.noise import Release
-from vestige.optim.memory import Filtered, State
+from vestige.optim.memory import Filtered, MemoryState
+from vestige.randomness.release import Release
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class LowPass:
 
     feedback: tuple[float, ...] = (-0.9,)
     forward: tuple[float, ...] = (0.1,)
+    stackable = knows_noise = True
     fresh_share = 1.0
     steady_gain = 1.0
 
@@ -38,7 +39,7 @@ class LowPass:
     def copies(self) -> float:
         return max(len(self.feedback), len(self.forward) - 1)
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> MemoryState:
         order = int(self.copies)
         # One row per delay, and three scalar filters beside it: of a constant, of an impulse, and that one's energy.
         return {
@@ -50,7 +51,7 @@ class LowPass:
             "count": 0,
         }
 
-    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+    def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         correction, state["constant"] = self._advance(1.0, state["constant"])
         response, state["impulse"] = self._advance(0.0 if state["count"] else 1.0, state["impulse"])
         state["energy"] += response**2
@@ -61,7 +62,7 @@ class LowPass:
             kept.copy_(value)
         return Filtered(filtered / correction, state, {})
 
-    def noise_std(self, release: Release, state: State) -> float | Tensor:
+    def noise_std(self, release: Release, state: MemoryState) -> float | Tensor:
         """For noise of one size; where it changes slowly, the newest size stands for all that the filter averages."""
         return release.noise_std * state["gain"]
 
@@ -88,25 +89,26 @@ class Smoothed:
     """m_t = (1 - gain) m_(t-1) + gain y_t, starting from the first release: the filter of DiSK."""
 
     gain: float = 0.7
+    stackable = knows_noise = True
     fresh_share = 1.0
     steady_gain = 1.0
     copies = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.gain <= 1:
-            raise ValueError(f"kappa={self.gain} must lie in (0, 1]: the share of the fresh release")
+            raise ValueError(f"gain={self.gain} must lie in (0, 1]: the share of the fresh release")
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> MemoryState:
         return {"mean": torch.zeros(layout.size, device=device), "variance": 0.0, "count": 0}
 
-    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+    def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         gain = self.gain if state["count"] else 1.0
         state["mean"].lerp_(release.total, gain)
         state["variance"] = (1 - gain) ** 2 * state["variance"] + gain**2 * _mean_square(release.noise_std)
         state["count"] += 1
         return Filtered(state["mean"].clone(), state, {})
 
-    def noise_std(self, release: Release, state: State) -> float | Tensor:
+    def noise_std(self, release: Release, state: MemoryState) -> float | Tensor:
         return release.noise_std * (state["variance"] / (_mean_square(release.noise_std) + 1e-300)) ** 0.5
 
 
@@ -128,6 +130,7 @@ class SelfTuning:
 
     scope: Literal["whole", "tensor"] = "whole"
     horizon: int = 100
+    stackable = knows_noise = True
     fresh_share = 1.0
     steady_gain = 1.0
     copies = 1.0
@@ -138,7 +141,7 @@ class SelfTuning:
         if not (isinstance(self.horizon, int) and self.horizon >= 2):
             raise ValueError(f"horizon={self.horizon} must be a whole number of steps from 2 up")
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> MemoryState:
         lengths = [s.stop - s.start for s in layout.segments] if self.scope == "tensor" else [layout.size]
         zeros = torch.zeros(len(lengths), dtype=torch.float64, device=device)
         return {
@@ -152,7 +155,7 @@ class SelfTuning:
             "noise": zeros.clone(),  # variance of the noise in the estimate
         }
 
-    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+    def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         pieces = release.total.split(state["lengths"], dim=-1)
         variance = _variances(release, state)
         if state["count"] == 0:
@@ -165,10 +168,10 @@ class SelfTuning:
         diagnostics = {"gain": state["gain"].mean(-1), "speed": state["speed"].clamp(min=0).mean(-1)}
         return Filtered(state["mean"].clone(), state, diagnostics)
 
-    def noise_std(self, release: Release, state: State) -> float | Tensor:
+    def noise_std(self, release: Release, state: MemoryState) -> float | Tensor:
         return _expand(state["noise"].sqrt(), state)
 
-    def _correct(self, pieces: tuple[Tensor, ...], variance: Tensor, state: State) -> None:
+    def _correct(self, pieces: tuple[Tensor, ...], variance: Tensor, state: MemoryState) -> None:
         means = state["mean"].split(state["lengths"], dim=-1)
         errors = [torch.linalg.vector_norm(y - x, dim=-1).double() for y, x in zip(pieces, means, strict=True)]
         squares = [e.square() / length for e, length in zip(errors, state["lengths"], strict=True)]
@@ -189,7 +192,7 @@ def _mean_square(std: float | Tensor) -> float | Tensor:
     return std.double().square().mean(-1, keepdim=True) if isinstance(std, Tensor) else float(std) ** 2
 
 
-def _variances(release: Release, state: State) -> Tensor:
+def _variances(release: Release, state: MemoryState) -> Tensor:
     """The noise variance per coordinate, averaged over each scope."""
     std = release.noise_std
     if isinstance(std, Tensor) and std.shape[-1] == release.total.shape[-1]:
@@ -198,7 +201,7 @@ def _variances(release: Release, state: State) -> Tensor:
     return torch.zeros_like(state["error"]) + std**2
 
 
-def _expand(per_scope: Tensor, state: State) -> float | Tensor:
+def _expand(per_scope: Tensor, state: MemoryState) -> float | Tensor:
     if per_scope.shape == (1,):
         return float(per_scope)
     lengths = torch.tensor(state["lengths"], device=per_scope.device)

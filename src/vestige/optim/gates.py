@@ -16,11 +16,11 @@ from torch import Tensor
 
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.loss_difference import LossDifference
-from vestige.optim.decay import Comparer, Decay, NoDecay, PhasedDecay, PublicAccuracy, Update
+from vestige.optim.decay import Comparer, Decay, NoDecay, Update
 from vestige.questions import Question, SampledGaussian, Trial
 
 Diagnostics = dict[str, Tensor]
-State = dict[str, Any]
+GateState = dict[str, Any]
 """Numbers, lists and tensors only, so that it checkpoints. It is never rewound: it holds what was released."""
 
 ACCOUNTING = {
@@ -32,7 +32,7 @@ ACCOUNTING = {
 class Rewindable(Protocol):
     """What a gate needs of the state of training."""
 
-    gate: State
+    gate: GateState
     step: int
     parameters: Any
 
@@ -46,7 +46,8 @@ class Attempt:
     """What a gate is given: the state before a move, how to make the move, and whom to ask about it."""
 
     state: Rewindable
-    curator: Comparer
+    comparer: Comparer | None
+    """Whom to ask about the move; a gate that keeps every move asks nobody."""
     move: Callable[[float, float], Diagnostics]
     """Make the candidate, with the noise and the learning rate scaled by these factors."""
     asks: Callable[[float], tuple[Question, ...]]
@@ -66,6 +67,16 @@ class Outcome(NamedTuple):
 
 class Gate(Protocol):
     @property
+    def tests(self) -> NoisyLossTest | None:
+        """The test that it puts to its candidates; None if it keeps them all."""
+        ...
+
+    @property
+    def public_file(self) -> str | None:
+        """The file of public examples that it wants to see."""
+        ...
+
+    @property
     def adaptive(self) -> bool:
         """Whether the questions' parameters follow from earlier answers, so that only a filter can bound them."""
         ...
@@ -74,7 +85,7 @@ class Gate(Protocol):
         """The same gate for a dataset of this public size."""
         ...
 
-    def init(self) -> State: ...
+    def init(self) -> GateState: ...
 
     def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
         """What one trial asks at the start, given what its candidate asks: the price list of `settle`."""
@@ -89,12 +100,13 @@ class Gate(Protocol):
 class AlwaysAccept:
     """Every move is kept and nothing more is asked."""
 
+    tests = public_file = None
     adaptive = False
 
     def at(self, population: int) -> AlwaysAccept:
         return self
 
-    def init(self) -> State:
+    def init(self) -> GateState:
         return {}
 
     def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
@@ -123,25 +135,30 @@ class NoisyLossTest:
     """Inclusion probability of the comparison's sample; None until the size of the dataset is known."""
 
     adaptive = False
+    public_file = None
     releases = "y"
 
     def __post_init__(self) -> None:
-        for name, value in (("sigma_v", self.multiplier), ("clip_loss", self.bound)):
+        for name, value in (("multiplier", self.multiplier), ("bound", self.bound)):
             if not 0 < value < inf:
                 raise ValueError(f"{name}={value} must be positive")
         if self.each is not None and not self.each > 0:
-            raise ValueError(f"clip_each={self.each} must be positive: it bounds one example's loss difference")
+            raise ValueError(f"each={self.each} must be positive: it bounds one example's loss difference")
         if not self.threshold > -inf:
-            raise ValueError(f"threshold={self.threshold} never accepts: give a number, in units of clip_loss")
+            raise ValueError(f"threshold={self.threshold} never accepts: give a number, in units of the bound")
         if not self.expected_batch > 0:
-            raise ValueError(f"validation_batch={self.expected_batch} must be positive")
+            raise ValueError(f"expected_batch={self.expected_batch} must be positive")
         if self.accounting not in ACCOUNTING:
             raise ValueError(f"accounting={self.accounting!r} must be one of {', '.join(ACCOUNTING)}")
+
+    @property
+    def tests(self) -> NoisyLossTest:
+        return self
 
     def at(self, population: int) -> NoisyLossTest:
         return replace(self, rate=min(1.0, self.expected_batch / population))
 
-    def init(self) -> State:
+    def init(self) -> GateState:
         return {"accepted": 0, "rejected": 0, "updates": [], "degraded": 0}
 
     def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
@@ -182,7 +199,7 @@ class NoisyLossTest:
         half = self.bound / change.sensitivity
         if releases == "yz" and half != 0.5:
             raise ValueError(
-                f"clip_each={self.each} has no trial-level price where the noisy losses are used too (a buffer, or "
+                f"each={self.each} has no trial-level price where the noisy losses are used too (a buffer, or "
                 "progress='noisy-loss'); leave it out or use accounting='every-trial'"
             )
         tested = (change.rate, change.multiplier, self.threshold)
@@ -200,21 +217,22 @@ class Tried(NamedTuple):
 
 def run_trial(test: NoisyLossTest, attempt: Attempt, releases: str, noise: float = 1.0, lr: float = 1.0) -> Tried:
     """Make one candidate and compare it with what it would replace. The caller keeps it or restores `before`."""
-    state, asks = attempt.state, attempt.asks(noise)
+    state, comparer, asks = attempt.state, attempt.comparer, attempt.asks(noise)
+    assert comparer is not None
     before = state.snapshot()
     old = {name: before["model"][name] for name in state.parameters}
     try:
-        with attempt.curator.trial(test.as_one(asks, releases)):
+        with comparer.trial(test.as_one(asks, releases)):
             diagnostics = attempt.move(noise, lr)
             new: Parameters = {name: value.detach() for name, value in state.parameters.items()}
-            change = attempt.curator.loss_difference(old, new, test.change, step=state.step, part=len(asks))
+            change = comparer.loss_difference(old, new, test.change, step=state.step, part=len(asks))
     except BaseException:
         state.restore(before)  # a candidate whose test was refused or failed was never accepted
         raise
     return Tried(change < test.threshold * test.bound, change, before, diagnostics)
 
 
-def note_update(counts: State, attempt: Attempt, test: NoisyLossTest, noise: float) -> None:
+def note_update(counts: GateState, attempt: Attempt, test: NoisyLossTest, noise: float) -> None:
     """Count an applied update under the noise it was made with: what the published claim charges."""
     candidate = attempt.asks(noise)[0]
     row = [getattr(candidate, "multiplier", 0.0), test.multiplier]
@@ -250,7 +268,15 @@ class BufferedRejection:
         if self.max_rejects < 1:
             raise ValueError(f"max_rejects={self.max_rejects} must be at least 1")
         if not self.tie >= 0:
-            raise ValueError(f"theta_k={self.tie} must not be negative")
+            raise ValueError(f"tie={self.tie} must not be negative")
+
+    @property
+    def tests(self) -> NoisyLossTest:
+        return self.test
+
+    @property
+    def public_file(self) -> str | None:
+        return self.decay.public_file
 
     @property
     def adaptive(self) -> bool:
@@ -263,7 +289,7 @@ class BufferedRejection:
     def at(self, population: int) -> BufferedRejection:
         return replace(self, test=self.test.at(population))
 
-    def init(self) -> State:
+    def init(self) -> GateState:
         return {**self.test.init(), "rejects": 0, "wanted": self.buffer, "buffer": [], **self.decay.init()}
 
     def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
@@ -283,32 +309,32 @@ class BufferedRejection:
         else:
             self._reject(memory, test.bound)
         if len(memory["buffer"]) >= memory["wanted"]:
-            state.restore(self._select(memory, attempt.curator, test.bound))
+            state.restore(self._select(memory, attempt.comparer, test.bound))
             self._applied(attempt, test, factors.noise, trial.before)
         else:
             state.restore(trial.before)
         return Outcome(trial.accepted, trial.diagnostics if trial.accepted else {})
 
-    def _keep(self, memory: State, change: float, bound: float, candidate: dict[str, Any]) -> None:
+    def _keep(self, memory: GateState, change: float, bound: float, candidate: dict[str, Any]) -> None:
         memory["accepted"] += 1
         memory["rejects"] = 0
         released = change if self.releases == "yz" else 0.0
         memory["buffer"].append([released, candidate])
         self.decay.hear(memory, released, bound)
 
-    def _reject(self, memory: State, bound: float) -> None:
+    def _reject(self, memory: GateState, bound: float) -> None:
         self.decay.hear(memory, None, bound)
         memory["rejected"] += 1
         memory["rejects"] += 1
         if memory["rejects"] >= self.max_rejects:  # asked after every rejection; asked once per update it never holds
             memory["wanted"] = 1
 
-    def _select(self, memory: State, curator: Comparer, bound: float) -> dict[str, Any]:
+    def _select(self, memory: GateState, comparer: Comparer | None, bound: float) -> dict[str, Any]:
         """One of the candidates within `tie * bound` of the best, by a fair coin; the buffer is then empty."""
         sign = -1 if self.worst_first else 1
         best = min(sign * change for change, _ in memory["buffer"])
         good = [candidate for change, candidate in memory["buffer"] if sign * change - best <= self.tie * bound]
-        chosen: dict[str, Any] = good[curator.coin(len(good)) if len(good) > 1 else 0]
+        chosen: dict[str, Any] = good[comparer.coin(len(good)) if comparer and len(good) > 1 else 0]
         memory["degraded"] += memory["wanted"] < self.buffer
         memory["buffer"], memory["wanted"] = [], self.buffer
         return chosen
@@ -317,8 +343,9 @@ class BufferedRejection:
         note_update(attempt.state.gate, attempt, test, noise)
         asked = len(test.asked(attempt.asks(noise), self.releases))
         names = attempt.state.parameters
+        assert attempt.comparer is not None
         update = Update(
-            attempt.curator,
+            attempt.comparer,
             old={name: before["model"][name] for name in names},
             new={name: value.detach() for name, value in names.items()},
             step=attempt.state.step,
@@ -328,17 +355,3 @@ class BufferedRejection:
             threshold=test.threshold * test.bound,
         )
         self.decay.after(attempt.state.gate, update, attempt.spent)
-
-
-def loss_test(gate: Gate) -> NoisyLossTest | None:
-    """The test that a gate puts to its candidates; None if it keeps them all."""
-    if isinstance(gate, BufferedRejection):
-        return gate.test
-    return gate if isinstance(gate, NoisyLossTest) else None
-
-
-def public_file(gate: Gate) -> str | None:
-    """The file of public examples that a gate's decay wants to see."""
-    if isinstance(gate, BufferedRejection) and isinstance(gate.decay, PhasedDecay):
-        return gate.decay.progress.file if isinstance(gate.decay.progress, PublicAccuracy) else None
-    return None

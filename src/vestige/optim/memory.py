@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from vestige.checks import require
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
-from vestige.mechanism.noise import Release
-from vestige.optim.recall import fused, recall
-from vestige.optim.window import Ring
+from vestige.optim.window import Ring, fused, recall
+from vestige.randomness.release import Release
 
-State = dict[str, Any]
+MemoryState = dict[str, Any]
 """Tensors and integers only, so that it checkpoints and rewinds."""
 HISTORIES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -27,14 +28,19 @@ class Filtered(NamedTuple):
     """
 
     direction: Tensor
-    state: State
+    state: MemoryState
     diagnostics: dict[str, Tensor]
 
 
 class Memory(Protocol):
-    def init(self, layout: Layout, device: torch.device) -> State: ...
+    stackable: bool
+    """Whether its algebra runs over the last axis, so that a stack of runs can remember at once."""
+    knows_noise: bool
+    """Whether it can say how much noise its direction carries, for rules that want to know."""
 
-    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+    def init(self, layout: Layout, device: torch.device) -> MemoryState: ...
+
+    def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         """Filter one release, at the parameters where it was asked. The state given may be updated in place."""
         ...
 
@@ -53,31 +59,32 @@ class Memory(Protocol):
         """Extra state, in copies of the parameters."""
         ...
 
-
-@runtime_checkable
-class KnowsNoise(Protocol):
-    """A memory that can say how much noise its direction carries, for rules that want to know."""
-
-    def noise_std(self, release: Release, state: State) -> float | Tensor:
-        """The standard deviation per coordinate, after the step that filtered this release."""
+    def noise_std(self, release: Release, state: MemoryState) -> float | Tensor:
+        """The standard deviation per coordinate of the noise in the direction, after the step that filtered this
+        release; only where `knows_noise`."""
         ...
+
+
+def unknown_noise(self: object, release: Release, state: MemoryState) -> float | Tensor:
+    raise AssertionError("this memory does not know the noise in its direction; Method refuses rules that ask")
 
 
 @dataclass(frozen=True)
 class Identity:
     """No memory: plain DP-SGD."""
 
+    stackable = knows_noise = True
     fresh_share = 1.0
     steady_gain = 1.0
     copies = 0.0
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> MemoryState:
         return {}
 
-    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+    def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         return Filtered(release.total, state, {})
 
-    def noise_std(self, release: Release, state: State) -> float | Tensor:
+    def noise_std(self, release: Release, state: MemoryState) -> float | Tensor:
         return release.noise_std
 
 
@@ -87,6 +94,12 @@ class Kernel(Protocol):
     @property
     def smoothing(self) -> float | None:
         """The weight of the newest vector in the running trend; None if the kernel needs no trend."""
+        ...
+
+    @property
+    def weigh_fused(self) -> Callable[[Ring, float], tuple[Tensor, Tensor, Tensor, Tensor]] | None:
+        """`weigh` from a ring on a GPU in one launch, where there is a kernel for it: the weights, their mean lag, the
+        confidence and the norm of the trend."""
         ...
 
     def weigh(
@@ -100,10 +113,10 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True)
-class Uniform:
+class UniformWeights:
     """Equal weights (the ablation of FO-DP-SGD's equation 24)."""
 
-    smoothing = None
+    smoothing = weigh_fused = None
 
     def weigh(
         self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
@@ -112,14 +125,14 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Exponential:
+class ExponentialWeights:
     """Geometric weights decay**(lag - 1) (the ablation of FO-DP-SGD's equation 26)."""
 
     decay: float = 0.8
-    smoothing = None
+    smoothing = weigh_fused = None
 
     def __post_init__(self) -> None:
-        _check("decay", self.decay, 0 < self.decay < 1, "lie in (0, 1)")
+        require("decay", self.decay, 0 < self.decay < 1, "lie in (0, 1)")
 
     def weigh(
         self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
@@ -129,7 +142,7 @@ class Exponential:
 
 
 @dataclass(frozen=True)
-class Fractional:
+class FractionalWeights:
     """The tempered power law of FO-DP-SGD (equations 4 to 8): (lag+1)^(order-1) * exp(-(tempering) * lag).
 
     The tempering is `baseline + confidence * inconsistency * distance`, where distance compares a past release with
@@ -145,13 +158,15 @@ class Fractional:
     smoothing: float = 0.2
 
     def __post_init__(self) -> None:
-        _check("alpha", self.order, 0 < self.order <= 1, "lie in (0, 1]")
-        _check("lam", self.baseline, self.baseline >= 0, "be at least 0")
-        _check("tau", self.inconsistency, self.inconsistency >= 0, "be at least 0")
-        _check("kappa", self.smallest_scale, self.smallest_scale > 0, "be positive")
-        _check("gamma", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
+        require("order", self.order, 0 < self.order <= 1, "lie in (0, 1]")
+        require("baseline", self.baseline, self.baseline >= 0, "be at least 0")
+        require("inconsistency", self.inconsistency, self.inconsistency >= 0, "be at least 0")
+        require("smallest_scale", self.smallest_scale, self.smallest_scale > 0, "be positive")
+        require("smoothing", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
         if self.floor != "auto":
-            _check("zeta", self.floor, isinstance(self.floor, int | float) and self.floor > 0, "be positive or 'auto'")
+            require(
+                "floor", self.floor, isinstance(self.floor, int | float) and self.floor > 0, "be positive or 'auto'"
+            )
 
     def weigh(
         self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
@@ -163,7 +178,7 @@ class Fractional:
         return torch.softmax(torch.addcmul(prior, pull[..., None] * distances, lags, value=-1), dim=-1), confidence
 
     def weigh_fused(self, ring: Ring, noise_norm: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same from a ring on a GPU in one launch, with the mean lag before the confidence and the trend's norm."""
+        """See `Kernel.weigh_fused`."""
         from vestige.optim import triton_recall
 
         floor = float(self._floor(noise_norm))
@@ -176,33 +191,36 @@ class Fractional:
 
 @dataclass(frozen=True)
 class Blend:
-    """share * fresh + (1 - share) * (weighted mean of the last `window - 1` remembered vectors).
+    """fresh_weight * fresh + (1 - fresh_weight) * (weighted mean of the last `window - 1` remembered vectors).
 
     What is remembered decides the filter: the blends themselves (a recursive filter: FO-DP-SGD), or the fresh releases
-    (a finite one: Post-FM). At share 1 the output is the fresh release, bit for bit.
+    (a finite one: Post-FM). At fresh_weight 1 the output is the fresh release, bit for bit.
 
     A step reads the window once (see `recall`): its weights are made of numbers that the step before left behind.
     `history="bfloat16"` keeps the window in half the bytes; the trend, the direction and all sums stay in float32.
     """
 
-    kernel: Kernel = field(default_factory=Fractional)
-    share: float = 0.9
+    kernel: Kernel = field(default_factory=FractionalWeights)
+    fresh_weight: float = 0.9
     window: int = 8
     remembers: Literal["blend", "fresh"] = "blend"
     history: Literal["float32", "bfloat16"] = "float32"
+    stackable = True
+    knows_noise = False
+    noise_std = unknown_noise
 
     def __post_init__(self) -> None:
-        _check("beta", self.share, 0 < self.share <= 1, "lie in (0, 1]")
-        _check("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
-        _check("history", self.history, self.history in HISTORIES, f"be {' or '.join(HISTORIES)}")
+        require("fresh_weight", self.fresh_weight, 0 < self.fresh_weight <= 1, "lie in (0, 1]")
+        require("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
+        require("history", self.history, self.history in HISTORIES, f"be {' or '.join(HISTORIES)}")
 
     @property
     def fresh_share(self) -> float:
-        return self.share if self.remembers == "blend" else 1.0
+        return self.fresh_weight if self.remembers == "blend" else 1.0
 
     @property
     def steady_gain(self) -> float:
-        return 1.0 if self.window > 1 else self.share
+        return 1.0 if self.window > 1 else self.fresh_weight
 
     @property
     def copies(self) -> float:
@@ -220,14 +238,14 @@ class Blend:
         """Whether what is remembered is what is stepped on, to the last bit: then it is written once."""
         return self.remembers == "blend" and self.history == "float32"
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> MemoryState:
         depth = self.window - 1
         if not depth:
             return {}
         zeros = partial(torch.zeros, device=device)
         # On a GPU every row begins on a boundary of 64 numbers, so that it is read in wide pieces whatever the size.
         width = layout.size if device.type == "cpu" else -(-layout.size // 64) * 64
-        state: State = {"count": 0, "past": zeros(depth, width, dtype=HISTORIES[self.history])}
+        state: MemoryState = {"count": 0, "past": zeros(depth, width, dtype=HISTORIES[self.history])}
         if not self._steps_on_a_row:
             state["blend"] = zeros(layout.size)
         if self._follows_trend:
@@ -236,30 +254,31 @@ class Blend:
             state["products"] = zeros(depth + 1, dtype=torch.float64)
         return state
 
-    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+    def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         fresh = release.total
         if self.window == 1:
-            return Filtered(fresh * self.share, state, {})
-        past = state["past"][:, : len(fresh)]
+            return Filtered(fresh * self.fresh_weight, state, {})
+        past = state["past"][..., : fresh.shape[-1]]
         ring = Ring(past, state["count"], state.get("trend"), state.get("squares"), state.get("products"))
         weights, seen = self._weigh(release, ring)
-        blend = past[ring.slot] if self._steps_on_a_row else state["blend"]
+        blend = past[..., ring.slot, :] if self._steps_on_a_row else state["blend"]
         pace = (self.kernel.smoothing or 0.0) if ring.count else 1.0
         memory_share = recall(
-            ring, fresh, weights, blend, self.share, pace, fresh if self.remembers == "fresh" else blend
+            ring, fresh, weights, blend, self.fresh_weight, pace, fresh if self.remembers == "fresh" else blend
         )
         state["count"] += 1
         return Filtered(blend, state, {**seen, "memory_share": memory_share} if ring.count else {})
 
     def _weigh(self, release: Release, ring: Ring) -> tuple[Tensor, dict[str, Tensor]]:
         """Weights over the lags 1, 2, ..., and what they show."""
-        lags = ring.lags
+        lags, lead = ring.lags, ring.past.shape[:-2]
         if not self._follows_trend:
-            nothing = torch.zeros((), dtype=torch.float64, device=lags.device)
-            weights, _ = self.kernel.weigh(lags, nothing.expand(len(lags)), nothing, 0.0)
+            nothing = torch.zeros(lead, dtype=torch.float64, device=lags.device)
+            weights, _ = self.kernel.weigh(lags, nothing[..., None], nothing, 0.0)
+            weights = weights.expand(*lead, len(lags))
             return weights, {"weights": weights, "effective_depth": weights @ lags}
         noise_norm = release.noise_norm * self.fresh_share
-        if fused(ring) and isinstance(self.kernel, Fractional) and isinstance(noise_norm, float):
+        if fused(ring) and self.kernel.weigh_fused is not None and isinstance(noise_norm, float):
             weights, depth, confidence, trend_norm = self.kernel.weigh_fused(ring, noise_norm)
         else:
             trend_norm, distances = ring.compared()
@@ -267,8 +286,3 @@ class Blend:
             depth = weights @ lags
         numbers = {"confidence": confidence, "trend_norm": trend_norm}
         return weights, {"weights": weights, "effective_depth": depth, **numbers}
-
-
-def _check(name: str, value: object, holds: bool, must: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value} must {must}")

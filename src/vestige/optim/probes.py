@@ -12,10 +12,10 @@ from torch import Tensor
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Thinned
 from vestige.mechanism.clipping import Clip, Field, Parameters, Transform
-from vestige.mechanism.noise import Release
-from vestige.questions import Question, SampledGaussian
+from vestige.questions import SampledGaussian
+from vestige.randomness.release import Release
 
-State = dict[str, Any]
+ProbeState = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,24 @@ class AskGradient(Protocol):
 
 
 class Probe(Protocol):
+    at_parameters: bool
+    """Whether it asks at the parameters themselves, so that a pass the user has made already is the answer."""
+
+    @property
+    def twice_on_one_sample(self) -> bool:
+        """Whether it asks a second time about the same sample."""
+        ...
+
+    @property
+    def one_question(self) -> bool:
+        """Whether a step asks one question, at a point made of releases: what a training loop can answer as priced."""
+        ...
+
+    @property
+    def stackable(self) -> bool:
+        """Whether its algebra runs over the last axis, so that a stack of runs can ask at once."""
+        ...
+
     @property
     def copies(self) -> float:
         """Extra state, in copies of the parameters."""
@@ -60,13 +78,13 @@ class Probe(Protocol):
         """How many gradients of each sampled example one step takes."""
         ...
 
-    def init(self, layout: Layout, device: torch.device) -> State: ...
+    def init(self, layout: Layout, device: torch.device) -> ProbeState: ...
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         """Ask what this method asks in one step, at or around the parameters, and return the release to step on."""
         ...
 
-    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[SampledGaussian, ...]:
         """What step `step` asks: the price list of `ask`, in order."""
         ...
 
@@ -75,7 +93,7 @@ class Probe(Protocol):
         ...
 
 
-def _one_question(self: object, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+def _one_question(self: object, rate: float, multiplier: float, step: int = 0) -> tuple[SampledGaussian, ...]:
     return (SampledGaussian(rate, multiplier),)
 
 
@@ -87,13 +105,15 @@ def _every_step(self: object, rate: float) -> int:
 class Here:
     """At the parameters themselves, once."""
 
+    at_parameters = one_question = stackable = True
+    twice_on_one_sample = False
     copies = 0.0
     passes = 1.0
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {}
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         return gradient(At(point)), state
 
     questions, period = _one_question, _every_step
@@ -108,6 +128,8 @@ class AgainstLastRelease:
 
     radius: float = 0.03
     along: Literal["release", "move"] = "release"
+    at_parameters = twice_on_one_sample = False
+    one_question = stackable = True
     copies = 1.0
     passes = 1.0
 
@@ -116,10 +138,10 @@ class AgainstLastRelease:
         if self.along not in ("release", "move"):
             raise ValueError(f"along={self.along!r} must be 'release' or 'move'")
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {"last": torch.zeros(layout.size, device=device), "started": 0}
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         if self.along == "move":
             here = flatten(point, state["last"].shape[:-1])
             uphill = state["last"] - here if state["started"] else torch.zeros_like(here)
@@ -143,18 +165,27 @@ class Ascent:
 
     radius: float = 0.05
     sample: Literal["fresh", "same", "own"] = "fresh"
+    at_parameters = one_question = False
     copies = 0.0
     passes = 2.0
 
     def __post_init__(self) -> None:
         _check_radius(self.radius)
         if self.sample not in ("fresh", "same", "own"):
-            raise ValueError(f"ascent={self.sample!r} must be 'fresh', 'same' or 'own'")
+            raise ValueError(f"sample={self.sample!r} must be 'fresh', 'same' or 'own'")
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    @property
+    def twice_on_one_sample(self) -> bool:
+        return self.sample == "same"
+
+    @property
+    def stackable(self) -> bool:
+        return self.sample != "own"  # where each example climbs to a point of its own
+
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {}
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         def climb(release: Release) -> Parameters:
             return shifted(point, release.total, self.radius)
 
@@ -172,7 +203,7 @@ class Ascent:
 
         return above
 
-    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[SampledGaussian, ...]:
         return (SampledGaussian(rate, multiplier),) * (2 if self.sample == "fresh" else 1)
 
     period = _every_step
@@ -190,22 +221,28 @@ class AlongLastStep:
 
     reach: float
     weight: float
+    at_parameters = twice_on_one_sample = False
+    one_question = True
     copies = 1.0
 
     def __post_init__(self) -> None:
         if not self.reach > 0:
-            raise ValueError(f"gamma={self.reach} must be positive: how far along the last move to look")
+            raise ValueError(f"reach={self.reach} must be positive: how far along the last move to look")
 
     @property
     def passes(self) -> float:
         return 1.0 if self.weight in (0, 1) else 2.0
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    @property
+    def stackable(self) -> bool:
+        return self.passes == 1  # two gradients of each example are combined before they are clipped
+
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {"before": torch.zeros(layout.size, device=device), "started": 0}
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         here = flatten(point, state["before"].shape[:-1])
-        after: State = {"before": here, "started": 1}
+        after: ProbeState = {"before": here, "started": 1}
         if not state["started"] or self.weight == 0:
             return gradient(At(point)), after
         ahead = moved(point, here - state["before"], self.reach)
@@ -241,11 +278,12 @@ class Importance:
     bound: float = 1.0
     boost: float = 2.0
     normaliser_noise: float = 5.0
+    at_parameters = one_question = stackable = twice_on_one_sample = False
     copies = 0.0
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
-            raise ValueError(f"clip={self.bound} must be positive: it bounds one example's influence")
+            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
         if not self.boost >= 1:
             raise ValueError(f"boost={self.boost} must be at least 1: candidates over expected batch")
         if not self.normaliser_noise > 0:
@@ -255,10 +293,10 @@ class Importance:
     def passes(self) -> float:
         return self.boost
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {"step": 0, "norm_sum": 0.0}
 
-    def ask(self, gradient: AskGradient, point: Parameters, state: State) -> tuple[Release, State]:
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
         boost = self._boost(gradient.rate)
         smallest, largest = self.bound * gradient.population / boost, self.bound * gradient.population
         norm_sum, part = state["norm_sum"], 0
@@ -272,7 +310,7 @@ class Importance:
         release = gradient(At(point, part=part, clip=clip, boost=boost))
         return release, {"step": state["step"] + 1, "norm_sum": norm_sum}
 
-    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
+    def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[SampledGaussian, ...]:
         boost = self._boost(rate)
         main = SampledGaussian(min(1.0, boost * rate), multiplier)
         if boost > 1 and self._asks_norms(step, rate):
@@ -308,4 +346,4 @@ def shifted(point: Parameters, vector: Tensor, length: float) -> Parameters:
 
 def _check_radius(radius: float) -> None:
     if not radius >= 0:
-        raise ValueError(f"rho={radius} must not be negative: the length of the ascent step")
+        raise ValueError(f"radius={radius} must not be negative: the length of the ascent step")

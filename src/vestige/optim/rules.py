@@ -99,6 +99,9 @@ class Rule:
     optimizer: type[Optimizer] = torch.optim.SGD
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Rule({', '.join([self.name, *(f'{name}={value!r}' for name, value in self.options.items())])})"
+
     def build(self, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
         try:
             return self.optimizer(parameters, lr=lr, **self.options)  # type: ignore[call-arg]
@@ -121,6 +124,26 @@ class Rule:
     def hears_noise(self) -> bool:
         """Whether the optimizer must be told the noise in each gradient."""
         return self.optimizer is AdamBC
+
+    @property
+    def stackable(self) -> bool:
+        """Whether it moves each coordinate by itself, in proportion to the learning rate."""
+        return self.optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, AdamBC)
+
+    @property
+    def fusible(self) -> bool:
+        """Whether torch has it as one pass over its state."""
+        return self.optimizer in (torch.optim.Adam, torch.optim.AdamW)
+
+    @property
+    def decoupled_decay(self) -> bool:
+        """Whether weight decay acts on the parameters, and not through the gradient."""
+        return self.optimizer in (torch.optim.AdamW, AdamBC)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the gradient is the move."""
+        return self.optimizer is torch.optim.SGD and not any(map(self.options.get, ("momentum", "maximize")))
 
     @property
     def copies(self) -> float | None:

@@ -10,22 +10,24 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from vestige.checks import require
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
-from vestige.mechanism.noise import Release
 from vestige.optim import spectrum
-from vestige.optim.memory import Filtered, State
+from vestige.optim.memory import Filtered, MemoryState, unknown_noise
 from vestige.optim.spectrum import Convention
+from vestige.optim.window import weighted_sum
+from vestige.randomness.release import Release
 
 TINY = 1e-12
-Gate = Literal["paper", "disjoint", "open"]
+GateKind = Literal["paper", "disjoint", "open"]
 Sections = Sequence[tuple[int, int, int]]
 """Stretches of the flat vector that belong to one group: (start, stop, group)."""
 
 
 @dataclass(frozen=True)
 class Spectral:
-    """share * fresh + (1 - share) * warmth * gate * scale * recalled, group by group.
+    """fresh_weight * fresh + (1 - fresh_weight) * warmth * gate * scale * recalled, group by group.
 
     `recalled` is a weighted mean of the group's last `window - 1` blends. The weights are a power law of the lag,
     tempered the more the further the exponent of the group's weights lies outside `interval`; an undefined exponent
@@ -38,7 +40,7 @@ class Spectral:
     Formal guarantees: none needed. Releases, and the parameters made of them, are all it sees: post-processing.
     """
 
-    share: float = 0.95
+    fresh_weight: float = 0.95
     order: float = 0.7
     window: int = 4
     interval: tuple[float, float] = (2.0, 6.0)
@@ -48,41 +50,46 @@ class Spectral:
     largest_scale: float | None = 1.0
     refresh: int | None = None
     convention: Convention = "flatten"
-    gate: Gate = "paper"
+    gate: GateKind = "paper"
+    stackable = True
+    knows_noise = False
+    noise_std = unknown_noise
 
     def __post_init__(self) -> None:
-        _check("beta", self.share, 0 < self.share <= 1, "lie in (0, 1]")
-        _check("alpha", self.order, 0 < self.order <= 1, "lie in (0, 1]")
-        _check("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
+        require("fresh_weight", self.fresh_weight, 0 < self.fresh_weight <= 1, "lie in (0, 1]")
+        require("order", self.order, 0 < self.order <= 1, "lie in (0, 1]")
+        require("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
         low, high = self.interval
-        _check("interval", self.interval, low <= high, "be two numbers, the smaller first")
-        _check("c_lambda", self.strictness, self.strictness >= 0, "be at least 0")
-        _check("gamma_ema", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
-        _check("warm_up", self.warm_up, self.warm_up is None or self.warm_up >= 0, "be a number of steps, 0 or more")
+        require("interval", self.interval, low <= high, "be two numbers, the smaller first")
+        require("strictness", self.strictness, self.strictness >= 0, "be at least 0")
+        require("smoothing", self.smoothing, 0 < self.smoothing <= 1, "lie in (0, 1]")
+        require("warm_up", self.warm_up, self.warm_up is None or self.warm_up >= 0, "be a number of steps, 0 or more")
         cap = self.largest_scale
-        _check("norm_cap", cap, cap is None or cap >= 0, "be at least 0, or 'off'")
-        _check("refresh_spectrum", self.refresh, self.refresh is None or self.refresh >= 1, "be at least 1 step")
-        _check("convention", self.convention, self.convention in get_args(Convention), "be flatten or per-position")
-        _check("gate", self.gate, self.gate in get_args(Gate), "be paper, disjoint or open")
+        require("largest_scale", cap, cap is None or cap >= 0, "be at least 0, or 'off'")
+        require("refresh", self.refresh, self.refresh is None or self.refresh >= 1, "be at least 1 step")
+        require("convention", self.convention, self.convention in get_args(Convention), "be flatten or per-position")
+        require("gate", self.gate, self.gate in get_args(GateKind), "be paper, disjoint or open")
         if self.gate == "disjoint" and self.window < 3:
             raise ValueError(f"window={self.window} leaves the disjoint gate no even lag; it needs 3 or more")
 
     @property
     def fresh_share(self) -> float:
-        return self.share
+        return self.fresh_weight
 
     @property
     def steady_gain(self) -> float:
         """A constant input passes the gate whole, and its scale is 1 or the cap."""
         if self.window == 1:
-            return self.share
-        return self.share / (1 - (1 - self.share) * min(1.0, 1.0 if self.largest_scale is None else self.largest_scale))
+            return self.fresh_weight
+        return self.fresh_weight / (
+            1 - (1 - self.fresh_weight) * min(1.0, 1.0 if self.largest_scale is None else self.largest_scale)
+        )
 
     @property
     def copies(self) -> float:
         return float(self.window) if self.window > 1 else 0.0
 
-    def init(self, layout: Layout, device: torch.device) -> State:
+    def init(self, layout: Layout, device: torch.device) -> MemoryState:
         depth = self.window - 1
         return {
             "count": 0,
@@ -95,7 +102,7 @@ class Spectral:
             "weights": torch.zeros(layout.groups, depth, dtype=torch.float64, device=device),
         }
 
-    def step(self, release: Release, state: State, parameters: Parameters) -> Filtered:
+    def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         fresh, count, depth = release.total, state["count"], self.window - 1
         epoch = max(1, round(1 / release.sample_rate))
         refreshed = count % (self.refresh or epoch) == 0
@@ -106,16 +113,16 @@ class Spectral:
         if refreshed or count <= depth:  # otherwise nothing that decides them has changed
             state["weights"] = self.weigh(state["tempering"], min(count, depth))
         gate = scale = ratio = torch.zeros_like(state["exponent"])
-        direction = fresh * self.share
+        direction = fresh * self.fresh_weight
         if count and depth:
             sections = _sections(state["lengths"], state["groups"])
             recalled, inner = self._recall(fresh, state, sections)
             gate, scale = self._gate(inner), self._scale(inner)
-            pull = (1 - self.share) * self._warmth(count, epoch) * gate * scale
+            pull = (1 - self.fresh_weight) * self._warmth(count, epoch) * gate * scale
             rounded = pull.to(fresh.dtype)
             for start, stop, group in sections:
                 direction[..., start:stop].addcmul_(recalled[..., start:stop], rounded[..., group, None])
-            ratio = _ratio(pull, inner, self.share)
+            ratio = _ratio(pull, inner, self.fresh_weight)
         if depth:
             state["past"][..., count % depth, :].copy_(direction)
             state["trend"].lerp_(direction, self.smoothing if count else 1.0)
@@ -152,7 +159,7 @@ class Spectral:
         steps = epoch if self.warm_up is None else self.warm_up
         return 1 - exp(-count / steps) if steps else 1.0
 
-    def _recall(self, fresh: Tensor, state: State, sections: Sections) -> tuple[Tensor, dict[str, Tensor]]:
+    def _recall(self, fresh: Tensor, state: MemoryState, sections: Sections) -> tuple[Tensor, dict[str, Tensor]]:
         """The recalled vector, and the inner products by group that the gate, the scale and the records need."""
         past, trend = state["past"], state["trend"]
         by_lag = state["weights"]
@@ -218,18 +225,14 @@ def _joined(lengths: Sequence[int], groups: Sequence[int]) -> Iterator[tuple[int
     yield start, stop, current
 
 
-def _combine(by_lag: Tensor, state: State, sections: Sections) -> Tensor:
+def _combine(by_lag: Tensor, state: MemoryState, sections: Sections) -> Tensor:
     """The sum over lags of weight * past vector, each group with its own weights."""
     past = state["past"]
     # The window is a ring: slot i holds the vector of lag ((count - 1 - i) mod depth) + 1.
     by_slot = by_lag.flip(-1).roll(state["count"], -1).to(past.dtype)
     combined = torch.empty_like(past[..., 0, :])
     for start, stop, group in sections:
-        vectors, weights = past[..., start:stop], by_slot[..., group, :]
-        if past.dim() == 2:
-            torch.mv(vectors.t(), weights, out=combined[start:stop])
-        else:  # many runs at once
-            combined[..., start:stop] = (weights.unsqueeze(-2) @ vectors).squeeze(-2)
+        weighted_sum(past[..., start:stop], by_slot[..., group, :], out=combined[..., start:stop])
     return combined
 
 
@@ -242,13 +245,8 @@ def _sums(rows: Tensor, sections: Sections, groups: int) -> Tensor:
     return torch.zeros(*parts.shape[:-1], groups, dtype=parts.dtype, device=rows.device).index_add(-1, owners, parts)
 
 
-def _ratio(pull: Tensor, inner: Mapping[str, Tensor], share: float) -> Tensor:
-    """The norm of the memory's branch over that of the blend share * fresh + pull * recalled."""
+def _ratio(pull: Tensor, inner: Mapping[str, Tensor], fresh_weight: float) -> Tensor:
+    """The norm of the memory's branch over that of the blend fresh_weight * fresh + pull * recalled."""
     branch = pull * inner["rr"].sqrt()
-    blend = share**2 * inner["ff"] + 2 * share * pull * inner["fr"] + branch.square()
+    blend = fresh_weight**2 * inner["ff"] + 2 * fresh_weight * pull * inner["fr"] + branch.square()
     return branch / blend.clamp(min=0).sqrt().clamp(min=1e-300)
-
-
-def _check(name: str, value: object, holds: bool, must: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value} must {must}")

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vestige.optim.window import Ring
-
 TILE, WARPS = 4096, 4
 """Numbers of the window that one program holds in registers, and its warps."""
 PROGRAMS = 1024
@@ -19,9 +17,9 @@ PROGRAMS = 1024
 
 
 def recall(
-    ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, share: float, pace: float, keeps_fresh: bool
+    ring, fresh: Tensor, weights: Tensor, blend: Tensor, fresh_weight: float, pace: float, keeps_fresh: bool
 ) -> Tensor:
-    """See `recall.recall`. Each program holds its columns of every row, so a row is read once and may be overwritten.
+    """See `window.recall`. Each program holds its columns of every row, so a row is read once and may be overwritten.
 
     Partial sums are added up in a fixed order by a second, tiny kernel: no atomics, so runs repeat to the last bit.
     """
@@ -36,7 +34,7 @@ def recall(
     with torch.cuda.device_of(fresh):
         _recall[(programs,)](
             ring.past, weights, fresh, blend, ring.trend if follows else fresh, partial,
-            float(share), float(pace), ring.count, size, size // 16 * 16, ring.past.stride(0), turns,
+            float(fresh_weight), float(pace), ring.count, size, size // 16 * 16, ring.past.stride(0), turns,
             DEPTH=depth, ROWS=rows, BLOCK=block, FOLLOWS=follows, FRESH=keeps_fresh,
             APART=keeps_fresh or ring.past.dtype != torch.float32, num_warps=WARPS,
         )  # fmt: skip
@@ -44,7 +42,7 @@ def recall(
     squares, products = (ring.squares, ring.products) if follows else (memory_share, memory_share)
     with torch.cuda.device_of(fresh):
         _settle[(1,)](
-            partial, squares, products, memory_share, float(1 - share), ring.slot, programs,
+            partial, squares, products, memory_share, float(1 - fresh_weight), ring.slot, programs,
             DEPTH=depth, ROWS=rows, WIDTH=triton.next_power_of_2(partial.shape[1]), FOLLOWS=follows, num_warps=8,
         )  # fmt: skip
     return memory_share
@@ -52,7 +50,7 @@ def recall(
 
 @triton.jit(do_not_specialize=["count", "size", "turns"])
 def _recall(
-    past, weights, fresh, blend, trend, partial, share, pace, count, size, even, stride, turns,
+    past, weights, fresh, blend, trend, partial, fresh_weight, pace, count, size, even, stride, turns,
     DEPTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr, FRESH: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +65,7 @@ def _recall(
     recalled_squares, blend_squares, kept_squares, trend_squares = zeros, zeros, zeros, zeros
     for turn in range(turns):
         recalled, mixed, held, mean, product = _columns(
-            past, fresh, blend, trend, weight, row, filled, slot, share, pace,
+            past, fresh, blend, trend, weight, row, filled, slot, fresh_weight, pace,
             (program * turns + turn) * BLOCK, even, stride, BLOCK, FOLLOWS, FRESH, APART,
         )  # fmt: skip
         recalled_squares += recalled * recalled
@@ -80,7 +78,7 @@ def _recall(
     kept_square, trend_square = tl.sum(kept_squares), tl.sum(trend_squares)
     if program == tl.num_programs(0) - 1:
         recalled, mixed, held, mean, product = _columns(
-            past, fresh, blend, trend, weight, row, filled, slot, share, pace,
+            past, fresh, blend, trend, weight, row, filled, slot, fresh_weight, pace,
             even.to(tl.int64), size, stride, 16, FOLLOWS, FRESH, APART,
         )  # fmt: skip
         recalled_square += tl.sum(recalled * recalled)
@@ -100,7 +98,7 @@ def _recall(
 
 @triton.jit
 def _columns(
-    past, fresh, blend, trend, weight, row, filled, slot, share, pace, first, size, stride,
+    past, fresh, blend, trend, weight, row, filled, slot, fresh_weight, pace, first, size, stride,
     BLOCK: tl.constexpr, FOLLOWS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Mix, remember and compare one block of columns; what is beyond the size counts as zero."""
@@ -110,7 +108,7 @@ def _columns(
     window = tl.load(past + row[:, None].to(tl.int64) * stride + place[None, :], mask=there, other=0.0).to(tl.float32)
     new = tl.load(fresh + place, mask=inside, other=0.0)
     recalled = tl.sum(window * weight[:, None], axis=0)
-    mixed = share * new + (1 - share) * recalled
+    mixed = fresh_weight * new + (1 - fresh_weight) * recalled
     kept = new if FRESH else mixed
     stored = kept.to(past.dtype.element_ty)
     tl.store(past + slot.to(tl.int64) * stride + place, stored, mask=inside)
@@ -149,7 +147,7 @@ def _settle(
         tl.store(products + column - 4, total, mask=(column >= 4) & (column < DEPTH + 4))
 
 
-def tempered(ring: Ring, *constants: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tempered(ring, *constants: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`Fractional.weigh` on the ring's numbers: weights by lag, their mean lag, the confidence, the trend's norm."""
     shown = torch.empty(ring.filled + 3, dtype=torch.float64, device=ring.past.device)
     depth = len(ring.past)

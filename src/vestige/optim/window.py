@@ -1,62 +1,160 @@
-"""What is known of a window of past vectors? Which row is how old, and how far each lies from their running trend."""
+"""How are past vectors kept and read? A ring buffer along the last axis but one, read once per step.
+
+One run and a stack of runs are the same lines: whatever axes stand in front of [depth, size] are runs. On a GPU a fused
+kernel reads one run's window.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
+from vestige.devices import triton_available
+
+CACHED = 2**19
+"""Numbers that stay in a CPU's cache between two readings: a window is read in blocks of columns of this size."""
+MOST_ROWS = 128
+"""The fused kernel holds its columns of every row in registers; a longer window is left to plain PyTorch."""
+
 
 @dataclass(frozen=True)
 class Ring:
-    """A window of past vectors, newest over oldest, and the numbers that compare it with its running trend."""
+    """A window of past vectors, the newest written over the oldest, and inner products with their running trend."""
 
     past: Tensor
-    """[depth, d] in any float type; `count % depth` is the slot of the oldest row, written next."""
+    """[..., depth, size] in any float type; row `count % depth` is the oldest, written next."""
     count: int
     """How many vectors were ever remembered."""
     trend: Tensor | None = None
-    """[d] in float32, where there is a trend; then both of the following are there too, in float64."""
+    """[..., size] in float32, where there is a trend; then both of the following are there too, in float64."""
     squares: Tensor | None = None
-    """[depth]: each row's inner product with itself."""
+    """[..., depth]: each row's inner product with itself."""
     products: Tensor | None = None
-    """[depth + 1]: the trend's inner product with each row, then with itself."""
+    """[..., depth + 1]: the trend's inner product with each row, then with itself."""
+
+    @property
+    def depth(self) -> int:
+        return self.past.shape[-2]
 
     @property
     def slot(self) -> int:
-        return self.count % len(self.past)
+        """The row that is written next."""
+        return self.count % self.depth
 
     @property
     def filled(self) -> int:
-        return min(self.count, len(self.past))
+        return min(self.count, self.depth)
 
     @property
     def slots(self) -> Tensor:
-        """The slots of lags 1, 2, ... A view: it costs no kernel."""
-        first = len(self.past) - self.slot
-        return _falling(len(self.past), self.past.device)[first : first + self.filled]
+        """The rows of lags 1, 2, ... A view: it costs no kernel."""
+        first = self.depth - self.slot
+        return _falling(self.depth, self.past.device)[first : first + self.filled]
 
     @property
     def lags(self) -> Tensor:
-        return _rising(len(self.past), self.past.device)[: self.filled]
+        return _rising(self.depth, self.past.device)[: self.filled]
 
     def compared(self) -> tuple[Tensor, Tensor]:
-        """The norm of the trend, and the distance from it of each row by lag, by |a|^2 - 2ab + |b|^2: numbers only."""
+        """The norm of the trend, [...], and the distance from it of each row by lag, [..., filled].
+
+        By |a|^2 - 2ab + |b|^2, from numbers that the step before left: no vector is read.
+        """
         assert self.squares is not None
         assert self.products is not None
-        square = self.products[-1]
-        apart = torch.sub(self.squares, self.products[:-1], alpha=2)[self.slots] + square
+        square = self.products[..., -1]
+        apart = torch.sub(self.squares, self.products[..., :-1], alpha=2)[..., self.slots] + square[..., None]
         return square.clamp(min=0).sqrt(), apart.clamp(min=0).sqrt()
 
 
 @cache
 def _falling(depth: int, device: torch.device) -> Tensor:
-    """depth - 1, ..., 0 twice over: walking back from any slot of the ring is a stretch of it."""
+    """depth - 1, ..., 0 twice over: walking back from any row of the ring is a stretch of it."""
     return torch.arange(depth - 1, -1, -1, device=device).repeat(2)
 
 
 @cache
 def _rising(depth: int, device: torch.device) -> Tensor:
     return torch.arange(1, depth + 1, dtype=torch.float64, device=device)
+
+
+def weighted_sum(rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum of the rows, each times its weight: [..., rows, size] and [..., rows] -> [..., size]."""
+    if rows.dim() == 2:
+        return torch.mv(rows.t(), weights, out=out)
+    found = (weights.unsqueeze(-2) @ rows).squeeze(-2)
+    return found if out is None else out.copy_(found)
+
+
+def inner_products(rows: Tensor, vector: Tensor) -> Tensor:
+    """Each row's inner product with a vector: [..., rows, size] and [..., size] -> [..., rows]."""
+    return torch.mv(rows, vector) if rows.dim() == 2 else (rows @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def dot(one: Tensor, other: Tensor) -> Tensor:
+    return one @ other if one.dim() == 1 else torch.linalg.vecdot(one, other)
+
+
+def recall(
+    ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, fresh_weight: float, pace: float, keep: Tensor
+) -> Tensor:
+    """Write fresh_weight * fresh + (1 - fresh_weight) * (weighted past) into `blend`, and remember `keep`: one pass.
+
+    `keep` is `fresh` or `blend`, and `blend` may be the ring's next row itself. The trend moves by `pace` towards what
+    is kept, and the ring's inner products become those of the new window and the new trend. They are computed, in this
+    same pass, from the vectors as they are stored; none is carried over, so no rounding error outlives its step.
+
+    Returns |(1 - fresh_weight) * recalled| / |blend|, how much of the blend is memory. The caller counts.
+    """
+    if fused(ring):
+        from vestige.optim import triton_recall
+
+        return triton_recall.recall(ring, fresh, weights, blend, fresh_weight, pace, keep is fresh)
+    return plain_recall(ring, fresh, weights, blend, fresh_weight, pace, keep)
+
+
+def fused(ring: Ring) -> bool:
+    return ring.past.is_cuda and ring.past.dim() == 2 and ring.depth <= MOST_ROWS and triton_available()
+
+
+def plain_recall(
+    ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, fresh_weight: float, pace: float, keep: Tensor
+) -> Tensor:
+    """The same, a block of columns at a time: what was just read is still in the cache when it is read again."""
+    by_slot = weights[..., ring.slots].to(fresh.dtype)
+    width = _block(ring)
+    scratch = torch.empty_like(fresh[..., :width])
+    trends = ring.trend.split(width, dim=-1) if ring.trend is not None else repeat(None)
+    blocks = (part.split(width, dim=-1) for part in (ring.past, fresh, blend, keep))
+    scalars, products = [], []
+    for (rows, new, mixed, kept), trend in zip(zip(*blocks, strict=True), trends, strict=False):
+        window, recalled = rows.to(new.dtype), scratch[..., : new.shape[-1]]
+        weighted_sum(window[..., : ring.filled, :], by_slot, out=recalled)
+        torch.lerp(recalled, new, fresh_weight, out=mixed)
+        square = dot(mixed, mixed)
+        scalars += [dot(recalled, recalled), square]
+        written = rows[..., ring.slot, :]
+        if written.data_ptr() != kept.data_ptr():
+            window[..., ring.slot, :] = written.copy_(kept)
+            square = dot(window[..., ring.slot, :], window[..., ring.slot, :])
+        if trend is not None:
+            trend.lerp_(kept, pace)
+            scalars += [square, dot(trend, trend)]
+            products.append(inner_products(window, trend))
+    numbers = torch.stack(scalars).unflatten(0, (-1, 4 if products else 2)).sum(0, dtype=torch.float64)
+    if ring.squares is not None and ring.products is not None:
+        ring.squares[..., ring.slot] = numbers[2]
+        ring.products[..., -1] = numbers[3]
+        ring.products[..., :-1] = torch.stack(products).sum(0, dtype=torch.float64)
+    return (1 - fresh_weight) * (numbers[0] / numbers[1].clamp(min=1e-300)).sqrt()
+
+
+def _block(ring: Ring) -> int:
+    """Columns that are read together: all of them on a GPU, where each block would be launches of its own."""
+    if ring.past.is_cuda:
+        return ring.past.shape[-1]
+    return max(2**14, CACHED // ring.past[..., 0].numel())

@@ -15,23 +15,21 @@ from torch.utils.data import DataLoader, default_collate
 
 from vestige import accounting
 from vestige.accounting.ledger import Ledger
-from vestige.checks import check_multiplier
+from vestige.checks import check_multiplier, renamed
 from vestige.engines.independence import require_independent
 from vestige.engines.registry import engine_by_name
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
-from vestige.mechanism.adaptive_clipping import Adaptive
-from vestige.mechanism.clipping import Engine, Flat, Loss
-from vestige.mechanism.groups import PerGroup
-from vestige.mechanism.noise import Randomness
+from vestige.mechanism.clipping import GradientEngine, Loss
 from vestige.methods.base import Method
 from vestige.methods.registry import build
-from vestige.optim.probes import AgainstLastRelease, AlongLastStep, Here
+from vestige.optim.rules import Rule
 from vestige.privacy_engine.coverage import require_covered
 from vestige.privacy_engine.loaders import CollateEmpty, PrivateLoader, private_loader
 from vestige.privacy_engine.optimizer_step import PrivateSteps
 from vestige.privacy_engine.replayed import Caller, floating
 from vestige.questions import BudgetSpent, Question, SampledGaussian
+from vestige.randomness.keys import Randomness
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 
 
@@ -85,8 +83,8 @@ class PrivacyEngine:
         if max_physical_batch_size == "auto":
             max_physical_batch_size = _largest_part(module, data_loader, chosen, engine)
         rate, loader = self._loader(data_loader, poisson_sampling, max_physical_batch_size)
-        if isinstance(chosen.clip, Flat | PerGroup):
-            chosen = replace(chosen, clip=replace(chosen.clip, bound=max_grad_norm))
+        with renamed({"bound": "max_grad_norm"}):
+            chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(optimizer)))
         self._ledger.open({"noise": self._facts.noise, "sampling": self._facts.sampling, "method": repr(chosen)})
         expected_batch = rate * len(data_loader.dataset)  # type: ignore[arg-type]
         self._steps = PrivateSteps(
@@ -180,9 +178,9 @@ def _fit_for_a_loop(method: Method) -> Method:
     plain = Method(name=method.name)
     neutral = ("schedule", "noise", "average", "augment", "gate")
     wrong = [part for part in neutral if getattr(method, part) != getattr(plain, part)]
-    if isinstance(method.clip, Adaptive):
+    if method.clip.adaptive:
         wrong.append("clip")
-    if not isinstance(method.probe, Here | AgainstLastRelease | AlongLastStep):
+    if not method.probe.one_question:
         wrong.append("probe")  # a second answer about the same batch would be priced as one about a fresh batch
     if wrong:
         raise ValueError(
@@ -209,7 +207,7 @@ def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method, en
     return part_of_a_run(module, _engine(engine), _stand_in, layout, method, blank, population, _rate(loader), steps=1)
 
 
-def _engine(name: str) -> Callable[[nn.Module, Loss, Layout], Engine]:
+def _engine(name: str) -> Callable[[nn.Module, Loss, Layout], GradientEngine]:
     """Never recorded as a CUDA graph: what a user's call has beside its examples would be frozen in the recording."""
     return engine_by_name("unrecorded" if name == "bookkeeping" else name)
 

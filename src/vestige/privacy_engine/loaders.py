@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from vestige.mechanism.noise import Randomness
-from vestige.mechanism.sampling import Poisson
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import Poisson
 
 
 @dataclass(frozen=True)

@@ -5,24 +5,44 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
-from vestige.mechanism.clipping import BoundedSum, Parameters, sensitivity_on
-from vestige.mechanism.noise import Randomness, Release, add_noise
+from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
-from vestige.optim.probes import At, Here
+from vestige.optim.learner import Learner
+from vestige.optim.probes import At
 from vestige.privacy_engine.accumulator import Gathered
 from vestige.privacy_engine.coverage import require_own
 from vestige.privacy_engine.passes import Passes
 from vestige.privacy_engine.replayed import Caller
 from vestige.questions import SampledGaussian
+from vestige.randomness.gaussian import add_noise
+from vestige.randomness.keys import Randomness
+from vestige.randomness.release import BoundedSum, Release
 
 Closure = Callable[[], Any]
+
+
+class LoopMover:
+    """Moves by the user's own optimizer: every parameter gets its part of the gradient, and `original` steps."""
+
+    def __init__(self, caller: Caller, optimizer: Optimizer) -> None:
+        self.gradient, self._caller, self._optimizer = caller.zeros(), caller, optimizer
+        self.original: Callable[..., Any] = optimizer.step
+
+    def step(self, pace: Value) -> None:
+        parameters = self._caller.parameters()
+        for name, view in self._caller.layout.views(self.gradient).items():
+            parameters[name].grad = view if parameters[name].requires_grad else None  # what was frozen since stays
+        self.original()
+
+    def hear(self, noise_std: float | Tensor) -> None:
+        self._optimizer.hear(noise_std)  # type: ignore[attr-defined]
 
 
 class PrivateSteps:
@@ -46,8 +66,8 @@ class PrivateSteps:
         self.gathered = Gathered(caller.zeros, reduction)
         self.passes = Passes(caller, method.clip, self.gathered)
         self.step_number, self.asked = 0, 0
-        self.memory: dict[str, Any] | None = None
-        self.probe: dict[str, Any] | None = None
+        self._learner: Learner | None = None
+        self.probe: dict[str, Any] = {}
         self._patch()
 
     def _patch(self) -> None:
@@ -75,7 +95,7 @@ class PrivateSteps:
             self.gathered.gather()
             return None
         value: Any = None
-        if isinstance(self.method.probe, Here):
+        if self.method.probe.at_parameters:
             if closure is not None:
                 with torch.enable_grad():
                     value = closure()
@@ -87,22 +107,22 @@ class PrivateSteps:
                 )
             self.gathered.forget()
             gradient = self._answer_by(closure)
-        self._grade(gradient)
+        learner, point = self.learner(original), self.caller.point()
+        release, self.probe = self.method.probe.ask(gradient, point, self.probe)
+        learner.step(release, point, 1.0, self.step_number)
         self.step_number += 1
-        original()
         return value
 
-    def _grade(self, gradient: Any) -> None:
-        """Ask where the probe says, blend the release with the memory, and give every parameter its gradient."""
-        if self.memory is None or self.probe is None:
-            self.memory = self.method.memory.init(self.caller.layout, self.caller.device)
-            self.probe = self.method.probe.init(self.caller.layout, self.caller.device)
-        point = self.caller.point()
-        release, self.probe = self.method.probe.ask(gradient, point, self.probe)
-        direction, self.memory, _ = self.method.memory.step(release, self.memory, point)
-        parameters = self.caller.parameters()
-        for name, view in self.caller.layout.views(direction / release.expected_batch).items():
-            parameters[name].grad = view if parameters[name].requires_grad else None  # what was frozen since stays
+    def learner(self, original: Callable[..., Any] | None = None) -> Learner:
+        """Made with the first step, when the model is where it is trained."""
+        if self._learner is None:
+            layout, method, device = self.caller.layout, self.method, self.caller.device
+            self.probe = method.probe.init(layout, device)
+            mover = LoopMover(self.caller, self.optimizer)
+            self._learner = Learner(method.memory, method.rule, method.average, layout, self.caller.parameters(), mover)
+        if original is not None:
+            cast(LoopMover, self._learner.mover).original = original
+        return self._learner
 
     def _answer(self, at: At) -> Release:
         """Bound what was gathered, charge for it, add noise."""
@@ -154,12 +174,13 @@ class PrivateSteps:
                 parameter.copy_(point[name])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"memory": self.memory, "probe": self.probe, "step_number": self.step_number, "asked": self.asked}
+        memory = self.learner().memory
+        return {"memory": memory, "probe": self.probe, "step_number": self.step_number, "asked": self.asked}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         device = self.caller.device
         here: Callable[[Any], Any] = lambda part: (  # noqa: E731
             part and {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.items()}
         )
-        self.memory, self.probe = here(saved["memory"]), here(saved["probe"])
+        self.learner().memory, self.probe = here(saved["memory"]), here(saved["probe"])
         self.step_number, self.asked = saved["step_number"], saved["asked"]

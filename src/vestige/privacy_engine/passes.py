@@ -18,8 +18,8 @@ from vestige.mechanism.clipping import Clip
 from vestige.privacy_engine.accumulator import Finished, Gathered
 from vestige.privacy_engine.coverage import require_noised
 from vestige.privacy_engine.loaders import Part
-from vestige.privacy_engine.replayed import Call, Caller, Form, floating
-from vestige.privacy_engine.watched import Scaled, Uses, Watch, add_watched
+from vestige.privacy_engine.replayed import Call, Caller, CallForm, floating
+from vestige.privacy_engine.watched import Scaled, Uses, WatchedPass, add_watched
 
 
 class Signal(torch.autograd.Function):
@@ -52,7 +52,7 @@ class Passes:
 
     def __init__(self, caller: Caller, clip: Clip, gathered: Gathered) -> None:
         self._caller, self._module, self._clip, self._gathered = caller, caller.module, clip, gathered
-        self.form: Form | None = None
+        self.form: CallForm | None = None
         self.second_passes: str | None = None
         """Why the model is run twice, once that is known to be needed."""
         self.part: Part | None = None
@@ -60,7 +60,7 @@ class Passes:
         """The most examples that the loader has handed out at once; the last part will not do, for a loop that takes
         its batches before it uses them."""
         self._anchor = torch.zeros((), requires_grad=True)
-        self._open: tuple[Call, Watch | None] | None = None
+        self._open: tuple[Call, WatchedPass | None] | None = None
         self.settle()
         self._module.register_forward_pre_hook(self._before, with_kwargs=True)
         self._module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
@@ -130,7 +130,7 @@ class Passes:
         self.second_passes = reason
         warnings.warn(f"{reason}: every step runs the model a second time, which is exact but slower", stacklevel=2)
 
-    def _watch(self, call: Call) -> Watch | None:
+    def _watch(self, call: Call) -> WatchedPass | None:
         """A watch for a pass of the form that was rehearsed, if nothing speaks against it."""
         if self.form is None or self.second_passes is not None:
             return None
@@ -144,11 +144,11 @@ class Passes:
             add = partial(self._add_watched, uses, examples)
             self._gathered.waiting.append(Finished(part, examples, add, watched=True))
 
-        return Watch(self.form.plan, examples, self._caller.point(), finished)
+        return WatchedPass(self.form.plan, examples, self._caller.point(), finished)
 
     # --- it ends ---
 
-    def _end(self) -> tuple[Call, Watch | None]:
+    def _end(self) -> tuple[Call, WatchedPass | None]:
         assert self._open is not None
         (call, watch), self._open = self._open, None
         if watch is None:
@@ -181,7 +181,7 @@ class Passes:
             found[place] = tensor
         return tree_unflatten(found, shape)
 
-    def _require_rows(self, call: Call, watch: Watch | None) -> None:
+    def _require_rows(self, call: Call, watch: WatchedPass | None) -> None:
         """A row is an example, at most once: each is bounded by itself, so one in several rows would move the sum by
         several bounds."""
         if not call.batched:
@@ -197,7 +197,7 @@ class Passes:
             "inputs and outputs, and of one batch of the loader"
         )
 
-    def _leading(self, call: Call, watch: Watch | None, outputs: list[Tensor]) -> Sequence[Tensor]:
+    def _leading(self, call: Call, watch: WatchedPass | None, outputs: list[Tensor]) -> Sequence[Tensor]:
         """The outputs as the user gets them: with the model behind them if it was watched, else as ends of a graph."""
         if watch is not None:
             if self._as_rehearsed(call, watch, outputs):
@@ -212,7 +212,7 @@ class Passes:
         cut = [output.detach() for output in outputs]  # a graph that is not used must not be run either
         return Signal.apply(receive, self._anchor, *cut)  # type: ignore[no-any-return]
 
-    def _as_rehearsed(self, call: Call, watch: Watch, outputs: list[Tensor]) -> bool:
+    def _as_rehearsed(self, call: Call, watch: WatchedPass, outputs: list[Tensor]) -> bool:
         """If in doubt, every pass is run again; if only the outputs differ, this one."""
         assert self.form is not None
         if watch.doubt is not None:

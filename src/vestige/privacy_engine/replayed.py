@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.taps import Plan, eagerly
+from vestige.engines.taps import TapPlan, eagerly
 from vestige.layout import Grouping, Layout
-from vestige.mechanism.clipping import Clip, Engine, Loss, Parameters
+from vestige.mechanism.clipping import Clip, GradientEngine, Loss, Parameters
 from vestige.privacy_engine.watched import unwatchable
 
 
@@ -39,10 +39,10 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class CallForm:
     """How the model was called when it was rehearsed, and how it is tapped; a pass of another form is not watched."""
 
-    plan: Plan
+    plan: TapPlan
     tree: TreeSpec
     tensors: list[int]
     batched: frozenset[int]
@@ -55,7 +55,7 @@ class Form:
         rows = {len(call.leaves[place]) for place in self.batched if call.leaves[place].dim()}
         return rows.pop() if len(rows) == 1 else 0
 
-    def narrowed(self, call: Call) -> Form:
+    def narrowed(self, call: Call) -> CallForm:
         """Two batches of different sizes tell what has examples on its first axis."""
         return replace(self, batched=self.batched & frozenset(call.batched)) if call.tree == self.tree else self
 
@@ -87,7 +87,7 @@ class Caller:
         self,
         module: nn.Module,
         grouping: Grouping | None,
-        engine: Callable[[nn.Module, Loss, Layout], Engine],
+        engine: Callable[[nn.Module, Loss, Layout], GradientEngine],
     ) -> None:
         self.module, self._adapter = module, Adapter(module)
         self.layout = Layout.of(self._adapter, grouping and _inside(grouping))
@@ -103,7 +103,7 @@ class Caller:
                 torch.cuda.set_rng_state(state, self.device)
             self._engine([*batch, signals], self.point(), clip, into)
 
-    def rehearse(self, call: Call) -> Form | str | None:
+    def rehearse(self, call: Call) -> CallForm | str | None:
         """Can the user's passes be watched? In which form, or why not; None if this call cannot tell.
 
         With made-up signals, in place of a loss's.
@@ -132,7 +132,7 @@ class Caller:
         if doubt is not None:
             return doubt
         assert plan is not None
-        return Form(plan, call.tree, call.tensors, frozenset(call.batched), places)
+        return CallForm(plan, call.tree, call.tensors, frozenset(call.batched), places)
 
     @property
     def busy(self) -> bool:

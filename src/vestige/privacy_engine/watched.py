@@ -22,14 +22,14 @@ from vestige.engines import taps
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.gradients import Dense, Gradient, combine
 from vestige.engines.layers import Saved
-from vestige.engines.taps import Pass, Plan, Signals, Tap
+from vestige.engines.taps import Pass, Signals, Tap, TapPlan
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Clip, Parameters
+from vestige.mechanism.clipping import Clip, FixedClip, Parameters
 
 Uses = dict[str, list[Gradient]]
 
 
-def unwatchable(plan: Plan | None) -> str | None:
+def unwatchable(plan: TapPlan | None) -> str | None:
     """Why a model's passes cannot be watched while its user runs them; None if they can."""
     if plan is None:
         return "the model cannot be taken apart"
@@ -56,10 +56,10 @@ class Root(torch.autograd.Function):
         return (None, None, *signals)
 
 
-class Watch:
+class WatchedPass:
     """One forward pass of the user's under watch. `finished` gets what each completed backward pass through it left."""
 
-    def __init__(self, plan: Plan, examples: int, point: Parameters, finished: Callable[[Uses], None]) -> None:
+    def __init__(self, plan: TapPlan, examples: int, point: Parameters, finished: Callable[[Uses], None]) -> None:
         self._plan, self._finished = plan, finished
         self._pass = Pass(examples, point, deliver=self._deliver)
         self._backwards: dict[int, Uses] = {}
@@ -115,7 +115,7 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(FixedClip):
     """A clip of gradients that are `scale` times what is given: those of a mean over `scale` examples."""
 
     clip: Clip

@@ -1,6 +1,6 @@
 """What is trained on what? Datasets, the models for them, and a user's own task."""
 
-from vestige.tasks.reading import Examples
+from vestige.tasks.reading import LabelledTensors
 from vestige.tasks.task import Task, check, describe, load, names, subject
 
-__all__ = ["Examples", "Task", "check", "describe", "load", "names", "subject"]
+__all__ = ["LabelledTensors", "Task", "check", "describe", "load", "names", "subject"]

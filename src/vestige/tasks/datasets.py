@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from vestige.tasks.images import Arrays, bundled_digits, cifar_files, mnist_files, no_files, read_images
-from vestige.tasks.reading import Examples
+from vestige.tasks.reading import LabelledTensors
 from vestige.tasks.text import BUCKETS, LENGTH, read_reviews
 
 PIXELS = "Images are scaled by public constants only: (pixel / 255 - 0.5) / 0.5; float images are taken as they are."
@@ -23,7 +23,7 @@ class Dataset:
     name: str
     title: str
     classes: int
-    read: Callable[[Path | None], tuple[Examples, Examples]]
+    read: Callable[[Path | None], tuple[LabelledTensors, LabelledTensors]]
     needs_data: bool
     notes: str
 

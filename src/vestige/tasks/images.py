@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vestige.tasks.reading import ARRAYS, Examples, existing, first, where
+from vestige.tasks.reading import ARRAYS, LabelledTensors, existing, first, where
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -29,7 +29,7 @@ def read_images(
     originals: Callable[[Path], Arrays | None],
     bundled: Callable[[], Arrays] | None = None,
     scale: Callable[[Tensor], Tensor],
-) -> tuple[Examples, Examples]:
+) -> tuple[LabelledTensors, LabelledTensors]:
     """Both splits as float images [N, channels, height, width] and integer labels."""
     arrays = bundled() if path is None and bundled else _find_arrays(existing(path), files, originals)
     place = where(path)

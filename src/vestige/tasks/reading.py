@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-Examples = tuple[Tensor, Tensor]
+LabelledTensors = tuple[Tensor, Tensor]
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vestige.tasks.reading import Examples, existing
+from vestige.tasks.reading import LabelledTensors, existing
 from vestige.tasks.recipes import RECIPES, Recipe
 from vestige.tasks.user_code import blame, call, function_of, python_file
 
-__all__ = ["Examples", "Loss", "Task", "check", "describe", "load", "names", "subject"]
+__all__ = ["LabelledTensors", "Loss", "Task", "check", "describe", "load", "names", "subject"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -30,8 +30,8 @@ class Task:
     name: str
     model: nn.Module
     loss: Loss
-    train: Examples
-    test: Examples
+    train: LabelledTensors
+    test: LabelledTensors
     classes: int
     notes: str
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from vestige.tasks.reading import Examples, existing, first, where
+from vestige.tasks.reading import LabelledTensors, existing, first, where
 
 BUCKETS, LENGTH = 20_000, 80
 LABELS = {"neg": 0, "pos": 1}
 
 
-def read_reviews(path: Path | None) -> tuple[Examples, Examples]:
+def read_reviews(path: Path | None) -> tuple[LabelledTensors, LabelledTensors]:
     """Both splits as token numbers [N, LENGTH] and labels (1 is positive)."""
     reviews: dict[str, list[tuple[str, int]]] = {"train": [], "test": []}
     for split, text, label in _reviews(existing(path)):

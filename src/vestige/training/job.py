@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vestige import accounting, tasks
-from vestige.checks import accounted_multiplier, check_steps
+from vestige.checks import accounted_multiplier, check_steps, renamed
 from vestige.devices import check_device
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
@@ -20,7 +20,6 @@ from vestige.mechanism.moments import PrivateMoments, with_moments
 from vestige.methods.base import Method, by_group
 from vestige.methods.registry import build
 from vestige.optim import averaging
-from vestige.optim.gates import loss_test, public_file
 from vestige.optim.rules import named
 from vestige.questions import Question, SampledGaussian
 from vestige.records import RunResult, Selection, Statement
@@ -29,7 +28,7 @@ from vestige.training.planning import Plan, paper_groups
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
 
-OnStep = Callable[[Training, Record, float | None], bool]
+OnRecord = Callable[[Training, Record, float | None], bool]
 """Called with every step's record, and the accuracy on public test data when it was measured; False stops the run."""
 
 
@@ -73,7 +72,8 @@ def method_of(job: Job) -> Method:
     if job.average is not None:
         method = replace(method, average=averaging.named(job.average))
     if job.augment is not None:
-        method = replace(method, augment=Augment(job.augment))
+        with renamed({"copies": "augment"}):
+            method = replace(method, augment=Augment(job.augment))
     if job.optimizer is None:
         return method
     if "momentum" in job.options and job.optimizer.lower() != "sgd":
@@ -104,7 +104,8 @@ def start(
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
     task = task or tasks.load(job.task, job.data, job.seed)
     if method.augment is not None:
-        method.augment.check(tuple(task.train[0].shape[1:]))
+        with renamed({"copies": "augment"}):
+            method.augment.check(tuple(task.train[0].shape[1:]))
     moments = _moments(job)
     if moments is not None:
         task = replace(task, model=with_moments(task.model))
@@ -139,7 +140,7 @@ def start(
     return task, training
 
 
-def complete(job: Job, task: tasks.Task, training: Training, on_step: OnStep | None = None) -> RunResult:
+def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord | None = None) -> RunResult:
     """Consume a prepared training: evaluate on the public test set now and then, and write the result."""
     every = job.evaluate_every or max(1, training.plan.steps // 20)
     begin = time.perf_counter()
@@ -150,7 +151,7 @@ def complete(job: Job, task: tasks.Task, training: Training, on_step: OnStep | N
         if (record.step + 1) % every == 0:
             with training.averaged():
                 seen = training.log["accuracy"] = accuracy(task.model, task.test)
-        if on_step is not None and not on_step(training, record, seen):
+        if on_record is not None and not on_record(training, record, seen):
             interrupted = True
             break
     seconds = time.perf_counter() - begin
@@ -211,7 +212,7 @@ def last_diagnostics(record: Record) -> dict[str, Any]:
 
 def selection(training: Training) -> Selection | None:
     """What a selective method did, and what its paper would claim for it; None for the others."""
-    counts, test = training.state.gate, loss_test(training.method.gate)
+    counts, test = training.state.gate, training.method.gate.tests
     if test is None or test.rate is None:
         return None
     claimed: Counter[Question] = Counter()
@@ -232,12 +233,15 @@ def selection(training: Training) -> Selection | None:
 def _moments(job: Job) -> PrivateMoments | None:
     if job.normalise not in ("group", "private"):
         raise ValueError(f"normalise={job.normalise!r} must be group (asks nothing) or private (two charged questions)")
-    return PrivateMoments(job.moments_noise, (job.moments_bound,) * 2) if job.normalise == "private" else None
+    if job.normalise == "group":
+        return None
+    with renamed({"multiplier": "moments_noise", "bounds": "moments_bound"}):
+        return PrivateMoments(job.moments_noise, (job.moments_bound,) * 2)
 
 
 def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
     """The examples that a schedule may look at without noise: declared public by whoever named their file."""
-    file = public_file(method.gate)
+    file = method.gate.public_file
     if file is None:
         return None
     if job.data is not None and Path(file).resolve() == Path(job.data).resolve():

@@ -7,24 +7,21 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vestige.layout import Layout
-from vestige.mechanism.adaptive_clipping import Adaptive
 from vestige.mechanism.clipping import Clip, Parameters, one_after
 from vestige.mechanism.curator import Curator
-from vestige.mechanism.noise import Release
-from vestige.mechanism.noise_schedules import level
 from vestige.methods.base import Method
-from vestige.optim import averaging
 from vestige.optim.gates import Attempt
-from vestige.optim.memory import KnowsNoise
+from vestige.optim.learner import Learner, OptimizerMover
 from vestige.optim.probes import At
-from vestige.optim.rules import AdamBC
-from vestige.questions import BudgetSpent, Question
+from vestige.questions import BudgetSpent, Question, SampledGaussian
+from vestige.randomness.release import Release
+from vestige.randomness.schedules import level
 
 
 @dataclass(frozen=True)
@@ -72,23 +69,19 @@ def copied(part: Any) -> Any:
     return copy.deepcopy(part)
 
 
-class State:
+class TrainingState:
     """Everything that a step changes: parameters, optimizer, memory, and the count of steps and questions."""
 
     def __init__(self, model: nn.Module, method: Method, layout: Layout, lr: float) -> None:
         self.model, self.layout = model, layout
         self.parameters = layout.parameters(model)
-        device = next(iter(self.parameters.values())).device
         self.optimizer = method.rule.build(list(self.parameters.values()), lr)
-        self.memory = method.memory.init(layout, device)
-        self.probe = method.probe.init(layout, device)
-        self.gate = method.gate.init()
-        self.clip = method.clip.init() if isinstance(method.clip, Adaptive) else {}
-        self.average = averaging.start(method.average, layout, dict(self.parameters))
-        self.step, self.lr = 0, lr
-        self.gradient = torch.zeros(layout.size, device=device)
-        for name, view in layout.views(self.gradient).items():
-            self.parameters[name].grad = view
+        mover = OptimizerMover(layout, self.parameters, self.optimizer, lr)
+        self.learner = Learner(method.memory, method.rule, method.average, layout, self.parameters, mover)
+        self.gradient = mover.gradient
+        self.probe = method.probe.init(layout, self.gradient.device)
+        self.gate, self.clip = method.gate.init(), method.clip.init()
+        self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Releases and what was made of them: nothing else, and no key of any random stream."""
@@ -96,11 +89,11 @@ class State:
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "memory": self.memory,
+            "memory": self.learner.memory,
             "probe": self.probe,
             "gate": self.gate,
             "clip": self.clip,
-            "average": self.average,
+            "average": self.learner.average,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -111,8 +104,8 @@ class State:
     def _load_moved(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        self.memory, self.probe = self._here(saved["memory"]), self._here(saved["probe"])
-        self.clip, self.average = dict(saved["clip"]), self._here(saved["average"])
+        self.learner.memory, self.learner.average = self._here(saved["memory"]), self._here(saved["average"])
+        self.probe, self.clip = self._here(saved["probe"]), dict(saved["clip"])
 
     def snapshot(self) -> Snapshot:
         """A copy of all that a move changes. Counts, and what the gate learned from releases, are not part of it."""
@@ -124,18 +117,14 @@ class State:
         self.gradient.copy_(snapshot["gradient"])
         self._load_moved(snapshot)
 
-    def scale_lr(self, factor: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * factor
-
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model holds the average of its parameters, where the method keeps one."""
-        if not self.average:
+        if not self.learner.average:
             yield
             return
         before = self.layout.pack(self.parameters)
-        self._put(self.average["mean"])
+        self._put(self.learner.average["mean"])
         try:
             yield
         finally:
@@ -169,7 +158,7 @@ class Asking:
         return self.curator.rate
 
     def __call__(self, at: At) -> Release:
-        noise = self.method.noise
+        rate = min(1.0, self.rate * at.boost)
         return self.curator.gradient(
             at.point,
             at.clip or self.clip,
@@ -179,55 +168,46 @@ class Asking:
             transform=one_after(self.method.augment, at.transform),
             then=at.then,
             boost=at.boost,
-            question=None if noise.white else noise.question(self.rate, self.multiplier),
+            question=self.method.noise.question(SampledGaussian(rate, self.multiplier)),
         )
 
     def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
         return self.curator.norms(point, bound, self.multiplier * boost, step=self.step, part=part)
 
 
-def step(state: State, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC) -> Record:
+def step(
+    state: TrainingState, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC
+) -> Record:
     """One candidate move, kept or undone by the gate. A record shows nothing of a candidate that was undone."""
 
     def move(noise: float, lr: float) -> dict[str, Tensor]:
-        if lr != 1:
-            state.scale_lr(lr)
-        return advance(state, method, curator, multiplier * noise)
+        return advance(state, method, curator, multiplier * noise, lr)
 
     def asks(noise: float) -> tuple[Question, ...]:
         return method.questions(curator.rate, multiplier * noise, state.step)
 
-    outcome = method.gate.settle(Attempt(state, curator, move, asks, public.spent, public.accuracy))
+    outcome = method.gate.settle(Attempt(state, curator.comparisons, move, asks, public.spent, public.accuracy))
     record = Record(state.step, outcome.diagnostics, accepted=outcome.accepted)
     state.step += 1
     return record
 
 
-def advance(state: State, method: Method, curator: Curator, multiplier: float) -> dict[str, Tensor]:
+def advance(
+    state: TrainingState, method: Method, curator: Curator, multiplier: float, pace: float = 1.0
+) -> dict[str, Tensor]:
     """Ask, remember, move."""
     point = {name: p.detach() for name, p in state.parameters.items()}
-    clip, pace = method.clip, 1.0
-    adaptive = cast(Adaptive, method.clip) if state.clip else None  # a protocol is slow to check
-    if adaptive:
-        clip, pace = adaptive.now(state.clip), float(adaptive.pace(state.clip))
+    clip, pace = method.clip.now(state.clip), pace * float(method.clip.pace(state.clip))
     now = level(method.schedule, multiplier, state.step, curator.rate)
     release, state.probe = method.probe.ask(Asking(curator, method, clip, now, state.step), point, state.probe)
-    direction, state.memory, diagnostics = method.memory.step(release, state.memory, point)
-    torch.mul(direction, 1 / release.expected_batch, out=state.gradient)
-    if isinstance(state.optimizer, AdamBC):
-        assert isinstance(method.memory, KnowsNoise), "Method refuses such a pair"
-        state.optimizer.hear(method.memory.noise_std(release, state.memory) / release.expected_batch)
-    if adaptive:
-        state.scale_lr(pace)
-        diagnostics = {**diagnostics, "clip": torch.tensor(state.clip["bound"])}
-        state.clip = adaptive.learn(release.unclipped, state.clip)
-    state.optimizer.step()
-    averaging.update(method.average, state.average, state.layout, dict(state.parameters), state.step)
-    return diagnostics
+    seen = state.learner.step(release, point, pace, state.step)
+    seen |= {name: torch.tensor(value) for name, value in method.clip.shown(state.clip).items()}
+    state.clip = method.clip.learn(release.unclipped, state.clip)
+    return seen
 
 
 def run(
-    state: State,
+    state: TrainingState,
     method: Method,
     curator: Curator,
     multiplier: float,

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Engine, Flat, Loss, Parameters, Transform, one_after
-from vestige.mechanism.noise import Release
+from vestige.mechanism.clipping import Flat, GradientEngine, Loss, Parameters, Transform, one_after
 from vestige.methods.base import Method
 from vestige.optim.probes import At
 from vestige.questions import SampledGaussian
+from vestige.randomness.release import Release
 
 PhysicalBatch = int | Literal["auto"] | None
 HEADROOM = 0.9
@@ -32,7 +32,7 @@ WORKING_VECTORS = 6
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """What a machine has left, and what a call takes of it at most: bytes; infinitely many if it did not fit."""
 
     free: Callable[[], float]
@@ -47,14 +47,14 @@ def check_physical_batch(value: Any, name: str = "physical_batch") -> None:
 
 def largest_part(
     model: nn.Module,
-    engine: Engine,
+    engine: GradientEngine,
     layout: Layout,
     blank: Sequence[Tensor],
     *,
     most: int,
     transform: Transform | None = None,
     reserve: int = 0,
-    memory: Memory | None = None,
+    memory: DeviceMemory | None = None,
 ) -> int:
     """The largest batch up to `most` (to one part in sixteen) whose clipped sum fits in the memory that is free now.
 
@@ -140,7 +140,7 @@ def made_up(blank: Sequence[Tensor], size: int, device: torch.device) -> list[Te
 
 def part_of_a_run(
     model: nn.Module,
-    make: Callable[[nn.Module, Loss, Layout], Engine],
+    make: Callable[[nn.Module, Loss, Layout], GradientEngine],
     loss: Loss,
     layout: Layout,
     method: Method,
@@ -198,11 +198,11 @@ def _transform(model: nn.Module, layout: Layout, method: Method, population: int
 # --- what a machine has, and what a call takes ---
 
 
-def memory_of(device: torch.device) -> Memory:
+def memory_of(device: torch.device) -> DeviceMemory:
     if device.type == "cuda":
-        return Memory(lambda: _free_on_gpu(device), lambda call: _taken_on_gpu(call, device))
+        return DeviceMemory(lambda: _free_on_gpu(device), lambda call: _taken_on_gpu(call, device))
     if device.type == "cpu" and Path("/proc/self/clear_refs").exists():
-        return Memory(_free_on_linux, _taken_on_linux)
+        return DeviceMemory(_free_on_linux, _taken_on_linux)
     raise ValueError(
         f"physical_batch='auto': nobody counts the memory of {device.type} on this system: give a number"
     )  # fmt: skip

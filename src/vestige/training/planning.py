@@ -11,16 +11,27 @@ from typing import Any, Literal
 from torch import nn
 
 from vestige import accounting
-from vestige.checks import check_delta, check_multiplier, check_rate, check_steps
+from vestige.checks import check_delta, check_multiplier, check_rate, check_steps, renamed
 from vestige.layout import Layout
-from vestige.mechanism.groups import PerGroup
-from vestige.mechanism.noise_schedules import Constant, level
 from vestige.methods.base import Method
 from vestige.questions import Question
+from vestige.randomness.schedules import Constant, level
 from vestige.training.learning_rate import auto_rate, initial_weight_norm
 
 DEFAULT_STEPS = 200
 MOST_STEPS = 10**8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user asks of a run: a budget or noise, and how long. The rest follows."""
+
+    sample_rate: float
+    delta: float
+    steps: int | None = None
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    lr: float | Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -63,39 +74,36 @@ def plan(
     layout: Layout,
     method: Method,
     population: int,
-    *,
-    sample_rate: float,
-    steps: int | None,
-    delta: float,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
-    lr: float | Literal["auto"] = "auto",
+    request: Request,
     first: tuple[Question, ...] = (),
 ) -> Plan:
     """Calibrate the noise to the budget (or take it as given), then choose the learning rate.
 
-    Where noise and budget are both given and `steps` is None, as many steps are planned as the budget affords.
+    `first` are questions before the first step. Where noise and budget are both given and the steps are not, as many
+    steps are planned as the budget affords.
     """
-    check_rate(sample_rate)
+    rate, steps, delta, epsilon = request.sample_rate, request.steps, request.delta, request.epsilon
+    check_rate(rate)
     check_delta(delta, population)
-    noise_multiplier = _one_noise(noise_multiplier, method.noise_multiplier)
-    accountant = check_schedule(method, epsilon)
-    if steps is None:
-        steps = DEFAULT_STEPS
-        if epsilon is not None and noise_multiplier is not None:
-            check_multiplier(noise_multiplier)
-            one = questions(method, sample_rate, noise_multiplier, 1)
-            steps = affordable(one, epsilon, delta, accountant, first)
-    check_steps(steps)
-    if epsilon is None and noise_multiplier is None:
-        raise ValueError("neither a budget nor noise is given: give epsilon=3, say, or noise_multiplier=1")
-    if noise_multiplier is None:
-        assert epsilon is not None
-        history_at = partial(questions, method, sample_rate, steps=steps, first=first)
-        noise_multiplier = accounting.calibrate(history_at, epsilon, delta, accountant)
-    check_multiplier(noise_multiplier)
-    rate, reason = choose_rate(model, layout, method, population, sample_rate, noise_multiplier, steps, lr)
-    return Plan(sample_rate, steps, delta, noise_multiplier, epsilon, rate, reason)
+    noise_multiplier = _one_noise(request.noise_multiplier, method.noise_multiplier)
+    with renamed(method.origin.letters):
+        accountant = check_schedule(method, epsilon)
+        if steps is None:
+            steps = DEFAULT_STEPS
+            if epsilon is not None and noise_multiplier is not None:
+                check_multiplier(noise_multiplier)
+                steps = affordable(questions(method, rate, noise_multiplier, 1), epsilon, delta, accountant, first)
+        check_steps(steps)
+        if epsilon is None and noise_multiplier is None:
+            raise ValueError("neither a budget nor noise is given: give epsilon=3, say, or noise_multiplier=1")
+        if noise_multiplier is None:
+            assert epsilon is not None
+            history_at = partial(questions, method, rate, steps=steps, first=first)
+            noise_multiplier = accounting.calibrate(history_at, epsilon, delta, accountant)
+        check_multiplier(noise_multiplier)
+        method.clip.now(method.clip.init()).gradient_multiplier(noise_multiplier, rate * population)
+    lr, reason = choose_rate(model, layout, method, population, rate, noise_multiplier, steps, request.lr)
+    return Plan(rate, steps, delta, noise_multiplier, epsilon, lr, reason)
 
 
 def _one_noise(asked: float | None, own: float | None) -> float | None:
@@ -114,27 +122,6 @@ def check_schedule(method: Method, epsilon: float | None) -> str:
             "in advance bounds that; give epsilon=3, say, or progress='none'"
         )
     return "rdp"
-
-
-class Filter:
-    """A Renyi filter as the ledger uses it: told by the ledger what was spent, asked whether one more question may be.
-
-    `expected` are the questions of a step at the start; they choose, before the first answer, the order it is best at.
-    """
-
-    def __init__(self, epsilon: float, delta: float, expected: accounting.History) -> None:
-        self._filter = accounting.RenyiFilter(epsilon, delta, expected)
-
-    def allows(self, spent: accounting.History, question: Question) -> bool:
-        self.admit(spent)
-        return self._filter.allows(question)
-
-    def admit(self, spent: accounting.History) -> None:
-        """Take in what was spent; ValueError if it would not all have been allowed. The total decides, not the order:
-        an order whose budget holds the total holds every part of it."""
-        for question, count in (Counter(spent) - self._filter.history).items():
-            for _ in range(count):
-                self._filter.spend(question)
 
 
 def affordable(
@@ -210,21 +197,18 @@ def choose_rate(
 
 def noise_walk(method: Method, sample_rate: float, steps: int) -> float:
     """How far unit noise carries a sum of releases over a run: sqrt(steps), unless it is scheduled or correlated."""
-    if not method.noise.white:
-        return method.noise.walk(sample_rate, steps)
+    walk = method.noise.walk(sample_rate, steps)
     if method.schedule == Constant():
-        return sqrt(steps)
-    return sqrt(sum(level(method.schedule, 1.0, step, sample_rate) ** 2 for step in range(steps)))
+        return walk
+    return walk * sqrt(sum(level(method.schedule, 1.0, step, sample_rate) ** 2 for step in range(steps)) / steps)
 
 
 def paper_groups(method: Method, layout: Layout) -> int:
     """How many groups share the sigma of a paper; refused where the groups' own ratios differ."""
-    if not isinstance(method.clip, PerGroup):
-        return 1
-    ratios = method.clip.scales(layout.group_sizes) / method.clip.bounds(layout.groups)
+    ratios = method.clip.noise_ratios(layout)
     if not bool(((ratios / ratios[0] - 1).abs() < 1e-9).all()):
         raise ValueError(
-            f"paper_sigma: with share={method.clip.share!r} every group has its own ratio of noise to bound, "
-            f"and a paper's sigma is one number; give noise_multiplier or epsilon"
+            f"paper_sigma: with {method.clip} every group has its own ratio of noise to bound, and a paper's sigma is "
+            "one number; give noise_multiplier or epsilon"
         )
-    return layout.groups
+    return len(ratios)

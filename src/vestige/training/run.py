@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,23 +13,27 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from vestige import accounting
-from vestige.accounting.ledger import Ledger, LedgerError, read
+from vestige.accounting.budgets import FilteredBudget
+from vestige.accounting.ledger import Ledger
 from vestige.engines.independence import require_independent
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Engine, Loss
-from vestige.mechanism.correlated_noise import Stream
-from vestige.mechanism.curator import Curator, Data
+from vestige.mechanism.charges import Charges
+from vestige.mechanism.clipping import Loss
+from vestige.mechanism.comparisons import Comparisons
+from vestige.mechanism.curator import Curator
+from vestige.mechanism.examples import Data, Examples
 from vestige.mechanism.loss_difference import example_losses, right_answers
 from vestige.mechanism.moments import PrivateMoments, fill
-from vestige.mechanism.noise import Randomness
-from vestige.mechanism.sampling import SAMPLINGS
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.questions import BudgetSpent, Question
-from vestige.training.loop import Public, Record, State, accuracy, run
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import SAMPLINGS
+from vestige.training import persistence
+from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
-from vestige.training.planning import DEFAULT_STEPS, Filter, Plan, plan, questions
+from vestige.training.planning import Plan, Request, plan, questions
 from vestige.training.run_folder import RunFolder, paced
 from vestige.training.transcript import Transcript
 
@@ -67,45 +71,49 @@ def train(
     are validation examples that nobody needs to protect, for schedules that look at them. `normalise` asks, before the
     first step, for the moments that the model's first module standardises its inputs with (`with_moments`).
     `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds the
-    largest that fits, on made-up examples (`fitting`). `reproducible=seed` makes noise and sampling predictable, for
-    tests: such a run protects nobody and has no epsilon.
+    largest that fits, on made-up examples. `reproducible=seed` makes noise and sampling predictable, for tests: such a
+    run protects nobody and has no epsilon.
     With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
 
     Formal guarantees: (epsilon, delta)-differential privacy of everything the iteration yields and of the final model,
     for adding or removing one example, under the assumptions listed in `training.guarantee().assumptions`.
     """
-    chosen = build(method) if isinstance(method, str) else method
     require_independent(model)
-    if not chosen.noise.white and sampling == "poisson":
-        sampling = chosen.noise.sampling(sample_rate).kind
-    elif sampling not in SAMPLINGS:
+    if sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
     check_physical_batch(physical_batch)
-    return Training(
-        model,
-        data,
-        chosen,
-        loss,
-        engine=engine_by_name(engine),
-        limits={
-            "sample_rate": sample_rate,
-            "steps": steps,
-            "delta": delta,
-            "epsilon": epsilon,
-            "noise_multiplier": noise_multiplier,
-            "lr": lr,
-        },
+    settings = Settings(
         sampling=sampling,
         physical_batch=physical_batch,
+        engine=engine,
         seed=reproducible,
-        folder=RunFolder(out) if out is not None else None,
-        resume=resume,
-        request=request,
         public=public,
         normalise=normalise,
-        transcript=nonprivate_transcript,
+        transcript=None if nonprivate_transcript is None else Path(nonprivate_transcript),
         nonprivate_logs=nonprivate_logs,
     )
+    wanted = Request(
+        sample_rate=sample_rate, steps=steps, delta=delta, epsilon=epsilon, noise_multiplier=noise_multiplier, lr=lr
+    )
+    chosen = build(method) if isinstance(method, str) else method
+    folder = RunFolder(out) if out is not None else None
+    training = Training(model, loss, data, chosen, wanted, settings, folder)
+    training.open(resume, request or {})
+    return training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a run is made, beside what it may spend."""
+
+    sampling: str = "poisson"
+    physical_batch: PhysicalBatch = None
+    engine: str = "bookkeeping"
+    seed: int | None = None
+    public: tuple[Tensor, Tensor] | None = None
+    normalise: PrivateMoments | None = None
+    transcript: Path | None = None
+    nonprivate_logs: bool = False
 
 
 class Training:
@@ -114,70 +122,86 @@ class Training:
     def __init__(
         self,
         model: nn.Module,
+        loss: Loss,
         data: Data,
         method: Method,
-        loss: Loss,
-        *,
-        engine: Callable[[nn.Module, Loss, Layout], Engine],
-        limits: dict[str, Any],
-        sampling: str,
-        physical_batch: PhysicalBatch,
-        seed: int | None,
+        request: Request,
+        settings: Settings,
         folder: RunFolder | None,
-        resume: bool,
-        request: dict[str, Any] | None,
-        public: tuple[Tensor, Tensor] | None,
-        normalise: PrivateMoments | None,
-        transcript: str | Path | None,
-        nonprivate_logs: bool = False,
     ) -> None:
-        self.layout = layout = Layout.of(model, method.grouping)
-        device = next(model.parameters()).device
-        self.model, self.method, self.folder = model, method, folder
-        self.transcript = Transcript(Path(transcript)) if transcript is not None else None
-        self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=seed is not None)
-        self._curator = Curator(
-            data,
-            engine(model, loss, layout),
-            layout,
-            SAMPLINGS[sampling](limits["sample_rate"])
-            if sampling in SAMPLINGS
-            else method.noise.sampling(limits["sample_rate"]),
-            Randomness.secret() if seed is None else Randomness.reproducible(seed),
-            self.ledger.ask,
-            device=device,
-            physical_batch=None if physical_batch == "auto" else physical_batch,
-            losses=example_losses(model, loss),
-            right=right_answers(model),
-            nonprivate_witness=self.transcript,
-            noise=_correlated(method, limits["sample_rate"], limits["steps"] or DEFAULT_STEPS),
-        )
-        self.method = method = replace(method, gate=method.gate.at(self._curator.population))
-        self._normalise, self._normalised = normalise, normalise is None
-        self._first = () if normalise is None else normalise.questions
-        self.plan: Plan = plan(model, layout, method, self._curator.population, **limits, first=self._first)
-        self.state = State(model, method, layout, self.plan.lr)
-        if physical_batch == "auto":
-            self._curator.physical_batch = part_of_a_run(
-                model, engine, loss, layout, method, self._curator.blank(),
-                self._curator.population, self.plan.sample_rate, self.plan.steps,
-            )  # fmt: skip
+        self.model, self.folder, self.settings, self._identity = model, folder, settings, method.identity
+        self.layout = Layout.of(model, method.grouping)
+        examples = Examples(data, next(model.parameters()).device)
+        self.method = replace(method, gate=method.gate.at(examples.population))
+        self.normalised = settings.normalise is None
+        self._first = () if settings.normalise is None else settings.normalise.questions
+        self.plan: Plan = plan(model, self.layout, self.method, examples.population, request, self._first)
+        self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
+        self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=settings.seed is not None)
+        self.curator = self._curator_of(examples, loss)
+        self.state = TrainingState(model, self.method, self.layout, self.plan.lr)
+        adaptive = self.method.gate.adaptive
         self.facts = accounting.Facts(
-            sampling=sampling,
-            noise="secret" if seed is None else "seeded",
-            nonprivate_outputs=transcript is not None or nonprivate_logs,
-            schedule="filtered" if method.gate.adaptive else "fixed",
-            filter_epsilon=self.plan.epsilon if method.gate.adaptive else None,
+            sampling=self._sampling.kind,
+            noise="secret" if settings.seed is None else "seeded",
+            nonprivate_outputs=settings.transcript is not None or settings.nonprivate_logs,
+            schedule="filtered" if adaptive else "fixed",
+            filter_epsilon=self.plan.epsilon if adaptive else None,
         )
-        self._public = Public(self._charged, partial(accuracy, model, public) if public is not None else None)
+        seen = partial(accuracy, model, settings.public) if settings.public is not None else None
+        self._public = Public(self._charged, seen)
         self.log: dict[str, Any] = {}
         """Released quantities put here while a record is being consumed are written beside it."""
         self._odometer = accounting.Odometer()
         self._counted: Counter[Question] = Counter()
-        self._open(resume, request or {})
+
+    def _curator_of(self, examples: Examples, loss: Loss) -> Curator:
+        settings, model, rate = self.settings, self.model, self.plan.sample_rate
+        make, part = engine_by_name(settings.engine), settings.physical_batch
+        if part == "auto":
+            blank, population = examples.blank(), examples.population
+            part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
+        key = Randomness.secret() if settings.seed is None else Randomness.reproducible(settings.seed)
+        charges, scores = Charges(self.ledger.ask), (example_losses(model, loss), right_answers(model))
+        return Curator(
+            examples,
+            make(model, loss, self.layout),
+            self.layout,
+            self._sampling,
+            key,
+            charges,
+            physical_batch=part,
+            nonprivate_witness=self.transcript,
+            noise=self.method.noise.start(rate, self.plan.steps),
+            comparisons=Comparisons(examples, key, charges, *scores, part),
+        )
+
+    @property
+    def _sampling(self) -> Any:
+        """As the noise's theorem supposes it; or another, for which no epsilon is known to hold."""
+        rate, name = self.plan.sample_rate, self.settings.sampling
+        return self.method.noise.sampling(rate) if name == "poisson" else SAMPLINGS[name](rate)
+
+    def open(self, resume: bool, request: dict[str, Any]) -> None:
+        """Open the run's folder and ledger, new or where an interrupted run left them, and set its budget."""
+        if resume and self.folder is not None:
+            persistence.resume(self, self.folder, self._facts_of_the_run())
+        else:
+            persistence.start(self, self.folder, self._facts_of_the_run(), request)
         if self.plan.epsilon is not None:
-            limit = Filter if method.gate.adaptive else accounting.Budget
+            limit = FilteredBudget if self.method.gate.adaptive else accounting.Budget
             self.ledger.budget = limit(self.plan.epsilon, self.plan.delta, self._planned)
+
+    def _facts_of_the_run(self) -> dict[str, Any]:
+        return {
+            **self.plan.to_json(),
+            "method": self._identity,
+            **self.terms,
+            "population": self.curator.population,
+            "groups": list(self.layout.group_names),
+            "adjacency": "add/remove one example",
+            "normalise": repr(self.settings.normalise),
+        }
 
     @property
     def _planned(self) -> dict[Question, int]:
@@ -187,22 +211,22 @@ class Training:
     @property
     def physical_batch(self) -> int | None:
         """How many examples are taken at once; None: a whole sample."""
-        return self._curator.physical_batch
+        return self.curator.physical_batch
 
     @property
     def expected_batch(self) -> float:
-        return self._curator.expected_batch
+        return self.curator.expected_batch
 
     @property
     def nonprivate_broken_examples(self) -> int:
         """How many sampled examples had a non-finite gradient. Computed without noise: keep it to yourself."""
-        return int(self._curator.nonprivate_broken_examples)
+        return int(self.curator.nonprivate_broken_examples)
 
     def __iter__(self) -> Iterator[Record]:
         records = self._records()
         if self.folder is None:
             return records
-        return self.folder.log(paced(records, self._save), self.state.step, self.log)
+        return self.folder.log(paced(records, persistence.saver(self, self.folder)), self.state.step, self.log)
 
     def guarantee(self) -> accounting.Guarantee:
         """What may be said about everything released so far."""
@@ -210,7 +234,7 @@ class Training:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What decides, beside the charges, which guarantee holds: all that `verification.reprice` needs."""
+        """What decides, beside the charges, which guarantee holds: all that `verify.reprice` needs."""
         keys = ("sampling", "noise", "nonprivate_outputs", "schedule")
         terms = {key: getattr(self.facts, key) for key in keys}
         if self.facts.schedule == "filtered":
@@ -258,86 +282,18 @@ class Training:
         plan = self.plan
         with contextlib.suppress(BudgetSpent):
             self._ask_moments()
-        if not self._normalised:
+        if not self.normalised:
             return
-        for record in run(self.state, self.method, self._curator, plan.noise_multiplier, plan.steps, self._public):
+        for record in run(self.state, self.method, self.curator, plan.noise_multiplier, plan.steps, self._public):
             if self.transcript is not None:
                 self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
             yield replace(record, epsilon=self.spent())
 
     def _ask_moments(self) -> None:
         """What the model's inputs are standardised with, asked once, before the first step."""
-        if self._normalised:
+        moments = self.settings.normalise
+        if self.normalised or moments is None:
             return
-        assert self._normalise is not None
-        moments = self._normalise
-        totals = self._curator.sums(moments.of, moments.bounds, moments.multiplier, step=-1)
-        fill(self.model, totals, self._curator.population)
-        self._normalised = True
-
-    def _open(self, resume: bool, request: dict[str, Any]) -> None:
-        public = {
-            **self.plan.to_json(),
-            "method": repr(self.method),
-            **self.terms,
-            "population": self._curator.population,
-            "groups": list(self.layout.group_names),
-            "adjacency": "add/remove one example",
-            "normalise": repr(self._normalise),
-        }
-        if self.folder is None:
-            self.ledger.open(public)
-            return
-        if not resume:
-            self.folder.create({**request, "public": public})
-        else:
-            self._check_same(self.folder.request()["public"], public)
-        if resume and self.folder.checkpoint.exists():
-            self._restore()
-            return
-        if self.folder.ledger.exists():
-            # The first checkpoint is written before the first question, so a run killed before it has asked nothing.
-            if b'"row": "ask"' in self.folder.ledger.read_bytes():
-                raise LedgerError(f"{self.folder.ledger} exists but there is no checkpoint beside it to resume from")
-            self.folder.ledger.unlink()
-        self.ledger.open(public)
-        self._save()
-
-    def _check_same(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        for key, value in now.items():
-            if before.get(key) != value:
-                raise ValueError(
-                    f"resume: {key} is {value!r} now but was {before.get(key)!r}; resume with the same settings"
-                )
-
-    def _save(self) -> None:
-        assert self.folder is not None
-        self.folder.save_checkpoint(
-            {
-                "state": self.state.state_dict(),
-                "asked": self._curator.asked,
-                "compared": self._curator.compared,
-                "normalised": self._normalised,
-                "ledger_rows": self.ledger.rows,
-                "ledger_head": self.ledger.head,
-            }
-        )
-
-    def _restore(self) -> None:
-        assert self.folder is not None
-        saved = self.folder.load_checkpoint()
-        history = read(self.folder.ledger, repair=True)
-        if history.heads[saved["ledger_rows"] - 1 : saved["ledger_rows"]] != [saved["ledger_head"]]:
-            raise LedgerError(
-                f"{self.folder.ledger} does not contain what the checkpoint was trained on: it was cut or replaced"
-            )
-        self.state.load_state_dict(saved["state"])
-        self._normalised = saved["normalised"]
-        # A secret run draws from a new key; a reproducible one must meet the same streams again.
-        self._curator.asked, self._curator.compared = saved["asked"], saved["compared"]
-        self._curator.replay_noise()
-        self.ledger.resume(self.state.step)
-
-
-def _correlated(method: Method, sample_rate: float, steps: int) -> Stream | None:
-    return None if method.noise.white else method.noise.start(sample_rate, steps)
+        totals = self.curator.sums(moments.of, moments.bounds, moments.multiplier, step=-1)
+        fill(self.model, totals, self.curator.population)
+        self.normalised = True

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vestige.files import write_atomically
-from vestige.training.loop import Record, State
+from vestige.training.loop import Record, TrainingState
 
 
 class Transcript:
@@ -31,7 +31,7 @@ class Transcript:
     def __call__(self, clipped_sum: Tensor, noise: Tensor) -> None:
         self._seen.append((clipped_sum, noise.clone()))
 
-    def settle(self, fresh_share: float, state: State, expected_batch: float, record: Record) -> None:
+    def settle(self, fresh_share: float, state: TrainingState, expected_batch: float, record: Record) -> None:
         """Pair what the witness saw in this step with what was released and what was stepped on."""
         if self._group is None:
             self._group = state.layout.expand(torch.arange(state.layout.groups)).numpy()

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vestige import accounting
+from vestige.accounting.budgets import FilteredBudget
 from vestige.accounting.ledger import LedgerError, read
 from vestige.questions import Question
-from vestige.training.planning import Filter
 from vestige.training.run_folder import RunFolder
 
 FACTS = tuple(each.name for each in fields(accounting.Facts))
@@ -78,7 +78,7 @@ def reprice(spent: accounting.History, delta: float, terms: Mapping[str, Any]) -
     if terms.get("schedule") == "filtered":
         expected = {Question.from_json(row): 1 for row in terms["filter_expects"]}
         try:
-            Filter(terms["filter_epsilon"], delta, expected).admit(spent)
+            FilteredBudget(terms["filter_epsilon"], delta, expected).admit(spent)
         except ValueError as error:
             raise ValueError(f"asks what its filter refuses: {error}") from error
     return accounting.guarantee(spent, delta, accounting.Facts(**known))

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from vestige.compare.stacked.draws import Draws
-from vestige.compare.stacked.learner import StackedRun, alike, for_each, layout_of
-from vestige.compare.stacked.mlp import Network, square
+from vestige.compare.stacked.learner import StackedRun, alike, layout_of
+from vestige.compare.stacked.mlp import MLP, square
 from vestige.devices import SLACK
 from vestige.layout import Layout
-from vestige.mechanism.adaptive_clipping import Adaptive, Counted
-from vestige.mechanism.clipping import Clip, Parameters, usable_norms, weights
-from vestige.mechanism.noise import Release
-from vestige.mechanism.noise_schedules import Schedule, level
+from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
+from vestige.mechanism.clipping import Clip, Parameters, Value, usable_norms, weights
+from vestige.optim.learner import for_each
 from vestige.optim.probes import At
-from vestige.questions import Question
+from vestige.questions import Question, SampledGaussian
+from vestige.randomness.release import Release
+from vestige.randomness.schedules import Schedule, level
 
 
 @dataclass(frozen=True)
-class Examples:
+class StackedExamples:
     """What all runs of a stack look at; an input with NaN or infinity is zeroed and has an infinite square."""
 
     inputs: Tensor
@@ -34,7 +35,7 @@ class Examples:
     squares: Tensor
 
     @classmethod
-    def of(cls, data: tuple[Tensor, Tensor], device: torch.device) -> Examples:
+    def of(cls, data: tuple[Tensor, Tensor], device: torch.device) -> StackedExamples:
         inputs, targets = data[0].flatten(1).to(device), data[1].to(device)
         finite = inputs.isfinite().all(dim=1)
         # Such an input has no usable gradient: it is sampled and counted, and adds exactly zero.
@@ -42,31 +43,28 @@ class Examples:
         return cls(inputs, targets, torch.where(finite, square(inputs), torch.inf))
 
 
-def counted(clip: Adaptive) -> Counted:
-    return cast(Counted, clip.now(clip.init()))
+class StackedClip:
+    """One clip for the runs `part` of a curator's; one that follows releases has a bound for each of them."""
 
-
-class Clipping:
-    """One clip for the runs `part` of an asking; an adaptive one has a bound for each of them."""
-
-    def __init__(self, clip: Clip, part: slice, layout: Layout, network: Network, device: torch.device) -> None:
+    def __init__(self, clip: Clip, part: slice, layout: Layout, network: MLP, device: torch.device) -> None:
         self.clip, self.part = clip, part
         column = partial(torch.full, (part.stop - part.start, 1), dtype=torch.float64, device=device)
-        self.adaptive = clip if isinstance(clip, Adaptive) else None
-        self.state = {name: column(value) for name, value in (self.adaptive.init() if self.adaptive else {}).items()}
-        self._sensitivity = column(cast(float, clip.sensitivity(layout)))
+        self.state = {name: column(value) for name, value in clip.init().items()}
+        self._ones = column(1.0)
+        self._layout = layout
         owners = network.owners(layout)
         assert owners is not None, "why_not refuses such groups"
         members = [[i for i, owner in enumerate(owners) if owner == group] for group in range(layout.groups)]
         self._members = [torch.tensor(layers, device=device) for layers in members]
         self._owners = torch.tensor(owners, device=device)
+        self._counts = False
         self._count: Tensor | None = None
-        self._fraction: Tensor | None = None
+        self._fraction: Value | None = None
         self.seen: dict[str, Tensor] = {}
 
     @property
     def sensitivity(self) -> Tensor:
-        return self.state["bound"] if self.adaptive else self._sensitivity
+        return self._ones * self.clip.now(self.state).sensitivity(self._layout)
 
     def factors(self, squares: Tensor) -> Tensor:
         """SENSITIVE: each layer's factor, [runs, batch, layers], from squared norms by layer."""
@@ -74,10 +72,11 @@ class Clipping:
             squares = squares.sum(-1, keepdim=True)
         else:
             squares = torch.stack([squares.index_select(-1, layers).sum(-1) for layers in self._members], dim=-1)
-        norms, clip = usable_norms(squares), self.clip
-        if self.adaptive:
-            clip = self.adaptive.now({name: value.unsqueeze(-1) for name, value in self.state.items()})
-            self._count = cast(Counted, clip).centred_count(norms).unsqueeze(-1)
+        norms = usable_norms(squares)
+        clip = self.clip.now({name: value.unsqueeze(-1) for name, value in self.state.items()})
+        if self._counts:
+            assert clip.flat_bound is not None
+            self._count = centred_count(clip.flat_bound, norms).unsqueeze(-1)
         found = weights(clip, norms)
         if len(self._members) == 1:
             return found.expand(*found.shape[:-1], len(self._owners))
@@ -85,32 +84,27 @@ class Clipping:
 
     def multipliers(self, levels: Sequence[float], expected_batch: float) -> list[float]:
         """The gradient's share of each run's noise; what is left is the count's."""
-        if self.adaptive is None:
-            return list(levels)
-        count = counted(self.adaptive)
-        deviations = [count.deviation(each, expected_batch) for each in levels]
-        self._deviation = self._sensitivity.new_tensor(deviations).unsqueeze(1)
+        now = self.clip.now(self.clip.init())
+        deviations = [now.count_deviation(each, expected_batch) for each in levels]
+        self._deviation = self._ones.new_tensor(deviations).unsqueeze(1)
         self._counts = all(each < inf for each in deviations)
-        return [count.gradient_multiplier(each, expected_batch) for each in levels]
+        return [now.gradient_multiplier(each, expected_batch) for each in levels]
 
     def release_count(self, draw: Callable[[], Tensor], expected_batch: float) -> None:
         """The noised fraction of examples left alone, for `learn`."""
-        if self.adaptive is None or not self._counts:
-            return
-        assert self._count is not None
-        noised = self._count + self._deviation * draw()[self.part]
-        self._fraction = cast(Tensor, counted(self.adaptive).fraction(noised, expected_batch))
+        if self._counts:
+            assert self._count is not None
+            self._fraction = unclipped_fraction(self._count + self._deviation * draw()[self.part], expected_batch)
 
     def pace(self) -> Tensor:
-        return torch.ones_like(self._sensitivity) * (self.adaptive.pace(self.state) if self.adaptive else 1.0)
+        return self._ones * self.clip.pace(self.state)
 
     def learn(self) -> None:
-        if self.adaptive:
-            self.seen = {"clip": self.state["bound"].squeeze(1)}
-            self.state = self.adaptive.learn(self._fraction, self.state)
+        self.seen = {name: cast(Tensor, value).squeeze(1) for name, value in self.clip.shown(self.state).items()}
+        self.state = self.clip.learn(self._fraction, self.state)
 
 
-class Asking:
+class StackedCurator:
     """What the curator does for one run, for the runs `part` of a stack, which share a probe and a kind of noise.
 
     Formal guarantees: each call is one question of each run, the one that `curator.gradient` would ask of it alone,
@@ -122,8 +116,8 @@ class Asking:
         runs: Sequence[StackedRun],
         part: slice,
         parameters: Tensor,
-        examples: Examples,
-        network: Network,
+        examples: StackedExamples,
+        network: MLP,
         *,
         sample_rate: float,
         steps: int,
@@ -137,12 +131,12 @@ class Asking:
         self.expected_batch = self.rate * self.population
         questions = steps * len(self.probe.questions(sample_rate, 1.0))
         self.draws = Draws([run.seed for run in runs], self.population, sampling, device, questions)
-        self.stream = None if self.noise.white else self.noise.start(sample_rate, steps)
+        self.sequence = self.noise.start(sample_rate, steps)
         layout = network.layout
         self._point = layout.views(parameters)
-        self.state = for_each(self.probe.init(layout, device), len(runs))
+        self.state = for_each(self.probe.init(layout, device), (len(runs),))
         self.clips = [
-            Clipping(runs[same.start].method.clip, same, layout_of(runs[same.start]), network, device)
+            StackedClip(runs[same.start].method.clip, same, layout_of(runs[same.start]), network, device)
             for same in alike([(run.method.clip, run.method.grouping) for run in runs])
         ]
         self.asked = self.step = 0
@@ -161,10 +155,8 @@ class Asking:
         release, self.state = self.probe.ask(self, self._point, self.state)
         return release
 
-    def pace(self) -> Tensor | None:
-        """The factors of the learning rates at this step, [runs, 1]; None if all are 1."""
-        if not any(clip.adaptive for clip in self.clips):
-            return None
+    def pace(self) -> Tensor:
+        """The factors of the learning rates at this step, [runs, 1]."""
         return torch.cat([clip.pace() for clip in self.clips])
 
     def __call__(self, at: At) -> Release:
@@ -191,7 +183,7 @@ class Asking:
         if levels == self._levels:
             return
         self._levels = levels
-        self._questions = {kind: self.noise.question(self.rate, each) for kind, each in levels.items()}
+        self._questions = {kind: self.noise.question(SampledGaussian(self.rate, each)) for kind, each in levels.items()}
         mine = [levels[kind] for kind in self._kinds]
         found = [each for clip in self.clips for each in clip.multipliers(mine[clip.part], self.expected_batch)]
         self._multipliers = torch.tensor(found, dtype=torch.float64, device=self.fresh.device).unsqueeze(1)
@@ -204,15 +196,12 @@ class Asking:
             clip.release_count(partial(self.draws.numbers, "count", index), self.expected_batch)
         sensitivity = torch.cat([clip.sensitivity for clip in self.clips])
         std = self._multipliers * sensitivity * more
-        if self.stream is None:
-            noise = self.draws.noise("noise" + again, index, self._unit)
-        else:
-            # A stream may keep what it is given: past noise is part of noise to come.
-            noise = self.stream.next(self.draws.noise("noise" + again, index, torch.empty_like(self.fresh)))
-            std = std * self.stream.scale
+        # A sequence that keeps past noise keeps the tensor it is given.
+        into = torch.empty_like(self.fresh) if self.sequence.keeps else self._unit
+        noise = self.sequence.next(self.draws.noise("noise" + again, index, into))
+        std = std * self.sequence.scale
         self.fresh.addcmul_(noise, std.float())
-        if self.stream is not None:
-            std = std * self.stream.gain(index)
+        std = std * self.sequence.gain(index)
         return Release(self.fresh, std, self.expected_batch, self.rate)
 
     def sum(self, rows: Tensor, real: Tensor, point: Parameters) -> None:

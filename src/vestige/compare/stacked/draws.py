@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vestige.mechanism.noise import Randomness, fill_normal, normal
-from vestige.mechanism.sampling import CyclicPoisson, Sampling
+from vestige.randomness.gaussian import fill_normal, normal
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import CyclicPoisson, Sampling
 
 BLOCK, LARGEST_BLOCK = 16, 1 << 25
 """Questions whose samples are drawn together, so that the host waits for the device once per block; and the most coin

@@ -1,4 +1,4 @@
-"""How do many small networks give each example's gradient at once? As chains of linear layers, along a leading axis."""
+"""How do many multilayer perceptrons give each example's gradient at once? Layer by layer, along a leading axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOPES: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Layer:
+class MLPLayer:
     """One linear layer, the names of its parameters and what follows it."""
 
     linear: nn.Linear
@@ -29,17 +29,17 @@ class Layer:
     activation: nn.Module | None
 
 
-def chain(model: nn.Module) -> list[Layer] | None:
+def chain(model: nn.Module) -> list[MLPLayer] | None:
     """The model as linear layers, each but the last followed by one known activation; None if it is anything else."""
     if not isinstance(model, nn.Sequential) or not all(p.requires_grad for p in model.parameters()):
         return None
-    layers: list[Layer] = []
+    layers: list[MLPLayer] = []
     for name, module in model.named_children():
         if isinstance(module, nn.Linear):
             if layers and layers[-1].activation is None:
                 return None
             bias = f"{name}.bias" if module.bias is not None else None
-            layers.append(Layer(module, f"{name}.weight", bias, None))
+            layers.append(MLPLayer(module, f"{name}.weight", bias, None))
         elif type(module) in SLOPES and layers and layers[-1].activation is None:
             layers[-1] = replace(layers[-1], activation=module)
         elif not (isinstance(module, nn.Flatten) and not layers and module.start_dim == 1):
@@ -47,7 +47,7 @@ def chain(model: nn.Module) -> list[Layer] | None:
     return layers if layers and layers[-1].activation is None else None
 
 
-class Network:
+class MLP:
     """The chain for a stack of runs: parameters [runs, size], inputs [runs, batch, width]."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:

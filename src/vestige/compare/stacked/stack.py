@@ -11,34 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vestige.checks import check_rate
-from vestige.compare.stacked.curator import Asking, Examples, counted
-from vestige.compare.stacked.learner import Learning, StackedRun, alike
-from vestige.compare.stacked.mlp import Network, chain
+from vestige.checks import check_rate, renamed
+from vestige.compare.stacked.curator import StackedCurator, StackedExamples
+from vestige.compare.stacked.learner import StackedLearner, StackedRun, alike
+from vestige.compare.stacked.mlp import MLP, chain
 from vestige.devices import products_in_tf32
 from vestige.layout import Layout
-from vestige.mechanism.adaptive_clipping import Adaptive, Automatic, Paced, Quantile
-from vestige.mechanism.clipping import Flat, Loss
-from vestige.mechanism.groups import PerGroup
+from vestige.mechanism.clipping import Loss
 from vestige.methods.base import Method
-from vestige.optim.filters import LowPass, SelfTuning, Smoothed
-from vestige.optim.memory import Blend, Exponential, Fractional, Identity, Uniform
-from vestige.optim.probes import AgainstLastRelease, AlongLastStep, Ascent, Here
-from vestige.optim.rules import AdamBC
-from vestige.optim.spectral import Spectral
 from vestige.questions import Question
 
-__all__ = ["Progress", "Stack", "StackedRun", "check_noise", "footprint", "why_not"]
-
-KERNELS = (Uniform, Exponential, Fractional)
-MEMORIES = (Identity, LowPass, Smoothed, SelfTuning, Spectral)
-"""Memories whose algebra runs over the last axis, whatever stands in front of it."""
-RULES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, AdamBC)
-"""Optimizers that move each coordinate by itself, in proportion to the learning rate."""
+__all__ = ["RunProgress", "Stack", "StackedRun", "check_noise", "footprint", "why_not"]
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """What one run has asked, and what may be looked at: all of it from releases and public facts."""
 
     asked: Counter[Question]
@@ -53,50 +40,24 @@ def why_not(model: nn.Module, loss: Loss, method: Method, sampling: str = "poiss
         return "the loss is not cross_entropy"
     if sampling != "poisson":
         return f"sampling is {sampling}"
-    plain = Method(name=method.name)
-    parts = ("clip", "probe", "memory", "rule", "schedule", "noise", "average", "grouping")
-    # Whatever further parts a method may have, they must be the neutral ones.
-    if replace(method, **{part: getattr(plain, part) for part in parts}) != plain:
+    if method.gate.tests or method.augment is not None or method.noise_multiplier is not None:
         return f"{method.name} gates, augments or fixes its noise in a way of its own"
-    return _why_not_ask(model, method) or _why_not_move(method)
-
-
-def _why_not_ask(model: nn.Module, method: Method) -> str | None:
-    clip, probe, name = method.clip, method.probe, method.name
-    if isinstance(probe, AlongLastStep) and probe.passes != 1:
-        return f"{name} takes two gradients of each example"
-    if isinstance(probe, Ascent) and probe.sample == "own":
-        return f"{name} moves each example to a point of its own"
-    if not isinstance(probe, Here | AgainstLastRelease | AlongLastStep | Ascent):
-        return f"{name} asks in a way of its own"
-    if not isinstance(clip, Flat | Automatic | PerGroup | Quantile | Paced):
-        return f"{name} clips in a way of its own"
-    if isinstance(clip, Quantile | Paced) and isinstance(probe, Ascent) and probe.sample == "same":
-        return f"{name} would count unclipped examples twice on one sample"
+    for part in ("clip", "probe", "memory", "rule"):
+        if not getattr(method, part).stackable:
+            return f"the {part} of {method.name} works on one run at a time: {getattr(method, part)}"
     layout = Layout.of(model, method.grouping)
-    if Network(model, layout).owners(layout) is None:
-        return f"{name} clips the weight and the bias of a layer apart"
-    if isinstance(clip.sensitivity(layout), Tensor):
-        return f"{name} gives each group noise of its own"
-    return None
-
-
-def _why_not_move(method: Method) -> str | None:
-    memory, rule = method.memory, method.rule
-    if not isinstance(memory, MEMORIES) and not (isinstance(memory, Blend) and isinstance(memory.kernel, KERNELS)):
-        return f"{method.name} remembers in a way of its own"
-    if isinstance(memory, Blend) and memory.history != "float32":
-        return f"{method.name} keeps its history in {memory.history}"
-    if rule.optimizer not in RULES:
-        return f"{method.name} moves by {rule.name}"
+    if MLP(model, layout).owners(layout) is None:
+        return f"{method.name} clips the weight and the bias of a layer apart"
+    if isinstance(method.clip.sensitivity(layout), Tensor):
+        return f"{method.name} gives each group noise of its own"
     return None
 
 
 def check_noise(run: StackedRun, expected_batch: float) -> None:
     """Refuse a run whose count of unclipped examples would cost more than its step may."""
     clip = run.method.clip
-    if isinstance(clip, Adaptive):
-        counted(clip).gradient_multiplier(run.noise_multiplier, expected_batch)
+    with renamed(run.method.origin.letters):
+        clip.now(clip.init()).gradient_multiplier(run.noise_multiplier, expected_batch)
 
 
 def footprint(model: nn.Module, method: Method, rate: float, population: int, steps: int) -> int:
@@ -148,39 +109,39 @@ class Stack:
         self.runs = [runs[i] for i in self._order]
         self.device, self.steps, self.step = device, steps, 0
         self.layout = Layout.of(runs[0].model)
-        self.network = Network(runs[0].model, self.layout)
+        self.network = MLP(runs[0].model, self.layout)
         packed = [self.layout.pack(dict(run.model.named_parameters())) for run in self.runs]
         self.parameters = torch.stack(packed).to(device)
         # Sums in tf32 are faster on a GPU; the slack keeps every example's share within the clip all the same.
         self._fast = device.type == "cuda" and not any(run.seed is not None for run in self.runs)
-        examples = Examples.of(data, device)
+        examples = StackedExamples.of(data, device)
         self.expected_batch = sample_rate * len(examples.targets)
-        self.parts: list[tuple[Asking, list[Learning]]] = []
+        self.parts: list[tuple[StackedCurator, list[StackedLearner]]] = []
         for part in alike([_asks(run) for run in self.runs]):
             mine, rows = self.runs[part], self.parameters[part]
-            asking = Asking(
+            curator = StackedCurator(
                 mine, part, rows, examples, self.network, sample_rate=sample_rate, steps=steps, fast=self._fast
             )
-            learning = [Learning(mine[same], same, rows[same]) for same in alike([_moves(run) for run in mine])]
-            self.parts.append((asking, learning))
+            learners = [StackedLearner(mine[same], same, rows[same]) for same in alike([_moves(run) for run in mine])]
+            self.parts.append((curator, learners))
 
     def train(self) -> Iterator[int]:
         """Yield the number of steps done after each step, until all are done."""
         while self.step < self.steps:
             # Where the slack is for exact products, TF32 is forbidden whatever the caller allowed elsewhere.
             with torch.no_grad(), products_in_tf32(self._fast):
-                for asking, learning in self.parts:
-                    self._advance(asking, learning)
+                for curator, learners in self.parts:
+                    self._advance(curator, learners)
             self.step += 1
             yield self.step
         self.settle()
 
-    def progress(self) -> list[Progress]:
+    def progress(self) -> list[RunProgress]:
         """In the order in which the runs were given."""
-        shown: list[Progress] = []
-        for asking, learning in self.parts:
-            mine = [Progress(asking.spent(run), {}) for run in range(len(asking.runs))]
-            kept = [(each.part, each.seen) for each in learning] + [(each.part, each.seen) for each in asking.clips]
+        shown: list[RunProgress] = []
+        for curator, learners in self.parts:
+            mine = [RunProgress(curator.spent(run), {}) for run in range(len(curator.runs))]
+            kept = [(each.part, each.seen) for each in learners] + [(each.part, each.seen) for each in curator.clips]
             for part, seen in kept:
                 here = {name: values.cpu() for name, values in seen.items()}
                 for row, progress in enumerate(mine[part]):
@@ -212,10 +173,10 @@ class Stack:
 
     def _evaluated(self) -> Tensor:
         averages = [
-            (asking.part.start + each.part.start, each.average["mean"])
-            for asking, learning in self.parts
-            for each in learning
-            if each.average
+            (curator.part.start + each.part.start, each.learner.average["mean"])
+            for curator, learners in self.parts
+            for each in learners
+            if each.learner.average
         ]
         if not averages:
             return self.parameters
@@ -224,14 +185,14 @@ class Stack:
             shown[start : start + len(mean)] = mean
         return shown
 
-    def _advance(self, asking: Asking, learning: Sequence[Learning]) -> None:
-        pace = asking.pace()
-        release = asking.ask(self.step)
-        for each in learning:
+    def _advance(self, curator: StackedCurator, learners: Sequence[StackedLearner]) -> None:
+        pace = curator.pace()
+        release = curator.ask(self.step)
+        for each in learners:
             std = cast(Tensor, release.noise_std)[each.part]
             mine = replace(release, total=release.total[each.part], noise_std=std)
-            each.step(mine, pace if pace is None else pace[each.part], self.step)
-        for clip in asking.clips:
+            each.step(mine, pace[each.part], self.step)
+        for clip in curator.clips:
             clip.learn()
 
 

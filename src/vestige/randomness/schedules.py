@@ -21,7 +21,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearDecay:
     """Falls by `drop` of the first level each epoch, down to `floor` of it."""
 
     drop: float = 0.01
@@ -29,7 +29,7 @@ class Linear:
 
     def __post_init__(self) -> None:
         if not self.drop >= 0:
-            raise ValueError(f"noise_decay={self.drop} of a linear schedule must not be negative")
+            raise ValueError(f"drop={self.drop} of a linear schedule must not be negative")
         if not 0 < self.floor <= 1:
             raise ValueError(f"floor={self.floor} must lie in (0, 1]: noise must stay positive")
 
@@ -38,21 +38,21 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Time:
+class TimeDecay:
     """1 / (1 + drop * epoch)."""
 
     drop: float = 0.01
 
     def __post_init__(self) -> None:
         if not self.drop >= 0:
-            raise ValueError(f"noise_decay={self.drop} of a time schedule must not be negative")
+            raise ValueError(f"drop={self.drop} of a time schedule must not be negative")
 
     def factor(self, epoch: int) -> float:
         return 1 / (1 + self.drop * epoch)
 
 
 @dataclass(frozen=True)
-class Step:
+class StepDecay:
     """Multiplied by `ratio` every `every` epochs."""
 
     ratio: float = 0.9
@@ -60,7 +60,7 @@ class Step:
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"noise_decay={self.ratio} of a step schedule must lie in (0, 1]")
+            raise ValueError(f"ratio={self.ratio} of a step schedule must lie in (0, 1]")
         if not (isinstance(self.every, int) and self.every >= 1):
             raise ValueError(f"every={self.every} must be a whole number of epochs from 1 up")
 
@@ -69,14 +69,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Exponential:
+class ExponentialDecay:
     """Multiplied by `ratio` every epoch."""
 
     ratio: float = 0.99
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"noise_decay={self.ratio} of an exponential schedule must lie in (0, 1]")
+            raise ValueError(f"ratio={self.ratio} of an exponential schedule must lie in (0, 1]")
 
     def factor(self, epoch: int) -> float:
         return float(self.ratio**epoch)

@@ -17,20 +17,34 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 from torch import Tensor
 
-from vestige.mechanism.sampling import CyclicPoisson, Poisson, Sampling
 from vestige.questions import CyclicGaussian, Question, SampledGaussian
+from vestige.randomness.gaussian import add_noise, normal
+from vestige.randomness.release import BoundedSum
+from vestige.randomness.sampling import CyclicPoisson, Poisson, Sampling
 
 Array = NDArray[np.float64]
 
 
-class Stream(Protocol):
-    """The noise of one run, in order."""
+class NoiseSequence(Protocol):
+    """The noise of one run, in order of its steps."""
 
+    keeps: bool
+    """Whether noise of earlier steps is kept, and so must never be written down."""
     scale: float
     """Standard deviation of the fresh noise, over the accounted multiplier."""
 
+    def add(
+        self, sensitive: BoundedSum, multiplier: float, stream: np.random.Generator, *, nonprivate_keep: bool = False
+    ) -> tuple[float | Tensor, Tensor | None]:
+        """Add the noise of the next step to a bounded sum, as `add_noise` does."""
+        ...
+
     def next(self, fresh: Tensor) -> Tensor:
-        """The noise of the next step from its fresh unit noise; a new tensor."""
+        """The noise of the next step from its fresh unit noise, which it may keep."""
+        ...
+
+    def replay(self, fresh: Tensor) -> None:
+        """Meet the noise of a step again that a run now continues after."""
         ...
 
     def gain(self, index: int) -> float:
@@ -43,25 +57,25 @@ class Stream(Protocol):
 
 
 class Noise(Protocol):
-    @property
-    def white(self) -> bool: ...
+    one_fixed_question: bool
+    """Whether its theorem is for runs that ask one question a step, the same at every step."""
 
     def sampling(self, rate: float) -> Sampling:
         """The sampling that its theorem supposes."""
         ...
 
-    def question(self, rate: float, multiplier: float) -> Question:
-        """What one step asks."""
+    def question(self, asked: SampledGaussian) -> Question:
+        """What a step asks with this noise that would ask `asked` with independent noise."""
         ...
 
-    def start(self, rate: float, steps: int) -> Stream: ...
+    def start(self, rate: float, steps: int) -> NoiseSequence: ...
 
     def walk(self, rate: float, steps: int) -> float:
         """How far the noise counts as walking when a learning rate is chosen, over the accounted multiplier.
 
-        sqrt(steps) if white. Correlated noise walks less than its size suggests, but its size disturbs each step: we
-        take the geometric mean of what the sum walks and what white noise of that size would, which lost least in our
-        trials. No theorem stands behind it.
+        sqrt(steps) if independent. Correlated noise walks less than its size suggests, but its size disturbs each step:
+        we take the geometric mean of what the sum walks and what independent noise of that size would, which lost least
+        in our trials. No theorem stands behind it.
         """
         ...
 
@@ -74,16 +88,16 @@ class Noise(Protocol):
 class White:
     """Independent noise at every step."""
 
-    white = True
+    one_fixed_question = False
 
     def sampling(self, rate: float) -> Sampling:
         return Poisson(rate)
 
-    def question(self, rate: float, multiplier: float) -> Question:
-        return SampledGaussian(rate, multiplier)
+    def question(self, asked: SampledGaussian) -> Question:
+        return asked
 
-    def start(self, rate: float, steps: int) -> Stream:
-        return _Toeplitz(np.ones(1), 1.0, steps)
+    def start(self, rate: float, steps: int) -> NoiseSequence:
+        return Independent()
 
     def walk(self, rate: float, steps: int) -> float:
         return sqrt(steps)
@@ -103,7 +117,7 @@ class Banded:
     """
 
     bands: int = 4
-    white = False
+    one_fixed_question = True
 
     def __post_init__(self) -> None:
         if not (isinstance(self.bands, int) and self.bands >= 1):
@@ -112,10 +126,10 @@ class Banded:
     def sampling(self, rate: float) -> Sampling:
         return CyclicPoisson(rate, self.bands)
 
-    def question(self, rate: float, multiplier: float) -> Question:
-        return CyclicGaussian(min(1.0, self.sampling(rate).rate * self.bands), multiplier, self.bands)
+    def question(self, asked: SampledGaussian) -> Question:
+        return CyclicGaussian(min(1.0, self.sampling(asked.rate).rate * self.bands), asked.multiplier, self.bands)
 
-    def start(self, rate: float, steps: int) -> Stream:
+    def start(self, rate: float, steps: int) -> NoiseSequence:
         return _Toeplitz(banded_coefficients(self.bands, steps), 1.0, steps)
 
     def walk(self, rate: float, steps: int) -> float:
@@ -135,7 +149,7 @@ class Buffered:
     """
 
     buffers: int = 2
-    white = False
+    one_fixed_question = True
 
     def __post_init__(self) -> None:
         if not (isinstance(self.buffers, int) and 0 <= self.buffers <= 6):
@@ -144,10 +158,10 @@ class Buffered:
     def sampling(self, rate: float) -> Sampling:
         return CyclicPoisson(rate, turns(rate))
 
-    def question(self, rate: float, multiplier: float) -> Question:
-        return CyclicGaussian(1.0, multiplier, turns(rate))
+    def question(self, asked: SampledGaussian) -> Question:
+        return CyclicGaussian(1.0, asked.multiplier, turns(asked.rate))
 
-    def start(self, rate: float, steps: int) -> Stream:
+    def start(self, rate: float, steps: int) -> NoiseSequence:
         scales, decays = buffered_coefficients(self.buffers, steps, turns(rate))
         share = sqrt(per_visit(_unrolled(scales, decays, steps), turns(rate)))
         return _Buffers(np.array(scales), np.array(decays), share, steps)
@@ -172,7 +186,7 @@ class Tree:
     """
 
     restart: int = 0
-    white = False
+    one_fixed_question = True
 
     def __post_init__(self) -> None:
         if not (isinstance(self.restart, int) and self.restart >= 0):
@@ -181,10 +195,10 @@ class Tree:
     def sampling(self, rate: float) -> Sampling:
         return CyclicPoisson(rate, turns(rate))
 
-    def question(self, rate: float, multiplier: float) -> Question:
-        return CyclicGaussian(1.0, multiplier, turns(rate))
+    def question(self, asked: SampledGaussian) -> Question:
+        return CyclicGaussian(1.0, asked.multiplier, turns(asked.rate))
 
-    def start(self, rate: float, steps: int) -> Stream:
+    def start(self, rate: float, steps: int) -> NoiseSequence:
         epochs = self.restart or best_restart(turns(rate), steps)
         length = epochs * turns(rate)
         return _Nodes(length, sqrt(tree_per_visit(turns(rate), epochs)))
@@ -207,7 +221,47 @@ def turns(rate: float) -> int:
 # --- the noise, step by step -----------------------------------------------------------------------------------------
 
 
-class _Toeplitz:
+class Independent:
+    """Fresh noise, unchanged."""
+
+    keeps = False
+    scale = 1.0
+    add = staticmethod(add_noise)
+
+    def next(self, fresh: Tensor) -> Tensor:
+        return fresh
+
+    def replay(self, fresh: Tensor) -> None:
+        """Nothing is kept."""
+
+    def gain(self, index: int) -> float:
+        return 1.0
+
+    def held(self) -> int:
+        return 0
+
+
+class _Correlated(NoiseSequence):
+    """What correlated sequences share: fresh unit noise is mixed with the past, then scaled and added."""
+
+    keeps = True
+    added = 0
+
+    def add(
+        self, sensitive: BoundedSum, multiplier: float, stream: np.random.Generator, *, nonprivate_keep: bool = False
+    ) -> tuple[float | Tensor, Tensor | None]:
+        total, std = sensitive.total, sensitive.sensitivity * (multiplier * self.scale)
+        noise = self.next(normal(total.shape[-1], stream, total.device)).mul_(std)
+        total.add_(noise)
+        index, self.added = self.added, self.added + 1
+        return std * self.gain(index), noise if nonprivate_keep else None
+
+    def replay(self, fresh: Tensor) -> None:
+        self.next(fresh)
+        self.added += 1
+
+
+class _Toeplitz(_Correlated):
     """n_t = (z_t - sum_k c_k n_(t-k)) / c_0: the recursion of C n = z."""
 
     def __init__(self, coefficients: Array, scale: float, steps: int) -> None:
@@ -233,7 +287,7 @@ class _Toeplitz:
         return len(self._past)
 
 
-class _Buffers:
+class _Buffers(_Correlated):
     """n_t = z_t - sum_j scale_j B_j, then B_j = decay_j B_j + n_t."""
 
     def __init__(self, scales: Array, decays: Array, scale: float, steps: int) -> None:
@@ -259,7 +313,7 @@ class _Buffers:
         return len(self._buffers)
 
 
-class _Nodes:
+class _Nodes(_Correlated):
     """The change of the sum over the nodes that cover [1, t]: one new node in, the smaller ones it replaces out."""
 
     def __init__(self, length: int, scale: float) -> None:
@@ -330,11 +384,11 @@ def prefix_variances(coefficients: Array, steps: int) -> Array:
     return _prefix(_inverse(coefficients, steps))
 
 
-def _walk(stream: Stream, variances: Array) -> float:
+def _walk(sequence: NoiseSequence, variances: Array) -> float:
     # The sum of white noise has variance t at step t, with mean (T + 1) / 2: this makes its walk sqrt(T).
     summed = max(2 * float(variances.mean()) - 1, 1e-12)
-    alone = sum(stream.gain(index) ** 2 for index in range(len(variances)))
-    return stream.scale * (summed * alone) ** 0.25
+    alone = sum(sequence.gain(index) ** 2 for index in range(len(variances)))
+    return sequence.scale * (summed * alone) ** 0.25
 
 
 def _polynomials(scales: tuple[float, ...], decays: tuple[float, ...]) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vestige.checks import check_rate
-from vestige.mechanism.noise import Randomness
+from vestige.randomness.keys import Randomness
 
 
 class Sampling(Protocol):

@@ -1,0 +1,81 @@
+"""How do two models compare on the data? Noised answers about losses and right answers, each on a fresh sample."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from vestige.mechanism.charges import Charges
+from vestige.mechanism.clipping import Parameters
+from vestige.mechanism.examples import Examples
+from vestige.mechanism.loss_difference import LossDifference, Scores
+from vestige.questions import SampledGaussian, Trial
+from vestige.randomness.keys import Randomness
+
+
+class Comparisons:
+    """The curator's answers about two models: what gates and decays may ask."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        randomness: Randomness,
+        charges: Charges,
+        losses: Scores,
+        right: Scores,
+        physical_batch: int | None = None,
+    ) -> None:
+        self._examples, self._randomness, self._charges = examples, randomness, charges
+        self._losses, self._right = losses, right
+        self.physical_batch = physical_batch
+        self.asked = 0
+        """Comparisons asked so far; their streams are their own, so they never shift a gradient's."""
+
+    def trial(self, question: Trial | None) -> AbstractContextManager[None]:
+        return self._charges.trial(question)
+
+    def loss_difference(
+        self, before: Parameters, after: Parameters, change: LossDifference, *, step: int, part: int = 1
+    ) -> float:
+        """By how much the mean loss changes from one model to another, both on one fresh sample; bounded and noised.
+
+        An empty sample counts as no change; it is noised and charged like any other.
+
+        Formal guarantees: see `LossDifference`. Inside `trial` only what that trial releases may be used.
+        """
+        self._charges.charge(change.question, step=step, part=part, sensitivity=change.sensitivity)
+        rows, noise = self._sample(change.rate)
+        return change.of(*self._scores(self._losses, rows, before, after)) + change.noise_std * noise
+
+    def count_difference(
+        self, before: Parameters, after: Parameters, *, rate: float, multiplier: float, step: int, part: int
+    ) -> float:
+        """How many more examples of a fresh sample the second model gets right, noised, over the expected sample size.
+
+        Formal guarantees: one Poisson-subsampled Gaussian mechanism: each example contributes -1, 0 or 1.
+        """
+        self._charges.charge(SampledGaussian(rate, multiplier), step=step, part=part, sensitivity=1.0)
+        rows, noise = self._sample(rate)
+        old, new = self._scores(self._right, rows, before, after)
+        return (float(new.sum() - old.sum()) + multiplier * noise) / (rate * self._examples.population)
+
+    def coin(self, sides: int) -> int:
+        """A fair choice that looks at nothing; at most one for each comparison."""
+        return int(self._randomness.stream("coin", self.asked).integers(sides))
+
+    def _sample(self, rate: float) -> tuple[Tensor, float]:
+        """The sample of the next comparison, and its noise."""
+        index = self.asked
+        self.asked += 1
+        joined = self._randomness.stream("comparison sample", index).random(self._examples.population) < rate
+        return torch.from_numpy(joined.nonzero()[0]), self._randomness.stream("comparison noise", index).normal()
+
+    def _scores(self, scores: Scores, rows: Tensor, *models: Parameters) -> list[Tensor]:
+        """SENSITIVE: every row's score by each model, all on the same examples, which are fetched once."""
+        if len(rows) == 0:
+            return [torch.zeros(0, device=self._examples.device) for _ in models]
+        batches = (self._examples.fetch(part) for part in rows.split(self.physical_batch or len(rows)))
+        seen = zip(*([scores(batch, model) for model in models] for batch in batches), strict=True)
+        return [torch.cat(parts) for parts in seen]

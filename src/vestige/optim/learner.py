@@ -1,0 +1,85 @@
+"""What does a method make of a release? It remembers it, moves on it, and averages where it has been.
+
+The one step of `vestige.train`, of a user's own loop and of a stack of runs; what differs is who moves the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Parameters, Value
+from vestige.optim import averaging
+from vestige.optim.averaging import Average
+from vestige.optim.memory import Memory
+from vestige.optim.rules import Rule
+from vestige.randomness.release import Release
+
+
+class Mover(Protocol):
+    """Moves the parameters along a mean gradient."""
+
+    gradient: Tensor
+    """Where the mean gradient of a step is written, [..., size]."""
+
+    def step(self, pace: Value) -> None:
+        """Move on `gradient`, at the learning rate times `pace`."""
+        ...
+
+    def hear(self, noise_std: float | Tensor) -> None:
+        """The standard deviation of the noise in `gradient`, for a rule that wants to know."""
+        ...
+
+
+class Learner:
+    """The half of a method that sees releases only."""
+
+    def __init__(
+        self, memory: Memory, rule: Rule, average: Average, layout: Layout, point: Mapping[str, Tensor], mover: Mover
+    ) -> None:
+        self._memory, self._rule, self._average, self.layout = memory, rule, average, layout
+        self._point, self.mover = dict(point), mover
+        lead = mover.gradient.shape[:-1]
+        self.memory = for_each(memory.init(layout, mover.gradient.device), lead)
+        self.average = averaging.start(average, layout, self._point, lead)
+
+    def step(self, release: Release, point: Parameters, pace: Value, number: int) -> dict[str, Tensor]:
+        """Take in the release of step `number`, asked at `point`; what may be looked at of it."""
+        direction, self.memory, seen = self._memory.step(release, self.memory, point)
+        torch.mul(direction, 1 / release.expected_batch, out=self.mover.gradient)
+        if self._rule.hears_noise:
+            self.mover.hear(self._memory.noise_std(release, self.memory) / release.expected_batch)
+        self.mover.step(pace)
+        averaging.update(self._average, self.average, self.layout, self._point, number)
+        return seen
+
+
+class OptimizerMover:
+    """Moves by a torch optimizer over the parameters of a layout; `lr` is the rate at pace 1."""
+
+    def __init__(self, layout: Layout, parameters: Mapping[str, torch.nn.Parameter], optimizer: Optimizer, lr: float):
+        self.optimizer, self.lr = optimizer, lr
+        self.gradient = torch.zeros(layout.size, device=next(iter(parameters.values())).device)
+        for name, view in layout.views(self.gradient).items():
+            parameters[name].grad = view
+
+    def step(self, pace: Value) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * float(pace)
+        self.optimizer.step()
+
+    def hear(self, noise_std: float | Tensor) -> None:
+        self.optimizer.hear(noise_std)  # type: ignore[attr-defined]
+
+
+def for_each(state: dict[str, Any], lead: tuple[int, ...]) -> dict[str, Any]:
+    """A part's state with axes of runs in front of every tensor; what is public and alike in all stays as it is."""
+    return {
+        name: value.expand(*lead, *value.shape).clone() if lead and isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }

@@ -1,0 +1,43 @@
+"""What is a sum before and after its noise? Sensitive, then safe to keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BoundedSum:
+    """SENSITIVE: a sum over examples before noise. Only clipping, noise and the curator ever see one.
+
+    `sensitivity` is a float for one ball, or one value per coordinate for a product of balls: noise of standard
+    deviation `z * sensitivity` makes the release a Gaussian mechanism with noise multiplier `z`.
+    """
+
+    total: Tensor
+    sensitivity: float | Tensor
+
+
+@dataclass(frozen=True)
+class Release:
+    """A noised sum: safe to log, keep and step on. `expected_batch` is the public divisor that makes it a mean."""
+
+    total: Tensor
+    noise_std: float | Tensor
+    expected_batch: float
+    sample_rate: float = 1.0
+    """The probability with which an example took part: an epoch is 1 / sample_rate releases."""
+    unclipped: float | None = None
+    """The noised fraction of examples that the clip left alone, where the clip counts them."""
+
+    @property
+    def noise_norm(self) -> float | Tensor:
+        """The root mean square norm of the noise in `total`, [...]; on the device, where the deviations are."""
+        size = self.total.shape[-1]
+        if not isinstance(self.noise_std, Tensor):
+            return float(self.noise_std * size**0.5)
+        if self.noise_std.shape[-1] == size:
+            return torch.linalg.vector_norm(self.noise_std, dim=-1)
+        return self.noise_std.squeeze(-1) * size**0.5  # one deviation for all coordinates of each run

@@ -1,0 +1,94 @@
+"""How does a run survive its process? Its folder is opened, checkpointed and restored; its ledger never shrinks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from vestige.accounting.ledger import Ledger, LedgerError, read
+from vestige.mechanism.curator import Curator
+from vestige.training.loop import TrainingState
+from vestige.training.run_folder import RunFolder
+
+
+class Persistent(Protocol):
+    """What a checkpoint holds of a run beside its ledger."""
+
+    state: TrainingState
+    curator: Curator
+    normalised: bool
+    ledger: Ledger
+
+
+def start(run: Persistent, folder: RunFolder | None, public: dict[str, Any], request: dict[str, Any]) -> None:
+    """Begin a new run: claim its folder, write its request and its first checkpoint, open its ledger."""
+    if folder is not None:
+        folder.create({**request, "public": public})
+    _open(run, folder, public)
+
+
+def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:
+    """Continue a run where its last checkpoint left it; all that was asked since stays charged."""
+    check_same(folder.request()["public"], public)
+    if folder.checkpoint.exists():
+        _restore(run, folder)
+        return
+    if folder.ledger.exists():
+        # The first checkpoint is written before the first question, so a run killed before it has asked nothing.
+        if b'"row": "ask"' in folder.ledger.read_bytes():
+            raise LedgerError(f"{folder.ledger} exists but there is no checkpoint beside it to resume from")
+        folder.ledger.unlink()
+    _open(run, folder, public)
+
+
+def saver(run: Persistent, folder: RunFolder) -> Callable[[], None]:
+    """Writes a checkpoint whenever it is called."""
+
+    def save() -> None:
+        folder.save_checkpoint(
+            {
+                "state": run.state.state_dict(),
+                "asked": run.curator.asked,
+                "compared": run.curator.comparisons.asked if run.curator.comparisons else 0,
+                "normalised": run.normalised,
+                "ledger_rows": run.ledger.rows,
+                "ledger_head": run.ledger.head,
+            }
+        )
+
+    return save
+
+
+def _open(run: Persistent, folder: RunFolder | None, public: dict[str, Any]) -> None:
+    run.ledger.open(public)
+    if folder is not None:
+        saver(run, folder)()
+
+
+def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """A run is resumed with the settings it was started with: what was priced is what is asked."""
+    for key, value in now.items():
+        was = before.get(key)
+        if key == "method" and isinstance(was, str):
+            # Before 0.2 a method was written as it prints, class by class: its name is all that can be compared.
+            was = {**value, "name": (re.findall(r"name='([^']+)'", was) or [was])[0]}
+        if was != value:
+            raise ValueError(f"resume: {key} is {value!r} now but was {was!r}; resume with the same settings")
+
+
+def _restore(run: Persistent, folder: RunFolder) -> None:
+    saved = folder.load_checkpoint()
+    history = read(folder.ledger, repair=True)
+    if history.heads[saved["ledger_rows"] - 1 : saved["ledger_rows"]] != [saved["ledger_head"]]:
+        raise LedgerError(
+            f"{folder.ledger} does not contain what the checkpoint was trained on: it was cut or replaced"
+        )
+    run.state.load_state_dict(saved["state"])
+    run.normalised = saved["normalised"]
+    # A secret run draws from a new key; a reproducible one must meet the same streams again.
+    run.curator.asked = saved["asked"]
+    if run.curator.comparisons is not None:
+        run.curator.comparisons.asked = saved["compared"]
+    run.curator.replay_noise()
+    run.ledger.resume(run.state.step)
