@@ -63,6 +63,7 @@ def test_contenders_on_the_command_line():
     everything = contenders(["all"])
     assert {name for _, name, _ in everything} == set(METHODS)
     assert len({label for label, _, _ in everything}) == len(everything)
+    assert contenders(["sa-dp-sgd"]) == [("sa-dp-sgd", "sa-dp-sgd", {})]  # dp-sam, by another paper's name
 
 
 def test_a_helper_with_wrong_data_is_refused_before_it_fails_anything(tmp_path):

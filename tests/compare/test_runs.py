@@ -29,6 +29,15 @@ def test_every_contender_has_the_same_number_of_trials_over_the_same_range():
     assert [(trial.lr, trial.factor) for trial in absolute["fo"]] == [(0.1, 1.0), (0.3, 1.0)]
 
 
+def test_a_method_by_its_other_name_has_the_same_grid():
+    two = tuple(Contender(name, name) for name in ("dp-sam", "sa-dp-sgd"))
+    spec = replace(TINY, contenders=two, tune={"rho": (0.05, 0.1)})
+    grid = runs.grid_of(spec)
+    assert len(grid["dp-sam"]) == 6
+    assert grid["sa-dp-sgd"] == grid["dp-sam"]
+    assert {run.method for run in runs.due(spec, grid, {})} == {"dp-sam", "sa-dp-sgd"}
+
+
 def test_final_runs_wait_for_the_whole_grid_and_use_the_best_of_it():
     grid = runs.tuning_grid(TINY, known())
     records = {}

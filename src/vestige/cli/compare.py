@@ -173,13 +173,13 @@ def _check_flags(context: typer.Context, kinds: tuple[str, ...], lrs: str | None
 
 def _check_names(specification: Any) -> None:
     """Names and values of methods and options that no run could use, or that would be passed over in silence."""
-    from vestige.methods.registry import METHODS, nearest
+    from vestige.methods.registry import find, nearest
 
     labels = [contender.label for contender in specification.contenders]
     if specification.baseline not in ("dp-sgd", *labels):  # the usual baseline may be left out
         name = specification.baseline
         raise ValueError(f"baseline={name!r} is not compared{nearest(name, labels)}; choose from {', '.join(labels)}")
-    known = {option for contender in specification.contenders for option in METHODS[contender.method].options}
+    known = {option for contender in specification.contenders for option in find(contender.method).options}
     for option in specification.tune:
         if option not in known:
             raise ValueError(
@@ -188,7 +188,7 @@ def _check_names(specification: Any) -> None:
             )
     for contender in specification.contenders:
         for option, values in specification.tune.items():
-            if option in METHODS[contender.method].options and option not in contender.options:
+            if option in find(contender.method).options and option not in contender.options:
                 for value in values:
                     options = {**contender.options, option: value}
                     try_to_build(f"tune={option}={value!r}", contender.method, options)

@@ -10,7 +10,7 @@ from typing import Any
 
 def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """NAME or NAME:option=value,... as (label, name, options); `all` is every method, and DP-SGD with momentum."""
-    from vestige.methods.registry import METHODS, nearest
+    from vestige.methods.registry import ALIASES, METHODS, nearest
 
     found: list[tuple[str, str, dict[str, Any]]] = []
     for word in words:
@@ -19,7 +19,7 @@ def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
             found.insert(1, ("dp-sgd:momentum=0.9", "dp-sgd", {"momentum": 0.9}))
             continue
         name, _, rest = word.partition(":")
-        if name not in METHODS:
+        if name not in (*METHODS, *ALIASES):
             known = ", ".join(METHODS)
             raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {known}, or all")
         options = dict(_option(part) for part in _parts(rest) if part)

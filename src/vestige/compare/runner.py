@@ -23,7 +23,7 @@ from vestige.compare.claims import ATTEMPTS
 from vestige.compare.execute import Machine, examples, explain, memory_in_stack, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Specification
-from vestige.methods.registry import METHODS
+from vestige.methods.registry import ALIASES, METHODS
 from vestige.records import FailedRun, Run, RunRecord, completed, failed
 
 POLL = 0.3
@@ -101,7 +101,7 @@ def _check_data(folder: ComparisonFolder, machine: Machine) -> None:
 
 def _check_methods(specification: Specification) -> None:
     for contender in specification.contenders:
-        if contender.method not in METHODS:
+        if contender.method not in (*METHODS, *ALIASES):
             raise ValueError(
                 f"methods={contender.method!r} is unknown; choose from {', '.join(METHODS)} (or: all of them, 'all')"
             )

@@ -9,7 +9,7 @@ from math import exp, log
 from typing import Any, Literal
 
 from vestige.compare.specification import Contender, Problem, Specification
-from vestige.methods.registry import METHODS
+from vestige.methods.registry import ALIASES, METHODS, find
 from vestige.records import PrivacyTarget, Run, RunRecord, completed
 
 TUNING_EVALUATIONS = 20
@@ -87,7 +87,7 @@ def cells(specification: Specification) -> Iterator[Cell]:
 
 
 def grid_of(specification: Specification) -> Grid:
-    return tuning_grid(specification, {name: entry.options for name, entry in METHODS.items()})
+    return tuning_grid(specification, {name: find(name).options for name in (*METHODS, *ALIASES)})
 
 
 def tuning_grid(specification: Specification, known: Mapping[str, Iterable[str]]) -> Grid:
