@@ -24,10 +24,11 @@ from vestige import tasks
 from vestige.cli.report import write_report
 from vestige.compare import presets, runner, stacked
 from vestige.compare.arguments import contenders
-from vestige.compare.comparison import FACTORS, Budget, Contender, Problem, Specification
-from vestige.compare.execute import Place
+from vestige.compare.execute import Machine
+from vestige.compare.specification import FACTORS, Contender, Problem, Specification
 from vestige.compare.summary import summarised
 from vestige.methods.registry import METHODS, build
+from vestige.records import PrivacyTarget
 
 OWN_BUDGET = 17.4
 """What the FO-DP-SGD paper's own settings cost, by loss distributions; the paper does not say it."""
@@ -55,7 +56,7 @@ class Shown:
         return Specification(
             problems=tuple(Problem(task, data) for task in self.tasks),
             contenders=tuple(Contender(label, name, options) for label, name, options in contenders(self.methods)),
-            budgets=tuple(Budget("epsilon", value) for value in self.epsilons),
+            budgets=tuple(PrivacyTarget("epsilon", value) for value in self.epsilons),
             seeds=tuple(range(2 if small else self.seeds)),
             tuning_seeds=(1000,) if small else (1000, 1001, 1002),
             steps=40 if small else 6250,
@@ -81,7 +82,7 @@ def compare(name: str, specification: Specification, arguments: argparse.Namespa
     begin = time.perf_counter()
     shown = [0.0]
 
-    def watch(status: runner.Status) -> None:
+    def on_progress(status: runner.Status) -> None:
         if time.perf_counter() - shown[0] > 20:
             shown[0] = time.perf_counter()
             left = "?" if status.seconds_left is None else f"{status.seconds_left:.0f} s"
@@ -89,7 +90,8 @@ def compare(name: str, specification: Specification, arguments: argparse.Namespa
                 f"{name}: {status.done}/{status.total}, {status.failed} failed, {left} left; {status.best}", flush=True
             )
 
-    home = runner.compare(folder, specification, place=Place(arguments.device), workers=arguments.workers, watch=watch)
+    machine, workers = Machine(arguments.device), arguments.workers
+    home = runner.compare(folder, specification, machine=machine, workers=workers, on_progress=on_progress)
     (folder / "summary.json").write_text(json.dumps(summarised(home), indent=1))
     write_report(folder, None, None, f"{name}: private optimizers at one budget")
     print(f"{name}: {len(home.records())} runs in {time.perf_counter() - begin:.0f} s", flush=True)
@@ -107,7 +109,7 @@ def reproduce(arguments: argparse.Namespace) -> None:
             continue
         compare(name, specification, arguments)
         home = runner.ComparisonFolder(arguments.out / name)
-        printed[name] = presets.beside(preset, list(home.records().values()))
+        printed[name] = presets.beside(preset, home.records().values())
         (arguments.out / "beside.json").write_text(json.dumps(printed, indent=1))
 
 

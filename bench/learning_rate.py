@@ -21,13 +21,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vestige.compare import comparison, runner
+from vestige.compare import runner, runs
 from vestige.compare.arguments import contenders
-from vestige.compare.comparison import VALIDATION, Budget, Contender, Problem, Record, Specification
-from vestige.compare.execute import Place
+from vestige.compare.execute import Machine
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.report import drawing
+from vestige.compare.specification import Contender, Problem, Specification
 from vestige.methods.registry import METHODS
+from vestige.records import PrivacyTarget, Run, RunRecord, completed, failed
 
 FACTORS = (0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0)
 COARSE = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -74,7 +75,7 @@ def _study(
     return Specification(
         problems=tuple(Problem(task, data if task != "digits-mlp" else None) for task in tasks),
         contenders=tuple(Contender(label, name, options) for label, name, options in contenders(methods)),
-        budgets=tuple(Budget("epsilon", value) for value in budgets),
+        budgets=tuple(PrivacyTarget("epsilon", value) for value in budgets),
         tuning_seeds=(1000, 1001),
         steps=steps,
         sample_rate=rate,
@@ -84,22 +85,22 @@ def _study(
     )
 
 
-def wanted(specification: Specification) -> list[comparison.Run]:
+def wanted(specification: Specification) -> list[Run]:
     """The study's runs: those that would tune the rate, and no final ones."""
-    return list(comparison.tuning_runs(specification, runner.grid_of(specification)))
+    return list(runs.tuning_runs(specification, runs.grid_of(specification)))
 
 
 # --- what they say ---------------------------------------------------------------------------------------------------
 
 
-def losses(records: Iterable[Record]) -> list[dict[str, Any]]:
+def losses(records: Iterable[RunRecord]) -> list[dict[str, Any]]:
     """One row per setting: how far the automatic rate is from the best of the grid."""
     cells: dict[tuple[Any, ...], dict[float, dict[int, float]]] = {}
-    for record in records:
-        run = record["run"]
-        if run["stage"] == "tuning" and record["status"] == "done" and run["lr"] is None:
-            key = (run["task"], run["steps"], run["sample_rate"], run["budget"]["value"], run["label"])
-            cells.setdefault(key, {}).setdefault(run["factor"], {})[run["seed"]] = record[VALIDATION] or 0.0
+    for record in completed(records):
+        run = record.run
+        if run.stage == "tuning" and run.lr is None:
+            key = (run.task, run.steps, run.sample_rate, run.budget.value, run.label)
+            cells.setdefault(key, {}).setdefault(run.factor, {})[run.seed] = record.score
     return [_loss(key, found) for key, found in sorted(cells.items()) if 1.0 in found and len(found) > 2]
 
 
@@ -320,8 +321,7 @@ def write(rows: Sequence[dict[str, Any]], out: Path) -> None:
 def pooled(folder: Path) -> ComparisonFolder:
     """A folder of records that belong to no one comparison."""
     home = ComparisonFolder(folder)
-    home.runs.mkdir(parents=True, exist_ok=True)
-    home.claims.mkdir(exist_ok=True)
+    home.create_pool()
     return home
 
 
@@ -341,19 +341,19 @@ def main() -> None:
             if arguments.only and name not in arguments.only:
                 continue
             data = {problem.task: problem.data for problem in specification.problems}
-            runs = wanted(specification)
+            study = wanted(specification)
 
-            def due(records: dict[str, Record], runs: list[comparison.Run] = runs) -> list[comparison.Run]:
-                return [run for run in runs if run.id not in records]
+            def due(records: Mapping[str, RunRecord], study: list[Run] = study) -> list[Run]:
+                return [run for run in study if run.id not in records]
 
-            runner.work(home, Place(arguments.device, data), due=due)
-            print(f"{name}: {len(runs)} runs", flush=True)
+            runner.work(home, Machine(arguments.device, data), due=due)
+            print(f"{name}: {len(study)} runs", flush=True)
     records = [
         record for folder in (home, *map(ComparisonFolder, arguments.also)) for record in folder.records().values()
     ]
-    failed = [record for record in records if record["status"] == "failed"]
-    for record in failed[:5]:
-        print(f"{len(failed)} runs failed, such as {record['run']['label']}: {record['error']}", file=sys.stderr)
+    broken = failed(records)
+    for record in broken[:5]:
+        print(f"{len(broken)} runs failed, such as {record.run.label}: {record.error}", file=sys.stderr)
     rows = losses(records)
     if not rows:
         raise SystemExit("no setting could be run")

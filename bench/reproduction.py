@@ -28,17 +28,20 @@ import torch
 
 import arena
 import learning_rate
-from vestige.compare import comparison, presets, runner
-from vestige.compare.comparison import Record, Run, Specification
-from vestige.compare.execute import Place, stackable
+from vestige.compare import presets, runner, runs, tables
+from vestige.compare.execute import Machine, stackable
 from vestige.compare.folder import ComparisonFolder
-from vestige.compare.processes import dismiss, hire
+from vestige.compare.runner import start_worker, stop_workers
+from vestige.compare.specification import Specification
 from vestige.compare.statistics import paired, summarise
 from vestige.files import write_json
+from vestige.records import Run, RunRecord, completed, failed
 
 FIRST = ["fo-rates", "fo-fig3", "fo-fig4", "fo-fig2", "fo-fig5", "fo-fig6", "fo-fig8", "fo-alpha"]
 REST = ["fo-table3", "fo-fig7", "fo-fig1"]
 """With rivals that may have to be trained alone."""
+SIGMA, EQUAL = presets.find("fo-table3").full.budgets
+"""The paper's own terms, and one epsilon for all."""
 
 
 class Part:
@@ -54,19 +57,19 @@ class Part:
     ) -> None:
         self.name, self.specification, self.kind, self._only = name, specification, kind, only
         self._twins = twins or {}
-        self._grid = runner.grid_of(specification)
+        self._grid = runs.grid_of(specification)
         self._fixed = dict(self._named({})) if kind != "comparison" else None
 
-    def wanted(self, records: Mapping[str, Record]) -> dict[str, Run]:
+    def wanted(self, records: Mapping[str, RunRecord]) -> dict[str, Run]:
         """Every run that can be named now, by id: final runs of a tuned row once its grid is on record."""
         return self._fixed if self._fixed is not None else dict(self._named(records))
 
-    def _named(self, records: Mapping[str, Record]) -> Iterator[tuple[str, Run]]:
-        runs = list(comparison.tuning_runs(self.specification, self._grid))
+    def _named(self, records: Mapping[str, RunRecord]) -> Iterator[tuple[str, Run]]:
+        needed = list(runs.tuning_runs(self.specification, self._grid))
         if self.kind != "study":
-            runs += comparison.final_runs(self.specification, self._grid, records)
-        runs = [run if run.id in records else self._twins.get(run.id, run) for run in runs]
-        yield from ((run.id, run) for run in runs if self._only(run))
+            needed += runs.final_runs(self.specification, self._grid, records)
+        needed = [run if run.id in records else self._twins.get(run.id, run) for run in needed]
+        yield from ((run.id, run) for run in needed if self._only(run))
 
 
 def _ours(run: Run) -> bool:
@@ -75,12 +78,12 @@ def _ours(run: Run) -> bool:
 
 def _printed(run: Run) -> bool:
     """What stands beside printed figures: the paper's sigma, and its rate where it gives one."""
-    return run.budget == presets.SIGMA and run.stage == ("given" if _ours(run) else "auto")
+    return run.budget == SIGMA and run.stage == ("given" if _ours(run) else "auto")
 
 
 def _telling(run: Run) -> bool:
     """All but the paper's rate at the one epsilon, which is neither the paper's own terms nor a good rate."""
-    return (run.stage, run.budget) != ("given", presets.EQUAL)
+    return (run.stage, run.budget) != ("given", EQUAL)
 
 
 def parts(data: str | None, small: bool) -> list[Part]:
@@ -103,32 +106,32 @@ def parts(data: str | None, small: bool) -> list[Part]:
 # --- the pool --------------------------------------------------------------------------------------------------------
 
 
-def due(plan: Sequence[Part], records: Mapping[str, Record]) -> dict[str, Run]:
+def due(plan: Sequence[Part], records: Mapping[str, RunRecord]) -> dict[str, Run]:
     """What is wanted and not on record, each run once, in order."""
     return {key: run for part in plan for key, run in part.wanted(records).items() if key not in records}
 
 
-def labour(out: str, data: str | None, small: bool, device: str, largest: int, alone: bool, until: float) -> None:
+def work(out: str, data: str | None, small: bool, device: str, largest: int, alone: bool, until: float) -> None:
     """One process: take up to `largest` runs of a kind that nobody has taken, make them, until none is left.
 
     Those who work `alone` take the fully connected networks that cannot be stacked, on the CPU; the others the rest.
     """
     torch.set_num_threads(1)
     home, plan = learning_rate.pooled(Path(out)), parts(data, small)
-    there = Place(device, {problem.task: problem.data for part in plan for problem in part.specification.problems})
+    there = Machine(device, {problem.task: problem.data for part in plan for problem in part.specification.problems})
 
     avoided: set[str] = set()
     batch: list[Run] = []
 
-    def mine(records: Mapping[str, Record]) -> dict[str, Run]:
+    def mine(records: Mapping[str, RunRecord]) -> dict[str, Run]:
         return {
             key: run
             for key, run in due(plan, records).items()
             if key not in avoided and (run.task.endswith("-mlp") and stackable(run, there) is None) == alone
         }
 
-    def next_batch(records: dict[str, Record]) -> list[Run]:
-        free = [run for key, run in mine(records).items() if not (home.claims / key).exists()]
+    def next_batch(records: Mapping[str, RunRecord]) -> list[Run]:
+        free = [run for key, run in mine(records).items() if not (home.claims.path / key).exists()]
         kind = stackable(free[0], there) if free else None
         batch[:] = free[:1] if kind is None else [run for run in free if stackable(run, there) == kind][:largest]
         return list(batch)
@@ -146,32 +149,32 @@ def labour(out: str, data: str | None, small: bool, device: str, largest: int, a
 
 def make(arguments: argparse.Namespace) -> None:
     home = learning_rate.pooled(arguments.out)
-    for claim in home.claims.iterdir():
+    for claim in home.claims.path.iterdir():
         claim.unlink()  # of processes that were killed: nobody else works in this pool
     until = time.time() + arguments.limit
 
-    def hired(alone: bool) -> BaseProcess:
+    def worker(alone: bool) -> BaseProcess:
         where = (arguments.device, arguments.largest, alone, until)
-        return hire(labour, str(arguments.out), arguments.data, arguments.small, *where)
+        return start_worker(work, str(arguments.out), arguments.data, arguments.small, *where)
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that whoever is hired is also dismissed
-    staff = [hired(False) for _ in range(arguments.hands)] + [hired(True) for _ in range(arguments.alone)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the workers are stopped too
+    workers = [worker(False) for _ in range(arguments.hands)] + [worker(True) for _ in range(arguments.alone)]
     begin = told = time.time()
     try:
-        while any(process.is_alive() for process in staff) and time.time() < until:
+        while any(process.is_alive() for process in workers) and time.time() < until:
             time.sleep(1)
             if time.time() - told > 20:
                 told = time.time()
                 print(f"{told - begin:.0f} s: {len(list(home.runs.glob('*.json')))} runs on record", flush=True)
     finally:
-        dismiss(staff)
+        stop_workers(workers)
     records = home.records()
     print(f"{time.time() - begin:.0f} s: {len(records)} runs on record", flush=True)
     for part in parts(arguments.data, arguments.small):
         wanted = part.wanted(records)
         found = [records[key] for key in wanted if key in records]
-        failed = Counter(record["error"] for record in found if record["status"] == "failed")
-        print(f"{part.name}: {len(found)} of {len(wanted)}", *failed.items(), flush=True)
+        errors = Counter(record.error for record in failed(found))
+        print(f"{part.name}: {len(found)} of {len(wanted)}", *errors.items(), flush=True)
 
 
 # --- what they say ---------------------------------------------------------------------------------------------------
@@ -181,7 +184,7 @@ def render(arguments: argparse.Namespace) -> None:
     """Folders for `vestige report`, and the tables that the documents quote."""
     pool = learning_rate.pooled(arguments.out).records()
     lines = ["# Tables of the reproduction", "", "Test accuracy in percent with its 95% interval over seeds.", ""]
-    tuning: list[Record] = []
+    tuning: list[RunRecord] = []
     for part in {each.name: each for each in parts(arguments.data, arguments.small)}.values():
         records = [pool[key] for key in part.wanted(pool) if key in pool]
         if not records:
@@ -192,11 +195,11 @@ def render(arguments: argparse.Namespace) -> None:
         home = ComparisonFolder(arguments.out / part.name)
         home.create(part.specification)
         for record in records:
-            home.keep(record)
+            home.write(record)
         if part.kind == "preset":
             write_json(home.path / "preset.json", {"preset": part.name, "small": arguments.small})
         what = presets.find(part.name).what if part.kind == "preset" else "tuned at the paper's budget"
-        total = comparison.total(part.specification, runner.grid_of(part.specification))
+        total = runs.total(part.specification, runs.grid_of(part.specification))
         lines += [f"## {part.name}: {what}", "", f"{len(records)} of {total} runs.", ""]
         lines += _gap(records) if part.name == "fo-rates" else _tables(records, part.specification)
         if part.kind == "preset" and part.name != "fo-rates":
@@ -209,9 +212,9 @@ def render(arguments: argparse.Namespace) -> None:
         learning_rate.write(rows, arguments.render)
 
 
-def _tables(records: Sequence[Record], specification: Specification) -> list[str]:
+def _tables(records: Sequence[RunRecord], specification: Specification) -> list[str]:
     """One table per task: a row per contender, a column per budget and kind of rate."""
-    rows = comparison.rows(records, specification.baseline)
+    rows = tables.rows(records, specification.baseline)
     lines: list[str] = []
     for task in dict.fromkeys(row["task"] for row in rows):
         mine = [row for row in rows if row["task"] == task]
@@ -255,15 +258,14 @@ def _cell(row: Mapping[str, Any] | None, baseline: str) -> str:
     return f"{100 * row['mean']:.1f}{half}{mark}{spent}"
 
 
-def _gap(records: Sequence[Record]) -> list[str]:
+def _gap(records: Sequence[RunRecord]) -> list[str]:
     """Beta 0.9 against beta 1 at one sigma and one learning rate, for each rate: last and best of the run."""
     values: dict[tuple[float, str], dict[int, tuple[float, float]]] = {}
-    for record in records:
-        run = record["run"]
-        if record["status"] == "done":
-            beta = run["label"].split(",")[0]
-            best = max(point[1] for point in record["curve"]) if record["curve"] else record["accuracy"]
-            values.setdefault((run["lr"], beta), {})[run["seed"]] = (record["accuracy"], best)
+    for record in completed(records):
+        run = record.run
+        beta = run.label.split(",")[0]
+        best = max(point[1] for point in record.curve) if record.curve else record.accuracy
+        values.setdefault((run.lr, beta), {})[run.seed] = (record.accuracy, best)
     lines = [
         "| learning rate | beta 1 | beta 0.9 | difference, paired | best epoch, beta 1 | beta 0.9 |",
         "|---|---|---|---|---|---|",

@@ -181,9 +181,9 @@ def selective(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
 
     def note(suffix: str = "") -> None:
         seen = selection(training)
-        result.update({f"{key}{suffix}": seen[key] for key in ("trials", "accepted", "updates", "degraded")})
+        result.update({f"{key}{suffix}": getattr(seen, key) for key in ("trials", "accepted", "updates", "degraded")})
         result[f"accuracy{suffix}"] = accuracy(task.model, task.test)
-        result[f"published_claim_epsilon{suffix}"] = seen["published_claim_epsilon"]
+        result[f"published_claim_epsilon{suffix}"] = seen.published_claim_epsilon
 
     planned = {question: trials for question in one}
     limit = FilteredBudget(epsilon, DELTA, one) if adaptive else accounting.Budget(epsilon, DELTA, planned)
@@ -191,7 +191,7 @@ def selective(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
     training.ledger.budget = passing
     claimed = cell.seed >= CLAIM_SEEDS[cell.method]
     for record in training:
-        if record.accepted and not claimed and selection(training)["published_claim_epsilon"] >= epsilon:
+        if record.accepted and not claimed and selection(training).published_claim_epsilon >= epsilon:
             claimed = True
             note("_at_claim")
             result["renyi_epsilon_at_claim"] = accounting.epsilon(training.ledger.spent, DELTA, "rdp")

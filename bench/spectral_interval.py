@@ -59,8 +59,8 @@ def measure(interval: tuple[float, float], seed: int, arguments: argparse.Namesp
         "seed": seed,
         "depth": statistics.fmean(row["effective_depth"] for row in records),
         "ratio": statistics.fmean(row["memory_ratio"] for row in records),
-        "accuracy": result["accuracy"],
-        "epsilon": result["epsilon"],
+        "accuracy": result.accuracy,
+        "epsilon": result.statement.epsilon,
         "exponents": [statistics.fmean(group) if group else None for group in groups],
     }
 

@@ -3,12 +3,15 @@
 import importlib
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from vestige.compare.comparison import VALIDATION
+from comparisons import AUTO, fake
+from vestige.compare import runs
 from vestige.methods.registry import METHODS
+from vestige.records import FailedRun
 
 BENCH = Path(__file__).parents[1] / "bench"
 
@@ -26,13 +29,14 @@ def study(bench):
     return bench("learning_rate")
 
 
-def records(table):
+def records(table, **changes):
     """Tuning runs of one setting: {factor: {seed: accuracy}}."""
-    common = {"task": "t", "steps": 10, "sample_rate": 0.1, "budget": {"kind": "epsilon", "value": 3.0}, "label": "m"}
+    run = replace(runs.due(AUTO, runs.grid_of(AUTO), {})[0], task="t", steps=10, sample_rate=0.1, label="m")
+    run = replace(run, stage="tuning", **changes)
     return [
-        {"status": "done", "run": {**common, "stage": "tuning", "lr": None, "factor": f, "seed": s}, VALIDATION: a}
-        for f, by_seed in table.items()
-        for s, a in by_seed.items()
+        fake(replace(run, factor=factor, seed=seed), accuracy)
+        for factor, by_seed in table.items()
+        for seed, accuracy in by_seed.items()
     ]
 
 
@@ -57,8 +61,8 @@ def test_a_gain_that_only_the_choosing_seed_shows_is_not(study):
 
 def test_failed_runs_and_given_rates_are_no_evidence(study):
     made = records({0.5: {1: 0.5}, 1.0: {1: 0.4}, 2.0: {1: 0.3}})
-    made.append({"status": "failed", "run": {**made[0]["run"], "factor": 4.0}, "error": "?"})
-    made.append({**made[0], "run": {**made[0]["run"], "lr": 7.0, "factor": 1.0}, VALIDATION: 0.9})
+    made.append(FailedRun(replace(made[0].run, factor=4.0), "?"))
+    made.append(fake(replace(made[0].run, lr=7.0, factor=1.0), 0.9))
     (row,) = study.losses(made)
     assert set(row["accuracy_by_factor"]) == {"0.5", "1", "2"}
     assert row["auto"] == 0.4
@@ -67,8 +71,7 @@ def test_failed_runs_and_given_rates_are_no_evidence(study):
 
 def test_what_another_constant_would_lose(study):
     one = records({0.5: {1: 0.5}, 1.0: {1: 0.4}, 2.0: {1: 0.3}})
-    other = records({0.5: {1: 0.1}, 1.0: {1: 0.2}, 1.4: {1: 0.6}, 2.0: {1: 0.5}})
-    other = [{**each, "run": {**each["run"], "task": "u"}} for each in other]
+    other = records({0.5: {1: 0.1}, 1.0: {1: 0.2}, 1.4: {1: 0.6}, 2.0: {1: 0.5}}, task="u")
     page = study.render(study.losses([*one, *other]))
     assert "| 2 settings | 0.5 | 1 | 2 |" in page
     assert "| | 25.00 / 50.0 | 25.00 / 40.0 | 15.00 / 20.0 |" in page
@@ -85,9 +88,9 @@ def test_the_plot_is_over_settings_of_one_grid(study):
 
 
 def test_settings_of_few_methods_are_rows(study):
-    made = records({0.5: {1: 0.5}, 1.0: {1: 0.4}, 2.0: {1: 0.3}})
-    several = [{**each, "run": {**each["run"], "label": f"m{n}"}} for n in range(study.FEW + 1) for each in made]
-    alone = [{**each, "run": {**each["run"], "task": "u"}} for each in made]
+    table = {0.5: {1: 0.5}, 1.0: {1: 0.4}, 2.0: {1: 0.3}}
+    several = [each for n in range(study.FEW + 1) for each in records(table, label=f"m{n}")]
+    alone = records(table, task="u")
     page = study.render(study.losses([*several, *alone]))
     assert "| method | t, 10 steps, epsilon 3 |" in page
     assert "| m3 | 10.0 (0.5*) |" in page

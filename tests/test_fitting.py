@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
+from commands import vestige as command
 from conftest import make_toy
-from test_cli import vestige as command
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.reference import Reference
 from vestige.layout import Layout

@@ -836,7 +836,7 @@ def test_an_infinite_threshold_is_written_down_and_read_back(tmp_path):
 
     options = {"threshold": inf, "validation_batch": 50, "accounting": "every-trial"}
     job = jobs.Job(task="digits-mlp", method="dpsur", options=options, noise_multiplier=2.0, steps=2, lr=0.1)
-    result = jobs.complete(job, *jobs.start(job, tmp_path / "run"))
+    result = jobs.complete(job, *jobs.start(job, tmp_path / "run")).to_json()
     assert jobs.load(RunFolder(tmp_path / "run")) == job
     assert {key: result[key] for key in ("trials", "accepted", "rejected", "updates", "degraded")} == {
         "trials": 2, "accepted": 2, "rejected": 0, "updates": 2, "degraded": 0,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from commands import vestige as command
 from conftest import make_toy
-from test_cli import vestige as command
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.training import parity
 

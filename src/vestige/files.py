@@ -13,8 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import torch
-
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Write beside `path`, make it durable, then rename: a crash or a full disk leaves the old file whole."""
@@ -52,12 +50,16 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_tensors(path: Path, content: Any) -> None:
     """A torch file that loads with `weights_only=True`: tensors, numbers and strings, no code."""
+    import torch  # here, so that records are read without it
+
     buffer = io.BytesIO()
     torch.save(content, buffer)
     write_atomically(path, lambda beside: _write_bytes(beside, buffer.getbuffer()))
 
 
 def read_tensors(path: Path) -> Any:
+    import torch
+
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:

@@ -1,13 +1,14 @@
-"""What would a plan cost? `vestige account`: priced without training."""
+"""What would a plan cost? `vestige account` prices it without training."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from vestige.cli.errors import refuse_others
-from vestige.cli.terminal import Json, answers, print_json
+from vestige.cli.terminal import Json, print_json, stdout
 
 ALWAYS = ("sample_rate", "steps", "delta", "as_json")
 GAUSSIAN = ("noise_multiplier", "epsilon", "paper_sigma", "beta", "groups", "accountant", "sampling")
@@ -82,16 +83,17 @@ def account(
         facts = {"method": method, "trials": steps, "delta": delta, "sample_rate": sample_rate, "sigma_t": noise}
         facts |= {"validation_rate": validation_rate, "sigma_v": sigma_v, "threshold": threshold}
         result = _price_trials(facts, accepted, accounting_by)
-        print_json(result) if as_json else _say_trials(result)
+        print_json(result) if as_json else _print_trials(result)
         return
     refuse_others(context, (*ALWAYS, *GAUSSIAN), "it belongs to the trials of a selective method; give --method, too")
     _check_one_of(noise_multiplier=noise_multiplier, epsilon=epsilon, paper_sigma=paper_sigma)
     if beta != 1 and paper_sigma is None:
         raise ValueError(f"beta={beta} rescales --paper-sigma only: the accounted multiplier already contains it")
-    result = _price_steps(
+    plan = StepPlan(
         sample_rate, steps, delta, noise_multiplier, epsilon, paper_sigma, beta, groups, accountant, sampling
     )
-    print_json(result) if as_json else _say_steps(result)
+    result = _price_steps(plan)
+    print_json(result) if as_json else _print_steps(result)
 
 
 def _check_one_of(**choices: float | None) -> None:
@@ -102,73 +104,80 @@ def _check_one_of(**choices: float | None) -> None:
         raise ValueError(f"give exactly one of {', '.join(others)} and {last}, not {' and '.join(given) or 'none'}")
 
 
-def _price_steps(
-    sample_rate: float,
-    steps: int,
-    delta: float,
-    noise_multiplier: float | None,
-    epsilon: float | None,
-    paper_sigma: float | None,
-    beta: float,
-    groups: int | None,
-    accountant: str,
-    sampling: str,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class StepPlan:
+    """So many Gaussian steps on Poisson samples, as the flags say it."""
+
+    sample_rate: float
+    steps: int
+    delta: float
+    noise_multiplier: float | None
+    epsilon: float | None
+    paper_sigma: float | None
+    beta: float
+    groups: int | None
+    accountant: str
+    sampling: str
+
+
+def _price_steps(plan: StepPlan) -> dict[str, Any]:
     from vestige import accounting, checks
     from vestige.questions import SampledGaussian
 
-    checks.check_rate(sample_rate)
-    checks.check_steps(steps)
+    delta, accountant, groups = plan.delta, plan.accountant, plan.groups
+    checks.check_rate(plan.sample_rate)
+    checks.check_steps(plan.steps)
     checks.check_delta(delta)
     if accountant not in ("pld", "rdp"):
         raise ValueError(f"accountant={accountant!r} must be pld or rdp")
-    if sampling != "poisson":
-        reasons = accounting.guarantee({}, delta, accounting.Facts(sampling=sampling)).reasons
-        raise ValueError(f"sampling={sampling!r} has no price: {'; '.join(reasons)}")
+    if plan.sampling != "poisson":
+        reasons = accounting.guarantee({}, delta, accounting.Facts(sampling=plan.sampling)).reasons
+        raise ValueError(f"sampling={plan.sampling!r} has no price: {'; '.join(reasons)}")
     if groups is not None:
         checks.check_steps(groups, "groups")
-    if not 0 < beta <= 1:
-        raise ValueError(f"beta={beta} must lie in (0, 1]")
+    if not 0 < plan.beta <= 1:
+        raise ValueError(f"beta={plan.beta} must lie in (0, 1]")
 
     def asked(multiplier: float) -> accounting.History:
-        return {SampledGaussian(sample_rate, multiplier): steps}
+        return {SampledGaussian(plan.sample_rate, multiplier): plan.steps}
 
-    if epsilon is not None:
-        noise_multiplier = accounting.calibrate(asked, epsilon, delta, accountant)
-    elif paper_sigma is not None:
-        noise_multiplier = checks.accounted_multiplier(paper_sigma, beta, groups or 1)
-    assert noise_multiplier is not None
-    checks.check_multiplier(noise_multiplier)
+    multiplier = plan.noise_multiplier
+    if plan.epsilon is not None:
+        multiplier = accounting.calibrate(asked, plan.epsilon, delta, accountant)
+    elif plan.paper_sigma is not None:
+        multiplier = checks.accounted_multiplier(plan.paper_sigma, plan.beta, groups or 1)
+    assert multiplier is not None
+    checks.check_multiplier(multiplier)
     result = {
-        "epsilon": accounting.epsilon(asked(noise_multiplier), delta, accountant),
+        "epsilon": accounting.epsilon(asked(multiplier), delta, accountant),
         "delta": delta,
-        "noise_multiplier": noise_multiplier,
-        "sample_rate": sample_rate,
-        "steps": steps,
+        "noise_multiplier": multiplier,
+        "sample_rate": plan.sample_rate,
+        "steps": plan.steps,
         "accountant": accountant,
-        "epsilon_rdp": accounting.epsilon(asked(noise_multiplier), delta, "rdp"),
+        "epsilon_rdp": accounting.epsilon(asked(multiplier), delta, "rdp"),
         "adjacency": "add/remove one example",
         "sampling": "poisson",
     }
     if groups is not None:
         # What one group's ratio of noise to bound would cost if it were the whole release: drawn in papers, but one
         # example is in every group at once, so it bounds nothing.
-        marginal = accounting.epsilon(asked(noise_multiplier * groups**0.5), delta, accountant)
+        marginal = accounting.epsilon(asked(multiplier * groups**0.5), delta, accountant)
         result |= {"groups": groups, "nonguarantee_marginal_epsilon": marginal}
     return result
 
 
-def _say_steps(result: dict[str, Any]) -> None:
-    answers.print(
+def _print_steps(result: dict[str, Any]) -> None:
+    stdout.print(
         f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accountant']}; by Renyi "
         f"{result['epsilon_rdp']:.4f})"
     )
-    answers.print(
+    stdout.print(
         f"noise multiplier {result['noise_multiplier']:.6g}, {result['steps']} steps, Poisson rate "
         f"{result['sample_rate']:g}, add/remove one example"
     )
     if "groups" in result:
-        answers.print(
+        stdout.print(
             f"{result['groups']} groups on one sample, priced jointly "
             f"(nonguarantee_marginal_epsilon {result['nonguarantee_marginal_epsilon']:.4f}: no guarantee)"
         )
@@ -185,12 +194,12 @@ def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: st
     return price(Trials(**facts, accepted=accepted), accounting_by)
 
 
-def _say_trials(result: dict[str, Any]) -> None:
+def _print_trials(result: dict[str, Any]) -> None:
     if "epsilon" in result:
-        answers.print(
+        stdout.print(
             f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accounting']}, "
             f"{result['trials']} trials; by Renyi {result['epsilon_rdp']:.4f})"
         )
     if "published_claim_epsilon" in result:
         claim, accepted = result["published_claim_epsilon"], result["accepted"]
-        answers.print(f"published claim {claim:.4f} for {accepted} accepted updates: refuted, not a guarantee")
+        stdout.print(f"published claim {claim:.4f} for {accepted} accepted updates: refuted, not a guarantee")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vestige.cli.errors import fail
-from vestige.cli.terminal import LARGEST_SEED, Json, answers, notes, print_json
+from vestige.cli.terminal import LARGEST_SEED, Json, print_json, stderr, stdout
 
 
 def verify(
@@ -38,14 +38,14 @@ def _verify_comparison(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json(verdict.to_json())
     for name, fault in verdict.wrong.items():
-        notes.print(f"runs/{name.removesuffix('.json')}.json: {fault}", markup=False)
+        stderr.print(f"runs/{name.removesuffix('.json')}.json: {fault}", markup=False)
     if verdict.wrong:
         fail(f"NOT VERIFIED: {len(verdict.wrong)} records do not hold, {verdict.verified} do", 1)
     elif not as_json:
         failed = f"; {verdict.failed_runs} more ended in an error" if verdict.failed_runs else ""
-        answers.print(f"verified: {verdict.verified} runs cost what their records state{failed}", markup=False)
+        stdout.print(f"verified: {verdict.verified} runs cost what their records state{failed}", markup=False)
         if verdict.largest_epsilon is not None:
-            answers.print(f"the largest epsilon of one run, released alone, is {verdict.largest_epsilon:.4f}")
+            stdout.print(f"the largest epsilon of one run, released alone, is {verdict.largest_epsilon:.4f}")
 
 
 def _verify_run(run: Path, as_json: bool) -> None:
@@ -63,17 +63,17 @@ def _verify_run(run: Path, as_json: bool) -> None:
         print_json(verdict.to_json())
         return
     promise = verdict.guarantee
-    answers.print(
+    stdout.print(
         f"verified: {verdict.asked} charged questions in {verdict.attempts} attempt(s), {verdict.rows} chained rows",
         markup=False,
     )
     if promise.epsilon is not None:
-        answers.print(
+        stdout.print(
             f"epsilon {promise.epsilon:.4f} at delta {promise.delta:g} ({promise.accountant}; by Renyi "
             f"{promise.epsilon_rdp:.4f}), {promise.adjacency}"
         )
     else:
-        answers.print("no epsilon: " + "; ".join(promise.reasons), markup=False)
+        stdout.print("no epsilon: " + "; ".join(promise.reasons), markup=False)
 
 
 def doctor(
@@ -136,22 +136,22 @@ def doctor(
 
 def _print_diagnosis(task: str, result: dict[str, Any]) -> None:
     for finding in result["findings"]:
-        answers.print(f"{finding['level']}: {finding['where']}: {finding['what']}", markup=False)
+        stdout.print(f"{finding['level']}: {finding['where']}: {finding['what']}", markup=False)
     if not result["findings"]:
-        answers.print(f"{task}: nothing found; every example has a gradient of its own", markup=False)
+        stdout.print(f"{task}: nothing found; every example has a gradient of its own", markup=False)
     if "parity" in result:
         _print_parity(result["parity"])
     if "physical_batch" in result:
-        answers.print(f"physical batch: {result['physical_batch']}", markup=False)
+        stdout.print(f"physical batch: {result['physical_batch']}", markup=False)
 
 
 def _print_parity(parity: dict[str, Any]) -> None:
     word = "agree" if parity["agrees"] else "DISAGREE"
-    answers.print(
+    stdout.print(
         f"the engines {word} on {parity['examples']} examples; relative error of each clipped sum:", markup=False
     )
     for name, error in parity["errors"].items():
-        answers.print(f"  {name}: {error:.1e}", markup=False)
+        stdout.print(f"  {name}: {error:.1e}", markup=False)
     for name, cost in parity["engines"].items():
         memory = "" if cost["peak_mib"] is None else f", {cost['peak_mib']:.0f} MiB at most"
-        answers.print(f"{name}: {cost['seconds'] * 1e3:.2f} ms a batch{memory}", markup=False)
+        stdout.print(f"{name}: {cost['seconds'] * 1e3:.2f} ms a batch{memory}", markup=False)

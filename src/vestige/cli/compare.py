@@ -1,8 +1,9 @@
-"""How does a terminal compare? `vestige compare`."""
+"""How does a terminal compare methods? `vestige compare`: flags become a specification."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,12 +11,22 @@ import typer
 
 from vestige.checks import check_steps
 from vestige.cli.errors import refuse_if_given, refuse_others
-from vestige.cli.progress import Address, Device, Engine, Stacking, Workers, check_tasks, fill, finish
-from vestige.cli.terminal import Json, notes
+from vestige.cli.progress import (
+    AddressFlag,
+    DeviceFlag,
+    EngineFlag,
+    Execution,
+    StackFlag,
+    WorkersFlag,
+    check_tasks,
+    finish,
+    make_runs,
+)
+from vestige.cli.terminal import Json, stderr
 from vestige.compare.arguments import contenders, grids, numbers, try_to_build
 
-WHERE = ("engine", "ray_address", "workers", "stack", "device", "as_json")
-"""Options that say where runs are made, and go with any comparison."""
+EXECUTION = ("engine", "ray_address", "workers", "stack", "device", "as_json")
+"""Options that say how runs are executed, and go with any comparison."""
 
 
 def compare(
@@ -44,17 +55,17 @@ def compare(
     rates: Annotated[str | None, typer.Option(help="Kinds of rows: tuned,auto,given (default: tuned,auto).")] = None,
     baseline: Annotated[str, typer.Option(help="The method that others are compared with.")] = "dp-sgd",
     evaluations: Annotated[
-        int, typer.Option(help="Looks at the test set during a final run, for curves; 0: only at its end.")
+        int, typer.Option(help="Evaluations on the test set during a final run, for curves; 0: only at its end.")
     ] = 0,
     physical_batch: Annotated[int | None, typer.Option(help="Split samples into parts of this size.")] = None,
     reproducible: Annotated[
         bool, typer.Option("--reproducible", help="Fix noise and sampling. Protects nobody: for tests.")
     ] = False,
-    engine: Engine = "local",
-    ray_address: Address = None,
-    workers: Workers = None,
-    stack: Stacking = "auto",
-    device: Device = None,
+    engine: EngineFlag = "local",
+    ray_address: AddressFlag = None,
+    workers: WorkersFlag = None,
+    stack: StackFlag = "auto",
+    device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the comparison (default: runs/compare-TIME).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue (or help with) the comparison in this folder.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="With --resume: try failed runs again.")] = False,
@@ -75,29 +86,31 @@ def compare(
         vestige compare --resume runs/compare-20260101-120000
     """
     from vestige.compare import presets as known
-    from vestige.compare.comparison import FACTORS, Budget, Contender, Problem, Specification
     from vestige.compare.folder import ComparisonFolder
+    from vestige.compare.specification import FACTORS, Contender, Problem, Specification
+    from vestige.records import PrivacyTarget
 
+    execution = Execution(engine, ray_address, workers, stack, device)
     if resume is not None:
-        allowed = ("resume", "retry", "data", *WHERE)
+        allowed = ("resume", "retry", "data", *EXECUTION)
         refuse_others(context, allowed, "a comparison continues with the options it was started with")
         folder = ComparisonFolder(resume)
         agreed = folder.specification()
         elsewhere = {problem.task: data for problem in agreed.problems} if data is not None else {}
         check_tasks(agreed, data)
         if retry:
-            notes.print(f"trying {folder.forget_failures()} failed runs again", markup=False)
-        alone = known.timed_in(resume)
-        finish(fill(resume, agreed, engine, ray_address, workers, stack, device, as_json, elsewhere, alone), as_json)
+            stderr.print(f"trying {len(folder.remove_failures())} failed runs again", markup=False)
+        execution = replace(execution, alone=known.timed_in(resume))
+        finish(make_runs(resume, agreed, execution, visible=not as_json, data=elsewhere), as_json)
         return
     if retry:
         raise ValueError("--retry goes with --resume FOLDER: it tries the failed runs of a comparison again")
-    budgets = [Budget("epsilon", value) for value in epsilon or ()]
-    budgets += [Budget("noise_multiplier", value) for value in noise_multiplier or ()]
-    budgets += [Budget("paper_sigma", value) for value in paper_sigma or ()]
+    budgets = [PrivacyTarget("epsilon", value) for value in epsilon or ()]
+    budgets += [PrivacyTarget("noise_multiplier", value) for value in noise_multiplier or ()]
+    budgets += [PrivacyTarget("paper_sigma", value) for value in paper_sigma or ()]
     if quick:
         refuse_others(
-            context, ("quick", "out", *WHERE), "--quick is one fixed comparison; leave --quick out for your own"
+            context, ("quick", "out", *EXECUTION), "--quick is one fixed comparison; leave --quick out for your own"
         )
         specification = quick_specification()
     else:
@@ -110,7 +123,7 @@ def compare(
             contenders=tuple(
                 Contender(label, name, options, lr) for label, name, options in contenders(method or ["all"])
             ),
-            budgets=tuple(budgets or [Budget("epsilon", 3.0)]),
+            budgets=tuple(budgets or [PrivacyTarget("epsilon", 3.0)]),
             seeds=tuple(range(seeds)),
             steps=steps,
             sample_rate=sample_rate,
@@ -130,17 +143,18 @@ def compare(
     check_tasks(specification)
     _check_names(specification)
     path = out or Path("runs") / f"{'quick' if quick else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    finish(fill(path, specification, engine, ray_address, workers, stack, device, as_json), as_json)
+    finish(make_runs(path, specification, execution, visible=not as_json), as_json)
 
 
 def quick_specification() -> Any:
-    from vestige.compare.comparison import Budget, Contender, Problem, Specification
+    from vestige.compare.specification import Contender, Problem, Specification
+    from vestige.records import PrivacyTarget
 
     names = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory"]
     return Specification(
         problems=(Problem("digits-mlp"),),
         contenders=tuple(Contender(label, name, options) for label, name, options in contenders(names)),
-        budgets=(Budget("epsilon", 1.0), Budget("epsilon", 3.0), Budget("epsilon", 8.0)),
+        budgets=tuple(PrivacyTarget("epsilon", value) for value in (1.0, 3.0, 8.0)),
         steps=200,
         sample_rate=0.05,
     )
@@ -159,13 +173,13 @@ def _check_flags(context: typer.Context, kinds: tuple[str, ...], lrs: str | None
 
 def _check_names(specification: Any) -> None:
     """Names and values of methods and options that no run could use, or that would be passed over in silence."""
-    from vestige.methods.registry import METHODS, nearest
+    from vestige.methods.registry import find, nearest
 
     labels = [contender.label for contender in specification.contenders]
     if specification.baseline not in ("dp-sgd", *labels):  # the usual baseline may be left out
         name = specification.baseline
         raise ValueError(f"baseline={name!r} is not compared{nearest(name, labels)}; choose from {', '.join(labels)}")
-    known = {option for contender in specification.contenders for option in METHODS[contender.method].options}
+    known = {option for contender in specification.contenders for option in find(contender.method).options}
     for option in specification.tune:
         if option not in known:
             raise ValueError(
@@ -174,7 +188,7 @@ def _check_names(specification: Any) -> None:
             )
     for contender in specification.contenders:
         for option, values in specification.tune.items():
-            if option in METHODS[contender.method].options and option not in contender.options:
+            if option in find(contender.method).options and option not in contender.options:
                 for value in values:
                     options = {**contender.options, option: value}
                     try_to_build(f"tune={option}={value!r}", contender.method, options)

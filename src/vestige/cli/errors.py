@@ -1,4 +1,4 @@
-"""How does a mistake end? In one line that speaks of flags, and an exit code.
+"""How does a command report a mistake? In one line that names flags, and by an exit code.
 
 2 for usage, 1 for a check that failed or a machine that could not, 130 for Ctrl-C.
 """
@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 INTERRUPTED = 130
 
 
-class Spoken(TyperCommand):
+class FlagCommand(TyperCommand):
     """A command whose errors name its flags where the library names arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -37,7 +37,7 @@ class Spoken(TyperCommand):
 
 
 def _with_value(error: Any, words: list[str]) -> str:
-    """What typer says of a value that it cannot read, with the value: of a flag given twice the last one counts."""
+    """Typer's message about a value that it cannot read, with the value: of a flag given twice the last one counts."""
     given = []
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, rest = word.partition("=")
@@ -48,14 +48,14 @@ def _with_value(error: Any, words: list[str]) -> str:
 
 
 def in_flags(message: str, options: Iterable[str]) -> str:
-    """The message of a Python error, in the words of the command line.
+    """The message of a Python error, with flags where it names arguments.
 
     >>> in_flags("sample_rate=2 must lie in (0, 1]; give steps=5, too", ["--sample-rate", "--steps"])
     '--sample-rate=2 must lie in (0, 1]; give --steps=5, too'
     """
     flags = {option.lstrip("-").replace("-", "_"): option for option in options if option.startswith("--")}
 
-    def say(match: re.Match[str]) -> str:
+    def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
         # A word without "=" or an underscore may be plain English: delta, share, task.
         if name not in flags or (value is None and "_" not in name):
@@ -63,11 +63,11 @@ def in_flags(message: str, options: Iterable[str]) -> str:
         return flags[name] + {None: "", "=None": " is missing"}.get(value, "=")
 
     # Only where a word can begin: what stands inside a path or a quoted value is the user's own.
-    return re.sub(r"(?<![^\s(])([a-z]\w*)\b(=None\b|=(?!=))?", say, message)
+    return re.sub(r"(?<![^\s(])([a-z]\w*)\b(=None\b|=(?!=))?", flag, message)
 
 
 @contextmanager
-def ending() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Turn whatever ends the command into one line on standard error and an exit code."""
     try:
         yield
@@ -78,14 +78,14 @@ def ending() -> Iterator[None]:
     except OSError as error:
         fail(f"{error.strerror}: {error.filename}" if error.filename is not None else str(error), 1)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # what typer says of wrong words, whichever click it carries
+        if not hasattr(error, "format_message"):  # that of typer's usage errors, whichever click it carries
             raise
         _fail_of_usage(error)
 
 
 def _fail_of_usage(error: Any) -> None:
     message = error.format_message().strip()
-    if not message:  # no words at all were given: the help was printed
+    if not message:  # there were no arguments at all: the help was printed
         sys.exit(error.exit_code)
     where = getattr(error, "ctx", None)
     hint = f"; see {where.command_path} --help" if where is not None else ""

@@ -1,4 +1,4 @@
-"""What is there to choose from? `vestige methods` and `vestige tasks`."""
+"""What is there to choose from? `vestige methods` and `vestige tasks` list it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from vestige.cli.terminal import Json, answers, print_json
+from vestige.cli.terminal import Json, print_json, stdout
 
 
 def methods(
@@ -29,7 +29,7 @@ def methods(
         if as_json:
             print_json(row)
         else:
-            answers.print(catalogue.page(name), markup=False)
+            stdout.print(catalogue.page(name), markup=False)
         return
     rows = catalogue.rows()
     if as_json:
@@ -38,8 +38,8 @@ def methods(
     table = Table("method", "what it does", "privacy", "copies")
     for row in rows:
         table.add_row(row["name"], row["summary"], row["privacy"], f"{row['copies']:g}")
-    answers.print(table)
-    answers.print(
+    stdout.print(table)
+    stdout.print(
         "copies: extra state, in copies of the parameters. Options, price, reference and BibTeX: vestige methods NAME"
     )
 
@@ -55,4 +55,4 @@ def tasks(as_json: Json = False) -> None:
     for row in known.describe():
         words = (str(row[key]) for key in ("name", "dataset", "model"))
         table.add_row(*words, "--data" if row["needs_data"] else "included")
-    answers.print(table)
+    stdout.print(table)

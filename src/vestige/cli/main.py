@@ -1,4 +1,4 @@
-"""Which commands are there? Each is known by name and one line, and its room is imported when it is called.
+"""Which commands are there? Each is listed by name and one line, and its module is imported when it is called.
 
 So `vestige --help`, and a mistake in the name of a command, need not wait for torch.
 """
@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import vestige
-from vestige.cli.errors import INTERRUPTED, Spoken, ending
+from vestige.cli.errors import INTERRUPTED, FlagCommand, one_line_errors
 
 COMMANDS = {
     "train": ("train", "Train a model privately."),
@@ -36,18 +36,18 @@ COMMANDS = {
     "presets": ("reproduce", "List the tables and figures of the papers that `vestige reproduce` makes again."),
     "reproduce": ("reproduce", "Make a table or figure of a paper again, and set ours beside the printed one."),
 }
-"""The room that holds a command, as a function of the command's name, and the first line of that function's help."""
+"""The module that holds each command, as a function of its name, and the first line of that function's help."""
 
 
 class Commands(TyperGroup):
-    """The commands; what is listed knows a name and a line, what is called is loaded."""
+    """The commands: those that are only listed have a name and a line of help, the one that is called is imported."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, listed, rest = super().resolve_command(ctx, args)
         return name, None if listed is None else load(str(listed.name)), rest
 
     def main(self, *args: Any, **settings: Any) -> Any:
-        with ending():
+        with one_line_errors():
             code = super().main(*args, **{**settings, "prog_name": "vestige", "standalone_mode": False})
             if code == INTERRUPTED:  # Ctrl-C, in the newer versions of typer; in the older it is an Abort already
                 raise typer.Abort
@@ -55,10 +55,10 @@ class Commands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """A command with all its options, from its room."""
-    room, _ = COMMANDS[name]
+    """A command with all its options, from its module."""
+    module, _ = COMMANDS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    alone.command(name, cls=Spoken)(getattr(import_module(f"vestige.cli.{room}"), name))
+    alone.command(name, cls=FlagCommand)(getattr(import_module(f"vestige.cli.{module}"), name))
     return typer.main.get_command(alone)
 
 
@@ -87,7 +87,7 @@ def _options(
 
 
 def _listed() -> None:
-    """Stands in the list of commands for one that is not loaded."""
+    """A placeholder in the list of commands for one that is not loaded."""
 
 
 for _name, (_, _line) in COMMANDS.items():

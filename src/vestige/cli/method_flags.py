@@ -1,4 +1,4 @@
-"""Which flags do the options of the methods become? Those of `train`, so that a new method needs no word here."""
+"""Which flags does `vestige train` have for its methods? From their signatures: a new method needs no line here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a terminal fill a comparison's folder, and show what came out?"""
+"""How does a terminal make the runs of a comparison? With a progress bar on the way, and tables at the end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +16,41 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from vestige.cli.errors import INTERRUPTED
-from vestige.cli.terminal import answers, ctrl_c_also_by_sigterm, notes, print_json
-from vestige.compare.summary import price_lines, summarised
+from vestige.cli.terminal import print_json, sigterm_as_ctrl_c, stderr, stdout
 
-Workers = Annotated[int | None, typer.Option(help="Processes (default: one per core, one in all on a GPU).")]
-Engine = Annotated[str, typer.Option(help="local (processes) or ray (a Ray cluster).")]
-Stacking = Annotated[str, typer.Option(help="auto: train runs that fit together as one stack; off: one after another.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")]
-Address = Annotated[str | None, typer.Option(help="Address of the Ray cluster (default: a local one).")]
+WorkersFlag = Annotated[int | None, typer.Option(help="Processes (default: one per core, one in all on a GPU).")]
+EngineFlag = Annotated[str, typer.Option(help="local (processes) or ray (a Ray cluster).")]
+StackFlag = Annotated[
+    str, typer.Option(help="auto: train runs that fit together as one stack; off: one after another.")
+]
+DeviceFlag = Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")]
+AddressFlag = Annotated[str | None, typer.Option(help="Address of the Ray cluster (default: a local one).")]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Where and how runs are made, as the flags say it."""
+
+    engine: str = "local"
+    address: str | None = None
+    workers: int | None = None
+    stack: str = "auto"
+    device: str | None = None
+    alone: bool = False
+    """Whether each run has the machine to itself: seconds mean something only then."""
+
+    def check(self) -> None:
+        """To be done before there is a folder."""
+        if self.stack not in ("auto", "off"):
+            raise ValueError(f"stack={self.stack!r} must be auto or off")
+        if self.engine not in ("local", "ray"):
+            raise ValueError(f"engine={self.engine!r} is unknown; choose local or ray")
+        if self.address is not None and self.engine != "ray":
+            raise ValueError(f"ray_address={self.address!r} goes with --engine ray")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers={self.workers} must be a whole number from 1 up")
+        if self.alone and (self.engine != "local" or (self.workers or 1) > 1):
+            raise ValueError("this preset times its runs, one after another here: leave --workers and --engine out")
 
 
 def check_tasks(specification: Any, elsewhere: str | None = None) -> None:
@@ -33,55 +61,37 @@ def check_tasks(specification: Any, elsewhere: str | None = None) -> None:
         tasks.check(problem.task, elsewhere or problem.data)
 
 
-def check_place(engine: str, address: str | None, workers: int | None, stack: str, alone: bool) -> None:
-    """Where runs are made, checked before there is a folder."""
-    if stack not in ("auto", "off"):
-        raise ValueError(f"stack={stack!r} must be auto or off")
-    if engine not in ("local", "ray"):
-        raise ValueError(f"engine={engine!r} is unknown; choose local or ray")
-    if address is not None and engine != "ray":
-        raise ValueError(f"ray_address={address!r} goes with --engine ray")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers} must be a whole number from 1 up")
-    if alone and (engine != "local" or (workers or 1) > 1):
-        raise ValueError("this preset times its runs, one after another here: leave --workers and --engine out")
-
-
-def fill(
-    path: Path,
-    specification: Any,
-    engine: str,
-    address: str | None,
-    workers: int | None,
-    stack: str,
-    device: str | None,
-    as_json: bool,
-    data: dict[str, str] | None = None,
-    alone: bool = False,
+def make_runs(
+    path: Path, specification: Any, execution: Execution, *, visible: bool, data: dict[str, str] | None = None
 ) -> Any:
-    """Make the runs of a comparison's folder that are not on record; `alone` gives each run the machine to itself."""
+    """Make the runs of a comparison's folder that are not on record."""
     from vestige.compare import runner
-    from vestige.compare.execute import Place
+    from vestige.compare.execute import Machine
     from vestige.devices import check_device, default_device
 
-    check_place(engine, address, workers, stack, alone)
-    where = device or default_device()
-    check_device(where)
-    usual = 1 if where != "cpu" or alone else max(1, os.cpu_count() or 1)
-    hands = workers if workers is not None else usual
-    place = Place(where, data or {}, stack == "auto" and not alone)
+    execution.check()
+    device = execution.device or default_device()
+    check_device(device)
+    usual = 1 if device != "cpu" or execution.alone else max(1, os.cpu_count() or 1)
+    machine = Machine(device, data or {}, execution.stack == "auto" and not execution.alone)
     try:
-        with ctrl_c_also_by_sigterm(), progress(not as_json) as watch:
+        with sigterm_as_ctrl_c(), run_progress(visible) as on_progress:
             return runner.compare(
-                path, specification, place=place, engine=engine, workers=hands, address=address, watch=watch
+                path,
+                specification,
+                machine=machine,
+                engine=execution.engine,
+                workers=execution.workers if execution.workers is not None else usual,
+                address=execution.address,
+                on_progress=on_progress,
             )
     except KeyboardInterrupt:
-        notes.print(f"interrupted; continue with: vestige compare --resume {path}", markup=False)
+        stderr.print(f"interrupted; continue with: vestige compare --resume {path}", markup=False)
         sys.exit(INTERRUPTED)
 
 
 @contextmanager
-def progress(visible: bool) -> Iterator[Any]:
+def run_progress(visible: bool) -> Iterator[Any]:
     """A live line on standard error: runs done, time left, and the best row so far."""
     columns = (
         TextColumn("runs"),
@@ -90,10 +100,10 @@ def progress(visible: bool) -> Iterator[Any]:
         TextColumn("{task.fields[left]}"),
         TextColumn("{task.fields[best]}"),
     )
-    with Progress(*columns, console=notes, disable=not (visible and notes.is_terminal)) as shown:
+    with Progress(*columns, console=stderr, disable=not (visible and stderr.is_terminal)) as shown:
         line = shown.add_task("runs", total=None, left="", best="")
 
-        def watch(status: Any) -> None:
+        def on_progress(status: Any) -> None:
             left = (
                 ""
                 if status.seconds_left is None
@@ -103,22 +113,27 @@ def progress(visible: bool) -> Iterator[Any]:
             best = f"best so far: {status.best}" if status.best else ""
             shown.update(line, completed=status.done, total=status.total, left=left + failed, best=best)
 
-        yield watch
+        yield on_progress
 
 
-def finish(home: Any, as_json: bool) -> None:
-    summary = summarised(home)
+def finish(folder: Any, as_json: bool) -> None:
+    """Print what a comparison found; exit code 1 if no run came to its end."""
+    from vestige.compare.summary import summarised
+
+    summary = summarised(folder)
     if as_json:
         print_json(summary)
     else:
         show(summary)
-        answers.print(f"written to {home.path}; for the whole story: vestige report {home.path}", markup=False)
+        stdout.print(f"written to {folder.path}; for the whole story: vestige report {folder.path}", markup=False)
     if summary["done"] == 0:
         sys.exit(1)
 
 
 def show(summary: dict[str, Any]) -> None:
     """One table per task and budget: each method tuned and at the automatic rate, and what may be said of it."""
+    from vestige.compare.summary import price_lines
+
     sections: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     tested = any(row["p_holm"] is not None for row in summary["rows"])
     for row in summary["rows"]:
@@ -129,29 +144,29 @@ def show(summary: dict[str, Any]) -> None:
         table.title, table.title_justify = f"{task} at {budget}", "left"
         for method, found in methods.items():
             table.add_row(method, *(_cell(found.get(kind), tested) for kind in kinds))
-        answers.print(table)
-    answers.print(f"test accuracy in percent ± its 95% interval; {_marks(summary)}", markup=False)
+        stdout.print(table)
+    stdout.print(f"test accuracy in percent ± its 95% interval; {_marks(summary)}", markup=False)
     for row in summary["rows"]:
         if row["sentence"].startswith(("better", "worse")):
-            answers.print(f"{row['method']} on {row['task']} ({row['rate']}): {row['sentence']}", markup=False)
+            stdout.print(f"{row['method']} on {row['task']} ({row['rate']}): {row['sentence']}", markup=False)
     for line in price_lines(summary["prices"]):
-        answers.print(line, markup=False)
+        stdout.print(line, markup=False)
     for row in summary["choices"]:
         if row["at_edge"]:
-            notes.print(
+            stderr.print(
                 f"note: the best rate of {row['method']} at {row['budget']} on {row['task']} lies at the edge of the "
                 f"grid: give a wider one",
                 markup=False,
             )
     lines = Counter(f"{each['label']} on {each['task']}: {each['error']}" for each in summary["failed"])
     for line, count in lines.items():
-        notes.print(f"failed ({count} runs): {line}", markup=False)
+        stderr.print(f"failed ({count} runs): {line}", markup=False)
     for name, why in summary["unreadable"].items():
-        notes.print(f"left out: runs/{name} ({why})", markup=False)
+        stderr.print(f"left out: runs/{name} ({why})", markup=False)
 
 
 def _marks(summary: dict[str, Any]) -> str:
-    """What the marks say, or why there are none."""
+    """What the marks in the tables mean, or why there are none."""
     baseline, rows = summary["baseline"], summary["rows"]
     if any(row["p_holm"] is not None for row in rows):
         untested = any(row["p_holm"] is None and row["method"] != baseline and row["mean"] is not None for row in rows)

@@ -1,15 +1,13 @@
-"""How does a terminal make the page of a comparison? `vestige report`."""
+"""How does a terminal write the report of a comparison? `vestige report`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vestige.cli.terminal import answers
-from vestige.compare.summary import price_lines, summarised
+from vestige.cli.terminal import stdout
 
 
 def report(
@@ -28,33 +26,32 @@ def report(
 
 
 def write_report(folder: Path, out: Path | None, figures: Path | None, title: str | None) -> Path:
-    from vestige.compare import runner
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.report import page as page
+    from vestige.compare.summary import price_lines, reported_records, summarised
     from vestige.files import make_folder
 
-    home = ComparisonFolder(folder)
-    specification = home.specification()
-    records = runner.settled(home)
-    if not records:
+    comparison = ComparisonFolder(folder)
+    specification = comparison.specification()
+    if not comparison.records():
         raise ValueError(f"{str(folder)!r} holds no finished run yet: make some with vestige compare --resume {folder}")
-    summary = summarised(home)
+    summary = summarised(comparison)
     content = {
         "title": title or "Private optimizers at one budget",
         "specification": specification.to_json(),
         "summary": {**summary, "price_lines": price_lines(summary["prices"])},
-        "records": records,
-        "paper": _paper(folder, records),
+        "records": reported_records(comparison),
+        "paper": _paper(comparison),
     }
     path = out or folder / "report.html"
     make_folder(path.parent)
     if figures is not None:
         make_folder(figures, "figures")
     path.write_text(page.page(content), encoding="utf-8")
-    answers.print(f"wrote {path} ({_size(path.stat().st_size)})", markup=False)
+    stdout.print(f"wrote {path} ({_size(path.stat().st_size)})", markup=False)
     if figures is not None:
         for line in page.export(content, figures):
-            answers.print(line, markup=False)
+            stdout.print(line, markup=False)
     return path
 
 
@@ -63,23 +60,23 @@ LARGE = 5_000_000
 
 
 def _size(bytes_: int) -> str:
-    told = f"{bytes_ / 1e6:.2f} MB"
+    size = f"{bytes_ / 1e6:.2f} MB"
     if bytes_ <= LARGE:
-        return told
-    return f"{told}, more than the {LARGE / 1e6:g} MB a page should have: compare fewer tasks or budgets in one folder"
+        return size
+    return f"{size}, more than the {LARGE / 1e6:g} MB a page should have: compare fewer tasks or budgets in one folder"
 
 
-def _paper(folder: Path, records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _paper(comparison: Any) -> dict[str, Any] | None:
     """What a paper printed beside ours, if the folder was made by `vestige reproduce`."""
     from vestige.compare import presets as known
 
-    made = known.of_folder(folder)
+    made = known.of_folder(comparison.path)
     if made is None:
         return None
     preset, small = made
     return {
         "title": f"{preset.paper}: {preset.what}",
-        "beside": known.beside(preset, records),
+        "beside": known.beside(preset, comparison.records().values()),
         "notes": list(preset.notes),
         "small": small,
     }

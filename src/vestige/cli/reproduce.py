@@ -10,9 +10,18 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vestige.cli.progress import Address, Device, Engine, Stacking, Workers, check_place, check_tasks, fill, show
-from vestige.cli.terminal import Json, answers, print_json
-from vestige.compare.summary import summarised
+from vestige.cli.progress import (
+    AddressFlag,
+    DeviceFlag,
+    EngineFlag,
+    Execution,
+    StackFlag,
+    WorkersFlag,
+    check_tasks,
+    make_runs,
+    show,
+)
+from vestige.cli.terminal import Json, print_json, stdout
 
 
 def presets(as_json: Json = False) -> None:
@@ -27,18 +36,18 @@ def presets(as_json: Json = False) -> None:
     for preset in PRESETS.values():
         missing = preset.missing()
         table.add_row(preset.name, preset.what, preset.paper, f"without {', '.join(missing)}" if missing else "ready")
-    answers.print(table)
+    stdout.print(table)
 
 
 def reproduce(
     name: Annotated[str, typer.Argument(help="A preset of `vestige presets`.")],
     data: Annotated[str | None, typer.Option(help="Folder with the datasets.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Few steps and seeds, to see that it works.")] = False,
-    engine: Engine = "local",
-    ray_address: Address = None,
-    workers: Workers = None,
-    stack: Stacking = "auto",
-    device: Device = None,
+    engine: EngineFlag = "local",
+    ray_address: AddressFlag = None,
+    workers: WorkersFlag = None,
+    stack: StackFlag = "auto",
+    device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder (default: runs/NAME or runs/NAME-small).")] = None,
     as_json: Json = False,
 ) -> None:
@@ -54,25 +63,26 @@ def reproduce(
     """
     from vestige.compare import presets as known
     from vestige.compare.folder import ComparisonFolder
+    from vestige.compare.summary import summarised
     from vestige.files import write_json
 
     preset = known.find(name)
     specification = preset.specification(data, small=small)
     check_tasks(specification)
-    check_place(engine, ray_address, workers, stack, preset.timed)
+    execution = Execution(engine, ray_address, workers, stack, device, alone=preset.timed)
+    execution.check()
     path = out or Path("runs") / (f"{name}-small" if small else name)
     ComparisonFolder(path).create(specification)
     write_json(path / "preset.json", {"preset": name, "small": small})
-    # Seconds mean something only for runs that have the machine to themselves.
-    home = fill(path, specification, engine, ray_address, workers, stack, device, as_json, alone=preset.timed)
-    summary = summarised(home)
-    beside = known.beside(preset, list(home.records().values()))
+    folder = make_runs(path, specification, execution, visible=not as_json)
+    summary = summarised(folder)
+    beside = known.beside(preset, folder.records().values())
     if as_json:
         print_json({**summary, "preset": name, "small": small, "beside": beside, "notes": list(preset.notes)})
     else:
         show(summary)
         _show_paper(preset, beside, small)
-        answers.print(f"written to {path}; for the whole story: vestige report {path}", markup=False)
+        stdout.print(f"written to {path}; for the whole story: vestige report {path}", markup=False)
     if summary["done"] == 0:
         sys.exit(1)
 
@@ -84,14 +94,14 @@ def _show_paper(preset: Any, beside: Sequence[dict[str, Any]], small: bool) -> N
         table.title, table.title_justify = f"{preset.paper}: {preset.what}", "left"
         for row in beside:
             table.add_row(*(value if isinstance(value, str) else _plain(value) for value in row.values()))
-        answers.print(table)
+        stdout.print(table)
     for line in preset.notes:
-        answers.print(f"assumed: {line}", markup=False)
+        stdout.print(f"assumed: {line}", markup=False)
     missing = preset.missing()
     if missing:
-        answers.print(f"left out, because this version has no such method: {', '.join(missing)}", markup=False)
+        stdout.print(f"left out, because this version has no such method: {', '.join(missing)}", markup=False)
     if small:
-        answers.print("small: too few steps and seeds to compare with the paper", markup=False)
+        stdout.print("small: too few steps and seeds to compare with the paper", markup=False)
 
 
 def _plain(value: float | None) -> str:

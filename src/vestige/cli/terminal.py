@@ -1,4 +1,4 @@
-"""What does a terminal show, and how does it say stop? Shared by every command."""
+"""What do all commands share? Consoles for both output streams, a progress bar, and handlers for Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vestige.cli.errors import INTERRUPTED
 
-notes = Console(stderr=True, highlight=False, soft_wrap=True)
-answers = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+stdout = Console(highlight=False, soft_wrap=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 
@@ -28,7 +28,7 @@ def print_json(content: dict[str, Any]) -> None:
 
 
 @contextmanager
-def progress(
+def step_progress(
     visible: bool,
 ) -> Iterator[Callable[[str, int], Callable[[int, float | None, float | None, float | None], None]]]:
     """A live bar on standard error: steps, accuracy on public data, spent epsilon and the budget."""
@@ -40,7 +40,7 @@ def progress(
         TextColumn("{task.fields[spent]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=notes, disable=not (visible and notes.is_terminal)) as progress:
+    with Progress(*columns, console=stderr, disable=not (visible and stderr.is_terminal)) as progress:
 
         def bar(title: str, total: int) -> Callable[[int, float | None, float | None, float | None], None]:
             line = progress.add_task(title, total=total, accuracy="", spent="")
@@ -63,18 +63,18 @@ def _spent(spent: float | None, budget: float | None) -> str:
 
 
 @contextmanager
-def graceful() -> Iterator[Callable[[], bool]]:
+def graceful_stop() -> Iterator[Callable[[], bool]]:
     """Ctrl-C (or SIGTERM) once: finish the step, save, stop. Twice: stop at once."""
     stop = False
 
-    def ask(number: int, frame: object) -> None:
+    def handle(number: int, frame: object) -> None:
         nonlocal stop
         if stop:
             os._exit(INTERRUPTED)
         stop = True
-        notes.print("stopping after this step (again: at once)", markup=False)
+        stderr.print("stopping after this step (again: at once)", markup=False)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: stop
     finally:
@@ -83,8 +83,8 @@ def graceful() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def ctrl_c_also_by_sigterm() -> Iterator[None]:
-    """What ends a command from outside ends it as Ctrl-C does, so that whoever works for it stops too."""
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does, so that its worker processes are stopped too."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""How does a terminal train a model? `vestige train`: flags become a job, a job becomes a run."""
+"""How does a terminal train a model? `vestige train`: flags become a job, and a job becomes a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from vestige.cli.errors import INTERRUPTED, refuse_others
 from vestige.cli.method_flags import with_method_options
-from vestige.cli.terminal import LARGEST_SEED, Json, answers, graceful, notes, print_json, progress
+from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, stderr, stdout, step_progress
 
 
 @with_method_options
@@ -165,24 +165,28 @@ def train(
     path = resume or out or Path("runs") / f"{Path(task).stem}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
     loaded, training = start(job, path, resume=resume is not None)
     _announce(job, training)
-    with progress(not as_json) as bar, graceful() as asked_to_stop, loggers.opened(log_to or [], path.name) as logs:
+    with (
+        step_progress(not as_json) as bar,
+        graceful_stop() as stopping,
+        loggers.opened(log_to or [], path.name) as logs,
+    ):
         show = bar(job.method, training.plan.steps)
 
-        def watch(training: Any, record: Any, accuracy: float | None) -> bool:
+        def on_record(training: Any, record: Any, accuracy: float | None) -> bool:
             show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
             for log in logs:
                 extra = loggers.nonprivate(training) if job.nonprivate_logs else {}
                 log.log(record.step, {**loggers.released(record.to_json(), accuracy), **extra})
-            return not asked_to_stop()
+            return not stopping()
 
-        result = complete(job, loaded, training, watch)
+        result = complete(job, loaded, training, on_record)
     if as_json:
-        print_json(result)
+        print_json(result.to_json())
     else:
         _summarise(result)
-    if result["stopped"] == "interrupted":
-        notes.print(
-            f"interrupted after step {result['steps']}; continue with: vestige train --resume {path}", markup=False
+    if result.stopped == "interrupted":
+        stderr.print(
+            f"interrupted after step {result.steps}; continue with: vestige train --resume {path}", markup=False
         )
         sys.exit(INTERRUPTED)
 
@@ -208,48 +212,51 @@ def _physical_batch(text: str | None) -> Any:
 def _announce(job: Any, training: Any) -> None:
     """Say, on standard error, what was chosen and what is not private."""
     plan = training.plan
-    notes.print(
+    stderr.print(
         f"{job.method} on {job.task}: noise multiplier {plan.noise_multiplier:.4g}, rate {plan.sample_rate:g}, "
         f"{plan.steps} steps, delta {plan.delta:g}",
         markup=False,
     )
-    notes.print(plan.lr_reason, markup=False)
+    stderr.print(plan.lr_reason, markup=False)
     if job.physical_batch == "auto":
-        notes.print(f"physical batch {training.physical_batch}: the most that fits, or that a sample has", markup=False)
+        stderr.print(
+            f"physical batch {training.physical_batch}: the most that fits, or that a sample has", markup=False
+        )
     if job.reproducible:
-        notes.print(
+        stderr.print(
             "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
             markup=False,
         )
     if job.nonprivate_transcript:
-        notes.print("NOT PRIVATE: --nonprivate-transcript writes raw sums; the guarantee is void", markup=False)
+        stderr.print("NOT PRIVATE: --nonprivate-transcript writes raw sums; the guarantee is void", markup=False)
     if job.nonprivate_logs:
-        notes.print("NOT PRIVATE: --nonprivate-logs logs numbers without noise; the guarantee is void", markup=False)
+        stderr.print("NOT PRIVATE: --nonprivate-logs logs numbers without noise; the guarantee is void", markup=False)
     if job.sampling != "poisson":
-        notes.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
+        stderr.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
 
 
-def _summarise(result: dict[str, Any]) -> None:
+def _summarise(result: Any) -> None:
+    stated, selection = result.statement, result.selection
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("test accuracy", f"{result['accuracy']:.1%}")
-    if result["epsilon"] is not None:
+    table.add_row("test accuracy", f"{result.accuracy:.1%}")
+    if stated.epsilon is not None:
         table.add_row(
             "privacy",
-            f"epsilon {result['epsilon']:.4g} at delta {result['delta']:g} ({result['accountant']}; "
-            f"by Renyi {result['epsilon_rdp']:.4g})",
+            f"epsilon {stated.epsilon:.4g} at delta {stated.delta:g} ({stated.accountant}; "
+            f"by Renyi {stated.epsilon_rdp:.4g})",
         )
     else:
-        table.add_row("privacy", "none: " + "; ".join(result["reasons"]))
-    if "epsilon_if_noise_were_secret" in result:
-        table.add_row("", f"epsilon would be {result['epsilon_if_noise_were_secret']:.4g} if the noise were secret")
-    table.add_row("steps", f"{result['steps']} ({result['stopped']})")
-    if "trials" in result:
+        table.add_row("privacy", "none: " + "; ".join(stated.reasons))
+    if stated.epsilon_if_noise_were_secret is not None:
+        table.add_row("", f"epsilon would be {stated.epsilon_if_noise_were_secret:.4g} if the noise were secret")
+    table.add_row("steps", f"{result.steps} ({result.stopped})")
+    if selection is not None:
         table.add_row(
             "trials",
-            f"{result['trials']}: {result['accepted']} accepted, {result['rejected']} rejected, {result['updates']} "
-            f"updates, {result['degraded']} of them degraded",
+            f"{selection.trials}: {selection.accepted} accepted, {selection.rejected} rejected, {selection.updates} "
+            f"updates, {selection.degraded} of them degraded",
         )
-        table.add_row("published claim", f"{result['published_claim_epsilon']:.4g}: refuted, see docs/selective.md")
-    table.add_row("learning rate", f"{result['lr']:.4g}")
-    table.add_row("written to", str(result["run"]))
-    answers.print(table)
+        table.add_row("published claim", f"{selection.published_claim_epsilon:.4g}: refuted, see docs/selective.md")
+    table.add_row("learning rate", f"{stated.lr:.4g}")
+    table.add_row("written to", str(result.run))
+    stdout.print(table)

@@ -1,4 +1,4 @@
-"""How is a comparison written at a terminal? Contenders as NAME:option=value, grids with commas between values."""
+"""How is a comparison written on a command line? Contenders as NAME:option=value, grids as lists with commas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """NAME or NAME:option=value,... as (label, name, options); `all` is every method, and DP-SGD with momentum."""
-    from vestige.methods.registry import METHODS, nearest
+    from vestige.methods.registry import ALIASES, METHODS, nearest
 
     found: list[tuple[str, str, dict[str, Any]]] = []
     for word in words:
@@ -19,7 +19,7 @@ def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
             found.insert(1, ("dp-sgd:momentum=0.9", "dp-sgd", {"momentum": 0.9}))
             continue
         name, _, rest = word.partition(":")
-        if name not in METHODS:
+        if name not in (*METHODS, *ALIASES):
             known = ", ".join(METHODS)
             raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {known}, or all")
         options = dict(_option(part) for part in _parts(rest) if part)
@@ -47,13 +47,13 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_refuse_constant)
     except ValueError:
         return text.strip()
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} has no place in a folder's files")
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON: a folder's files could not hold it")
 
 
 def _parts(text: str) -> list[str]:

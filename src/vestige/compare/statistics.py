@@ -10,7 +10,7 @@ from math import inf, isfinite, sqrt
 from scipy.stats import t as student
 
 LEVEL = 0.95
-TINY = 1e-9
+ROUNDING = 1e-9
 """Accuracies closer than this are one accuracy, rounded differently."""
 
 
@@ -72,7 +72,7 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float], resolutio
 def least_step(values: Iterable[float]) -> float:
     """The smallest difference between two of these that are not equal; 0 if all are."""
     ordered = sorted(set(values))
-    return min((after - before for before, after in pairwise(ordered) if after - before > TINY), default=0.0)
+    return min((after - before for before, after in pairwise(ordered) if after - before > ROUNDING), default=0.0)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What does a comparison say? Everything that terminal and report tell of it, from its records alone."""
+"""What is said of a comparison? Everything that the terminal and the report tell, from its records alone."""
 
 from __future__ import annotations
 
@@ -7,33 +7,51 @@ from collections.abc import Sequence
 from decimal import ROUND_CEILING, Decimal, localcontext
 from typing import Any
 
+from vestige.compare import runs, tables
+from vestige.compare.folder import ComparisonFolder
+from vestige.records import completed, failed
 
-def summarised(home: Any) -> dict[str, Any]:
-    """Everything the terminal and the report say about a comparison, from its records alone."""
-    from vestige.compare import comparison, runner
+SUPERSEDED = "superseded"
+"""The stage that a final run has in reports once its rate no longer wins."""
 
-    specification, records = home.specification(), home.records()
-    grid = runner.grid_of(specification)
-    settled = runner.settled(home)
+
+def summarised(folder: ComparisonFolder) -> dict[str, Any]:
+    """Progress, rows, choices, prices and failures of a comparison."""
+    specification, records = folder.specification(), folder.records()
+    grid = runs.grid_of(specification)
+    gone = runs.superseded(specification, grid, records)
+    standing = [record for record in records.values() if record.id not in gone]
     return {
-        "folder": str(home.path),
-        "total": comparison.total(specification, grid),
-        "done": sum(r["status"] == "done" and r["run"]["stage"] != comparison.SUPERSEDED for r in settled),
+        "folder": str(folder.path),
+        "total": runs.total(specification, grid),
+        "done": len(completed(standing)),
         "baseline": specification.baseline,
-        "rows": comparison.rows(settled, specification.baseline),
-        "choices": comparison.choices(specification, grid, records),
-        "prices": runner.prices(home) if "tuned" in specification.rates else [],
+        "rows": tables.rows(standing, specification.baseline),
+        "choices": tables.choices(specification, grid, records),
+        "prices": tables.tuning_prices(specification, grid, records),
         "failed": [
-            {"id": record["id"], "error": record["error"], **_which(record)}
-            for record in records.values()
-            if record["status"] == "failed"
+            {
+                "id": record.id,
+                "error": record.error,
+                "task": record.run.task,
+                "label": record.run.label,
+                "stage": record.run.stage,
+                "seed": record.run.seed,
+            }
+            for record in failed(records.values())
         ],
-        "unreadable": dict(home.unreadable),
+        "unreadable": dict(folder.unreadable),
     }
 
 
-def _which(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: record["run"][key] for key in ("task", "label", "stage", "seed")}
+def reported_records(folder: ComparisonFolder) -> list[dict[str, Any]]:
+    """Every record as JSON, for the report; final runs at a rate that no longer wins are marked as superseded."""
+    specification, records = folder.specification(), folder.records()
+    gone = runs.superseded(specification, runs.grid_of(specification), records)
+    found = {name: record.to_json() for name, record in records.items()}
+    for name in gone:
+        found[name]["run"]["stage"] = SUPERSEDED
+    return list(found.values())
 
 
 def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -11,16 +11,16 @@ from typing import Any
 
 from vestige.accounting import Guarantee, History, epsilon, within
 from vestige.checks import accounted_multiplier
-from vestige.compare.comparison import Budget, Record, Run
 from vestige.compare.folder import ComparisonFolder
 from vestige.mechanism.groups import PerGroup
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.questions import Question
+from vestige.records import CompletedRun, PrivacyTarget, completed
 from vestige.training.planning import questions
-from vestige.training.verify import TERMS, reprice
+from vestige.training.verify import reprice
 
-LEAST = 0.99
+LEAST_SPENT = 0.99
 """Noise is fitted to a budget to 0.1%: a run that costs less than this share of it had other noise."""
 
 
@@ -54,122 +54,120 @@ def verify_comparison(path: str | Path) -> ComparisonVerdict:
     answers, and its epsilon bounds them whatever they were. The number of examples is the record's own word, and so is
     that nothing else was asked: a record is not chained as a ledger is.
     """
-    home = ComparisonFolder(path)
-    home.specification()
-    records = home.records()
-    done = [record for record in records.values() if record["status"] == "done"]
-    found = {record["id"]: _fault(record) for record in done}
-    wrong = {**home.unreadable, **{name: fault for name, fault in found.items() if fault is not None}}
-    spent = [record["epsilon"] for record in done if found[record["id"]] is None and record["epsilon"] is not None]
-    right = sum(fault is None for fault in found.values())
-    return ComparisonVerdict(right, len(records) - len(done), wrong, max(spent, default=None))
+    folder = ComparisonFolder(path)
+    folder.specification()
+    records = folder.records()
+    done = completed(records.values())
+    faults = {record.id: _fault(record) for record in done}
+    wrong = {**folder.unreadable, **{name: fault for name, fault in faults.items() if fault is not None}}
+    stated = [record.statement.epsilon for record in done if faults[record.id] is None]
+    spent = [each for each in stated if each is not None]
+    return ComparisonVerdict(len(stated), len(records) - len(done), wrong, max(spent, default=None))
 
 
-def _fault(record: Record) -> str | None:
+def _fault(record: CompletedRun) -> str | None:
     """What does not hold in a record, or None."""
     try:
-        run = Run.from_json(record["run"])
-        asked = sum(row["count"] for row in record["charged"])
-        if asked != record["asked"]:
-            return f"says that {record['asked']} questions were asked, and lists {asked}"
-        if (record["noise"] == "seeded") != run.reproducible:
-            return f"says that its noise was {record['noise']}, which is not so of the run that it describes"
-        terms = {key: record[key] for key in TERMS if key in record}
-        cost = _cost(json.dumps(record["charged"]), run.delta, json.dumps(terms))
-        return _gaps(record, cost) or _excess(run.budget, cost.epsilon) or _strange(record, run, cost)
+        run, terms, stated = record.run, record.terms, record.statement
+        asked = sum(row["count"] for row in record.charged)
+        if asked != stated.asked:
+            return f"says that {stated.asked} questions were asked, and lists {asked}"
+        if (terms.noise == "seeded") != run.reproducible:
+            return f"says that its noise was {terms.noise}, which is not so of the run that it describes"
+        cost = _cost(json.dumps(record.charged), run.delta, json.dumps(terms.to_json()))
+        return _misstated(record, cost) or _excess(run.budget, cost.epsilon) or _contradiction(record, cost)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         return f"cannot be priced: {type(error).__name__}: {error}"
 
 
-def _gaps(record: Record, cost: Guarantee) -> str | None:
+def _misstated(record: CompletedRun, cost: Guarantee) -> str | None:
     for key in ("epsilon", "epsilon_if_noise_were_secret"):
-        stated, told = record.get(key), getattr(cost, key)
-        if not (stated == told if stated is None or told is None else abs(stated - told) <= 1e-6 * max(1.0, told)):
-            return f"states {key.replace('_', ' ')} {stated}, its charges cost {told}"
+        stated, found = getattr(record.statement, key), getattr(cost, key)
+        if not (stated == found if stated is None or found is None else abs(stated - found) <= 1e-6 * max(1.0, found)):
+            return f"states {key.replace('_', ' ')} {stated}, its charges cost {found}"
     return None
 
 
-def _excess(budget: Budget, cost: float | None) -> str | None:
-    over = budget.kind == "epsilon" and cost is not None and cost > budget.value
-    return f"costs epsilon {cost}, more than its budget of {budget.value:g}" if over else None
+def _excess(budget: PrivacyTarget, cost: float | None) -> str | None:
+    most = budget.amount("epsilon")
+    over = most is not None and cost is not None and cost > most
+    return f"costs epsilon {cost}, more than its budget of {most:g}" if over else None
 
 
 @lru_cache(maxsize=4096)
 def _cost(charged: str, delta: float, terms: str) -> Guarantee:
     """Runs that asked alike are priced once."""
-    return reprice(_spent(json.loads(charged)), delta, json.loads(terms))
-
-
-def _spent(charged: Sequence[dict[str, Any]]) -> dict[Question, int]:
-    return {Question.from_json(row): row["count"] for row in charged}
+    spent = {Question.from_json(row): row["count"] for row in json.loads(charged)}
+    return reprice(spent, delta, json.loads(terms))
 
 
 # --- against the run -------------------------------------------------------------------------------------------------
 
 
-def _strange(record: Record, run: Run, cost: Guarantee) -> str | None:
+def _contradiction(record: CompletedRun, cost: Guarantee) -> str | None:
     """What the run that a record describes cannot have stated or asked, or None."""
-    budget = run.budget.value if run.budget.kind == "epsilon" else None
-    for key, value in (("delta", run.delta), ("sample_rate", run.sample_rate), ("budget", budget)):
-        if record[key] != value:
-            return f"states {key} {record[key]}, the run that it describes has {value}"
+    run, stated = record.run, record.statement
+    fixed = {"delta": run.delta, "sample_rate": run.sample_rate, "budget": run.budget.amount("epsilon")}
+    for key, value in fixed.items():
+        if getattr(stated, key) != value:
+            return f"states {key} {getattr(stated, key)}, the run that it describes has {value}"
     method = build(run.method, **run.options)
-    method = replace(method, gate=method.gate.at(round(record["expected_batch"] / run.sample_rate)))
+    method = replace(method, gate=method.gate.at(round(stated.expected_batch / run.sample_rate)))
     sampling = method.noise.sampling(run.sample_rate).kind
-    if record["sampling"] != sampling:
-        return f"says that its sampling was {record['sampling']}, that of {run.method} is {sampling}"
+    if record.terms.sampling != sampling:
+        return f"says that its sampling was {record.terms.sampling}, that of {run.method} is {sampling}"
     schedule = "filtered" if method.gate.adaptive else "fixed"
-    if record.get("schedule", "fixed") != schedule:
-        return f"says that its questions were {record.get('schedule')}, those of {run.method} are {schedule}"
-    asking = partial(questions, method, run.sample_rate, record["noise_multiplier"])
-    charges = _strange_filter if method.gate.adaptive else _strange_charges
-    return charges(record, run, asking) or _strange_noise(record, run, method, cost)
+    if record.terms.schedule != schedule:
+        return f"says that its questions were {record.terms.schedule}, those of {run.method} are {schedule}"
+    asking = partial(questions, method, run.sample_rate, stated.noise_multiplier)
+    charges = _filter_contradiction if method.gate.adaptive else _charge_contradiction
+    return charges(record, asking) or _noise_contradiction(record, method, cost)
 
 
-def _strange_noise(record: Record, run: Run, method: Method, cost: Guarantee) -> str | None:
+def _noise_contradiction(record: CompletedRun, method: Method, cost: Guarantee) -> str | None:
     """Whether a record's noise is not what its run's budget, its paper's sigma or its method's options fix."""
-    stated, fixed = record["noise_multiplier"], method.noise_multiplier
-    if run.budget.kind == "noise_multiplier":
-        fixed = run.budget.value
-    elif run.budget.kind == "paper_sigma":
-        groups = record.get("groups") if isinstance(method.clip, PerGroup) else 1
+    budget, stated, fixed = record.run.budget, record.statement.noise_multiplier, method.noise_multiplier
+    if budget.kind == "noise_multiplier":
+        fixed = budget.value
+    elif budget.kind == "paper_sigma":
+        groups = record.statement.groups if isinstance(method.clip, PerGroup) else 1
         if groups is None:
             return None  # an earlier version's record, which does not say how many groups shared the sigma
-        fixed = accounted_multiplier(run.budget.value, method.memory.fresh_share, groups)
+        fixed = accounted_multiplier(budget.value, method.memory.fresh_share, groups)
     if fixed is not None:
         same = abs(stated - fixed) <= 1e-9 * fixed
         return None if same else f"states noise multiplier {stated}, the run that it describes has {fixed}"
     spent = cost.epsilon if cost.epsilon is not None else cost.epsilon_if_noise_were_secret
-    if spent is not None and spent < LEAST * run.budget.value:
-        return f"costs epsilon {spent}, less than noise that was fitted to its budget of {run.budget.value:g}"
+    if spent is not None and spent < LEAST_SPENT * budget.value:
+        return f"costs epsilon {spent}, less than noise that was fitted to its budget of {budget.value:g}"
     return None
 
 
-def _strange_charges(record: Record, run: Run, asking: Callable[[int], History]) -> str | None:
+def _charge_contradiction(record: CompletedRun, asking: Callable[[int], History]) -> str | None:
     """Whether these are not the questions of a run that asks what is fixed in advance: of `asking` so many steps."""
-    spent, steps = _spent(record["charged"]), record["steps"]
-    if record["stopped"] == "budget":
+    run, spent, steps = record.run, record.history, record.steps
+    if record.stopped == "budget":
         whole = asking(steps + 1)
         if not (steps < run.steps and within(asking(steps), spent) and within(spent, whole)):
             return f"lists other questions than {steps} of the {run.steps} steps of {run.method} ask"
         if run.budget.kind != "epsilon" or epsilon(whole, run.delta) <= run.budget.value:
             return f"says that it stopped for its budget, which would have paid for step {steps + 1}"
         return None
-    if (record["stopped"], steps) != ("finished", run.steps):
-        return f"says that it {record['stopped']} after {steps} steps, the run that it describes has {run.steps}"
+    if (record.stopped, steps) != ("finished", run.steps):
+        return f"says that it {record.stopped} after {steps} steps, the run that it describes has {run.steps}"
     return None if spent == asking(steps) else f"lists other questions than {steps} steps of {run.method} ask"
 
 
-def _strange_filter(record: Record, run: Run, asking: Callable[[int], History]) -> str | None:
+def _filter_contradiction(record: CompletedRun, asking: Callable[[int], History]) -> str | None:
     """Whether a filter's terms are not those of its run; what was asked under it then costs its epsilon at most."""
-    expected = asking(run.steps)
-    if record["filter_epsilon"] != run.budget.value:
-        return f"states a filter of epsilon {record['filter_epsilon']}, its budget is {run.budget.value:g}"
-    if {Question.from_json(row) for row in record["filter_expects"]} != set(expected):
+    run, terms, steps = record.run, record.terms, record.steps
+    if terms.filter_epsilon != run.budget.value:
+        return f"states a filter of epsilon {terms.filter_epsilon}, its budget is {run.budget.value:g}"
+    if {Question.from_json(dict(row)) for row in terms.filter_expects or ()} != set(asking(run.steps)):
         return f"states a filter that expects other questions than {run.method} asks"
-    steps, each = record["steps"], sum(asking(1).values())
-    if steps > run.steps or (record["stopped"] == "finished") != (steps == run.steps):
-        return f"says that it {record['stopped']} after {steps} steps, the run that it describes has {run.steps}"
-    if record["asked"] < steps * each:
-        return f"lists {record['asked']} questions, {steps} steps of {run.method} ask {steps * each} at least"
+    if steps > run.steps or (record.stopped == "finished") != (steps == run.steps):
+        return f"says that it {record.stopped} after {steps} steps, the run that it describes has {run.steps}"
+    asked, each = record.statement.asked, sum(asking(1).values())
+    if asked < steps * each:
+        return f"lists {asked} questions, {steps} steps of {run.method} ask {steps * each} at least"
     return None

@@ -22,13 +22,14 @@ from vestige.methods.registry import build
 from vestige.optim import averaging
 from vestige.optim.rules import named
 from vestige.questions import Question, SampledGaussian
+from vestige.records import RunResult, Selection, Statement
 from vestige.training.loop import Record, accuracy
-from vestige.training.planning import paper_groups
+from vestige.training.planning import Plan, paper_groups
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
 
 OnRecord = Callable[[Training, Record, float | None], bool]
-"""Sees every record, with the accuracy on public test data when it was measured; False stops the run cleanly."""
+"""Called with every step's record, and the accuracy on public test data when it was measured; False stops the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def start(
     return task, training
 
 
-def complete(job: Job, task: tasks.Task, training: Training, watch: OnRecord | None = None) -> dict[str, Any]:
+def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord | None = None) -> RunResult:
     """Consume a prepared training: evaluate on the public test set now and then, and write the result."""
     every = job.evaluate_every or max(1, training.plan.steps // 20)
     begin = time.perf_counter()
@@ -150,77 +151,83 @@ def complete(job: Job, task: tasks.Task, training: Training, watch: OnRecord | N
         if (record.step + 1) % every == 0:
             with training.averaged():
                 seen = training.log["accuracy"] = accuracy(task.model, task.test)
-        if watch is not None and not watch(training, record, seen):
+        if on_record is not None and not on_record(training, record, seen):
             interrupted = True
             break
     seconds = time.perf_counter() - begin
     with training.averaged():
         final = accuracy(task.model, task.test)
-    result = {
-        "task": job.task,
-        "method": job.method,
-        "accuracy": final,
-        **statement(training),
-        **selection(training),
-        "steps": training.state.step,
-        "seed": job.seed,
-        "seconds": round(seconds, 3),
-        "stopped": _why(training, interrupted),
-        "run": str(training.folder.path) if training.folder else None,
-    }
-    if record is not None:
-        result |= {key: value for key, value in record.to_json().items() if key in record.diagnostics}
+    result = RunResult(
+        task=job.task,
+        method=job.method,
+        accuracy=final,
+        statement=statement(
+            training.guarantee(),
+            training.plan,
+            expected_batch=training.expected_batch,
+            groups=training.layout.groups,
+            asked=sum(training.ledger.spent.values()),
+        ),
+        selection=selection(training),
+        steps=training.state.step,
+        seed=job.seed,
+        seconds=round(seconds, 3),
+        stopped=_why(training, interrupted),
+        run=str(training.folder.path) if training.folder else None,
+        diagnostics={} if record is None else last_diagnostics(record),
+    )
     if interrupted:
         training.ledger.close()
     else:
-        training.finish(result)
+        training.finish(result.to_json())
     return result
 
 
-def statement(training: Training) -> dict[str, Any]:
-    """The guarantee and the public facts it rests on, in plain keys."""
-    promise = training.guarantee()
-    facts: dict[str, Any] = {
-        "epsilon": promise.epsilon,
-        "delta": promise.delta,
-        "accountant": promise.accountant,
-        "epsilon_rdp": promise.epsilon_rdp if promise.epsilon is not None else None,
-        "budget": training.plan.epsilon,
-        "noise_multiplier": training.plan.noise_multiplier,
-        "sample_rate": training.plan.sample_rate,
-        "expected_batch": training.expected_batch,
-        "groups": training.layout.groups,
-        "lr": training.plan.lr,
-        "lr_reason": training.plan.lr_reason,
-        "asked": sum(training.ledger.spent.values()),
-        "adjacency": promise.adjacency,
-    }
-    if promise.epsilon is None:
-        facts["reasons"] = list(promise.reasons)
-    if promise.epsilon_if_noise_were_secret is not None:
-        facts["epsilon_if_noise_were_secret"] = promise.epsilon_if_noise_were_secret
-    return facts
+def statement(
+    promise: accounting.Guarantee, plan: Plan, *, expected_batch: float, groups: int, asked: int
+) -> Statement:
+    """The guarantee and the public facts it rests on, of a run alone or in a stack."""
+    return Statement(
+        epsilon=promise.epsilon,
+        delta=promise.delta,
+        accountant=promise.accountant,
+        epsilon_rdp=promise.epsilon_rdp if promise.epsilon is not None else None,
+        budget=plan.epsilon,
+        noise_multiplier=plan.noise_multiplier,
+        sample_rate=plan.sample_rate,
+        expected_batch=expected_batch,
+        groups=groups,
+        lr=plan.lr,
+        lr_reason=plan.lr_reason,
+        asked=asked,
+        adjacency=promise.adjacency,
+        reasons=promise.reasons,
+        epsilon_if_noise_were_secret=promise.epsilon_if_noise_were_secret,
+    )
 
 
-def selection(training: Training) -> dict[str, Any]:
-    """What a selective method did, and what its paper would claim for it; nothing for the others."""
+def last_diagnostics(record: Record) -> dict[str, Any]:
+    return {key: value for key, value in record.to_json().items() if key in record.diagnostics}
+
+
+def selection(training: Training) -> Selection | None:
+    """What a selective method did, and what its paper would claim for it; None for the others."""
     counts, test = training.state.gate, training.method.gate.tests
     if test is None or test.rate is None:
-        return {}
+        return None
     claimed: Counter[Question] = Counter()
     for gradient, loss, count in counts["updates"]:  # the noise multipliers that so many updates were made with
         claimed[SampledGaussian(training.plan.sample_rate, gradient)] += count
         claimed[SampledGaussian(test.rate, loss)] += count
-    return {
-        "trials": counts["accepted"] + counts["rejected"],
-        "accepted": counts["accepted"],
-        "rejected": counts["rejected"],
-        "updates": sum(count for *_, count in counts["updates"]),
-        "degraded": counts["degraded"],
-        "accounting": test.accounting,
-        # Not a guarantee: the papers charge applied updates only, and that is refuted (docs/selective.md).
-        "published_claim_epsilon": accounting.epsilon(claimed, training.plan.delta, "rdp"),
-    }
+    return Selection(
+        trials=counts["accepted"] + counts["rejected"],
+        accepted=counts["accepted"],
+        rejected=counts["rejected"],
+        updates=sum(count for *_, count in counts["updates"]),
+        degraded=counts["degraded"],
+        accounting=test.accounting,
+        published_claim_epsilon=accounting.epsilon(claimed, training.plan.delta, "rdp"),
+    )
 
 
 def _moments(job: Job) -> PrivateMoments | None:

@@ -14,8 +14,6 @@ from vestige.questions import Question
 from vestige.training.run_folder import RunFolder
 
 FACTS = tuple(each.name for each in fields(accounting.Facts))
-TERMS = (*FACTS, "filter_expects")
-"""What `reprice` looks for in a ledger's first row or a record."""
 
 
 @dataclass(frozen=True)

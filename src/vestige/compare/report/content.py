@@ -1,4 +1,4 @@
-"""What is a report about? Its methods, tasks, rates and budgets, in the words that all of it uses."""
+"""What is a report about? The names of its methods, tasks, rates and budgets, as all of its parts use them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
 ROW, NAMES = 17, 172
 """Height of a row, of a legend too, and width of its name, in a figure of rows."""
 FEW, SOME = 12, 8
-"""A line of few points has a mark at each, which says its value; a longer one has about so many, to be known by."""
+"""A line of up to FEW points has a mark with its value at each; a longer one has about SOME marks, to be told apart."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _group(name: str, look: Look, marks: str) -> str:
 
 
 def _lying(figure: Figure, looks: Sequence[Look]) -> tuple[int, list[str]]:
-    """Names on the left, intervals beside them, a line at zero where zero has a place."""
+    """Names on the left, intervals beside them, and a line at zero where the axis has one."""
     ends = [v for s in figure.series for p in s.points for v in p[1:] if v is not None and isfinite(v)]
     if figure.log_x:
         ticks = [10.0**power for power in range(floor(log10(min(ends))), ceil(log10(max(ends))) + 1)]
@@ -182,7 +182,7 @@ def _title(figure: Figure, x: float) -> str:
 
 
 def _rule(kind: str, x1: float, x2: float, y1: float, y2: float) -> str:
-    """A line of the grid or an axis; the page's style paints over the colour that a file has."""
+    """A line of the grid or an axis; on the page, its style sheet overrides the colour that a file needs."""
     colour = {"grid": "#e4e4e4", "axis": "#999"}[kind]
     return f'<line class="{kind}" stroke="{colour}" x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}"/>'
 
@@ -219,8 +219,8 @@ def _bar(look: Look, path: str) -> str:
 
 def _dots(figure: Figure, index: int, axes: _Axes, look: Look) -> Iterator[str]:
     series = figure.series[index]
-    room = 0.72 * (WIDTH - LEFT - RIGHT) / max(1, len(figure.categories))
-    shift = room * ((index + 0.5) / len(figure.series) - 0.5)
+    width = 0.72 * (WIDTH - LEFT - RIGHT) / max(1, len(figure.categories))
+    shift = width * ((index + 0.5) / len(figure.series) - 0.5)
     for x, y, low, high in series.points:
         px = axes.x(x) + shift
         if low is not None and high is not None:
@@ -244,7 +244,7 @@ def _line(figure: Figure, index: int, axes: _Axes, look: Look) -> Iterator[str]:
 
 
 def _marked(index: int, count: int) -> slice:
-    """Which points of a line have a mark: not those of its neighbours, where there is a choice."""
+    """Which points of a line have a mark: other ones than in the neighbouring series, where that is possible."""
     step = -(-count // SOME) if count > FEW else 1
     return slice(index % step, None, step)
 

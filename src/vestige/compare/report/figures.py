@@ -1,4 +1,4 @@
-"""Which pictures does a comparison have? Every figure that its records can fill."""
+"""Which figures does a report have? Every one that the records of the comparison can fill."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def figures(content: Content) -> list[Figure]:
         _accuracy_by_rate,
         _costs,
         _weights_by_lag,
-        _pictures,
+        _diagnostics_over_time,
     ]
     return _named_apart(figure for make in makers for figure in make(content) if figure.series)
 
 
 LONGEST = 120
-"""Letters of a figure's key: file systems end at 255."""
+"""Letters of a figure's key, which is also a file name: file systems allow 255."""
 
 
 def _named_apart(drawn: Iterable[Figure]) -> list[Figure]:
-    """Every key as the name of a file on any system; a key that is taken gets a number."""
+    """Figures with keys that are file names on any system; of two that would be the same, one gets a number."""
     named: dict[str, Figure] = {}
     for figure in drawn:
         slug = re.sub(r"[^a-z0-9]+", "-", figure.key.lower())[:LONGEST].strip("-")
@@ -43,7 +43,7 @@ def _named_apart(drawn: Iterable[Figure]) -> list[Figure]:
 
 
 Curves = dict[str, dict[float, list[float]]]
-"""What was found at each x, by method."""
+"""By method, the values of all runs at each x."""
 
 
 def _differences(content: Content) -> Iterable[Figure]:
@@ -96,7 +96,7 @@ Cells = dict[tuple[str, ...], Curves]
 
 
 def _in_order(cells: Cells) -> Iterable[tuple[tuple[str, ...], Curves]]:
-    """By task, then by the budget's number, then as they are."""
+    """By task, then by the budget's number, then by the rest of the key."""
     return sorted(cells.items(), key=lambda cell: (cell[0][0], float(cell[0][1].split()[-1]), cell[0]))
 
 
@@ -117,7 +117,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _accuracy_by_step(content: Content) -> Iterable[Figure]:
-    """Means over runs: of final runs where they were watched, otherwise of the tuning runs that won."""
+    """Means over runs: of final runs where they have curves, otherwise of the tuning runs that won."""
     winners = {
         (row["task"], row["budget"], row["method"]): (row["lr"], row["factor"], row["options"])
         for row in content["summary"]["choices"]
@@ -197,7 +197,7 @@ def _costs(content: Content) -> Iterable[Figure]:
 
 
 def _last_finals(content: Content) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """One final run per task and method, at the largest budget: whose memory is shown."""
+    """One final run per task and method, at the largest budget: the one whose diagnostics are shown."""
     found: dict[tuple[str, str], Mapping[str, Any]] = {}
     stages = {"auto": 0, "tuned": 1, "given": 2}
     finals = [r for r in content["records"] if r["status"] == "done" and r["run"]["stage"] in stages and r["pictures"]]
@@ -221,7 +221,7 @@ def _weights_by_lag(content: Content) -> Iterable[Figure]:
         yield Figure(f"weights-{task}", title, "lag (steps ago)", "weight in the memory", tuple(series))
 
 
-PICTURES = {
+TITLES = {
     "effective_depth": "mean lag of the memory",
     "confidence": "confidence in the trend",
     "memory_share": "share of the memory in the step",
@@ -229,8 +229,8 @@ PICTURES = {
 }
 
 
-def _pictures(content: Content) -> Iterable[Figure]:
-    """Whatever else the methods showed over time: one line per method, or one per layer."""
+def _diagnostics_over_time(content: Content) -> Iterable[Figure]:
+    """Every other diagnostic of the methods: one line per method, or one per layer."""
     runs = _last_finals(content)
     for task in tasks(content):
         keys = dict.fromkeys(
@@ -245,7 +245,7 @@ def _pictures(content: Content) -> Iterable[Figure]:
             for name in names(content):
                 values = runs.get((task, name), {}).get("pictures", {}).get(key) or []
                 series += _lines(name, values)
-            words = PICTURES.get(key, key.replace("_", " "))
+            words = TITLES.get(key, key.replace("_", " "))
             yield Figure(f"{key}-{task}", f"{task}: {words} over time", "step", words, _filled(series))
 
 

@@ -14,8 +14,8 @@ from vestige.compare.report.html import ALIGNED, items, table, text
 from vestige.compare.report.privacy import privacy
 from vestige.compare.report.style import key, look_of
 
-MANY = 5
-"""Methods that a sentence names; more are counted, and named on request."""
+NAMED = 5
+"""Up to so many methods are named in a sentence; more are counted, and named when the reader unfolds them."""
 
 
 def page(content: Content) -> str:
@@ -105,28 +105,28 @@ def _findings(content: Content) -> str:
 
 
 def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline: str, chosen: Sequence[Any]) -> str:
-    told = [f"<b>{text(task)}, {text(budget)}, {words}.</b>"]
+    sentences = [f"<b>{text(task)}, {text(budget)}, {words}.</b>"]
     base = next((row for row in chosen if row["method"] == baseline and row["mean"] is not None), None)
     if base is not None:
-        told.append(f"{text(baseline)} reaches {base['mean']:.1%}.")
+        sentences.append(f"{text(baseline)} reaches {base['mean']:.1%}.")
     for word in ("better", "worse"):
         apart = [row for row in others if row["sentence"].startswith(word)]
         if apart:
             points = ", ".join(f"{text(row['method'])} by {abs(100 * row['difference']):.1f} points" for row in apart)
-            told.append(f"{word.capitalize()} than {text(baseline)}: {points}.")
+            sentences.append(f"{word.capitalize()} than {text(baseline)}: {points}.")
         elif word == "better" and len(others) > 1:
-            told.append("No method is shown to be better.")
+            sentences.append("No method is shown to be better.")
     broken = [row["method"] for row in chosen if row["mean"] is None]
     if broken:
-        told.append(f"Every run of {text(', '.join(broken))} failed; the table says why.")
+        sentences.append(f"Every run of {text(', '.join(broken))} failed; the table says why.")
     same = [row["method"] for row in others if row["sentence"].startswith("not distinguishable")]
-    if len(same) > MANY:
+    if len(same) > NAMED:
         said = f"{len(same)} methods are not distinguishable from {text(baseline)}"
-        told.append(f"<details><summary>{said}</summary>{text(', '.join(same))}</details>")
+        sentences.append(f"<details><summary>{said}</summary>{text(', '.join(same))}</details>")
     elif same:
         verb = "is" if len(same) == 1 else "are"
-        told.append(f"{text(', '.join(same))} {verb} not distinguishable from {text(baseline)}.")
-    return f"<li>{' '.join(told)}</li>"
+        sentences.append(f"{text(', '.join(same))} {verb} not distinguishable from {text(baseline)}.")
+    return f"<li>{' '.join(sentences)}</li>"
 
 
 def _beside(paper: Mapping[str, Any]) -> str:

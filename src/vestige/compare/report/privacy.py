@@ -77,7 +77,7 @@ def _sampler(kind: str) -> str:
 
 
 def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per method and budget, and per kind of bill where runs of one method differ in it."""
+    """One row per method and budget, and more where runs of one method were charged differently."""
     kinds: dict[tuple[str, str, float, str], dict[str, Any]] = {}
     for record in done:
         run, asked = record["run"], "; ".join(_questions(record["charged"]))
@@ -96,8 +96,8 @@ def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [kinds[key] for key in sorted(kinds)]
 
 
-MANY = 4
-"""Questions of one kind that are told one by one; of more, the range of each number is told."""
+LISTED = 4
+"""Up to so many questions of one kind are listed one by one; of more, the range of each number is given."""
 
 
 def _questions(charged: Sequence[Mapping[str, Any]]) -> Iterable[str]:
@@ -105,8 +105,8 @@ def _questions(charged: Sequence[Mapping[str, Any]]) -> Iterable[str]:
     for row in charged:
         kinds.setdefault(row["kind"], []).append(row)
     for kind, rows in kinds.items():
-        told = [[row] for row in rows] if len(rows) <= MANY else [rows]
-        for alike in told:
+        listed = [[row] for row in rows] if len(rows) <= LISTED else [rows]
+        for alike in listed:
             facts = ", ".join(
                 _range(key, [row[key] for row in alike]) for key in alike[0] if key not in ("kind", "count")
             )
@@ -136,11 +136,11 @@ def _limits(content: Content, done: Sequence[Mapping[str, Any]]) -> list[str]:
             "automatic rate uses "
             "public numbers only."
         )
-    watched = max((len(record["curve"]) for record in done if record["run"]["stage"] != "tuning"), default=0)
-    if watched:
+    evaluated = max((len(record["curve"]) for record in done if record["run"]["stage"] != "tuning"), default=0)
+    if evaluated:
         lines.append(
-            f"The test set was looked at up to {watched} times during a final run, for the curves; nothing was chosen "
-            "by it."
+            f"The test set was looked at up to {evaluated} times during a final run, for the curves; nothing was "
+            "chosen by it."
         )
     else:
         lines.append("The test set was touched once per final run, at its end.")

@@ -27,14 +27,14 @@ class Look:
 
 
 def look_of(name: str, order: Sequence[str], index: int = 0, literal: bool = False) -> Look:
-    """By the method's place in the order, so that it looks the same everywhere; whoever has none comes after all."""
+    """By the method's place in the order, so that it looks the same everywhere; other series come after all methods."""
     turn, colour = divmod(order.index(name) if name in order else len(order) + index, len(COLOURS))
     ink, paper = (COLOURS[colour], "#fff") if literal else ("var(--c)", "var(--paper,#fff)")
     return Look(colour, SHAPES[turn % len(SHAPES)], DASHES[turn % len(DASHES)], ink, paper)
 
 
 def mark(look: Look, x: float, y: float, radius: float, words: str, hollow: bool = False) -> str:
-    """One point, which says its words when it is pointed at."""
+    """One point, with a tooltip."""
     paint = f"fill:{look.paper};stroke:{look.ink};stroke-width:1.8" if hollow else f"fill:{look.ink}"
     if look.shape == "o":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" style="{paint}"><title>{text(words)}</title></circle>'
@@ -57,8 +57,8 @@ def outline(look: Look, x: float, y: float, radius: float) -> str:
 
 def line(look: Look, path: str, width: float, words: str = "") -> str:
     dashes = f' stroke-dasharray="{look.dash}"' if look.dash else ""
-    told = f"><title>{text(words)}</title></path>" if words else "/>"
-    return f'<path d="{path}" style="stroke:{look.ink};fill:none" stroke-width="{width:g}"{dashes}{told}'
+    end = f"><title>{text(words)}</title></path>" if words else "/>"
+    return f'<path d="{path}" style="stroke:{look.ink};fill:none" stroke-width="{width:g}"{dashes}{end}'
 
 
 def sample(look: Look, x: float, y: float, lined: bool = True) -> str:
@@ -68,6 +68,6 @@ def sample(look: Look, x: float, y: float, lined: bool = True) -> str:
 
 
 def key(look: Look) -> str:
-    """The sample as a picture of its own, beside a name on the page."""
+    """The sample as an image of its own, beside a name on the page."""
     width, height = KEY
     return f'<svg class="key" viewBox="0 0 {width} {height}" aria-hidden="true">{sample(look, 0, height / 2)}</svg>'

@@ -1,22 +1,18 @@
-"""What does a user see at the terminal: the promised keys, one-line errors, exit codes, a run that survives Ctrl-C?"""
+"""What does a user see at the terminal: the promised keys, one-line errors, exit codes?"""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from commands import TRAIN, as_json, started, vestige
 from vestige.cli import main
 from vestige.cli.errors import in_flags
 from vestige.cli.method_flags import help_of
 
-TRAIN = ["train", "--task", "digits-mlp", "--epsilon", "8", "--sample-rate", "0.05", "--steps", "20"]
 SELECTIVE = [
     "--method",
     "dpsur",
@@ -31,22 +27,9 @@ SELECTIVE = [
     "--threshold",
     "-1",
 ]
+
+
 FO = "--lr auto --clip 1.0 --beta 0.9 --alpha 0.8 --window 8 --lam 0.01 --tau 0.1 --gamma 0.2 --kappa 1e-6 --zeta auto --seed 0"
-
-
-def vestige(*words):
-    """The command in this process: exit code, standard output, standard error."""
-    result = CliRunner().invoke(main.app, [str(word) for word in words])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-def as_json(*words):
-    code, out, error = vestige(*words, "--json")
-    assert code == 0, error
-    assert out.count("\n") == 1
-    return json.loads(out)
 
 
 def test_the_issues_command_gives_the_promised_keys(tmp_path):
@@ -250,28 +233,6 @@ def test_a_users_mistake_is_one_line_and_exit_code_two(tmp_path, words, message)
     assert not out.exists(), "nothing may be half-written"
 
 
-def test_a_helper_without_the_task_or_with_several_hands_at_a_stopwatch_changes_nothing(tmp_path):
-    (tmp_path / "my.py").write_text(
-        "import torch\nfrom torch import nn\n"
-        "def make(data, seed):\n"
-        "    x, y = torch.randn(60, 3), torch.randint(2, (60,))\n"
-        "    return nn.Linear(3, 2), nn.functional.cross_entropy, (x, y), (x, y)\n"
-    )
-    task, folder = tmp_path / "my.py", tmp_path / "c"
-    words = ["--method", "dp-sgd", "--steps", 2, "--seeds", 1, "--rates", "auto", "--workers", 1, "--out", folder]
-    made = vestige("compare", "--task", f"{task}:make", "--sample-rate", 0.2, *words)
-    assert made[0] == 0, made
-    (record,) = (folder / "runs").iterdir()
-    record.unlink()
-    (folder / "preset.json").write_text(json.dumps({"preset": "fo-table1", "small": True}))
-    code, _, error = vestige("compare", "--resume", folder, "--workers", 2)
-    assert (code, "one after another" in error) == (2, True)
-    task.unlink()
-    code, _, error = vestige("compare", "--resume", folder)
-    assert (code, "my.py" in error) == (2, True)
-    assert not list((folder / "runs").iterdir()), "a run that cannot be made here is no failed run"
-
-
 @pytest.mark.parametrize(
     "words", [TRAIN, ["compare", "--method", "dp-sgd", "--steps", "2"], ["report", "FOLDER", "--figures", "x"]]
 )
@@ -443,113 +404,10 @@ def test_every_command_has_help_with_an_example(command):
     assert f"vestige {command}" in " ".join(out.split())
 
 
-def command(*words, **options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "vestige.cli.main", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Whatever runs the tests in the background may ignore Ctrl-C, and so would all that it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        **options,
-    )
-
-
 def test_a_real_process_fails_with_one_line():
-    process = command(*TRAIN, "--clip", "-1")
+    process = started(*TRAIN, "--clip", "-1")
     out, error = process.communicate(timeout=120)
     assert process.returncode == 2
     assert out == ""
     assert error.strip().count("\n") == 0
     assert error.startswith("vestige: --clip=-1.0 must be positive")
-
-
-def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
-    run = tmp_path / "run"
-    process = command(
-        "train", "--task", "digits-mlp", "--epsilon", "8", "--sample-rate", "0.05", "--steps", "4000", "--out", run
-    )
-    ledger = run / "ledger.jsonl"
-    deadline = time.monotonic() + 120
-    while not (ledger.exists() and ledger.read_text().count("\n") > 30) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "vestige train --resume" in error
-    asked = ledger.read_text().count('"row": "ask"')
-    import torch
-
-    assert torch.load(run / "checkpoint.pt", weights_only=True)["state"]["step"] == asked
-    code, _, error = vestige("train", "--resume", run, "--steps", "3")
-    assert code == 2
-    assert "--steps cannot be given too" in error
-    again = command("train", "--resume", run, "--json")
-    while ledger.read_text().count('"row": "ask"') < asked + 10 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(again.pid, signal.SIGTERM)
-    out, _ = again.communicate(timeout=60)
-    result = json.loads(out)
-    assert result["stopped"] == "interrupted"
-    assert result["steps"] == ledger.read_text().count('"row": "ask"') > asked
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_ends_a_comparison_with_the_way_to_continue(tmp_path, workers):
-    folder = tmp_path / "comparison"
-    process = command(
-        "compare",
-        "--method",
-        "dp-sgd",
-        "--steps",
-        "3000",
-        "--workers",
-        workers,
-        "--out",
-        folder,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (folder.exists() and list(folder.glob("claims/*"))) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the command
-    out, error = process.communicate(timeout=60)
-    assert process.returncode in (130, -signal.SIGINT)  # a shell reports 130 for both
-    assert out == ""
-    assert error == f"interrupted; continue with: vestige compare --resume {folder}\n"
-    assert not list(folder.glob("claims/*"))  # let go of, not died at: the run is made again as if for the first time
-
-
-@pytest.mark.parametrize("moment", [0.05, 0.3, 1.0, 2.0])
-def test_ctrl_c_while_workers_load_says_no_more_than_that(tmp_path, moment):
-    """In a spawned process the import of torch takes a second or two; Ctrl-C in it used to print its traceback."""
-    folder = tmp_path / "comparison"
-    words = ("compare", "--method", "dp-sgd", "--steps", "3000", "--workers", 2, "--out", folder)
-    process = command(*words, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while not (folder / "spec.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(moment)
-    os.killpg(process.pid, signal.SIGINT)
-    out, error = process.communicate(timeout=60)
-    assert process.returncode in (130, -signal.SIGINT)
-    assert (out, error) == ("", f"interrupted; continue with: vestige compare --resume {folder}\n")
-
-
-def test_a_comparison_that_is_told_to_end_takes_its_workers_with_it(tmp_path):
-    folder = tmp_path / "comparison"
-    process = command("compare", "--method", "dp-sgd", "--steps", "3000", "--workers", 2, "--out", folder)
-    deadline = time.monotonic() + 120
-    while (
-        len(held := [text for claim in folder.glob("claims/*") if (text := claim.read_text())]) < 2
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    workers = {json.loads(text)["pid"] for text in held}
-    process.terminate()
-    _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (130, f"interrupted; continue with: vestige compare --resume {folder}\n")
-    for pid in workers:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)

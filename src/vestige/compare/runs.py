@@ -1,0 +1,234 @@
+"""Which runs does a comparison need? Tuning runs over one grid for all, then final runs at the rate that won."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import exp, log
+from typing import Any, Literal
+
+from vestige.compare.specification import Contender, Problem, Specification
+from vestige.methods.registry import ALIASES, METHODS, find
+from vestige.records import PrivacyTarget, Run, RunRecord, completed
+
+TUNING_EVALUATIONS = 20
+"""How often a tuning run is evaluated on the held-out examples."""
+
+
+@dataclass(frozen=True)
+class TuningPoint:
+    """One point of the grid that every contender of a comparison is tuned over."""
+
+    lr: float | None
+    factor: float
+    options: Mapping[str, Any]
+
+
+Grid = Mapping[str, list[TuningPoint]]
+"""The points of each contender, by its label."""
+Records = Mapping[str, RunRecord]
+"""What is on record, by the run's id."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One task, contender and budget: its runs differ in their stage, tuning point and seed."""
+
+    problem: Problem
+    contender: Contender
+    budget: PrivacyTarget
+
+    def run(
+        self,
+        specification: Specification,
+        stage: Literal["tuning", "tuned", "auto", "given"],
+        point: TuningPoint,
+        seed: int,
+    ) -> Run:
+        tuning, settings = stage == "tuning", self.problem.settings
+        run = Run(
+            task=self.problem.task,
+            label=self.contender.label,
+            method=self.contender.method,
+            options={**self.contender.options, **settings.get("options", {}), **point.options},
+            budget=self.budget,
+            sample_rate=specification.sample_rate,
+            steps=specification.steps,
+            delta=specification.delta,
+            stage=stage,
+            lr=point.lr,
+            factor=point.factor,
+            seed=seed,
+            holdout=specification.validation if tuning else 0.0,
+            evaluations=TUNING_EVALUATIONS if tuning else specification.evaluations,
+            reproducible=specification.reproducible,
+            physical_batch=specification.physical_batch,
+        )
+        return replace(run, **{key: settings[key] for key in ("sample_rate", "steps", "delta") if key in settings})
+
+    def tuning_runs(self, specification: Specification, points: Iterable[TuningPoint]) -> list[Run]:
+        return [self.run(specification, "tuning", each, seed) for each in points for seed in specification.tuning_seeds]
+
+    def untuned(self, specification: Specification, rate: str) -> TuningPoint:
+        """The point of a row that is not tuned: at the given rate, or at the automatic one."""
+        given = self.problem.settings.get("lr") or self.contender.lr or specification.lr
+        return TuningPoint(given if rate == "given" else None, 1.0, {})
+
+
+def cells(specification: Specification) -> Iterator[Cell]:
+    for problem in specification.problems:
+        for budget in specification.budgets:
+            for contender in specification.contenders:
+                yield Cell(problem, contender, budget)
+
+
+# --- the grid --------------------------------------------------------------------------------------------------------
+
+
+def grid_of(specification: Specification) -> Grid:
+    return tuning_grid(specification, {name: find(name).options for name in (*METHODS, *ALIASES)})
+
+
+def tuning_grid(specification: Specification, known: Mapping[str, Iterable[str]]) -> Grid:
+    """Each contender's grid: the same range of rates for all, and as nearly the same number of points as can be.
+
+    A contender without one of the tuned options, or that fixes it in its name, gets a denser grid of rates instead, so
+    that nobody has more chances. `known` names every method's options.
+    """
+    combinations: dict[str, list[dict[str, Any]]] = {}
+    for contender in specification.contenders:
+        free = set(known.get(contender.method, ())) - set(contender.options)
+        own = {key: values for key, values in specification.tune.items() if key in free}
+        combinations[contender.label] = [dict(zip(own, values, strict=True)) for values in product(*own.values())]
+    absolute, base = bool(specification.learning_rates), specification.learning_rates or specification.factors
+    most = len(base) * max(map(len, combinations.values()))
+    return {
+        label: [
+            TuningPoint(rate, 1.0, options) if absolute else TuningPoint(None, rate, options)
+            for options in mine
+            for rate in _denser(base, most // len(mine))
+        ]
+        for label, mine in combinations.items()
+    }
+
+
+def _denser(rates: Sequence[float], count: int) -> list[float]:
+    """`count` rates over the same range: the given ones if so many, else spaced evenly in the logarithm."""
+    if count <= len(rates) or len(set(rates)) < 2:
+        return list(rates)
+    low, high = log(min(rates)), log(max(rates))
+    return [exp(low + (high - low) * index / (count - 1)) for index in range(count)]
+
+
+# --- the runs --------------------------------------------------------------------------------------------------------
+
+
+def tuning_runs(specification: Specification, grid: Grid) -> Iterator[Run]:
+    if "tuned" in specification.rates:
+        for cell in cells(specification):
+            yield from cell.tuning_runs(specification, grid[cell.contender.label])
+
+
+def final_runs(specification: Specification, grid: Grid, records: Records) -> Iterator[Run]:
+    """The final runs that can be made now: those of a tuned row once its whole grid is on record."""
+    for cell in cells(specification):
+        for rate in specification.rates:
+            if rate == "tuned":
+                best = choose(specification, cell, grid, records)
+                point = best.point if best else None
+            else:
+                point = cell.untuned(specification, rate)
+            if point is not None:
+                for seed in specification.seeds:
+                    yield cell.run(specification, rate, point, seed)
+
+
+def due(specification: Specification, grid: Grid, records: Records) -> list[Run]:
+    """The runs that can be made now and are not on record, tuning first."""
+    wanted = [*tuning_runs(specification, grid), *final_runs(specification, grid, records)]
+    missing = [run for run in wanted if run.id not in records]
+    finals = {run.stage for run in missing} - {"tuning"}
+    made = {record.run.without_curve.id for record in records.values() if record.run.stage in finals}
+    return [run for run in missing if run.stage == "tuning" or run.without_curve.id not in made]
+
+
+def total(specification: Specification, grid: Grid) -> int:
+    """How many runs there will be in the end, if none of a grid fails whole."""
+    pairs = len(specification.problems) * len(specification.budgets)
+    tuning = sum(len(points) for points in grid.values()) * pairs * len(specification.tuning_seeds)
+    finals = pairs * len(specification.contenders) * len(specification.rates) * len(specification.seeds)
+    return finals + (tuning if "tuned" in specification.rates else 0)
+
+
+def membership(specification: Specification) -> Callable[[Run], bool]:
+    """Tells whether a specification can come to need a run, however often it was evaluated.
+
+    A tuned row may be won by any point of the grid, so final runs at each of them belong to it.
+    """
+    grid, kinds = grid_of(specification), set()
+    for cell in cells(specification):
+        for rate in specification.rates:
+            if rate == "tuned":
+                points = grid[cell.contender.label]
+                kinds |= {cell.run(specification, "tuning", point, 0).kind for point in points}
+            else:
+                points = [cell.untuned(specification, rate)]
+            kinds |= {cell.run(specification, rate, point, 0).kind for point in points}
+
+    def belongs(run: Run) -> bool:
+        seeds = specification.tuning_seeds if run.stage == "tuning" else specification.seeds
+        return run.seed in seeds and run.kind in kinds
+
+    return belongs
+
+
+# --- the choice of a rate --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tuning point that won, its mean score, and whether it lies at an end of the grid of rates."""
+
+    point: TuningPoint
+    nonprivate_validation_accuracy: float
+    at_edge: bool
+    trials: int
+
+
+def choose(specification: Specification, cell: Cell, grid: Grid, records: Records) -> Choice | None:
+    """The point with the best mean validation accuracy; None while any is missing or if all failed."""
+    points = grid[cell.contender.label]
+    scores: list[tuple[float, TuningPoint]] = []
+    for point in points:
+        found = [records.get(run.id) for run in cell.tuning_runs(specification, [point])]
+        if any(record is None for record in found):
+            return None
+        values = [record.score for record in completed(record for record in found if record is not None)]
+        if values:
+            scores.append((sum(values) / len(values), point))
+    if not scores:
+        return None
+    score, best = max(scores, key=lambda pair: pair[0])
+    rates = [point.lr or point.factor for point in points]
+    at_edge = len(rates) > 1 and (best.lr or best.factor) in (min(rates), max(rates))
+    return Choice(best, score, at_edge, len(points))
+
+
+def superseded(specification: Specification, grid: Grid, records: Records) -> frozenset[str]:
+    """The ids of final runs at a rate that no longer wins; they are in no row.
+
+    A tuning run that failed and was tried again may win after others ran their final seeds.
+    """
+    winners: dict[tuple[str, str, str], Any] = {}
+    for cell in cells(specification):
+        best = choose(specification, cell, grid, records)
+        if best is not None:
+            run = cell.run(specification, "tuned", best.point, 0)
+            winners[run.cell] = _tuned_parts(run)
+    tuned = [record.run for record in records.values() if record.run.stage == "tuned"]
+    return frozenset(run.id for run in tuned if winners.get(run.cell, _tuned_parts(run)) != _tuned_parts(run))
+
+
+def _tuned_parts(run: Run) -> tuple[Any, ...]:
+    return run.lr, run.factor, dict(run.options)

@@ -1,0 +1,382 @@
+"""What is written about a run? Its result, and its record in a comparison: frozen values, with one schema each.
+
+`from_json` reads what `to_json` wrote, and refuses in one line a part that is unknown, missing or of another type. The
+files are flat: the groups of a record (its statement, terms and selection) stand side by side in them. Every further
+key is a diagnostic, what the method last showed of itself, and must be a number or a list of numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from math import inf, isfinite
+from typing import Any, Literal
+
+from vestige.files import read_value
+from vestige.questions import Question
+
+FORMAT_VERSION = 2
+"""Of a comparison folder's format: a record or specification of another version is refused."""
+TARGETS = {"epsilon": "epsilon", "paper_sigma": "the paper's sigma", "noise_multiplier": "noise multiplier"}
+
+
+@dataclass(frozen=True)
+class PrivacyTarget:
+    """What a run may spend (`epsilon`), or the noise it gets (`noise_multiplier`, or a paper's own sigma)."""
+
+    kind: str
+    value: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in TARGETS:
+            raise ValueError(f"budget={self.kind!r} is unknown; choose from {', '.join(TARGETS)}")
+        if not 0 < self.value < inf:
+            raise ValueError(f"{self.kind}={self.value} must be positive and finite")
+
+    def amount(self, kind: str) -> float | None:
+        """Its value where it is of this kind."""
+        return self.value if self.kind == kind else None
+
+    def __str__(self) -> str:
+        return f"{TARGETS[self.kind]} {self.value:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a comparison. Where its data and device are is no part of its identity."""
+
+    task: str
+    label: str
+    method: str
+    options: Mapping[str, Any]
+    budget: PrivacyTarget
+    sample_rate: float
+    steps: int
+    delta: float
+    stage: Literal["tuning", "tuned", "auto", "given"]
+    lr: float | None
+    """None: `factor` times the automatic rate."""
+    factor: float
+    seed: int
+    holdout: float
+    """Share of the training data on which the run is evaluated instead of the test set; 0 for final runs."""
+    evaluations: int
+    reproducible: bool
+    physical_batch: int | None
+
+    @cached_property
+    def id(self) -> str:
+        content = json.dumps({"version": FORMAT_VERSION, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:20]
+
+    @property
+    def without_curve(self) -> Run:
+        """The same run, evaluated at its end only: one made with its curve stands for it."""
+        return replace(self, evaluations=0)
+
+    @property
+    def kind(self) -> str:
+        """What runs have in common that differ in nothing but their seed and how often they were evaluated."""
+        return replace(self.without_curve, seed=0).id
+
+    @property
+    def cell(self) -> tuple[str, str, str]:
+        """The task, budget and contender that it belongs to in every table."""
+        return self.task, str(self.budget), self.label
+
+    def __str__(self) -> str:
+        return f"{self.label} on {self.task}, {self.budget}, {self.stage}, {self.steps} steps, seed {self.seed}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Any) -> Run:
+        """The run that a record describes; ValueError names the part that cannot be one."""
+        return read_value(cls, content, "its run")
+
+
+# --- groups of parts -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """The guarantee of one run, released alone, and the public facts that it rests on."""
+
+    epsilon: float | None
+    """None where no theorem gives one: `reasons` says why."""
+    delta: float
+    accountant: str
+    epsilon_rdp: float | None
+    budget: float | None
+    """The epsilon that the run might spend; None where only its noise was given."""
+    noise_multiplier: float
+    sample_rate: float
+    expected_batch: float
+    groups: int | None = None
+    """How many groups of parameters were clipped apart; the first versions did not write it of stacked runs."""
+    lr: float | None
+    lr_reason: str
+    asked: int
+    """How many questions were charged."""
+    adjacency: str
+    reasons: tuple[str, ...] = ()
+    epsilon_if_noise_were_secret: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What decides, beside the charges, which guarantee holds."""
+
+    sampling: str
+    noise: str
+    nonprivate_outputs: bool = False
+    schedule: str = "fixed"
+    filter_epsilon: float | None = None
+    filter_expects: tuple[Mapping[str, Any], ...] | None = None
+    """A filter's orders and weights are fixed before the first answer, by the questions that it expects."""
+
+    @classmethod
+    def from_json(cls, content: Any) -> Terms:
+        return read_value(cls, content, "the terms")
+
+    def to_json(self) -> dict[str, Any]:
+        return _flat(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What a selective method did with its trials, and what its paper would claim for that."""
+
+    trials: int
+    accepted: int
+    rejected: int
+    updates: int
+    degraded: int
+    accounting: str
+    published_claim_epsilon: float | None
+    """Not a guarantee: the papers charge applied updates only, and that is refuted (docs/selective.md)."""
+
+
+@dataclass(frozen=True)
+class LedgerEnd:
+    """The place in a ledger's hash chain that a result was written after."""
+
+    rows: int
+    head: str
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How one run of `vestige train` ended: result.json of its folder."""
+
+    task: str
+    method: str
+    accuracy: float
+    """On the public test set."""
+    statement: Statement
+    selection: Selection | None = None
+    steps: int
+    seed: int
+    seconds: float
+    stopped: str
+    run: str | None
+    """The run's folder."""
+    diagnostics: Mapping[str, Any]
+    ledger: LedgerEnd | None = None
+
+    def __post_init__(self) -> None:
+        _check_diagnostics("the result", self.diagnostics)
+
+    @classmethod
+    def from_json(cls, content: Any) -> RunResult:
+        return read_value(cls, _grouped(cls, content), "the result")
+
+    def to_json(self) -> dict[str, Any]:
+        content = _flat(self)
+        if self.statement.epsilon is not None:
+            del content["reasons"]
+        return content
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletedRun:
+    """A run of a comparison that reached its end, as runs/ID.json holds it.
+
+    A tuning run is evaluated on held-out private examples without noise, so its score is never called accuracy.
+    """
+
+    run: Run
+    accuracy: float | None = None
+    statement: Statement
+    selection: Selection | None = None
+    steps: int
+    seconds: float | None
+    stopped: str
+    diagnostics: Mapping[str, Any]
+    assumptions: tuple[str, ...] = ()
+    charged: tuple[Mapping[str, Any], ...]
+    """Every question that was asked, with its `count`."""
+    terms: Terms
+    curve: tuple[tuple[float | None, ...], ...] | None = None
+    """Step, accuracy and epsilon so far, at each evaluation during the run."""
+    nonprivate_validation_accuracy: float | None = None
+    nonprivate_validation_curve: tuple[tuple[float | None, ...], ...] | None = None
+    pictures: Mapping[str, Any]
+    """Each diagnostic as a series of (step, value); the format's own name for it."""
+    stacked: int
+    """How many runs were trained together."""
+    memory_mb: float | None
+
+    def __post_init__(self) -> None:
+        finals, tuning = ("accuracy", "curve"), ("nonprivate_validation_accuracy", "nonprivate_validation_curve")
+        needed, foreign = (tuning, finals) if self.run.stage == "tuning" else (finals, tuning)
+        for key in needed:
+            if getattr(self, key) is None:
+                raise ValueError(f"its record lacks its part {key!r}")
+        for key in foreign:
+            if getattr(self, key) is not None:
+                raise ValueError(f"its record has a part {key!r}, which no run of stage {self.run.stage} has")
+        _check_diagnostics("its record", self.diagnostics)
+        for row in self.charged:
+            _check_charge(row)
+
+    @property
+    def id(self) -> str:
+        return self.run.id
+
+    @property
+    def score(self) -> float:
+        """What the run is judged by: its accuracy on the test set, or on held-out private examples while tuning."""
+        score = self.nonprivate_validation_accuracy if self.run.stage == "tuning" else self.accuracy
+        assert score is not None
+        return score
+
+    @cached_property
+    def history(self) -> dict[Question, int]:
+        """Its charges, as accounting takes them."""
+        return {Question.from_json(dict(row)): row["count"] for row in self.charged}
+
+    def to_json(self) -> dict[str, Any]:
+        secret = {"epsilon_if_noise_were_secret": self.statement.epsilon_if_noise_were_secret}
+        content = {**_heading(self.run, "done"), **_flat(self), **secret}
+        # JSON has no infinity: what is not finite is undefined, null.
+        return {key: None if isinstance(part, float) and not isfinite(part) else part for key, part in content.items()}
+
+
+@dataclass(frozen=True)
+class FailedRun:
+    """A run of a comparison that ended in an error; no model of it was kept."""
+
+    run: Run
+    error: str
+
+    @property
+    def id(self) -> str:
+        return self.run.id
+
+    def to_json(self) -> dict[str, Any]:
+        return {**_heading(self.run, "failed"), "error": self.error}
+
+
+RunRecord = CompletedRun | FailedRun
+
+
+def read_record(content: Any) -> RunRecord:
+    """The record of a comparison's run; ValueError names the part because of which no table could be made of it."""
+    if not isinstance(content, dict):
+        raise ValueError("not a record")
+    if content.get("version") != FORMAT_VERSION:
+        raise ValueError(f"format {content.get('version')}, this version reads {FORMAT_VERSION}")
+    run, status = Run.from_json(content.get("run")), content.get("status")
+    if content.get("id") != run.id:
+        raise ValueError("its name is not the hash of the run that it describes")
+    if status not in ("done", "failed"):
+        raise ValueError(f"status is {status!r}, neither done nor failed")
+    own = {key: part for key, part in content.items() if key not in ("version", "id", "status")}
+    if status == "failed":
+        return read_value(FailedRun, own, "its record")
+    return read_value(CompletedRun, _grouped(CompletedRun, own), "its record")
+
+
+def completed(records: Iterable[RunRecord]) -> list[CompletedRun]:
+    return [record for record in records if isinstance(record, CompletedRun)]
+
+
+def failed(records: Iterable[RunRecord]) -> list[FailedRun]:
+    return [record for record in records if isinstance(record, FailedRun)]
+
+
+# --- flat files ------------------------------------------------------------------------------------------------------
+
+GROUPS: dict[str, Any] = {"statement": Statement, "terms": Terms, "selection": Selection}
+"""Whose parts stand in a file among the record's own."""
+
+
+def _heading(run: Run, status: str) -> dict[str, Any]:
+    return {"version": FORMAT_VERSION, "id": run.id, "run": run.to_json(), "status": status}
+
+
+def _grouped(kind: Any, content: Any) -> Any:
+    """The parts of a flat file as the fields of a record; those that are left are its diagnostics."""
+    if not isinstance(content, dict):
+        return content
+    rest, made = dict(content), {}
+    for name in (each.name for each in fields(kind)):
+        if name in GROUPS:
+            found = {each.name: rest.pop(each.name) for each in fields(GROUPS[name]) if each.name in rest}
+            if found or name != "selection":
+                made[name] = found
+        elif name in rest and name != "diagnostics":
+            made[name] = rest.pop(name)
+    return {**made, "diagnostics": rest}
+
+
+def _flat(record: Any) -> dict[str, Any]:
+    """A record or group as the parts of a flat file; a part that is None where it need not be there is left out."""
+    content: dict[str, Any] = {}
+    for each in fields(record):
+        part = getattr(record, each.name)
+        if part is None and each.default is None:
+            continue
+        if each.name in GROUPS:
+            content |= _flat(part)
+        elif each.name == "diagnostics":
+            content |= part
+        else:
+            content[each.name] = _plain(part)
+    return content
+
+
+def _plain(part: Any) -> Any:
+    if is_dataclass(part) and not isinstance(part, type):
+        return asdict(part)
+    if isinstance(part, tuple | list):
+        return [_plain(each) for each in part]
+    return {key: _plain(each) for key, each in part.items()} if isinstance(part, Mapping) else part
+
+
+def _check_diagnostics(name: str, diagnostics: Mapping[str, Any]) -> None:
+    for key, value in diagnostics.items():
+        if not _numeric(value):
+            raise ValueError(f"{name} has an unknown part {key!r}: another version wrote it")
+
+
+def _numeric(value: Any) -> bool:
+    return all(map(_numeric, value)) if isinstance(value, list) else isinstance(value, int | float | None)
+
+
+def _check_charge(row: Any) -> None:
+    try:
+        Question.from_json(row)
+        right = isinstance(row["count"], int) and row["count"] > 0
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"charged: {row!r} is no question with its count ({type(error).__name__}: {error})") from error
+    if not right:
+        raise ValueError(f"charged: count={row['count']} must be a whole number from 1 up")

@@ -1,0 +1,100 @@
+"""Does a command survive Ctrl-C, and take its workers with it?"""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from commands import started, vestige
+
+
+def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
+    run = tmp_path / "run"
+    process = started(
+        "train", "--task", "digits-mlp", "--epsilon", "8", "--sample-rate", "0.05", "--steps", "4000", "--out", run
+    )
+    ledger = run / "ledger.jsonl"
+    deadline = time.monotonic() + 120
+    while not (ledger.exists() and ledger.read_text().count("\n") > 30) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "vestige train --resume" in error
+    asked = ledger.read_text().count('"row": "ask"')
+    assert torch.load(run / "checkpoint.pt", weights_only=True)["state"]["step"] == asked
+    code, _, error = vestige("train", "--resume", run, "--steps", "3")
+    assert code == 2
+    assert "--steps cannot be given too" in error
+    again = started("train", "--resume", run, "--json")
+    while ledger.read_text().count('"row": "ask"') < asked + 10 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(again.pid, signal.SIGTERM)
+    out, _ = again.communicate(timeout=60)
+    result = json.loads(out)
+    assert result["stopped"] == "interrupted"
+    assert result["steps"] == ledger.read_text().count('"row": "ask"') > asked
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_ends_a_comparison_with_the_way_to_continue(tmp_path, workers):
+    folder = tmp_path / "comparison"
+    process = started(
+        "compare",
+        "--method",
+        "dp-sgd",
+        "--steps",
+        "3000",
+        "--workers",
+        workers,
+        "--out",
+        folder,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (folder.exists() and list(folder.glob("claims/*"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the command
+    out, error = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT)  # a shell reports 130 for both
+    assert out == ""
+    assert error == f"interrupted; continue with: vestige compare --resume {folder}\n"
+    assert not list(folder.glob("claims/*"))  # let go of, not died at: the run is made again as if for the first time
+
+
+@pytest.mark.parametrize("moment", [0.05, 0.3, 1.0, 2.0])
+def test_ctrl_c_while_workers_load_says_no_more_than_that(tmp_path, moment):
+    """In a spawned process the import of torch takes a second or two; Ctrl-C in it used to print its traceback."""
+    folder = tmp_path / "comparison"
+    words = ("compare", "--method", "dp-sgd", "--steps", "3000", "--workers", 2, "--out", folder)
+    process = started(*words, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (folder / "spec.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(moment)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert (out, error) == ("", f"interrupted; continue with: vestige compare --resume {folder}\n")
+
+
+def test_a_comparison_that_is_told_to_end_takes_its_workers_with_it(tmp_path):
+    folder = tmp_path / "comparison"
+    process = started("compare", "--method", "dp-sgd", "--steps", "3000", "--workers", 2, "--out", folder)
+    deadline = time.monotonic() + 120
+    while (
+        len(held := [text for claim in folder.glob("claims/*") if (text := claim.read_text())]) < 2
+        and time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    workers = {json.loads(text)["pid"] for text in held}
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, f"interrupted; continue with: vestige compare --resume {folder}\n")
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
