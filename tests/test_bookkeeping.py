@@ -992,7 +992,7 @@ def test_rows_that_do_not_fit_later_are_noticed():
     with (
         pytest.raises(Exception),
         pytest.warns(UserWarning, match="linear of some.*gave .3, 2. numbers for 5 examples"),
-    ):  # noqa: B017
+    ):
         engine((inputs, targets(5)), parameters, Flat(0.1), torch.zeros(layout.size))  # nor can vmap run it
 
 
