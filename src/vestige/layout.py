@@ -77,7 +77,7 @@ class Layout:
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """The vector's segments, in the parameters' shapes, sharing its memory."""
-        return {s.name: vector[..., s.start : s.stop].view(*vector.shape[:-1], *s.shape) for s in self.segments}
+        return {s.name: vector[..., s.start : s.stop].view((*vector.shape[:-1], *s.shape)) for s in self.segments}
 
     def pack(self, tensors: Mapping[str, Tensor], lead: tuple[int, ...] = ()) -> Tensor:
         """One new flat vector holding a copy of the named tensors, [*lead, size]; `lead` are axes that all have."""

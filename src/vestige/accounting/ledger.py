@@ -73,7 +73,10 @@ class Ledger:
         """Charge one question, durably; or raise `BudgetSpent` and charge nothing."""
         free = self.replays_are_free and (step, part) in self._paid
         if self.budget is not None and not free and not self.budget.allows(self.spent, question):
-            raise BudgetSpent
+            raise BudgetSpent(
+                f"the budget is spent: {sum(self.spent.values())} questions were asked, and one more would exceed it. "
+                "Nothing was asked or moved; stop training here (`except vestige.BudgetSpent: break`)"
+            )
         place = {"row": "ask", "step": step, "part": part, "attempt": self.attempt}
         self._append({**place, "sensitivity": sensitivity, **question.to_json()})
         if not free:

@@ -8,6 +8,7 @@ pulls it back to its parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -138,7 +139,8 @@ class Derived:
         value, back = vjp(self.value, own)[:2]
         dense = gradient.dense().to(value.dtype)
         chunk = max(1, LARGEST // max(1, value.numel()))
-        found = vmap(lambda each: back(each)[0], chunk_size=chunk)(dense)
+        with quietly():
+            found = vmap(lambda each: back(each)[0], chunk_size=chunk)(dense)
         return {name: Dense(each) for name, each in found.items()}
 
 
@@ -195,7 +197,10 @@ class Kind:
 Key = tuple[str, tuple[str, ...], int]
 """A use in a pass: the function, the parameters it takes, and how many such uses came before it."""
 Kinds = Mapping[Key, Kind | None]
-"""What is known of the uses of a model: None where there are no examples in it, so that it is an expression again."""
+"""What is known of the uses of a model: None where there are no examples in it, so that it is an expression again.
+
+Place -1 stands for every further use of a function and parameters whose known uses are all alike: of a longer sequence.
+"""
 
 
 @dataclass
@@ -222,6 +227,8 @@ class Pass:
     """Why the pass, though it ran, cannot be used."""
     recomputes: bool = False
     """Whether activations are recomputed in the backward pass (checkpointing), where uses must be seen again."""
+    inside: bool = True
+    """Whether the engine itself runs the pass; not if its user does."""
     going_back: bool = False
     """Whether the backward pass is under way: a use seen now is one that is recomputed, and has been counted."""
 
@@ -261,6 +268,8 @@ ANCHOR = torch.zeros((), requires_grad=True)
 
 def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Sequence[Tensor], settle: Settle) -> Any:
     """The outputs of a use as the model goes on with them; what comes back to them is settled and delivered."""
+    if not torch.is_grad_enabled():
+        return outputs[0] if len(outputs) == 1 else outputs  # nothing comes back, as in ordinary training
     problem = _unfit(now, kind, outputs)
     if problem is not None:
         now.doubt = now.doubt or f"{key[0]} of {', '.join(key[1])} {problem}"
@@ -268,6 +277,7 @@ def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Se
     now.recomputes = now.recomputes or recomputed()
 
     def record(saved: Sequence[Tensor], signals: Sequence[Tensor]) -> None:
+        """What a backward pass through this use leaves."""
         if now.observed is not None and key in now.observed:
             now.observed[key].signals += signals
             return
@@ -275,12 +285,11 @@ def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Se
             for operand, gradient in settle(kind, now.examples, saved, signals):
                 now.deliver(operand.expression.pull(gradient, now.environment))
 
+    record.inside = now.inside  # type: ignore[attr-defined]
     return Tap.apply(record, ANCHOR, len(outputs), *outputs, *saved)
 
 
 def _unfit(now: Pass, kind: Kind, outputs: Sequence[Tensor]) -> str | None:
-    if not torch.is_grad_enabled():
-        return "ran without gradients (of activation checkpointing, use the form with use_reentrant=False)"
     if now.observed is None and not now.going_back:
         for output, axis in zip(outputs, kind.outputs, strict=True):
             if output.dim() <= axis.place or output.shape[axis.place] % now.examples:
@@ -300,6 +309,20 @@ def full_precision(tensor: Tensor) -> Any:
     """Norms and sums are float32 whatever autocast says."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _AS_IT_IS
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without torch's word on operations that vmap takes one by one: nobody could do anything about it."""
+    switch = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", None)
+    if switch is None:
+        yield
+        return
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 class _Nothing:

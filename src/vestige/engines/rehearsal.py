@@ -63,7 +63,7 @@ def rehearsed(taps: Taps, run: Run, made: Made) -> Rehearsal:
     problem: Unclear | None = None
     for seed in (0, 1, 2):
         try:
-            with left_as_found(taps.model), warnings.catch_warnings(), torch.enable_grad():
+            with left_as_found(taps.model), warnings.catch_warnings(), torch.enable_grad(), _unrounded(taps):
                 warnings.simplefilter("ignore")
                 return _Rehearsing(taps, run, made, seed).found()
         except Unclear as error:
@@ -198,7 +198,8 @@ class _Rehearsing:
         only_middle = torch.zeros_like(self.plainly(three).detach())
         only_middle[1] = _weights_like(only_middle[1])
         observed = self._watched(three, kinds, only_middle)[1]
-        return {key: kind and _located(key, kind, observed[key]) for key, kind in kinds.items()}
+        found = {key: kind and _located(key, kind, observed[key]) for key, kind in kinds.items()}
+        return {**found, **_further(found)}
 
     def _check_gradients(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
         """Watched gradients against ordinary autograd's, example by example."""
@@ -220,7 +221,10 @@ class _Rehearsing:
             got = found[name].reshape(want.shape).to(want.dtype) if name in found else torch.zeros_like(want)
             off, size = torch.linalg.vector_norm(got - want, dim=1), torch.linalg.vector_norm(want, dim=1)
             if not bool((off <= GRADIENT_TOLERANCE * size + 1e-5 * torch.stack(sizes).max()).all()):
-                raise Unwatchable(f"parameter {name!r} is used where that cannot be watched")
+                raise Unwatchable(
+                    f"parameter {name!r} is used where that cannot be watched (of activation checkpointing, the form "
+                    "with use_reentrant=False can be)"
+                )
 
 
 def _grown(key: Key, two: Observation, three: Observation) -> Kind | None:
@@ -258,6 +262,14 @@ def _located(key: Key, kind: Kind, seen: Observation) -> Kind:
     return Kind(tuple(outputs), tuple(None if each is None else Axis(each.place, minor) for each in kind.operands))
 
 
+def _further(kinds: Mapping[Key, Kind | None]) -> dict[Key, Kind | None]:
+    """What a further use of the same function and parameters is, where those that are known are all alike."""
+    alike: dict[tuple[str, tuple[str, ...]], set[Kind | None]] = {}
+    for (function, names, _), kind in kinds.items():
+        alike.setdefault((function, names), set()).add(kind)
+    return {(*use, -1): next(iter(known)) for use, known in alike.items() if len(known) == 1}
+
+
 def _one_at_a_time(outputs: Tensor, weights: Tensor, leaves: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     rows = []
     for output, weight in zip(outputs, weights, strict=True):
@@ -293,8 +305,8 @@ def made_up(blank: Sequence[Tensor], size: int, seed: int, device: torch.device)
     rows = []
     for part in blank:
         shape = (size, *part.shape[1:])
-        if part.is_floating_point() or part.is_complex():
-            rows.append(torch.rand(shape, generator=random).to(device, part.dtype))
+        if part.is_floating_point():
+            rows.append(torch.rand(shape, generator=random).to(device, torch.promote_types(part.dtype, torch.float32)))
         else:
             rows.append(torch.randint(2, shape, generator=random).to(device, part.dtype))
     return rows
@@ -323,6 +335,12 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module in quiet:
             module.training = True
+
+
+def _unrounded(taps: Taps) -> Any:
+    """Without autocast: what is tried out here must not be lost in rounding."""
+    device = next(iter(taps.layout.parameters(taps.model).values())).device
+    return torch.autocast(device.type, enabled=False)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from vestige.engines.expressions import (
     Pulled,
     Rows,
     Transposed,
+    quietly,
     tapped,
     value_of,
 )
@@ -129,8 +130,9 @@ def _plain_named(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _kind(now: Pass, key: Key, examples: bool) -> Kind | None:
     """What is known of a use; in a rehearsal it may be new, and is taken to hold examples if it looks so."""
-    if key in now.kinds:
-        return now.kinds[key]
+    known = key if key in now.kinds else (*key[:2], -1)
+    if known in now.kinds:
+        return now.kinds[known]
     if now.observed is None:
         now.doubt = now.doubt or f"{key[0]} of {', '.join(key[1])} was not met in the rehearsal"
     return Kind() if examples else None
@@ -196,7 +198,9 @@ def _settle(
     back = [axis.alone(signal, examples) for axis, signal in zip(kind.outputs, signals, strict=True)]
     chunk = max(1, LARGEST // max(1, sum(each.numel() for each in values)))
     each = vmap(pulled, in_dims=([None if axis is None else 0 for axis in axes], 0), chunk_size=chunk)
-    for place, gradients in zip(operands, each(others, back), strict=True):
+    with quietly():
+        found = each(others, back)
+    for place, gradients in zip(operands, found, strict=True):
         yield leaves[place], Dense(gradients)
 
 

@@ -136,8 +136,9 @@ class PrivateSteps:
                 self.passes.discard()
                 raise ValueError(
                     f"parameter {name!r} has a gradient that did not come through a call of the private model: from a "
-                    "part of it that was called by itself, or from a penalty on its weights. Call the model itself, "
-                    "and give penalties on weights to the optimizer (weight_decay)"
+                    "part of it that was called by itself, from a pass in eval mode, or from a penalty on its weights. "
+                    "Call the model itself in training mode, and give penalties on weights to the optimizer "
+                    "(weight_decay); clear what is not meant for this step with zero_grad()"
                 )
 
     def learner(self) -> Learner:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vestige.engines.expressions import Tap
+
 MEAN, SUM = 1, 2
 POINTWISE = frozenset(
     f"{name}Backward0"
@@ -84,7 +86,7 @@ def watch_backward_passes() -> None:
 
     def run(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         for output in t_outputs:
-            if isinstance(output, Tensor) and output.grad_fn is not None and output.dim() == 0:
+            if isinstance(output, Tensor) and output.grad_fn is not None:
                 mark(output.grad_fn)
         return original(t_outputs, *args, **kwargs)
 
@@ -94,7 +96,9 @@ def watch_backward_passes() -> None:
 
 def mark(top: Any) -> None:
     """Leave at the ends of private models that a loss leads to how the loss was reduced."""
-    ends: dict[Any, list[Any]] = {}
+    ends: dict[Any, list[Any]] = {end: [] for end in _ends(top)}
+    if not ends:
+        return
     for node in _reductions(top):
         for end in _ends(node):
             ends.setdefault(end, []).append(node)
@@ -103,6 +107,8 @@ def mark(top: Any) -> None:
 
 
 def _reduction(top: Any, nodes: list[Any], rows: int) -> Reduction:
+    if not nodes:
+        return UNKNOWN
     means = [node for node in nodes if node.name() in NLL and node._saved_reduction == MEAN]
     if nodes == [top]:
         return _of_node(top, rows)
@@ -151,12 +157,20 @@ def _reductions(top: Any) -> list[Any]:
 
 
 def _ends(start: Any) -> list[Any]:
-    """The ends of private models that a backward pass from this node reaches."""
+    """The ends of private models that a backward pass from this node reaches.
+
+    One that enters a private model elsewhere, by something that a hook caught inside, is refused.
+    """
     found, seen, queue = [], {start}, [start]
     for node in queue:
         if type(node) is End._backward_cls:  # type: ignore[attr-defined]
             found.append(node)
             continue
+        if type(node) is Tap._backward_cls and not node.record.inside:  # type: ignore[attr-defined]
+            raise ValueError(
+                "the loss uses something from inside the private model that is not one of its outputs: return it from "
+                "the model's forward, with a row for each example"
+            )
         fresh = [each for each, _ in node.next_functions if each is not None and each not in seen]
         seen.update(fresh)
         queue += fresh if len(queue) < FARTHEST else []

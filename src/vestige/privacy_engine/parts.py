@@ -7,6 +7,7 @@ for which there is none is about examples that did not come through the sampler,
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -35,9 +36,12 @@ class Parts:
         self._drawn: deque[Part] = deque()
         self.current: Part | None = None
         self._steps, self._left = steps, steps
+        self.listener: Callable[[], None] = lambda: None
+        """Called whenever a part is drawn."""
 
     def announce(self, part: Part) -> None:
         self._drawn.append(part)
+        self.listener()
 
     def forget(self) -> None:
         """The loader starts anew: what was drawn and not used never will be."""

@@ -89,6 +89,7 @@ class Passes:
         self._recomputing: list[ExitStack] = []
         self._busy = False
         watch_backward_passes()
+        parts.listener = self._uncompile
         self.settle()
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
@@ -112,14 +113,15 @@ class Passes:
         return {name: p.detach() for name, p in self.parameters().items()}
 
     def settle(self) -> None:
-        """No pass is under way: close what was interrupted, and see that the next one reaches the hooks.
-
-        `module.compile()` puts a compiled graph around our hooks too; private passes go past it, others do not.
-        """
+        """No pass is under way: close what was interrupted, and see that the next one reaches the hooks."""
         self._abandon()
         for stack in self._recomputing:  # of backward passes that failed
             stack.close()
         self._recomputing = []
+        self._uncompile()
+
+    def _uncompile(self) -> None:
+        """`module.compile()` puts a compiled graph around our hooks too; private passes go past it, others do not."""
         compiled: Any = self.module._compiled_call_impl
         if compiled is not None and not isinstance(compiled, Uncompiled):
             self.module._compiled_call_impl = Uncompiled(self.module, compiled)  # type: ignore[assignment]
@@ -231,6 +233,7 @@ class Passes:
             raise ValueError("the tensors that the model was called with have different numbers of rows")
         opened: Open
         now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses))
+        now.inside = False
         stack = ExitStack()
         buffers = [(name, id(b), b._version) for name, b in self.module.named_buffers()]
         opened = self._open = Open(now, form, stack, buffers)

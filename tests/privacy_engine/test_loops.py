@@ -1,0 +1,391 @@
+"""Does a user's own loop get the same private step, and survive what loops really do?"""
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import vestige
+from conftest import make_toy
+from loops import LOSS, flat, moved, oracle, private, same_step
+from vestige import BudgetSpent, PrivacyEngine, accounting
+from vestige.questions import SampledGaussian
+from vestige.training.doctor import examine
+
+
+def engine_of(
+    model=None, data=None, *, batch_size=12, reproducible=None, optimizer=torch.optim.SGD, lr=0.1, workers=0, ledger=None,
+    resume=False, **options,
+):  # fmt: skip
+    toy, toy_data = make_toy()
+    model, data = model or toy, data or toy_data
+    engine = PrivacyEngine(reproducible=reproducible, ledger=ledger, resume=resume)
+    loader = DataLoader(TensorDataset(*data), batch_size=batch_size, shuffle=True, num_workers=workers)
+    common = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
+    return engine, *engine.make_private(
+        module=model, optimizer=optimizer(model.parameters(), lr=lr), data_loader=loader, **common
+    )
+
+
+def epoch(model, optimizer, loader, loss=LOSS):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "method", ["dp-sgd", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory", "sma-dp-sgd"]
+)
+def test_the_loop_equals_vestige_train(method):
+    alone, data = make_toy()
+    options = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.2, "steps": 10, "lr": 0.1, "reproducible": 5}
+    list(vestige.train(alone, LOSS, data, method=method, **options))
+    _, model, optimizer, loader = engine_of(reproducible=5, method=method)
+    for _ in range(2):
+        epoch(model, optimizer, loader)
+    torch.testing.assert_close(flat(model), flat(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("physical", [1, 2, 5])
+@pytest.mark.parametrize("taken", ["one by one", "all at once"])
+def test_physical_parts_change_nothing(physical, taken):
+    _, whole, *rest = engine_of(reproducible=3)
+    epoch(whole, *rest)
+    engine, split, optimizer, loader = engine_of(reproducible=3, max_physical_batch_size=physical)
+    epoch(split, optimizer, loader if taken == "one by one" else list(loader))
+    torch.testing.assert_close(flat(split), flat(whole), rtol=1e-4, atol=1e-6)
+    assert sum(n for _, _, n in engine.history) == 5
+
+
+@pytest.mark.parametrize("method", ["dp-sgd", "dp-sat"])
+def test_closures_run_for_every_part(method):
+    ends = []
+    for physical in (None, 3):
+        engine, model, optimizer, loader = engine_of(reproducible=3, method=method, max_physical_batch_size=physical)
+        values = []
+        for x, y in loader:
+
+            def closure(model=model, x=x, y=y):
+                loss = LOSS(model(x), y)
+                loss.backward()
+                return loss
+
+            values.append(optimizer.step(closure))
+        assert all(value is not None for value in values)
+        assert sum(n for _, _, n in engine.history) == 5
+        ends.append(flat(model))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-6)
+
+
+def test_sum_reduction_is_the_same_loss():
+    _, mean, *rest = engine_of(reproducible=3)
+    epoch(mean, *rest)
+    _, total, *rest = engine_of(reproducible=3, loss_reduction="sum")
+    epoch(total, *rest, loss=nn.CrossEntropyLoss(reduction="sum"))
+    torch.testing.assert_close(flat(total), flat(mean), rtol=1e-4, atol=1e-6)
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 3)
+
+    def forward(self, x, *, scale=1.0):
+        return self.body(x) * scale
+
+    def greet(self):
+        return "hello"
+
+
+def test_the_model_keeps_its_class_keys_and_methods():
+    model = Named()
+    keys, cls = list(model.state_dict()), type(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    engine = PrivacyEngine()
+    loader = DataLoader(TensorDataset(*make_toy()[1]), batch_size=6)
+    same, same_optimizer, private_loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    assert (same, same_optimizer) == (model, optimizer)
+    assert type(same) is cls
+    assert list(same.state_dict()) == keys
+    assert same.greet() == "hello"
+    assert (optimizer.noise_multiplier, optimizer.max_grad_norm) == (1.0, 1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, len(private_loader), gamma=0.5)
+    for x, y in private_loader:
+        LOSS(model(x, scale=2.0), y).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert model.eval()(torch.zeros(1, 5)).shape == (1, 3)
+    assert optimizer.param_groups[0]["lr"] == 0.005
+
+
+def test_a_private_model_is_saved_whole_copied_and_loaded(tmp_path):
+    _, model, optimizer, loader = engine_of(Named())
+    epoch(model, optimizer, loader)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    x, y = make_toy()[1]
+    assert torch.equal(loaded.eval()(x), model.eval()(x))
+    loaded.train().zero_grad()
+    LOSS(loaded(x), y).backward()  # an ordinary model, with ordinary gradients
+    assert loaded.body.weight.grad is not None
+    assert pickle.loads(pickle.dumps(model.state_dict()))
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    assert torch.equal(twin.eval()(x), model.eval()(x))
+    with pytest.raises(ValueError, match="copy of a private model"):
+        twin.train()(x)
+
+
+def test_the_rate_is_exact_and_the_price_is_that_of_the_steps():
+    engine, model, optimizer, loader = engine_of(batch_size=7)
+    epoch(model, optimizer, loader)
+    assert len(loader) == 9
+    assert engine.history == [(1.0, 7 / 60, 9)]
+    assert engine.get_epsilon(1e-5) == accounting.epsilon({SampledGaussian(7 / 60, 1.0): 9}, 1e-5)
+
+
+def test_a_target_epsilon_is_met_and_the_step_beyond_it_refused_in_words():
+    model, data = make_toy()
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(TensorDataset(*data), batch_size=12),
+        target_epsilon=3.0, target_delta=1e-5, epochs=2, max_grad_norm=1.0,
+    )  # fmt: skip
+    for _ in range(2):
+        epoch(model, optimizer, loader)
+    assert 2.99 < engine.get_epsilon(1e-5) <= 3.0
+    after = flat(model)
+    with pytest.raises(BudgetSpent, match="the budget is spent: 10 questions were asked.*stop training"):
+        epoch(model, optimizer, loader)
+    assert engine.get_epsilon(1e-5) <= 3.0
+    assert torch.equal(flat(model), after)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_leaving_the_loop_between_parts_forgets_the_unfinished_draw(workers):
+    engine, model, optimizer, loader = engine_of(max_physical_batch_size=2, workers=workers)
+    passes = engine._steps.passes
+    for x, y in loader:
+        LOSS(model(x), y).backward()
+        optimizer.step()
+        if passes.total is not None:
+            break
+    assert passes.total is not None
+    charged, left = sum(n for _, _, n in engine.history), passes._closed
+    seen = []
+    honest = passes.taken
+    passes.taken = lambda: seen.append(passes._closed) or honest()
+    epoch(model, optimizer, loader)
+    assert sum(n for _, _, n in engine.history) == charged + 5
+    assert left not in seen
+    assert len(set(seen)) == 5
+
+
+class Attending(nn.Module):
+    """Cannot be called with no rows at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend, self.head = nn.MultiheadAttention(5, 1, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        x = x[:, None].reshape(len(x), -1, 5)
+        return self.head(self.attend(x, x, x, need_weights=False)[0].mean(1).view(len(x), -1))
+
+
+def test_an_empty_draw_moves_by_noise_and_is_charged():
+    data = (torch.randn(100, 5), torch.randint(3, (100,)))
+    engine, model, optimizer, loader = engine_of(Attending(), data, batch_size=1)
+    empty = 0
+    for x, y in loader:
+        part = engine._steps.passes.parts.waiting()[0]
+        before = flat(model)
+        assert len(x) == part.rows
+        LOSS(model(x), y).backward()
+        optimizer.step()
+        assert not torch.equal(flat(model), before)
+        assert flat(model).isfinite().all()
+        empty += part.size == 0
+        assert part.size or not x.any(), "an empty draw must hold nothing of anybody"
+    assert empty > 10
+    assert sum(n for _, _, n in engine.history) == 100
+
+
+def test_an_empty_draw_adds_nothing_to_the_sum():
+    data = (torch.randn(100, 5), torch.randint(3, (100,)))
+    steps, model, optimizer, loader = private(make_toy()[0], data, batch=1)
+    for x, y in loader:
+        before, part = flat(model), steps.passes.parts.waiting()[0]
+        LOSS(model(x), y).backward()
+        optimizer.step()
+        assert (float((flat(model) - before).norm()) < 1e-6) == (part.size == 0)
+
+
+def test_two_losses_of_one_batch_add_up_before_they_are_clipped():
+    """Each example once: the price is that of one loss."""
+    for backwards in ("together", "apart", "two passes"):
+        steps, model, optimizer, loader = private(make_toy()[0])
+        x, y = next(iter(loader))
+        both = lambda m, x, y: LOSS(m(x), y) + m(x).square().sum(1).mean()
+        before, expected = flat(model), oracle(model, both, list(zip(x, y, strict=True)))
+        outputs = model(x)
+        if backwards == "together":
+            (LOSS(outputs, y) + outputs.square().sum(1).mean()).backward()
+        elif backwards == "apart":
+            LOSS(outputs, y).backward(retain_graph=True)
+            outputs.square().sum(1).mean().backward()
+        else:
+            LOSS(outputs, y).backward()
+            model(x).square().sum(1).mean().backward()
+        optimizer.step()
+        np.testing.assert_allclose(moved(before, flat(model)), expected, rtol=1e-3, atol=3e-5)
+        assert steps.ledger.spent == {steps.planned: 1}
+
+
+def test_several_steps_on_a_batch_are_priced_as_answers_on_one_sample():
+    engine, model, optimizer, loader = engine_of(steps_per_batch=4)
+    for x, y in loader:
+        for _ in range(4):
+            LOSS(model(x), y).backward()
+            optimizer.step()
+        with pytest.raises(ValueError, match="no batch of the private loader|handed out"):
+            LOSS(model(x), y).backward()
+    assert engine.history == [(0.5, 0.2, 5)]
+    assert engine.get_epsilon(1e-5) == accounting.epsilon({SampledGaussian(0.2, 0.5): 5}, 1e-5)
+
+
+def test_zero_grad_between_backward_and_step_discards():
+    for zero in ("optimizer", "model"):
+        _, model, optimizer, loader = private(make_toy()[0])
+        for x, y in loader:
+            (2 * LOSS(model(x), y)).backward()
+            (optimizer if zero == "optimizer" else model).zero_grad()
+            same_step(model, optimizer, x, y)
+
+
+def test_zero_grad_keeps_the_parts_that_a_step_has_closed():
+    _, whole, *rest = engine_of(reproducible=3)
+    epoch(whole, *rest)
+    _, split, optimizer, loader = engine_of(reproducible=3, max_physical_batch_size=3)
+    epoch(split, optimizer, loader)  # which calls zero_grad before every part
+    torch.testing.assert_close(flat(split), flat(whole), rtol=1e-4, atol=1e-6)
+
+
+def test_batches_may_be_skipped_and_looked_at():
+    engine, model, optimizer, loader = engine_of()
+    for number, (x, y) in enumerate(loader):
+        model(x)
+        with torch.no_grad():
+            model(3 * x)
+        model.eval()
+        model(torch.randn(4, 5))
+        model.train()
+        if number % 2:
+            continue
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        optimizer.step()
+    assert sum(n for _, _, n in engine.history) == 3
+
+
+def test_without_poisson_sampling_there_is_no_epsilon():
+    engine, model, optimizer, loader = engine_of(poisson_sampling=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epoch(model, optimizer, loader)
+    with pytest.raises(ValueError, match="no epsilon holds"):
+        engine.get_epsilon(1e-5)
+
+
+def test_predictable_noise_has_no_epsilon():
+    engine, model, optimizer, loader = engine_of(reproducible=1)
+    epoch(model, optimizer, loader)
+    with pytest.raises(ValueError, match="no epsilon holds"):
+        engine.get_epsilon(1e-5)
+
+
+def test_the_doctor_is_content_with_the_private_loader():
+    _, model, _, loader = engine_of()
+    assert not [f for f in examine(model, LOSS, loader) if f.where == "loader"]
+
+
+def test_going_back_to_a_checkpoint_forgets_no_question(tmp_path):
+    engine, model, optimizer, loader = engine_of(method="fo-dp-sgd", ledger=tmp_path / "l.jsonl")
+    epoch(model, optimizer, loader)
+    saved = flat(model)
+    engine.save_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+    epoch(model, optimizer, loader)
+    spent = engine.get_epsilon(1e-5)
+    engine.load_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+    assert torch.equal(flat(model), saved)
+    assert engine.get_epsilon(1e-5) == spent
+    epoch(model, optimizer, loader)
+    assert sum(n for _, _, n in engine.history) == 15
+    engine._ledger.close()
+    again, other, other_optimizer, other_loader = engine_of(
+        method="fo-dp-sgd", ledger=tmp_path / "l.jsonl", resume=True
+    )
+    assert again.history == engine.history
+    again.load_checkpoint(path=tmp_path / "c.pt", module=other, optimizer=other_optimizer)
+    assert torch.equal(flat(other), saved)
+    epoch(other, other_optimizer, other_loader)
+    assert sum(n for _, _, n in again.history) == 20
+
+
+def test_a_checkpoint_of_another_process_needs_its_ledger(tmp_path):
+    engine, model, optimizer, loader = engine_of()
+    engine.save_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+    other, model, optimizer, loader = engine_of()
+    with pytest.raises(ValueError, match="known to its ledger alone"):
+        other.load_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="resume: sample_rate"):
+        first, *_ = engine_of(ledger=tmp_path / "l.jsonl")
+        first._ledger.close()
+        engine_of(ledger=tmp_path / "l.jsonl", resume=True, batch_size=6)
+
+
+def test_dictionaries_and_keyword_arguments_reach_the_model():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(5, 3)
+
+        def forward(self, features, mask=None):
+            return {"logits": self.map(features["x"]) * mask}
+
+    _, model, optimizer, loader = private(Both())
+    for x, y in loader:
+        same_step(model, optimizer, x, y, lambda m, x, y: LOSS(m({"x": x}, mask=torch.ones(3).to(x))["logits"], y))
+
+
+def test_a_mask_as_long_as_the_batch_is_no_example():
+    """Square, with as many rows as there are examples: what has examples is tried out, not read off lengths."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map, self.head = nn.Linear(1, 4), nn.Linear(4, 3)
+
+        def forward(self, x, mask):
+            h = self.map(x[..., None])
+            scores = h @ h.transpose(1, 2) + mask
+            return self.head((scores.softmax(-1) @ h).mean(1))
+
+    torch.manual_seed(0)
+    data = (torch.randn(40, 12), torch.randint(3, (40,)))
+    _, model, optimizer, loader = private(Masked(), data)
+    mask = torch.full((12, 12), -1e4).triu(1)
+    sizes = []
+    for x, y in (pair for _ in range(4) for pair in loader):
+        same_step(model, optimizer, x, y, lambda m, x, y: LOSS(m(x, mask.to(x)), y))
+        sizes.append(len(x))
+    assert 12 in sizes
