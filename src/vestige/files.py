@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -41,6 +42,24 @@ def make_folder(path: Path, name: str = "out") -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{name}={str(path)!r} cannot be made: {error.strerror}; choose another folder") from error
+
+
+def lock(handle: int, path: Path) -> None:
+    """Hold an open file for this process alone, until it is closed or the process ends; ValueError if another does."""
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            os.lseek(handle, 1 << 30, os.SEEK_SET)  # a byte that nobody reads
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        else:
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            raise ValueError(f"{path} is in use: another process continues this run; wait for it, or stop it") from None
+        raise OSError(f"cannot lock {path}: {error.strerror}; keep it on a file system that can lock") from error
 
 
 def write_json(path: Path, content: Any) -> None:

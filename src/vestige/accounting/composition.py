@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from functools import lru_cache, reduce
-from math import floor, log, log2
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import floor, inf, log, log2
 
 import numpy as np
-from dp_accounting.pld.pld_pmf import DensePLDPmf
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from scipy.optimize import brentq
 
 from vestige.accounting import rdp
-from vestige.accounting.pld import connect_dots
+from vestige.accounting.pld import Composed, LossMasses
+from vestige.accounting.profiles import connect_dots
 from vestige.accounting.theorems import History, curves, occasions, theorem_for, total_curve
 from vestige.checks import check_delta
 from vestige.questions import Question, SampledGaussian
@@ -22,6 +21,8 @@ FINE, COARSE = 2e-5, 16e-5
 """Steps of the loss grid relative to epsilon: reported numbers use the fine one, searches start with the coarse."""
 
 
+SLACK = 1e-6
+"""The part of delta that may go to what rounding could hide, before losses are composed again nearer to epsilon."""
 MANY = 8
 """Histories of more distinct questions than this are priced on the coarse grid."""
 
@@ -58,17 +59,27 @@ def epsilon_by_distribution(history: History, delta: float, fineness: float) -> 
     if by_renyi == 0.0 or by_renyi > HOPELESS or largest > HOPELESS_ONCE:
         return by_renyi
     interval = grid_step(max(by_renyi, largest), COARSE if len(asked) > MANY else fineness)
-    return _epsilon_of(loss_distribution(history, interval), delta, guess=by_renyi)
+    best = by_renyi
+    for _ in range(4):
+        try:
+            losses = loss_distribution(history, interval, best)
+        except OverflowError:
+            return best
+        best = min(best, _epsilon_of(losses, delta, guess=best))
+        # Far below its target a composed distribution is still an upper bound, but a loose one.
+        if best == 0.0 or max(each.slack(best) for each in losses) < SLACK * delta:
+            break
+    return best
 
 
-def _epsilon_of(losses: PrivacyLossDistribution, delta: float, guess: float) -> float:
-    """The smallest epsilon whose delta is no larger, to eight digits from above; dp_accounting's own search is slow."""
+def _epsilon_of(losses: Sequence[Composed], delta: float, guess: float) -> float:
+    """The smallest epsilon whose delta is no larger in either direction, to eight digits from above."""
 
     def surplus(loss: float) -> float:
-        return log(max(float(losses.get_delta_for_epsilon(loss)), 1e-300) / delta)
+        return log(max(max(each.delta(loss) for each in losses), 1e-300) / delta)
 
-    while surplus(guess) > 0:
-        guess *= 2
+    if surplus(guess) > 0:
+        return inf
     least = next((loss for loss in (0.75 * guess, 0.0) if surplus(loss) > 0), None)
     if least is None:
         return 0.0
@@ -83,22 +94,20 @@ def grid_step(scale: float, fineness: float) -> float:
     return float(2.0 ** floor(log2(scale * fineness)))
 
 
-def loss_distribution(history: History, interval: float) -> PrivacyLossDistribution:
-    """The loss distribution of a whole history, from above. The history must cost something."""
+def loss_distribution(history: History, interval: float, target: float) -> tuple[Composed, Composed]:
+    """The loss distributions of a whole history, removing an example and adding one, from above and most exact at
+    losses near the target. The history must cost something."""
     asked = _fewer(occasions(history))
     costly = {question for question, curve in curves(asked).items() if curve[-1] > 0}
-    parts = [_single(question, interval).self_compose(count) for question, count in asked.items() if question in costly]
-    return reduce(lambda left, right: left.compose(right), parts)
+    both = [(_single(question, interval), count) for question, count in asked.items() if question in costly]
+    remove, add = ([(pair[way], count) for pair, count in both] for way in (0, 1))
+    return Composed(remove, interval, target), Composed(add, interval, target)
 
 
 @lru_cache(maxsize=128)
-def _single(question: Question, interval: float) -> PrivacyLossDistribution:
+def _single(question: Question, interval: float) -> tuple[LossMasses, LossMasses]:
     profile = theorem_for(question).profile(question)
-    remove, add = (
-        DensePLDPmf(interval, lowest, masses, infinite, True)
-        for lowest, masses, infinite in (connect_dots(profile, interval), connect_dots(profile.reversed, interval))
-    )
-    return PrivacyLossDistribution(remove, add)
+    return LossMasses(*connect_dots(profile, interval)), LossMasses(*connect_dots(profile.reversed, interval))
 
 
 def _fewer(asked: Mapping[Question, int]) -> Mapping[Question, int]:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
+from vestige.files import lock
 from vestige.questions import BudgetSpent, Question
 
 GENESIS = "0" * 64
@@ -26,6 +28,10 @@ class Budget(Protocol):
     def allows(self, spent: Mapping[Question, int], question: Question) -> bool: ...
 
 
+_held: WeakValueDictionary[Path, Ledger] = WeakValueDictionary()
+"""The ledgers that this process writes."""
+
+
 def _seal(row: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(row, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -35,7 +41,7 @@ class Ledger:
 
     Rows: one `open` (the public facts of the run), then per question one `ask` (its step, and its place among that
     step's questions); each continuation after an interruption adds a `resume`. Every row holds the hash of
-    the row before it. With `path=None` the ledger lives in memory.
+    the row before it. With `path=None` the ledger lives in memory; a file is written by one process at a time.
     """
 
     def __init__(self, path: Path | None, budget: Budget | None = None, *, replays_are_free: bool = False) -> None:
@@ -45,23 +51,45 @@ class Ledger:
         self.spent: Counter[Question] = Counter()
         self._paid: set[tuple[int, int]] = set()
         self._file: int | None = None
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        self.close()
 
     def open(self, facts: Mapping[str, Any]) -> None:
         """Start a new ledger with the public facts of the run."""
         if self.path is not None:
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                self._hold(os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                raise ValueError(f"{self.path} exists: it is another run's; resume it, or give a new file") from None
         self._append({"row": "open", "version": VERSION, **facts})
 
-    def resume(self, from_step: int) -> None:
-        """Continue an interrupted ledger: everything already asked stays charged; a torn last line is cut off.
+    def hold(self) -> None:
+        """Hold the ledger of an interrupted run, so that nobody else continues it too."""
+        assert self.path is not None
+        if self._file is None:
+            if (before := _held.get(self.path.resolve())) is not None:
+                before.close()  # this process goes on from here
+            try:
+                self._hold(0)
+            except FileNotFoundError as error:
+                raise LedgerError(f"cannot read the ledger {self.path}: {error.strerror}") from error
 
-        The line is torn only if the process died inside the write, before the answer to that question could exist.
+    def claim(self) -> LedgerHistory:
+        """Hold the ledger of an interrupted run, and read it.
+
+        A torn last line is cut off: the process died inside the write, before the answer to that question could exist.
         """
         assert self.path is not None
-        history = read(self.path, repair=True)
+        self.hold()
+        return read(self.path, repair=True)
+
+    def resume(self, from_step: int) -> None:
+        """Continue an interrupted ledger: everything already asked stays charged."""
+        history = self.claim()
         self.head, self.rows, self.attempt = history.head, history.rows, history.attempts
         self.spent, self._paid = history.spent(self.replays_are_free), set(history.paid)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         self._append({"row": "resume", "from_step": from_step, "attempt": self.attempt})
 
     def rewind(self, from_step: int) -> None:
@@ -89,19 +117,39 @@ class Ledger:
             os.close(self._file)
             self._file = None
 
+    def _hold(self, flags: int) -> None:
+        assert self.path is not None
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | flags, 0o644)
+        try:
+            lock(self._file, self.path)
+        except BaseException:
+            self.close()
+            raise
+        _held[self.path.resolve()] = self
+        self._process = os.getpid()
+
+    def _writable(self) -> int | None:
+        if self.path is not None and os.getpid() != self._process:
+            raise LedgerError(f"{self.path} is written by the process that opened it, not by one forked from it")
+        if self.path is not None and self._file is None:
+            raise LedgerError(
+                f"{self.path} is closed: the run ended, or was continued by a later call; nothing was asked"
+            )
+        return self._file
+
     def _append(self, row: dict[str, Any]) -> None:
         row = {"seq": self.rows, "previous": self.head, **row}
-        seal = _seal(row)
-        if self._file is not None:
+        seal, file = _seal(row), self._writable()
+        if file is not None:
             line = json.dumps({**row, "hash": seal}).encode() + b"\n"
-            size = os.fstat(self._file).st_size
+            size = os.fstat(file).st_size
             try:
-                if os.write(self._file, line) != len(line):
+                if os.write(file, line) != len(line):
                     raise OSError("short write")
-                os.fdatasync(self._file) if hasattr(os, "fdatasync") else os.fsync(self._file)
+                os.fdatasync(file) if hasattr(os, "fdatasync") else os.fsync(file)
             except OSError as error:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._file, size)
+                    os.ftruncate(file, size)
                 raise OSError(
                     f"cannot write the ledger {self.path}: {error}; nothing was asked, free space and resume"
                 ) from error

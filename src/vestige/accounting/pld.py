@@ -1,125 +1,146 @@
-"""By how much can one question's answers differ with and without an example? Hockey-stick profiles and their masses."""
+"""How are the losses of many questions distributed together? Composition by tilted Fourier transforms, from above."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, exp, expm1
+from functools import cached_property
+from math import ceil, exp, expm1, floor, log, sqrt
+from typing import Any
 
 import numpy as np
-from scipy.special import ndtr
+from scipy.fft import irfft, next_fast_len, rfft
+from scipy.optimize import minimize_scalar
+from scipy.special import logsumexp
 
-from vestige.accounting.rdp import ORDERS, Array
+from vestige.accounting.rdp import Array
 
-DEEPEST = 10.0
-"""Standard deviations of noise followed into the tails: 8e-24 of the mass lies beyond and is charged to delta."""
-
-DUST = 1e-280
-"""Smaller masses at the ends of a loss distribution are moved up: composing it divides by them, and would overflow."""
-
-BLOCK = 256
-
-Heights = Callable[[Array], Array]
+FOLDED = 1e-18
+"""Tilted mass that may lie outside the window of a composed distribution; what it is worth is added to delta."""
+ROUNDING = 2.0**-48
+"""What a fast Fourier transform may be wrong by, relative to its 2-norm: more than what is proved for such lengths."""
+LONGEST = 1 << 23
+STEEPEST = 400.0
+"""The largest tilt times the target: its exponential is still a number."""
 
 
 @dataclass(frozen=True)
-class Profile:
-    """sup over events of Pr[with] - e^loss Pr[without] (`remove`), and the reverse (`add`), for the worst pair.
+class LossMasses:
+    """One direction of a loss distribution: masses at `lowest`, `lowest` + 1, ... steps, and at infinity."""
 
-    Both are asked at losses 0, step, 2 step, ... and give upper bounds, which fall to a negligible mass at the reach.
-    The profiles at negative losses follow from them: E_c(P, Q) = 1 - c + c E_{1/c}(Q, P).
+    lowest: int
+    masses: Array
+    infinite: float
+
+    @cached_property
+    def places(self) -> Array:
+        return self.lowest + np.arange(len(self.masses), dtype=np.float64)
+
+    @cached_property
+    def logs(self) -> Array:
+        with np.errstate(divide="ignore"):
+            return np.log(self.masses)
+
+    def log_moment(self, tilt: float, step: float) -> float:
+        """log E e^(tilt loss), of the finite losses."""
+        return float(logsumexp(self.logs + tilt * step * self.places))
+
+    def tilted(self, tilt: float, step: float) -> Array:
+        return np.asarray(np.exp(self.logs + tilt * step * self.places - self.log_moment(tilt, step)))
+
+
+class Composed:
+    """The loss distribution of questions asked several times each, by a Fourier transform of tilted masses.
+
+    Each distribution is multiplied by e^(tilt loss) first, with the tilt that makes losses near `target` usual: the
+    transform's rounding errors are then small beside the tail that delta is made of, however small delta is. What
+    rounding and the window's ends can hide is added to delta.
+
+    Formal guarantees: `delta(epsilon)` is an upper bound on the hockey-stick divergence at every epsilon.
     """
 
-    remove: Heights
-    add: Heights
-    remove_reach: float
-    add_reach: float
+    def __init__(self, parts: Sequence[tuple[LossMasses, int]], step: float, target: float) -> None:
+        self._parts, self._step = parts, step
+        self._infinite = sum(count * part.infinite for part, count in parts)
+        self._tilt = self._best_tilt(target)
+        self._log_mass = self._log_moment(self._tilt)
+        first, last = self._window()
+        self._losses = (first + np.arange(last - first + 1)) * step
+        self._pivot = target
+        self._scale = self._log_mass - self._tilt * target
+        masses, self._off = self._transformed(first, last)
+        masses[self._losses < 0] = 0.0  # no epsilon is asked below zero
+        weighted = masses * np.exp(np.minimum(-self._tilt * (self._losses - target), STEEPEST))
+        self._above = _from_the_end(weighted)
+        self._discounted = _from_the_end(weighted * np.exp(target - self._losses))
+        self._beyond = FOLDED * exp(-self._tilt * (float(self._losses[-1]) - target))
 
-    @property
-    def reversed(self) -> Profile:
-        return Profile(self.add, self.remove, self.add_reach, self.remove_reach)
+    def delta(self, epsilon: float) -> float:
+        place = int(np.searchsorted(self._losses, epsilon, side="right"))
+        inside = self._hidden(epsilon)
+        if place < len(self._losses):
+            inside += max(0.0, self._above[place] - exp(epsilon - self._pivot) * self._discounted[place])
+        return min(1.0, self._infinite + exp(min(0.0, self._scale + log(inside))))
+
+    def slack(self, epsilon: float) -> float:
+        """The part of `delta` that covers for rounding and the window's ends; large far below the target."""
+        return exp(min(0.0, self._scale + log(self._hidden(epsilon))))
+
+    def _hidden(self, epsilon: float) -> float:
+        # Entries may each be wrong by `off`: so much over all losses above epsilon.
+        steep = exp(min(-self._tilt * (epsilon - self._pivot), 2 * STEEPEST))
+        return self._beyond + self._off * steep / -expm1(-self._tilt * self._step)
+
+    def _log_moment(self, tilt: float) -> float:
+        return sum(count * part.log_moment(tilt, self._step) for part, count in self._parts)
+
+    def _best_tilt(self, target: float) -> float:
+        """The tilt of the tightest Chernoff bound at the target."""
+        found = minimize_scalar(
+            lambda log_tilt: self._log_moment(exp(log_tilt)) - exp(log_tilt) * target,
+            bounds=(log(1e-3), log(min(1e4, STEEPEST / target))),
+            method="bounded",
+            options={"xatol": 1e-3},
+        )
+        return exp(found.x)
+
+    def _window(self) -> tuple[int, int]:
+        """Between which losses all tilted mass lies, but for `FOLDED` on either side (Chernoff again)."""
+        deviation = self._deviation()
+        ends = []
+        for sign in (-1, 1):
+            # A normal distribution would end there; the bound is asked at a few slopes around that one's.
+            slopes = sign * np.sqrt(-2 * log(FOLDED)) / max(deviation, 1e-300) * np.array([0.1, 0.3, 0.6, 1.0, 1.5])
+            reach = [(self._log_moment(self._tilt + s) - self._log_mass - log(FOLDED)) / s for s in slopes]
+            ends.append(max(reach) if sign < 0 else min(reach))
+        lowest = sum(count * part.lowest for part, count in self._parts)
+        highest = sum(count * (part.lowest + len(part.masses) - 1) for part, count in self._parts)
+        first, last = max(lowest, floor(ends[0] / self._step)), min(highest, ceil(ends[1] / self._step))
+        return first, max(first, last)
+
+    def _deviation(self) -> float:
+        """Of the tilted losses."""
+        variance = 0.0
+        for part, count in self._parts:
+            weights, losses = part.tilted(self._tilt, self._step), self._step * part.places
+            variance += count * float(weights @ (losses - weights @ losses) ** 2)
+        return sqrt(variance)
+
+    def _transformed(self, first: int, last: int) -> tuple[Array, float]:
+        """The composed tilted masses in the window, and what each may be wrong by."""
+        length = next_fast_len(last - first + 1, real=True)
+        if length > LONGEST:
+            raise OverflowError(f"a loss distribution of {length} masses")
+        spectrum: Any = 1.0
+        wrong = 0.0
+        for part, count in self._parts:
+            tilted = part.tilted(self._tilt, self._step)
+            circle = np.bincount((part.lowest + np.arange(len(tilted))) % length, tilted, length)
+            spectrum = spectrum * rfft(circle) ** count
+            wrong += count * ROUNDING * float(np.linalg.norm(circle))
+        masses = np.roll(irfft(spectrum, length), -(first % length))[: last - first + 1]
+        return np.maximum(masses, 0.0), wrong + ROUNDING + 2 * FOLDED
 
 
-def sampled_gaussian(rate: float, multiplier: float, deepest: float = DEEPEST) -> Profile:
-    """The sampled Gaussian: N(0, s^2) against (1 - q) N(0, s^2) + q N(1, s^2) (Zhu, Dong & Wang 2022)."""
-
-    def add(loss: Array) -> Array:
-        return np.exp(loss) * put(rate, multiplier, -loss)
-
-    return Profile(lambda loss: call(rate, multiplier, loss), add, *reaches(rate, multiplier, deepest))
-
-
-def call(rate: float, multiplier: float, log_strike: Array) -> Array:
-    """E (T - strike)_+ for the likelihood ratio T = 1 + q (e^w - 1), where w is normal and E e^w = 1."""
-    x, held = _crossing(rate, multiplier, log_strike)
-    return np.maximum(rate * ndtr((1 - x) / multiplier) - held * ndtr(-x / multiplier), 0.0)
-
-
-def put(rate: float, multiplier: float, log_strike: Array) -> Array:
-    """E (strike - T)_+ for the same T."""
-    x, held = _crossing(rate, multiplier, log_strike)
-    return np.maximum(held * ndtr(x / multiplier) - rate * ndtr((x - 1) / multiplier), 0.0)
-
-
-def _crossing(rate: float, multiplier: float, log_strike: Array) -> tuple[Array, Array]:
-    """Where T equals the strike (-inf where it is always above), and strike - (1 - q), without cancellation."""
-    held = np.where(log_strike > -0.5, np.expm1(log_strike) + rate, np.exp(log_strike) - (1 - rate))
-    with np.errstate(divide="ignore"):
-        return np.asarray(multiplier**2 * np.log(np.maximum(held, 0.0) / rate) + 0.5), held
-
-
-def reaches(rate: float, multiplier: float, deepest: float) -> tuple[float, float]:
-    """The largest losses of the sampled Gaussian, removing and adding, with noise up to `deepest` deviations."""
-    loss = deepest / multiplier + 1 / (2 * multiplier**2)
-    if rate == 1:
-        return loss, loss
-    return float(np.logaddexp(np.log1p(-rate), np.log(rate) + loss)), min(loss, -float(np.log1p(-rate)))
-
-
-def connect_dots(profile: Profile, step: float) -> tuple[int, Array, float]:
-    """A loss distribution on multiples of `step` whose removal profile connects the dots of the given one.
-
-    Returns the lowest multiple, the masses from there on, and the mass at infinity. The masses are second differences
-    of the profile. They vanish on 1 - e^loss, so below zero only the distance from that curve is kept, which is
-    e^loss add(-loss): small, and known to full relative precision.
-
-    Formal guarantees: the result dominates every pair with this profile (Doroshenko et al. 2022).
-    """
-    zero, heights = _heights(profile, step)
-    slopes = np.diff(heights) / expm1(step)
-    masses = np.concatenate([[slopes[0] - heights[0]], slopes[1:] - exp(step) * slopes[:-1], [-exp(step) * slopes[-1]]])
-    masses[zero] += 1.0
-    return _without_dust(-zero, np.maximum(masses, 0.0), float(heights[-1]))
-
-
-def _without_dust(lowest: int, masses: Array, infinite: float) -> tuple[int, Array, float]:
-    """The same distribution without masses at its ends that nothing can be divided by: those below move up to the first
-    that stays, those above to infinity. A larger loss never costs less."""
-    first, last = np.flatnonzero(masses > DUST)[[0, -1]]
-    kept = masses[first : last + 1]
-    kept[0] += masses[:first].sum()
-    return lowest + int(first), kept, infinite + float(masses[last + 1 :].sum())
-
-
-def _heights(profile: Profile, step: float) -> tuple[int, Array]:
-    """The removal profile less (1 - e^loss)_+ at multiples of `step`, and the position of loss zero among them."""
-    below, above = ceil(profile.add_reach / step) + 1, ceil(profile.remove_reach / step) + 1
-    falling = np.arange(below + 1.0) * step
-    negative = np.exp(-falling) * profile.add(falling)
-    return below, np.concatenate([negative[:0:-1], profile.remove(np.arange(above + 1.0) * step)])
-
-
-def excess_moments(profile: Profile, step: float) -> Array:
-    """E[ratio ** order] - 1 at `ORDERS`, from above, up to what lies beyond the reach.
-
-    The moment is a (a-1) times the integral of e^((a-1) loss) (profile - (1 - e^loss)_+). Between the dots the profile
-    is convex in e^loss, hence below its chords; their integral is a sum over the dots with one common factor.
-    """
-    zero, heights = _heights(profile, step)
-    chords = np.expm1(ORDERS * step) * -np.expm1(-(ORDERS - 1) * step) / expm1(step)
-    # e^((a-1) loss) is a product over blocks and places within them, so that few exponentials are needed.
-    blocks = np.pad(heights, (0, -len(heights) % BLOCK)).reshape(-1, BLOCK)
-    within = blocks @ np.exp(np.outer(np.arange(BLOCK) * step, ORDERS - 1))
-    starts = (np.arange(len(blocks)) * BLOCK - zero) * step
-    with np.errstate(over="ignore", divide="ignore"):
-        return np.asarray(np.exp(np.outer(starts, ORDERS - 1) + np.log(within)).sum(axis=0) * chords)
+def _from_the_end(values: Array) -> Array:
+    return np.asarray(np.cumsum(values[::-1])[::-1])

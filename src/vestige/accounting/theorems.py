@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vestige.accounting import rdp, trials
-from vestige.accounting.pld import Profile, sampled_gaussian
+from vestige.accounting.profiles import Profile, sampled_gaussian
 from vestige.accounting.rdp import Array
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian, Trial
 

@@ -9,7 +9,7 @@ from math import inf, log, log1p
 import numpy as np
 from scipy.special import log_ndtr, ndtr
 
-from vestige.accounting.pld import DEEPEST, Profile, call, excess_moments, put, reaches
+from vestige.accounting.profiles import DEEPEST, Profile, call, excess_moments, put, reaches
 from vestige.accounting.rdp import ORDERS, Array
 from vestige.accounting.rdp import curves as renyi_curves
 from vestige.questions import Trial

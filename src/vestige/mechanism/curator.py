@@ -170,7 +170,7 @@ class Curator:
         bounded = BoundedSum(total, self._sensitivity(clip)[0])
         unclipped = self._unclipped(clip, norms, multiplier, index)
         multiplier = clip.gradient_multiplier(multiplier, self.expected_batch)
-        stream = self._randomness.stream("noise" + again, index)
+        stream = self._randomness.stream("noise" + again, index, continues=self._noise.keeps)
         witness = self._nonprivate_witness
         before = total if witness is None else total.clone()
         std, noise = self._noise.add(bounded, multiplier, stream, nonprivate_keep=witness is not None)

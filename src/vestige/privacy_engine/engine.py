@@ -250,8 +250,7 @@ class PrivacyEngine:
         if not self._resume:
             self._ledger.open(facts)
             return
-        assert self._ledger.path is not None
-        history = read(self._ledger.path, repair=True)
+        history = self._ledger.claim()
         for key, value in facts.items():
             if history.facts.get(key) != value:
                 raise ValueError(

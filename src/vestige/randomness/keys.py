@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 from dataclasses import dataclass
 
 import numpy as np
+
+_forked = 0
+"""What a forked process adds to every secret key: its parent's streams are its parent's alone."""
+
+
+def _rekey() -> None:
+    global _forked
+    _forked = secrets.randbits(256)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_rekey)
 
 
 @dataclass(frozen=True)
 class Randomness:
     """Streams of random numbers, one for each purpose and index, all grown from one key.
 
-    `secret()` draws the key from the operating system; it lives in this process alone, so a resumed run never meets
-    its old noise again. `reproducible(seed)` makes every stream predictable, and the run protects nobody.
+    `secret()` draws the key from the operating system; it lives in this process alone: a resumed run never meets its
+    old noise again, and a forked process has another key. `reproducible(seed)` makes every stream predictable, and the
+    run protects nobody.
     """
 
     entropy: int
     predictable: bool
+    process: int = 0
 
     @classmethod
     def secret(cls) -> Randomness:
-        return cls(secrets.randbits(256), predictable=False)
+        return cls(secrets.randbits(256), predictable=False, process=_forked)
 
     @classmethod
     def reproducible(cls, seed: int) -> Randomness:
@@ -31,7 +46,20 @@ class Randomness:
     def __repr__(self) -> str:
         return f"Randomness({'predictable' if self.predictable else 'secret'})"
 
-    def stream(self, purpose: str, index: int) -> np.random.Generator:
+    @property
+    def moved(self) -> bool:
+        """Whether this is a copy of a secret key in a forked process, which must not use the key itself."""
+        return not self.predictable and self.process != _forked
+
+    def stream(self, purpose: str, index: int, *, continues: bool = False) -> np.random.Generator:
+        """The stream of a purpose and an index. One that `continues` earlier draws of the same run has no meaning after
+        a fork, where the key is another one."""
+        if continues and self.moved:
+            raise ValueError(
+                "this run began in a parent process, and its noise or its parts of the data go on from step to step: "
+                "it cannot be continued after a fork, so start it in the process that trains"
+            )
+        entropy = self.entropy ^ _forked if self.moved else self.entropy
         label = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4])
-        key = np.random.SeedSequence(self.entropy, spawn_key=(label, index))
+        key = np.random.SeedSequence(entropy, spawn_key=(label, index))
         return np.random.Generator(np.random.PCG64DXSM(key))

@@ -63,7 +63,8 @@ class CyclicPoisson:
         joined = randomness.stream("sample", index).random(population) < self.rate * self.bands
         if self.bands > 1:
             # Each example's part is its own toss, so that other examples keep theirs when one is added or removed.
-            joined &= randomness.stream("part", 0).integers(self.bands, size=population) == index % self.bands
+            part = randomness.stream("part", 0, continues=True).integers(self.bands, size=population)
+            joined &= part == index % self.bands
         return torch.from_numpy(joined.nonzero()[0])
 
 

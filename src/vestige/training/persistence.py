@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from vestige.accounting.ledger import Ledger, LedgerError, read
+from vestige.accounting.ledger import Ledger, LedgerError
 from vestige.mechanism.curator import Curator
 from vestige.training.loop import TrainingState
 from vestige.training.run_folder import RunFolder
@@ -36,9 +36,11 @@ def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:
         return
     if folder.ledger.exists():
         # The first checkpoint is written before the first question, so a run killed before it has asked nothing.
+        run.ledger.hold()
         if b'"row": "ask"' in folder.ledger.read_bytes():
             raise LedgerError(f"{folder.ledger} exists but there is no checkpoint beside it to resume from")
         folder.ledger.unlink()
+        run.ledger.close()
     _open(run, folder, public)
 
 
@@ -79,7 +81,7 @@ def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 def _restore(run: Persistent, folder: RunFolder) -> None:
     saved = folder.load_checkpoint()
-    history = read(folder.ledger, repair=True)
+    history = run.ledger.claim()
     if history.heads[saved["ledger_rows"] - 1 : saved["ledger_rows"]] != [saved["ledger_head"]]:
         raise LedgerError(
             f"{folder.ledger} does not contain what the checkpoint was trained on: it was cut or replaced"
