@@ -11,7 +11,7 @@ from vestige.mechanism.charges import Charges
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.examples import Examples
-from vestige.mechanism.loss_difference import example_losses, right_answers
+from vestige.mechanism.loss_difference import losses_of, right_answers
 from vestige.optim.gates import Attempt, NoisyLossTest
 from vestige.questions import SampledGaussian
 from vestige.randomness.keys import Randomness
@@ -59,7 +59,7 @@ def curator_of(targets, *, seed=0, ask=lambda *a, **k: None, loss=staircase, mod
     data = (torch.zeros(len(targets), 1), targets)
     layout = Layout.of(model)
     examples, key, charges = Examples(data, torch.device("cpu")), Randomness.reproducible(seed), Charges(ask)
-    comparisons = Comparisons(examples, key, charges, example_losses(model, loss), right_answers(model))
+    comparisons = Comparisons(examples, key, charges, losses_of(model, loss), right_answers(model))
     engine = Reference(model, loss, layout)
     return Curator(examples, engine, layout, Poisson(0.5), key, charges, comparisons=comparisons)
 

@@ -15,7 +15,7 @@ from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Examples
-from vestige.mechanism.loss_difference import LossDifference, example_losses, right_answers
+from vestige.mechanism.loss_difference import LossDifference, losses_of, right_answers
 from vestige.questions import BudgetSpent, SampledGaussian, Trial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson
@@ -90,7 +90,7 @@ def test_both_models_are_measured_on_the_same_sample_and_without_dropout():
     model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
     generator = torch.Generator().manual_seed(0)
     data = (torch.randn(40, 4, generator=generator), torch.randint(3, (40,), generator=generator))
-    losses, parameters = example_losses(model, LOSS), {k: v.detach() for k, v in model.named_parameters()}
+    losses, parameters = losses_of(model, LOSS), {k: v.detach() for k, v in model.named_parameters()}
     assert torch.equal(losses(data, parameters), losses(data, parameters))
     assert model.training
     assert model[1].training
@@ -119,7 +119,7 @@ def test_the_noisy_count_counts():
     asked = []
     examples = Examples((inputs, targets), torch.device("cpu"))
     charges = Charges(lambda q, **k: asked.append(q))
-    scores = example_losses(model, LOSS), right_answers(model)
+    scores = losses_of(model, LOSS), right_answers(model)
     comparisons = Comparisons(examples, Randomness.reproducible(0), charges, *scores)
     right, wrong = {"weight": torch.eye(2)}, {"weight": -torch.eye(2)}
     gains = [comparisons.count_difference(wrong, right, rate=0.5, multiplier=10.0, step=i, part=1) for i in range(400)]
