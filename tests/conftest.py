@@ -7,6 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+pytest.register_assert_rewrite(
+    "commands", "engine_checks", "selective_runs"
+)  # what they assert is explained when it fails
+
 
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:

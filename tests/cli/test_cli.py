@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from commands import TRAIN, as_json, started, vestige
+from recursions import paper_weights
 from vestige.cli import main
 from vestige.cli.errors import in_flags
 from vestige.cli.method_flags import help_of
@@ -99,8 +100,6 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
     )  # fmt: skip
     assert code == 0
     assert "guarantee is void" in error
-    from test_memory import paper_weights
-
     file = np.load(tmp_path / "t.npz")
     s, z, release = (file[key].astype(np.float64) for key in ("clipped_sum", "noise", "release"))
     assert file["release"].dtype == np.float32

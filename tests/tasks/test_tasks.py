@@ -17,7 +17,7 @@ from vestige import tasks
 from vestige.tasks import scattering
 from vestige.tasks.recipes import RECIPES
 
-SHARED = Path(os.environ.get("VESTIGE_DATA", Path(__file__).parents[2] / "shared" / "data"))
+SHARED = Path(os.environ.get("VESTIGE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
 def shared(name: str) -> Path:

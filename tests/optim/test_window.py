@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from test_memory import paper_weights
+from recursions import paper_weights
 from vestige.devices import triton_available
 from vestige.layout import Layout, Segment
 from vestige.optim import window as room

@@ -80,5 +80,5 @@ def test_a_gradient_too_large_for_float32_arithmetic_is_zeroed():
 
 def test_an_unusable_bound_is_refused():
     for bound in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="clip="):
+        with pytest.raises(ValueError, match="bound="):
             Flat(bound)

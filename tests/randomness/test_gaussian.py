@@ -1,4 +1,4 @@
-"""Is the noise Gaussian, of the promised size, from a key of its own, and never drawn twice?"""
+"""Is the noise Gaussian, of the promised size and independent from number to number, however it is drawn?"""
 
 import math
 import os
@@ -12,7 +12,7 @@ from scipy import stats
 from vestige.devices import triton_available
 from vestige.randomness.gaussian import PAIRS, add_noise, normal
 from vestige.randomness.keys import Randomness
-from vestige.randomness.release import BoundedSum, Release
+from vestige.randomness.release import BoundedSum
 
 SIZE = 200_000
 
@@ -55,37 +55,6 @@ def test_the_noise_that_is_kept_is_what_was_added():
     assert torch.equal(noise, alone * std)
     assert torch.equal(total, 5.0 + noise)
     assert add_noise(BoundedSum(total, 2.0), 1.5, Randomness.secret().stream("noise", 0))[1] is None
-
-
-def test_secret_keys_differ_and_reproducible_ones_do_not():
-    draws = [Randomness.secret().stream("noise", 0).standard_normal(8) for _ in range(3)]
-    assert not np.array_equal(draws[0], draws[1])
-    assert not np.array_equal(draws[1], draws[2])
-    same = [Randomness.reproducible(5).stream("noise", 3).standard_normal(8) for _ in range(2)]
-    assert np.array_equal(*same)
-
-
-def test_every_purpose_and_index_has_its_own_stream():
-    key = Randomness.reproducible(5)
-    streams = [key.stream(purpose, index).integers(2**62) for purpose in ("noise", "sample") for index in range(50)]
-    assert len(set(streams)) == 100
-
-
-def test_the_noise_is_independent_of_torchs_global_generator():
-    torch.manual_seed(1)
-    first = Randomness.secret().stream("noise", 0).standard_normal(4)
-    torch.manual_seed(1)
-    assert not np.array_equal(first, Randomness.secret().stream("noise", 0).standard_normal(4))
-
-
-def test_the_key_is_not_printed():
-    key = Randomness.secret()
-    assert str(key.entropy) not in repr(key)
-
-
-def test_the_norm_of_the_noise():
-    assert Release(torch.zeros(100), 0.5, 1.0).noise_norm == pytest.approx(5.0)
-    assert Release(torch.zeros(2), torch.tensor([3.0, 4.0]), 1.0).noise_norm == pytest.approx(5.0)
 
 
 # --- how it is drawn: on a CPU, and by the kernel that draws, scales and adds in one pass ----------------------------

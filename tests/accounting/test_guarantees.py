@@ -1,0 +1,64 @@
+"""Is there an epsilon only where there is a theorem, and does it carry its assumptions?"""
+
+import pytest
+
+from histories import DELTA, steps
+from vestige.accounting import Facts, epsilon, guarantee
+
+
+def test_a_guarantee_carries_its_assumptions():
+    said = guarantee(steps(2.0, 100), DELTA, Facts())
+    assert said.epsilon == epsilon(steps(2.0, 100), DELTA)
+    assert said.epsilon_rdp == epsilon(steps(2.0, 100), DELTA, "rdp")
+    assert said.accountant == "pld"
+    assert said.adjacency == "add/remove one example"
+    assert said.reasons == ()
+    assert any("secret" in assumption for assumption in said.assumptions)
+    assert guarantee({}, DELTA, Facts()).epsilon == 0
+
+
+@pytest.mark.parametrize(
+    ("facts", "word"),
+    [
+        (Facts(sampling="shuffled"), "shuffled"),
+        (Facts(sampling="cyclic-poisson"), "SampledGaussian"),
+        (Facts(sampling="every-example"), "SampledGaussian"),
+        (Facts(examples_independent=False), "clipping"),
+        (Facts(schedule="data-dependent"), "filter"),
+        (Facts(schedule="filtered"), "filter"),
+        (Facts(schedule="annealed"), "annealed"),
+        (Facts(nonprivate_outputs=True), "without noise"),
+        (Facts(noise="seeded"), "seed"),
+        (Facts(noise="borrowed"), "borrowed"),
+    ],
+)
+def test_without_a_theorem_there_is_no_epsilon(facts, word):
+    said = guarantee(steps(2.0, 100), DELTA, facts)
+    assert said.epsilon is None
+    assert len(said.reasons) == 1
+    assert word in said.reasons[0]
+
+
+def test_seeded_noise_is_priced_as_if_it_were_secret():
+    said = guarantee(steps(2.0, 100), DELTA, Facts(noise="seeded"))
+    assert said.epsilon is None
+    assert said.epsilon_if_noise_were_secret == epsilon(steps(2.0, 100), DELTA)
+    shuffled = guarantee(steps(2.0, 100), DELTA, Facts(noise="seeded", sampling="shuffled"))
+    assert shuffled.epsilon_if_noise_were_secret is None
+    assert len(shuffled.reasons) == 2
+
+
+def test_no_noise_no_epsilon():
+    said = guarantee(steps(0.0, 1), DELTA, Facts())
+    assert said.epsilon is None
+    assert "without noise" in said.reasons[0]
+
+
+def test_a_filtered_run_is_promised_the_filters_epsilon():
+    said = guarantee(steps(2.0, 100), DELTA, Facts(schedule="filtered", filter_epsilon=5.0))
+    assert (said.epsilon, said.accountant) == (5.0, "renyi filter")
+    cheat = guarantee(steps(0.5, 1000), DELTA, Facts(schedule="filtered", filter_epsilon=5.0))
+    assert cheat.epsilon is None
+    assert "filter" in cheat.reasons[0]
+    assert cheat.epsilon_rdp > 5
+    assert cheat.epsilon_if_noise_were_secret is None

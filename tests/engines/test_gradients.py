@@ -1,0 +1,119 @@
+"""Is the norm of a convolution's gradient right by either way, and never too small in TF32?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine_checks import Out, close, silent, targets
+from vestige import devices
+from vestige.engines import gradients
+from vestige.engines.gradients import Geometry, Patches
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2}, {"groups": 4, "dilation": 2}])
+@pytest.mark.parametrize(("size", "by_pixels"), [(3, True), (4, True), (12, False)])
+def test_convolution_norms_by_either_way(size, by_pixels, options):
+    """Few positions and many channels: by inner products of pixels; many positions: by gradients."""
+    torch.manual_seed(3)
+    layer = nn.Conv2d(32, 64, 3, padding=1, **options)
+    image = torch.randn(4, 32, size, size)
+    signal = torch.randn_like(layer(image))
+    pairs = [(n, n) for n in (3, options.get("stride", 1), 1, options.get("dilation", 1))]
+    patches = Patches(image.double(), signal.double(), Geometry(*pairs, layer.groups))
+    want = patches.dense().flatten(1).norm(dim=1)
+    close(patches._ghost_squares().sqrt(), want, 1e-10)
+    close(patches.norms(), want, 1e-10)
+    if not options:
+        assert (patches._ghost_cost() < patches._direct_cost()) == by_pixels
+    silent(Out(layer, width=signal[0].numel()), (image, targets(4)))
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2, "padding": 1}, {"groups": 4}])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_the_norms_of_the_terms_of_a_convolution_add_up(rank, options):
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1](8, 12, 2, **options).double()
+    image = torch.randn(3, 8, *[6] * rank).double()
+    signal = torch.randn_like(layer(image))
+    geometry = Geometry(layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
+    want = torch.zeros(3).double()
+    for place in range(signal[0, 0].numel()):  # one term at a time: the signal of one position
+        for group in range(layer.groups):
+            one = torch.zeros_like(signal).flatten(2)
+            rows = slice(group * 12 // layer.groups, (group + 1) * 12 // layer.groups)
+            one[:, rows, place] = signal.flatten(2)[:, rows, place]
+            want += Patches(image, one.view_as(signal), geometry).dense().flatten(1).norm(dim=1)
+    close(Patches(image, signal, geometry)._lengths(), want, 1e-10)
+
+
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("convolutions", [False, True])
+def test_there_is_slack_where_tf32_may_round_up(products, convolutions, monkeypatch):
+    monkeypatch.setattr(devices, "tf32_products", lambda: products)
+    monkeypatch.setattr(devices, "tf32_convolutions", lambda: convolutions)
+    rounded = 1 + 2**-10  # each factor of a product, at most
+    share = rounded**2 * devices.slack(SimpleNamespace(is_cuda=True))
+    assert share == pytest.approx(1.0 if products or convolutions else rounded**2, abs=1e-12)
+    assert devices.slack(torch.zeros(1)) == 1.0  # a CPU does not round so
+
+
+def rounded(tensor: Tensor, nearest: bool) -> Tensor:
+    """As TF32 keeps it: ten bits after the leading one, the rest rounded or cut."""
+    bits = tensor.contiguous().view(torch.int32)
+    return ((bits + (0x1000 if nearest else 0)) & ~0x1FFF).view(torch.float32)
+
+
+def cancelling(nearest: bool, device: str = "cpu") -> Patches:
+    """Neighbours of a chequered image cancel in the gradient, all but a little that TF32 makes five times as much."""
+    half = 2**-11 if nearest else 2**-10
+    white = (torch.arange(8)[:, None] + torch.arange(8)) % 2 == 0
+    image = torch.where(white, 1 + 0.9 * half, 1 + 1.1 * half).expand(2, 48, 8, 8).contiguous()
+    signal = torch.where(white, 1.0, -1.0) * (1 + torch.rand(2, 64, 1, 1))
+    pairs = [(n, n) for n in (1, 1, 0, 1)]
+    return Patches(image.to(device), signal.to(device), Geometry(*pairs, 1))
+
+
+@pytest.mark.parametrize("measured", ["exactly", "in tf32"])
+@pytest.mark.parametrize("nearest", [True, False])
+@pytest.mark.parametrize("kind", ["cancelling", "random"])
+def test_however_terms_cancel_tf32_lifts_no_share_over_the_bound(kind, nearest, measured, monkeypatch):
+    patches = cancelling(nearest)
+    if kind == "random":
+        patches = replace(patches, image=torch.randn_like(patches.image), signal=torch.randn_like(patches.signal))
+
+    def in_tf32(image: Tensor, signal: Tensor) -> Patches:
+        return replace(patches, image=rounded(image, nearest).double(), signal=rounded(signal, nearest).double())
+
+    looked_at = in_tf32(patches.image, patches.signal) if measured == "in tf32" else patches
+    bare = looked_at.norms()
+    monkeypatch.setattr(gradients, "convolves_in_tf32", lambda tensor: True)
+    norms = looked_at.norms()
+    close(norms, bare + devices.MARGIN * looked_at._lengths())
+    bound = 0.3 * bare.min().item()
+
+    def shares(norms: Tensor) -> Tensor:
+        factors = (bound / norms).float().view(-1, 1, 1, 1)
+        return in_tf32(patches.image, factors * patches.signal).dense().flatten(1).norm(dim=1)
+
+    assert (shares(norms) <= bound).all()
+    if kind == "cancelling" and measured == "exactly":
+        assert (shares(bare) > 4 * bound).all(), "nothing to guard against here"
+    if kind == "random":
+        assert (norms < 1.1 * bare).all(), "a dear margin"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("nearest", [True, False])
+def test_on_a_gpu_no_convolution_in_tf32_lifts_a_share_over_the_bound(nearest, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    patches = cancelling(nearest, "cuda")
+    norms = patches.norms()
+    for one in range(2):
+        factors, share = torch.zeros(2, device="cuda"), torch.zeros(patches.shape, device="cuda")
+        factors[one] = 0.01 / norms[one]
+        patches.add(share, factors)
+        assert share.norm() <= 0.01

@@ -1,0 +1,122 @@
+"""Does a rehearsal find what mixes examples, and is what it could not know noticed later?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine_checks import ask, close, silent, square, targets
+from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.cuda_graphs import Captured
+from vestige.engines.rehearsal import Dependent
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Flat
+
+
+class Mixing(nn.Module):
+    """Subtracts the batch's mean, with or without letting the gradient through."""
+
+    def __init__(self, detached: bool, first: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layer, self.detached, self.first, self.drop = nn.Linear(3, 2), detached, first, nn.Dropout(dropout)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.drop(input) if self.first else self.layer(self.drop(input))
+        mean = x.mean(dim=0, keepdim=True)
+        x = x - 0.5 * (mean.detach() if self.detached else mean)
+        return self.layer(x) if self.first else x
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_models_that_mix_examples_are_refused(detached, first, dropout, tokens):
+    torch.manual_seed(21)
+    model, inputs = Mixing(detached, first, dropout), torch.randn(4, 3)
+    if tokens:
+        model, inputs = nn.Sequential(nn.Embedding(5, 3), model), torch.arange(4)
+    layout = Layout.of(model)
+    with pytest.raises(Dependent, match="changes with the examples beside it"):
+        BookKeeping(model, square, layout)(
+            (inputs, targets(4)), layout.parameters(model), Flat(1.0), torch.zeros(layout.size)
+        )
+
+
+def test_running_statistics_are_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    layout = Layout.of(model)
+    engine = BookKeeping(model, square, layout)
+    with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\).*GroupNorm"):
+        engine((torch.randn(4, 3), targets(4)), layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
+    silent(model.eval(), (torch.randn(4, 3), targets(4)))
+
+
+@pytest.mark.parametrize("kind", [BookKeeping, Captured])
+def test_a_frozen_batch_norm_that_is_set_to_train_later_is_refused_before_it_sees_anything(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    model[1].requires_grad_(False).eval()
+    layout = Layout.of(model)
+    engine, batch = kind(model, F.cross_entropy, layout), [torch.randn(8, 5), torch.randint(3, (8,))]
+    engine(batch, layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
+    model.train()
+    with pytest.raises(ValueError, match="mixes the examples"):
+        engine(batch, layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
+    assert not model[1].running_mean.any()
+
+
+class Ragged(nn.Module):
+    """Runs a layer on the positive examples only: the number of rows is no multiple of the batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.some = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.first(input)
+        chosen = (input[:, 0] > 0).nonzero()[:, 0]
+        return output.index_add(0, chosen, self.some(input[chosen]))
+
+
+def test_rows_that_do_not_fit_later_are_noticed():
+    torch.manual_seed(29)
+    model = Ragged()
+    layout = Layout.of(model)
+    engine, parameters = BookKeeping(model, square, layout), layout.parameters(model)
+    inputs = torch.randn(5, 3)
+    inputs[:3, 0], inputs[3:, 0] = 1.0, -1.0
+    assert engine.taps((inputs[:3], targets(3))) is not None  # made-up numbers are all positive
+    with (
+        pytest.raises(RuntimeError, match="vmap"),
+        pytest.warns(UserWarning, match="linear of some.*gave .3, 2. numbers for 5 examples"),
+    ):
+        engine((inputs, targets(5)), parameters, Flat(0.1), torch.zeros(layout.size))  # nor can vmap run it
+
+
+class Regularised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.head = nn.Linear(5, 40), nn.Dropout(0.5), nn.Linear(40, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.head(self.drop(torch.tanh(self.first(input))))
+
+
+def test_dropout_differs_by_example_and_the_rehearsal_draws_nothing():
+    torch.manual_seed(28)
+    model = Regularised()
+    batch = (torch.randn(1, 5).repeat(6, 1), torch.zeros(6, 2))
+    layout = Layout.of(model)
+    parameters = layout.parameters(model)
+    engine, answers = BookKeeping(model, square, layout), []
+    for _ in range(2):  # a resumed run rehearses again, and must see the same dropout
+        torch.manual_seed(5)
+        answers.append(ask(engine, batch, parameters, Flat(0.1), layout))
+    assert torch.equal(answers[0][0], answers[1][0])
+    assert len(answers[0][1].unique()) == 6
+    model.eval()
+    norms = ask(engine, batch, parameters, Flat(0.1), layout)[1]
+    close(norms, norms[:1].expand_as(norms))

@@ -1,0 +1,301 @@
+"""Is every use of a parameter watched: twice, tied, bare, borrowed, folded, beside frozen ones?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine_checks import (
+    MODELS,
+    Positions,
+    Tokens,
+    ask,
+    clipped,
+    close,
+    one_at_a_time,
+    sample,
+    silent,
+    square,
+    targets,
+    token_loss,
+)
+from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.reference import Reference
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Flat
+
+
+@pytest.mark.parametrize("examples", [1, 3, 5])  # as many as positions: the axes must not be confused
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("leading", [False, True])
+@pytest.mark.parametrize("width", [4, 24])  # narrow: gradients are materialised; wide: they stay factored
+def test_language_model(examples, tied, leading, width):
+    torch.manual_seed(12)
+    model = Positions(tied, leading, words=30, width=width)
+    batch = (torch.randint(0, 30, (examples, 5)), torch.randint(0, 30, (examples, 5)))
+    batch[0][:, 2:] = batch[1][:, :3]  # the words read are the words predicted: the two gradients overlap
+    silent(model, batch, loss=token_loss)
+
+
+def test_cross_entropy_with_an_ignored_target():
+    torch.manual_seed(13)
+    model, inputs, labels = nn.Linear(3, 4), torch.randn(4, 3), torch.tensor([1, -100, 3, 0])
+    for loss in (F.cross_entropy, nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)):
+        silent(model, (inputs[[0, 2, 3]], labels[[0, 2, 3]]), loss=loss)
+    layout = Layout.of(model)
+    parameters = layout.parameters(model)
+    got = ask(BookKeeping(model, F.cross_entropy, layout), (inputs, labels), parameters, Flat(0.1), layout)
+    want = ask(Reference(model, F.cross_entropy, layout), (inputs, labels), parameters, Flat(0.1), layout)
+    close(got[0], want[0])
+    close(got[1], want[1])
+
+
+class Twice(nn.Module):
+    """A layer used twice, on inputs of different shapes, around another."""
+
+    def __init__(self, layer: nn.Module, between: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.between = layer, between
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.between(torch.tanh(self.layer(input))))).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "between", "shape"),
+    [
+        (nn.Linear(4, 4), nn.Identity(), (4,)),
+        (nn.Linear(4, 4), nn.Linear(4, 4), (9, 4)),
+        (nn.Linear(16, 16), nn.Identity(), (3, 16)),
+        (nn.Conv1d(6, 6, 3, padding=1), nn.AvgPool1d(2), (6, 8)),
+        (nn.Conv2d(12, 12, 3, padding=1), nn.MaxPool2d(2), (12, 4, 4)),
+        (nn.LayerNorm(4), nn.Linear(4, 4), (2, 4)),
+        (nn.GroupNorm(2, 4), nn.Conv1d(4, 4, 1), (4, 5)),
+    ],
+)
+def test_layer_used_twice(layer, between, shape):
+    """Its two gradients add up before the norm is taken: norms of the sum, not sums of the norms."""
+    torch.manual_seed(14)
+    model = Twice(layer, between)
+    inputs = torch.randn(5, *shape)
+    silent(model, (inputs, torch.randn_like(model(inputs))))
+
+
+class Shuffled(nn.Module):
+    """Folds positions into the batch axis, as window attention does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.layer(input.flatten(0, 1)).reshape(len(input), -1)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.Conv1d(3, 5, 2), nn.GroupNorm(3, 3), nn.LayerNorm(4)])
+@pytest.mark.parametrize("examples", [1, 4])
+def test_positions_folded_into_the_batch_axis(layer, examples):
+    torch.manual_seed(15)
+    shape = (4,) if isinstance(layer, nn.Linear) else (3, 4)
+    inputs = torch.randn(examples, 2, *shape)
+    model = Shuffled(layer)
+    silent(model, (inputs, torch.randn_like(model(inputs))))
+
+
+@pytest.mark.parametrize("examples", [1, 4, 5])
+def test_class_token_and_positions_need_no_fallback(examples):
+    torch.manual_seed(16)
+    silent(Tokens(), (torch.randn(examples, 1, 4, 4), targets(examples)))
+
+
+class Biased(nn.Module):
+    """A class token that may be expanded, beside a table of scores without examples whose output may not be repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.scores = nn.Parameter(torch.randn(1, 1, 4)), nn.Embedding(5, 2)
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.first(torch.cat([self.token.expand(len(input), -1, -1), input], dim=1))
+        distance = (torch.arange(3)[:, None] - torch.arange(3)).abs()
+        scores = self.scores(distance).permute(2, 0, 1)[None]  # [1, heads, queries, keys], as T5 has them
+        mixed = torch.softmax(scores, dim=-1) @ x[:, None]
+        return self.head(torch.tanh(mixed.mean(dim=(1, 2))))
+
+
+def test_a_table_without_examples_goes_through_functions_of_its_own():
+    torch.manual_seed(16)
+    silent(Biased(), (torch.randn(4, 2, 4), targets(4)))
+
+
+class Scale(nn.Module):
+    """A module without a rule, called with a tensor that has no examples besides one that has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, input: Tensor, *, offset: Tensor, power: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.scale**power * input + offset, {"other": self.scale.sum() * input.mean(dim=1)}
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale, self.head = nn.Linear(3, 4), Scale(4), nn.Linear(4, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        offset = torch.linspace(0, 1, 4, dtype=input.dtype).expand(4, 4)[0]
+        output, extra = self.scale(self.first(input), offset=offset, power=2)
+        output, extra = self.scale(output + extra["other"][:, None], offset=offset)
+        return self.head(torch.tanh(output))
+
+
+@pytest.mark.parametrize("examples", [0, 1, 4])
+def test_a_module_of_the_users_own_needs_no_rule(examples):
+    torch.manual_seed(17)
+    silent(Scaled(), (torch.randn(examples, 3), targets(examples)))
+
+
+class Borrowed(nn.Module):
+    """Uses a layer's weight without calling the layer: no hook on the layer can see that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.inner = nn.Embedding(6, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.inner(self.tokens(tokens))), self.tokens.weight)
+
+
+def test_a_parameter_used_outside_its_module_is_not_missed():
+    torch.manual_seed(18)
+    batch = (torch.randint(0, 6, (4, 3)), torch.randint(0, 6, (4, 3)))
+    silent(Borrowed(), batch, loss=token_loss)
+
+
+class Bare(nn.Module):
+    """Bare parameters of every awkward kind in the outermost module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.gain = nn.Parameter(torch.rand(4))
+        self.row = nn.Parameter(torch.randn(1, 4))
+        self.unused = nn.Parameter(torch.randn(2))
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = torch.tanh(self.first(input)) * self.gain
+        return x + self.row[0]  # the first row only: it may not be given one row per example
+
+
+def test_bare_parameters_of_the_outermost_module():
+    torch.manual_seed(19)
+    silent(Bare(), (torch.randn(4, 3), targets(4, 4)))
+
+
+class TimeMajor(nn.Module):
+    """Works with time first; with as many steps as examples the axes look alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lstm, self.head = nn.Linear(2, 3), nn.LSTM(3, 3), nn.Linear(3, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.first(input.transpose(0, 1))
+        return self.head(self.lstm(x)[0][-1])
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_time_first_models_are_not_misread(steps):
+    torch.manual_seed(20)
+    model = TimeMajor()
+    batch = (torch.randn(4, steps, 2), targets(4))
+    layout = Layout.of(model)
+    parameters = layout.parameters(model)
+    rows = one_at_a_time(model, square, layout, batch, parameters)
+    want, norms = clipped(rows, Flat(0.1), layout)
+    got, got_norms = ask(BookKeeping(model, square, layout), batch, parameters, Flat(0.1), layout)
+    close(got, want)
+    close(got_norms, norms)
+
+
+class Products(TorchDispatchMode):
+    """Writes down the shape of every matrix product and convolution gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.masks: list[list[bool]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function._schema.name in ("aten::mm", "aten::bmm", "aten::addmm_", "aten::addmm"):
+            self.shapes.append(tuple(result.shape))
+        if function._schema.name == "aten::convolution_backward":
+            self.masks.append(list(args[-1]))
+        return result
+
+
+def test_frozen_parameters_cost_nothing():
+    torch.manual_seed(24)
+    model = nn.Sequential(
+        nn.Linear(11, 13), nn.Tanh(), nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 19), nn.Linear(19, 2)
+    )
+    for frozen in (model[0], model[4]):
+        frozen.requires_grad_(False)
+    batch = (torch.randn(3, 11), targets(3))
+    engine = silent(model, batch)
+    layout = Layout.of(model)
+    with Products() as products:
+        ask(engine, batch, layout.parameters(model), Flat(0.1), layout)
+    assert (19, 17) not in products.shapes, "the weight gradient of a frozen layer"
+    assert (13, 11) not in products.shapes
+    assert (17, 13) in products.shapes
+    assert products.shapes.count((3, 13)) == 1, "forward only: nothing trainable lies below"
+    assert products.shapes.count((3, 17)) == 2, "forward, and the way down to the trainable layer"
+
+
+def test_no_weight_gradient_is_formed_by_the_backward_pass():
+    model, batch, loss = sample("cnn", 4)
+    layout = Layout.of(model)
+    engine = BookKeeping(model, loss, layout)
+    parameters = layout.parameters(model)
+    taps = engine.taps(batch)
+    with Products() as products:
+        engine.gradients(taps, batch, parameters)
+    assert all(mask[1:] == [False, False] for mask in products.masks)
+    assert products.masks
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Adapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 5).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.base(input) + 2 * self.up(self.down(input))
+
+
+@pytest.mark.parametrize("shape", [(6,), (9, 6)])
+def test_adapters_beside_frozen_layers(shape):
+    torch.manual_seed(25)
+    model = nn.Sequential(Adapter(), nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
+    inputs = torch.randn(4, *shape)
+    model(inputs)
+    silent(model, (inputs, targets(4)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_biases(name):
+    model, batch, loss = sample(name, 4)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter_name.endswith("bias"))
+    silent(model, batch, loss=loss)

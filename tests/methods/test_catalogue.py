@@ -1,0 +1,66 @@
+"""Do the table, the command line and a user's own loop take each method as the registry has it?"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import vestige
+from conftest import make_toy
+from vestige.methods.registry import METHODS
+
+
+@pytest.mark.parametrize("name", ["dp-sam", "dp-is", "dp-quantile", "adp-adamw", "dp-blt", "dp-adam-ac"])
+def test_a_loop_of_ones_own_refuses_what_it_cannot_answer_as_priced(name):
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model, data = make_toy()
+    with pytest.raises(ValueError, match=r"use vestige\.train"):
+        vestige.PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), method=name, noise_multiplier=1.0,
+            data_loader=DataLoader(TensorDataset(*data), batch_size=6), max_grad_norm=1.0,
+        )  # fmt: skip
+
+
+def vestige_command(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "vestige.cli.main", *words], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_table_and_the_pages_say_what_the_registry_knows():
+    table = json.loads(vestige_command("methods", "--json").stdout)["methods"]
+    assert [row["name"] for row in table] == list(METHODS)
+    for row in table:
+        assert row["bibtex"].startswith("@"), row["name"]
+        assert {"parts", "defaults", "releases", "price", "privacy", "copies", "neutral", "reference"} <= row.keys()
+    page = vestige_command("methods", "dp-is").stdout
+    for words in ("importance", "SGM(boost q, z)", "@inproceedings", "--boost"):
+        assert words.lower() in page.lower()
+    wrong = vestige_command("methods", "dp-satt")
+    assert wrong.returncode == 2
+    assert "did you mean 'dp-sat'" in wrong.stderr
+
+
+def test_one_option_has_one_type_whichever_method_takes_it():
+    types = {}
+    for entry in METHODS.values():
+        for name, option in entry.options.items():
+            kind = option.annotation.__origin__ if hasattr(option.annotation, "__metadata__") else option.annotation
+            assert types.setdefault(name, kind) == kind, f"{entry.name}: --{name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_method_trains_from_the_command_line_with_its_defaults(name, tmp_path):
+    words = f"train --task digits-mlp --method {name} --epsilon 8 --delta 1e-5 --sample-rate 0.1 --steps 30 --json"
+    done = vestige_command(*words.split(), "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["epsilon"] <= 8
+    assert result["accuracy"] > 0.15
+    verdict = json.loads(vestige_command("verify", str(tmp_path / "run"), "--json").stdout)
+    assert verdict["verified"]
+    assert verdict["epsilon"] == pytest.approx(result["epsilon"])
