@@ -5,7 +5,8 @@
 `cifar10`: the FO-DP-SGD paper's protocol at epsilon 1, 3, 8 and at its own budget of 17.4, every method there is, five
 seeds, seven learning rates. `svhn`, `cifar100`: the same at 17.4, nine rates. `layers`, `layers-mnist`: is it better to
 clip layer by layer, and does SMA-DP-SGD's memory add to that? `presets`: every preset whose methods exist. `stack`: how
-fast 600 stacked runs are. Every rate is tuned on three seeds. Reports are written beside the records.
+fast 600 stacked runs are. Every rate is tuned on three seeds. Reports are written beside the records; docs/results has
+those of `cifar10`, `svhn` and `cifar100` (`vestige report OUT/cifar10 --out docs/results/cifar10-report.html`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How much does the automatic learning rate lose against the best tuned one? Over tasks, methods, budgets and lengths.
 
     python bench/learning_rate.py --data DATA --out bench/results/learning-rate [--device cuda] [--small]
-    python bench/learning_rate.py --out bench/results/learning-rate --render docs [--also FOLDER ...]
+    python bench/learning_rate.py --out bench/results/learning-rate --render docs/results [--also FOLDER ...]
 
 Every setting trains a grid of multiples of the automatic rate, stacked where it can be, two seeds each, judged on a
 fifth of the training data held out. It can be killed and started again. `--render` writes learning-rate.md and .svg
@@ -145,12 +145,16 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
         settings.setdefault(place, {})[row["method"]] = row
     names = [name for name in FIELD if any(name in found for found in settings.values())]
     lines = [
-        "# The automatic learning rate",
+        "# The automatic learning rate, setting by setting",
         "",
-        "What `lr auto` loses against the best rate of a grid around it (`python bench/learning_rate.py`), in points",
-        "of accuracy on held-out training data, over two seeds (the rows with 6,250 steps: three, from",
-        "`bench/arena.py`). In brackets the best multiple of the automatic rate; * at the end of the grid. The",
-        "best is chosen by the runs that judge it, which flatters it.",
+        "```",
+        "python bench/learning_rate.py --out bench/results/learning-rate --render docs/results [--also FOLDER ...]",
+        "```",
+        "",
+        "What `lr auto` loses against the best rate of a grid around it, in points of accuracy on held-out training",
+        "data, over two seeds (the rows with 6,250 steps: three, from `bench/arena.py`). In brackets the best multiple",
+        "of the automatic rate; * at the end of the grid. The best is chosen by the runs that judge it, which flatters",
+        "it.",
         "",
         _summary(rows),
         "",

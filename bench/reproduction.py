@@ -1,7 +1,7 @@
 """What must be run to judge the FO-DP-SGD paper and the learning-rate rule? All of it as one pool: each run once.
 
     python bench/reproduction.py --data DATA --out runs/reproduction --device cuda --hands 3 --alone 10 --limit 420
-    python bench/reproduction.py --data DATA --out runs/reproduction --render docs [--also FOLDER ...]
+    python bench/reproduction.py --data DATA --out runs/reproduction --render docs/results [--also FOLDER ...]
 
 In this order: SVHN and CIFAR-100 tuned at the paper's budget, the paper's tables and figures (presets share most
 of their runs, so these are made together), and the study of the automatic rate. `--hands` processes train stacks
@@ -42,6 +42,16 @@ REST = ["fo-table3", "fo-fig7", "fo-fig1"]
 """With rivals that may have to be trained alone."""
 SIGMA, EQUAL = presets.find("fo-table3").full.budgets
 """The paper's own terms, and one epsilon for all."""
+HEAD = (
+    "# Tables of the reproduction",
+    "",
+    "```",
+    "python bench/reproduction.py --data DATA --out runs/reproduction --render docs/results",
+    "```",
+    "",
+    "Test accuracy in percent with its 95% interval over seeds.",
+    "",
+)
 
 
 class Part:
@@ -183,7 +193,7 @@ def make(arguments: argparse.Namespace) -> None:
 def render(arguments: argparse.Namespace) -> None:
     """Folders for `vestige report`, and the tables that the documents quote."""
     pool = learning_rate.pooled(arguments.out).records()
-    lines = ["# Tables of the reproduction", "", "Test accuracy in percent with its 95% interval over seeds.", ""]
+    lines = list(HEAD)
     tuning: list[RunRecord] = []
     for part in {each.name: each for each in parts(arguments.data, arguments.small)}.values():
         records = [pool[key] for key in part.wanted(pool) if key in pool]

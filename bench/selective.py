@@ -1,7 +1,7 @@
 """What do selective updates buy under a guarantee that holds? Accuracy at epsilon 1 to 4, beside the published table.
 
 usage: python bench/selective.py --data DIR [--device cuda] [--jobs 14] [--budget-seconds 450] [--out selective.json]
-       python bench/selective.py --out selective.json --into docs/benchmarks.md
+       python bench/selective.py --out selective.json --into docs/results/selective.md
 
 Every cell (dataset, method, epsilon, seed) is one run and is written when it is done; started again with the same
 --out, only the missing ones are run. Selective methods give two accuracies: where the valid accountant has spent
