@@ -1,20 +1,19 @@
 """Is an accept-or-reject trial priced as the worst that any adversary can make of it?"""
 
-import warnings
 from dataclasses import replace
 from math import exp, inf, log
 
 import numpy as np
 import pytest
-from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism, from_randomized_response
+from dp_accounting.pld.privacy_loss_distribution import from_randomized_response
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtr
 from scipy.stats import norm
 
 from vestige import accounting
-from vestige.accounting import composition, epsilon, rdp, trials
-from vestige.accounting.pld import Profile, _without_dust, connect_dots, excess_moments, sampled_gaussian
+from vestige.accounting import epsilon, rdp, trials
+from vestige.accounting.profiles import Profile, connect_dots, excess_moments, sampled_gaussian
 from vestige.questions import Question, SampledGaussian, Trial
 
 DELTA = 1e-5
@@ -28,17 +27,6 @@ def both(profile: Profile, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 # --- the profiles of plain Gaussians ---
-
-
-@pytest.mark.parametrize(("rate", "multiplier"), [(0.04, 1.2222), (0.5, 0.4), (1.0, 2.0), (1e-4, 0.7)])
-def test_sampled_gaussian_distribution_equals_dp_accounting(rate, multiplier):
-    step = 2.0**-9
-    ours = composition.loss_distribution({SampledGaussian(rate, multiplier): 1}, step)
-    theirs = from_gaussian_mechanism(multiplier, sampling_prob=rate, value_discretization_interval=step)
-    losses = [-0.5, -0.01, 0.0, 0.003, 0.1, 1.0, 5.0]
-    for direction in ("_pmf_remove", "_pmf_add"):
-        delta, reference = (getattr(pld, direction).get_delta_for_epsilon(losses) for pld in (ours, theirs))
-        np.testing.assert_allclose(delta, reference, rtol=1e-9, atol=2e-15)
 
 
 @pytest.mark.parametrize(("rate", "multiplier"), [(0.04, 1.2222), (0.5, 2.0), (1.0, 3.0)])
@@ -321,36 +309,6 @@ def test_a_threshold_out_of_reach_is_refused():
 def test_trials_are_recorded_as_json():
     assert Question.from_json(MNIST.to_json()) == MNIST
     assert log(trials.acceptance(MNIST)[1] / trials.acceptance(MNIST)[0]) == pytest.approx(log(2.37), abs=0.01)
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        SampledGaussian(0.04, 128.0),
-        SampledGaussian(0.3, 8.0),
-        Trial(0.04, 32.0, 0.0533, 1.3, -1.0),
-        Trial(0.04, 131072.0, 0.057, 1.3, -1.0),
-    ],
-)
-def test_composing_divides_by_no_mass_that_is_next_to_nothing(question, monkeypatch):
-    def priced():
-        composition._single.cache_clear()
-        return composition.epsilon_by_distribution({question: 50}, 1e-5, composition.COARSE)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        clean = priced()
-    monkeypatch.setattr("vestige.accounting.pld.DUST", 0.0)
-    with pytest.warns(RuntimeWarning, match="overflow"):
-        assert clean == pytest.approx(priced(), rel=1e-9)
-    composition._single.cache_clear()
-
-
-def test_what_is_moved_is_moved_upwards(monkeypatch):
-    monkeypatch.setattr("vestige.accounting.pld.DUST", 1e-2)
-    lowest, kept, infinite = _without_dust(-2, np.array([0.0078125, 0.0, 0.25, 0.001, 0.5, 0.0078125, 0.0]), 0.25)
-    assert (lowest, infinite) == (0, 0.2578125)
-    assert kept.tolist() == [0.2578125, 0.001, 0.5]
 
 
 @pytest.mark.parametrize("multiplier", [0.3, 0.1, 0.05, 0.02, 0.003])

@@ -20,7 +20,7 @@ FOLDED = 1e-18
 ROUNDING = 2.0**-48
 """What a fast Fourier transform may be wrong by, relative to its 2-norm: more than what is proved for such lengths."""
 LONGEST = 1 << 23
-STEEPEST = 400.0
+STEEPEST = 300.0
 """The largest tilt times the target: its exponential is still a number."""
 
 
@@ -69,13 +69,16 @@ class Composed:
         self._pivot = target
         self._scale = self._log_mass - self._tilt * target
         masses, self._off = self._transformed(first, last)
-        masses[self._losses < 0] = 0.0  # no epsilon is asked below zero
+        asked = self._losses >= max(0.0, target - STEEPEST)  # no epsilon is asked below
+        masses, self._losses = masses[asked], self._losses[asked]
         weighted = masses * np.exp(np.minimum(-self._tilt * (self._losses - target), STEEPEST))
         self._above = _from_the_end(weighted)
         self._discounted = _from_the_end(weighted * np.exp(target - self._losses))
-        self._beyond = FOLDED * exp(-self._tilt * (float(self._losses[-1]) - target))
+        self._beyond = FOLDED * exp(-self._tilt * (last * step - target))
 
     def delta(self, epsilon: float) -> float:
+        if epsilon < self._pivot - STEEPEST:
+            return 1.0
         place = int(np.searchsorted(self._losses, epsilon, side="right"))
         inside = self._hidden(epsilon)
         if place < len(self._losses):

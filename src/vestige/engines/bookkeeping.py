@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from vestige.devices import slack
-from vestige.engines import kernels
-from vestige.engines.expressions import full_precision
-from vestige.engines.gradients import Gradient, change
 from vestige.engines.independence import require_independent
+from vestige.engines.per_example import kernels
+from vestige.engines.per_example.expressions import full_precision
+from vestige.engines.per_example.gradients import Gradient, change
+from vestige.engines.per_example.rehearsal import Rows, Unclear, Unwatchable, made_up, rehearsed
+from vestige.engines.per_example.taps import Doubt, Taps, eagerly, gradients
 from vestige.engines.reference import Reference
-from vestige.engines.rehearsal import Rows, Unclear, Unwatchable, made_up, rehearsed
-from vestige.engines.taps import Doubt, Taps, eagerly, gradients
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.criteria import example_losses

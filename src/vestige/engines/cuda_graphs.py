@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
-from vestige.engines.gradients import change
-from vestige.engines.taps import Doubt, Taps
+from vestige.engines.per_example.gradients import change
+from vestige.engines.per_example.taps import Doubt, Taps
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 

@@ -15,8 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from vestige.engines.rehearsal import Dependent, Rehearsal, Unclear, Unwatchable, left_as_found, made_up, rehearsed
-from vestige.engines.taps import Taps, floating
+from vestige.engines.per_example.rehearsal import (
+    Dependent,
+    Rehearsal,
+    Unclear,
+    Unwatchable,
+    left_as_found,
+    made_up,
+    rehearsed,
+)
+from vestige.engines.per_example.taps import Taps, floating
 from vestige.layout import Layout
 
 MOST_GUESSES = 16

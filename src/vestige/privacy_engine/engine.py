@@ -20,7 +20,7 @@ from vestige.accounting.ledger import Ledger, LedgerError, read
 from vestige.checks import check_delta, check_multiplier, check_steps, renamed
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.independence import require_independent
-from vestige.engines.taps import floating
+from vestige.engines.per_example.taps import floating
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.criteria import batch_mean

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vestige.engines.expressions import Tap
+from vestige.engines.per_example.expressions import Tap
 
 MEAN, SUM = 1, 2
 POINTWISE = frozenset(

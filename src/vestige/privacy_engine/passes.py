@@ -19,10 +19,10 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.expressions import ANCHOR, Pass
-from vestige.engines.gradients import Gradient, combine
 from vestige.engines.independence import require_independent
-from vestige.engines.taps import floating
+from vestige.engines.per_example.expressions import ANCHOR, Pass
+from vestige.engines.per_example.gradients import Gradient, combine
+from vestige.engines.per_example.taps import floating
 from vestige.layout import Grouping, Layout
 from vestige.mechanism.clipping import Clip, Parameters
 from vestige.privacy_engine.calls import Call, CallForm, form_of

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engine_checks import ask, close, silent, square, targets
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured
-from vestige.engines.rehearsal import Dependent
+from vestige.engines.per_example.rehearsal import Dependent
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 

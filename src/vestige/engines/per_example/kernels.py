@@ -13,7 +13,7 @@ Pair = tuple[int, int]
 def outer_squares(left: Tensor, right: Tensor) -> Tensor:
     """Squared norms of sum_t outer(left[i, t], right[i, t]), from [examples, positions, width] each: [examples]."""
     if left.is_cuda and left.dtype != torch.float64 and triton_available():
-        from vestige.engines import triton_kernels
+        from vestige.engines.per_example import triton_kernels
 
         return triton_kernels.outer_squares(left, right, rounding(left))
     return plain_outer_squares(left, right)
@@ -61,7 +61,7 @@ def convolution_gradients(
     From image [examples, in, height, width] and the gradient of the output. `shape` is kernel, stride, padding and
     dilation, each (height, width), and groups.
     """
-    from vestige.engines import triton_kernels
+    from vestige.engines.per_example import triton_kernels
 
     return triton_kernels.convolution_gradients(image.float(), signal.float(), shape, keep)
 
@@ -70,7 +70,7 @@ def blanked(tensor: Tensor, rows: Tensor, in_place: bool = False) -> Tensor:
     """The tensor with some rows zero. A tensor that nobody else needs may be changed in place, which costs nothing
     where no row is to go."""
     if in_place and tensor.is_cuda and tensor.is_contiguous() and tensor.numel() and triton_available():
-        from vestige.engines import triton_kernels
+        from vestige.engines.per_example import triton_kernels
 
         triton_kernels.blank_rows(tensor, rows)
         return tensor
@@ -83,7 +83,7 @@ def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) 
     From input and the gradient of the output, [examples, positions, width] each, and the statistics of every position.
     """
     if input.is_cuda and torch.float64 not in (input.dtype, signal.dtype) and triton_available():
-        from vestige.engines import triton_kernels
+        from vestige.engines.per_example import triton_kernels
 
         return triton_kernels.layer_norm_sums(input, signal, mean, scale)
     wide = torch.promote_types(signal.dtype, torch.float32)
@@ -106,6 +106,6 @@ def group_norm_backward(
     input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of a group norm's input, and per example those of its weight and bias: one pass for all three."""
-    from vestige.engines import triton_kernels
+    from vestige.engines.per_example import triton_kernels
 
     return triton_kernels.group_norm_backward(input, signal.contiguous(), mean, scale, weight, groups)

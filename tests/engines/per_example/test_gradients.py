@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from engine_checks import Out, close, silent, targets
 from vestige import devices
-from vestige.engines import gradients
-from vestige.engines.gradients import Geometry, Patches
+from vestige.engines.per_example import gradients
+from vestige.engines.per_example.gradients import Geometry, Patches
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2}, {"groups": 4, "dilation": 2}])

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vestige.engines import kernels
-from vestige.engines.expressions import Axis, Kind, Operand, Pulled, Settle, value_of
-from vestige.engines.gradients import Dense, Geometry, Gradient, Lookup, Outer, Patches, wide
+from vestige.engines.per_example import kernels
+from vestige.engines.per_example.expressions import Axis, Kind, Operand, Pulled, Settle, value_of
+from vestige.engines.per_example.gradients import Dense, Geometry, Gradient, Lookup, Outer, Patches, wide
 
 Ruled = tuple[Tensor, tuple[Tensor, ...], Settle] | None
 """The output, what is saved, and how gradients are made of it; None where the rule does not apply."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from vestige.engines.expressions import (
+from vestige.engines.per_example.expressions import (
     LARGEST,
     Block,
     Derived,
@@ -32,8 +32,8 @@ from vestige.engines.expressions import (
     tapped,
     value_of,
 )
-from vestige.engines.gradients import Dense
-from vestige.engines.rules import RULES, Rule, Ruled
+from vestige.engines.per_example.gradients import Dense
+from vestige.engines.per_example.rules import RULES, Rule, Ruled
 
 CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
 """What is read of a parameter without its gradient."""

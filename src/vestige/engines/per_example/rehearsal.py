@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vestige.engines.expressions import ANCHOR, Axis, Key, Kind, Observation, Pass
-from vestige.engines.gradients import Gradient, combine
-from vestige.engines.taps import Taps
-from vestige.engines.uses import Misfit
+from vestige.engines.per_example.expressions import ANCHOR, Axis, Key, Kind, Observation, Pass
+from vestige.engines.per_example.gradients import Gradient, combine
+from vestige.engines.per_example.taps import Taps
+from vestige.engines.per_example.uses import Misfit
 
 Rows = Sequence[Tensor]
 """A batch of made-up examples: every tensor has them on its first axis."""

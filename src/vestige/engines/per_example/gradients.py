@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vestige.devices import MARGIN, convolves_in_tf32
-from vestige.engines import kernels
+from vestige.engines.per_example import kernels
 
 
 class Gradient(Protocol):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vestige.engines.expressions import ANCHOR, Environment, Kinds, Pass, Whole, full_precision
-from vestige.engines.gradients import Gradient, combine
-from vestige.engines.sequences import composite_of
-from vestige.engines.uses import Watched
+from vestige.engines.per_example.expressions import ANCHOR, Environment, Kinds, Pass, Whole, full_precision
+from vestige.engines.per_example.gradients import Gradient, combine
+from vestige.engines.per_example.sequences import composite_of
+from vestige.engines.per_example.uses import Watched
 from vestige.layout import Layout
 
 Holder = tuple[dict[str, Any], str]

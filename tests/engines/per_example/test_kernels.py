@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from vestige import devices
 from vestige.devices import products_in_tf32, tf32_products
-from vestige.engines import kernels
-from vestige.engines.gradients import Geometry, Patches
+from vestige.engines.per_example import kernels
+from vestige.engines.per_example.gradients import Geometry, Patches
 
 gpu = pytest.mark.skipif(not devices.triton_available(), reason="needs a GPU and Triton")
 lengths = st.integers(1, 70)

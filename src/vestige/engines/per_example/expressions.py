@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from vestige.engines.gradients import Dense, Gradient, Lookup, Outer
+from vestige.engines.per_example.gradients import Dense, Gradient, Lookup, Outer
 
 Environment = Mapping[str, Tensor]
 """The parameters' values by name."""

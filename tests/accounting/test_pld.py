@@ -1,0 +1,142 @@
+"""Is delta an upper bound wherever it is asked, and tight? Against closed forms and integrals in high precision."""
+
+from math import sqrt
+
+import mpmath
+import numpy as np
+import pytest
+from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+from scipy.optimize import brentq
+
+from vestige.accounting import composition, epsilon, pld
+from vestige.accounting.pld import Composed, LossMasses
+from vestige.questions import SampledGaussian, Trial
+
+DELTAS = [1e-5, 1e-9, 1e-12, 1e-15]
+
+
+def gaussian_epsilon(shift: float, delta: float) -> float:
+    """Of N(shift, 1) against N(0, 1), in closed form (Balle & Wang 2018)."""
+
+    def off(loss: float) -> float:
+        with mpmath.workdps(60):
+            kept = mpmath.ncdf(shift / 2 - loss / shift) - mpmath.e**loss * mpmath.ncdf(-shift / 2 - loss / shift)
+            return float(kept / delta - 1)
+
+    return float(brentq(off, 0, shift**2 / 2 + 20 * shift, xtol=1e-13))
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+@pytest.mark.parametrize(("multiplier", "count"), [(1.0, 1), (5.0, 30), (30.0, 1000), (1000.0, 100_000)])
+def test_composed_gaussians_cost_their_closed_form_from_above(multiplier, count, delta):
+    priced = epsilon({SampledGaussian(1.0, multiplier): count}, delta)
+    exact = gaussian_epsilon(sqrt(count) / multiplier, delta)
+    assert exact <= priced * (1 + 1e-12)
+    assert priced == pytest.approx(exact, rel=1e-4)
+
+
+def two_questions(rate: float, multiplier: float, loss: float) -> float:
+    """The hockey stick of two sampled Gaussians, removing: an integral over the first answer of the second's."""
+    rate, s = mpmath.mpf(rate), mpmath.mpf(multiplier)
+
+    def second(log_strike):
+        strike = mpmath.e**log_strike
+        held = strike - (1 - rate)
+        if held <= 0:
+            return 1 - strike
+        crossing = s**2 * mpmath.log(held / rate) + mpmath.mpf(1) / 2
+        return rate * mpmath.ncdf((1 - crossing) / s) - held * mpmath.ncdf(-crossing / s)
+
+    def answered(x):
+        ratio = 1 - rate + rate * mpmath.e ** ((2 * x - 1) / (2 * s**2))
+        return ratio * mpmath.npdf(x, 0, s) * second(loss - mpmath.log(ratio))
+
+    with mpmath.workdps(40):
+        return mpmath.quad(answered, mpmath.linspace(-16 * s, 1 + 16 * s, 24))
+
+
+@pytest.mark.parametrize("delta", [1e-6, 1e-15])
+@pytest.mark.parametrize(("rate", "multiplier"), [(0.04, 0.7), (0.3, 1.5)])
+def test_two_sampled_gaussians_cost_their_integral_from_above(rate, multiplier, delta):
+    priced = epsilon({SampledGaussian(rate, multiplier): 2}, delta)
+    assert two_questions(rate, multiplier, priced) <= delta * (1 + 1e-9)
+    assert two_questions(rate, multiplier, priced * (1 - 1e-4)) > delta
+
+
+@pytest.mark.parametrize(("rate", "multiplier"), [(0.04, 1.2222), (0.5, 0.4), (1.0, 2.0), (1e-4, 0.7)])
+def test_one_sampled_gaussian_equals_dp_accounting(rate, multiplier):
+    step = 2.0**-9
+    theirs = from_gaussian_mechanism(multiplier, sampling_prob=rate, value_discretization_interval=step)
+    for loss in (0.003, 0.1, 1.0, 5.0):
+        ours = composition.loss_distribution({SampledGaussian(rate, multiplier): 1}, step, target=loss)
+        reference = [getattr(theirs, way).get_delta_for_epsilon(loss) for way in ("_pmf_remove", "_pmf_add")]
+        np.testing.assert_allclose([each.delta(loss) for each in ours], reference, rtol=1e-6, atol=1e-12)
+
+
+def dense(parts, step: float, loss: float) -> float:
+    """Delta by convolving masses in 40 digits, without a transform."""
+    with mpmath.workdps(40):
+        lowest, masses, finite = 0, [mpmath.mpf(1)], mpmath.mpf(1)
+        for part, count in parts:
+            for _ in range(count):
+                lowest += part.lowest
+                longer = [mpmath.mpf(0)] * (len(masses) + len(part.masses) - 1)
+                for i, a in enumerate(masses):
+                    for j, b in enumerate(part.masses):
+                        longer[i + j] += a * mpmath.mpf(float(b))
+                masses, finite = longer, finite * (1 - mpmath.mpf(part.infinite))
+        gained = sum(
+            (
+                m * (1 - mpmath.e ** (loss - (lowest + k) * step))
+                for k, m in enumerate(masses)
+                if (lowest + k) * step > loss
+            ),
+            mpmath.mpf(0),
+        )
+        return float(gained + 1 - finite)
+
+
+PARTS = [
+    (LossMasses(-3, np.array([1e-14, 0.2, 0.5, 0.2, 0.1 - 1e-9, 1e-9, 1e-200]), 1e-17), 3),
+    (LossMasses(-1, np.array([0.25, 0.0, 0.75]), 0.0), 2),
+]
+
+
+@pytest.mark.parametrize("target", [0.1, 2.0, 4.0])
+@pytest.mark.parametrize("loss", [0.0, 0.7, 1.5, 3.9, 5.2])
+def test_composed_masses_equal_a_dense_convolution_from_above(loss, target):
+    composed = Composed(PARTS, 0.5, target)
+    exact, found = dense(PARTS, 0.5, loss), composed.delta(loss)
+    assert exact <= found
+    assert found - exact <= 2 * composed.slack(loss) + 1e-12 * exact
+
+
+def test_the_allowance_is_what_keeps_delta_from_below(monkeypatch):
+    aimed_low, loss = (PARTS, 0.5, 0.1), 2.9
+    assert Composed(*aimed_low).delta(loss) >= dense(PARTS, 0.5, loss)
+    monkeypatch.setattr(pld.Composed, "_hidden", lambda self, epsilon: 1e-300)
+    monkeypatch.setattr(pld, "FOLDED", 1e-3)
+    assert Composed(*aimed_low).delta(loss) < dense(PARTS, 0.5, loss)
+
+
+@pytest.mark.parametrize(
+    "question", [SampledGaussian(0.04, 128.0), SampledGaussian(0.3, 8.0), Trial(0.04, 32.0, 0.0533, 1.3, -1.0)]
+)
+def test_masses_that_are_next_to_nothing_disturb_nobody(question):
+    with np.errstate(all="raise", under="ignore", divide="ignore"):
+        assert 0 < composition.epsilon_by_distribution({question: 50}, 1e-5, composition.COARSE) < 10
+
+
+def test_a_sharp_tail_is_met_by_aiming_again():
+    """Renyi's epsilon is where a distribution is first aimed; far above the truth its allowance would show."""
+    priced = epsilon({SampledGaussian(1e-4, 0.4): 1}, 1e-9)
+    loss = brentq(lambda x: float(one_question(1e-4, 0.4, x) / 1e-9 - 1), 1e-3, 30)
+    assert loss <= priced * (1 + 1e-9)
+    assert priced == pytest.approx(loss, rel=1e-4)
+
+
+def one_question(rate, multiplier, loss):
+    with mpmath.workdps(40):
+        held = mpmath.e**loss - (1 - mpmath.mpf(rate))
+        crossing = mpmath.mpf(multiplier) ** 2 * mpmath.log(held / rate) + mpmath.mpf(1) / 2
+        return rate * mpmath.ncdf((1 - crossing) / multiplier) - held * mpmath.ncdf(-crossing / multiplier)
