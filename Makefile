@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Tiny tensors: two processes gain more than a second thread in each.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
-.PHONY: run test test-slow check format clean
+.PHONY: run test test-slow lint check format clean
 
 run: $(READY)  ## compare private optimizers at equal epsilon on scikit-learn's digits, in about a minute
 	$(BIN)/vestige compare --quick
@@ -17,10 +17,12 @@ test: $(READY)  ## the everyday tests
 test-slow: $(READY)  ## all tests, the slow ones too
 	$(TEST) -m ""
 
-check: $(READY)  ## formatting, lint, types, doctests and tests
+lint: $(READY)  ## formatting, lint and types
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
+
+check: lint  ## the same, doctests and tests
 	$(TEST) --doctest-modules --doctest-ignore-import-errors src/vestige tests
 
 format: $(READY)
