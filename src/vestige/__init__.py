@@ -52,7 +52,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the library, or a room of it, imported when it is first asked for: torch takes seconds to import, and
+    """A name of the library, or a module of it, imported when it is first asked for: torch takes seconds to import, and
     the command line answers many questions without it."""
     for module, names in _MODULES.items():
         if name in names:

@@ -29,7 +29,7 @@ class Theorem:
     profile: Callable[[Any], Profile]
     """The hockey-stick profile of one occasion."""
     curves: Callable[[Sequence[Any]], Array]
-    """The Renyi divergences of one occasion at `renyi.ORDERS`: [questions, orders]."""
+    """The Renyi divergences of one occasion at `rdp.ORDERS`: [questions, orders]."""
     occasions: Callable[[Any, int], int] = lambda question, count: count
     """On how many occasions at most one example takes part, when the question is asked `count` times."""
 

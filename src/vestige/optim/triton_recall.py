@@ -1,4 +1,4 @@
-"""How is that pass written in Triton? Imported by `recall` alone, and only where a GPU and Triton are there."""
+"""How is that pass written in Triton? Imported by `window` alone, and only where a GPU and Triton are there."""
 
 # mypy: ignore-errors
 # (a Triton kernel is Python in form only: its names are pointers and tiles)

@@ -1,4 +1,4 @@
-"""How is Gaussian noise added in one pass on a GPU? In Triton; imported by `noise` alone, where both are there."""
+"""How is Gaussian noise added in one pass on a GPU? In Triton; imported by `gaussian` alone, where both are there."""
 
 # mypy: ignore-errors
 # (a Triton kernel is Python in form only: its names are pointers and tiles)

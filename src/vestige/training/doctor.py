@@ -60,7 +60,7 @@ def first_examples(data: Any, count: int) -> list[Tensor]:
 
 
 def largest_batch(model: nn.Module, loss: Loss, data: Any, rate: float) -> int:
-    """How many examples the fast engine takes at once here, up to what a sample at this rate has (`fitting`)."""
+    """How many examples the fast engine takes at once here, up to what a sample at this rate has (`physical_batch`)."""
     check_rate(rate)
     batch, count = _some(data.dataset if isinstance(data, DataLoader) else data, 1)
     blank = [part[:0] for part in batch]
