@@ -34,7 +34,6 @@ from vestige.optim.decay import PhasedDecay
 from vestige.optim.gates import BufferedRejection
 from vestige.optim.rules import named
 from vestige.training import planning
-from vestige.training.job import selection
 from vestige.training.loop import accuracy
 
 DELTA = 1e-5
@@ -180,7 +179,7 @@ def selective(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
     result: dict[str, Any] = {"decay": decay_of(method)}
 
     def note(suffix: str = "") -> None:
-        seen = selection(training)
+        seen = training.selection()
         result.update({f"{key}{suffix}": getattr(seen, key) for key in ("trials", "accepted", "updates", "degraded")})
         result[f"accuracy{suffix}"] = accuracy(task.model, task.test)
         result[f"published_claim_epsilon{suffix}"] = seen.published_claim_epsilon
@@ -191,7 +190,7 @@ def selective(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
     training.ledger.budget = passing
     claimed = cell.seed >= CLAIM_SEEDS[cell.method]
     for record in training:
-        if record.accepted and not claimed and selection(training).published_claim_epsilon >= epsilon:
+        if record.accepted and not claimed and training.selection().published_claim_epsilon >= epsilon:
             claimed = True
             note("_at_claim")
             result["renyi_epsilon_at_claim"] = accounting.epsilon(training.ledger.spent, DELTA, "rdp")

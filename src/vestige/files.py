@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import io
 import json
 import os
@@ -96,6 +97,11 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write_bytes(path: Path, content: bytes | memoryview) -> None:

@@ -176,15 +176,16 @@ class LedgerEnd:
 class RunResult:
     """How one run of `vestige train` ended: result.json of its folder."""
 
-    task: str
+    task: str | None = None
+    """None where the run was started from Python, with data of the user's own."""
     method: str
-    accuracy: float
+    accuracy: float | None = None
     """On the public test set."""
     statement: Statement
     selection: Selection | None = None
     steps: int
-    seed: int
-    seconds: float
+    seed: int | None = None
+    seconds: float | None = None
     stopped: str
     run: str | None
     """The run's folder."""

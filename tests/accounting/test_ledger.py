@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from torch import nn
@@ -32,7 +34,6 @@ def finished(tmp_path):
     )
     for _ in training:
         pass
-    training.finish({"epsilon": training.guarantee().epsilon})
     return tmp_path / "run"
 
 
@@ -50,9 +51,6 @@ def test_epsilon_follows_from_the_ledger_alone(finished):
     expected = accounting.epsilon({SampledGaussian(0.2, facts["noise_multiplier"]): 12}, 1e-5)
     assert verdict.guarantee.epsilon == expected
     assert verdict.asked == 12
-    (finished / "result.json").unlink()
-    (finished / "checkpoint.pt").unlink()
-    assert verify(finished).guarantee.epsilon == expected
 
 
 def edit(key, value):
@@ -114,13 +112,6 @@ def test_a_reuse_or_a_gap_of_steps_is_found_even_with_sound_hashes(finished):
         with pytest.raises(LedgerError, match="a gap or a reuse"):
             read(finished / "ledger.jsonl")
         rewrite(finished, rows)
-
-
-def test_a_result_that_says_something_else_is_found(finished):
-    result = json.loads((finished / "result.json").read_text())
-    (finished / "result.json").write_text(json.dumps({**result, "epsilon": 1.0}))
-    with pytest.raises(LedgerError, match=r"result.json says epsilon 1"):
-        verify(finished)
 
 
 def test_the_question_is_durable_before_the_answer_exists(tmp_path, monkeypatch):
@@ -228,3 +219,66 @@ def test_several_questions_in_a_step_are_numbered(tmp_path):
 def test_the_folder_copied_elsewhere_still_verifies(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "copy")
     assert verify(tmp_path / "copy").asked == 12
+
+
+# --- one process writes ----------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys
+from pathlib import Path
+from vestige.accounting.ledger import Ledger
+ledger = Ledger(Path(sys.argv[1]))
+ledger.resume(0)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_never_continue_one_ledger(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    first = Ledger(path)
+    first.open({"noise": "secret"})
+    first.close()
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match="in use: another process continues this run"):
+        Ledger(path).resume(0)
+    assert read(path).attempts == 2  # reading, as verify does, disturbs nobody
+    other.communicate("")
+    Ledger(path).resume(0)
+
+
+def test_a_later_call_of_one_process_takes_the_ledger_over(tmp_path):
+    """As in a notebook: the interrupted run is still in a variable when the cell is run again."""
+    first = Ledger(tmp_path / "ledger.jsonl")
+    first.open({"noise": "secret"})
+    first.ask(QUESTION, step=0, part=0, sensitivity=1.0)
+    second = Ledger(tmp_path / "ledger.jsonl")
+    second.resume(1)
+    assert second.spent == first.spent
+    with pytest.raises(LedgerError, match="closed"):
+        first.ask(QUESTION, step=1, part=0, sensitivity=1.0)
+
+
+def test_a_ledger_is_never_begun_over_another(tmp_path):
+    Ledger(tmp_path / "ledger.jsonl").open({"noise": "secret"})
+    with pytest.raises(ValueError, match="exists"):
+        Ledger(tmp_path / "ledger.jsonl").open({"noise": "secret"})
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_writes_no_row_of_its_parents_ledger(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.open({"noise": "secret"})
+    child = os.fork()
+    if child == 0:
+        try:
+            ledger.ask(QUESTION, step=0, part=0, sensitivity=1.0)
+        except LedgerError as refused:
+            os._exit(7 if "forked" in str(refused) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    ledger.ask(QUESTION, step=0, part=0, sensitivity=1.0)
+    assert read(ledger.path).asks == {QUESTION: 1}

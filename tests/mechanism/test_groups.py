@@ -230,7 +230,7 @@ def test_each_group_gets_the_noise_it_is_promised(share, tmp_path):
     )  # fmt: skip
     for _ in training:
         pass
-    training.finish({})
+    training.finish()
     seen = np.load(file)
     d = np.array([287, 24])
     bounds = 0.5 * np.array([1, 3]) / np.sqrt(10)

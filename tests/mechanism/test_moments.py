@@ -79,7 +79,7 @@ def test_the_moments_are_part_of_the_budget_and_of_the_ledger(tmp_path):
     promise = training.guarantee()
     assert 3.99 < promise.epsilon <= 4.0
     assert promise.epsilon == pytest.approx(accounting.epsilon(training.ledger.spent, 1e-5))
-    training.finish({"epsilon": promise.epsilon})
+    training.finish()
     assert verify(tmp_path / "run").guarantee.epsilon == pytest.approx(promise.epsilon)
     rows = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
     assert [(r["step"], r["part"]) for r in rows[1:4]] == [(-1, 0), (-1, 1), (0, 0)]

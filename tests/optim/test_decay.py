@@ -140,7 +140,7 @@ def filtered(tmp_path, **options):
     training.ledger.budget.allows = lambda *asked: answers.append(allows(*asked)) or answers[-1]
     list(training)
     training.refusals = answers.count(False)
-    training.finish({"epsilon": training.guarantee().epsilon})
+    training.finish()
     return training
 
 

@@ -398,7 +398,7 @@ def test_undefined_exponents_are_null_in_records_and_nan_in_the_file(tmp_path):
         lr=0.1, nonprivate_transcript=file,
     )  # fmt: skip
     records = [record.to_json() for record in training]
-    training.finish({})
+    training.finish()
     assert records[-1]["exponent"] == [None, None]
     assert records[-1]["tempering"] == [0.0, 0.0]
     json.dumps(records, allow_nan=False)

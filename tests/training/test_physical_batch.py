@@ -13,11 +13,12 @@ import vestige
 from commands import vestige as command
 from conftest import make_toy
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.memory import DeviceMemory
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.methods.registry import build
 from vestige.training import physical_batch as fitting
-from vestige.training.physical_batch import DeviceMemory, largest_part, largest_that_fits, made_up, plausible_sample
+from vestige.training.physical_batch import largest_part, largest_that_fits, made_up, plausible_sample
 
 LOSS = nn.functional.cross_entropy
 

@@ -17,7 +17,9 @@ from vestige.files import lock
 from vestige.questions import BudgetSpent, Question
 
 GENESIS = "0" * 64
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
+"""Version 1 had no `finish` rows."""
 
 
 class LedgerError(ValueError):
@@ -40,8 +42,9 @@ class Ledger:
     """The charging side: asks are checked against the budget, made durable, and only then allowed to be answered.
 
     Rows: one `open` (the public facts of the run), then per question one `ask` (its step, and its place among that
-    step's questions); each continuation after an interruption adds a `resume`. Every row holds the hash of
-    the row before it. With `path=None` the ledger lives in memory; a file is written by one process at a time.
+    step's questions); each continuation after an interruption adds a `resume`, the end of the run a `finish` with the
+    hashes of what it left. Every row holds the hash of the row before it. With `path=None` the ledger lives in memory;
+    a file is written by one process at a time.
     """
 
     def __init__(self, path: Path | None, budget: Budget | None = None, *, replays_are_free: bool = False) -> None:
@@ -112,6 +115,10 @@ class Ledger:
         if self.replays_are_free:
             self._paid.add((step, part))
 
+    def finish(self, files: Mapping[str, str]) -> None:
+        """Say that the run is finished, and what it left: the hash of each file by its name."""
+        self._append({"row": "finish", "files": dict(files)})
+
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
@@ -163,6 +170,8 @@ class LedgerHistory:
     facts: dict[str, Any]
     heads: list[str] = field(default_factory=list)
     attempts: int = 1
+    files: dict[str, str] | None = None
+    """What the run left when it finished; None where it did not."""
     asks: Counter[Question] = field(default_factory=Counter)
     paid: dict[tuple[int, int], Question] = field(default_factory=dict)
     last_step: int = -1
@@ -201,7 +210,7 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
         if history is None:
             if row.get("row") != "open":
                 raise LedgerError(f"{path}, line 1: a ledger begins with an 'open' row, not {row.get('row')!r}")
-            if row.get("version") != VERSION:
+            if row.get("version") not in READABLE:
                 raise LedgerError(
                     f"{path}: ledger version {row.get('version')} is not {VERSION}; use the vestige that wrote it"
                 )
@@ -210,7 +219,12 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
             if row.get("attempt") != history.attempts or not 0 <= row["from_step"] <= history.last_step + 1:
                 raise LedgerError(f"{path}, line {number}: a resume from step {row['from_step']} that cannot follow")
             history.attempts += 1
+            history.files = None
             due = {(row["from_step"], 0)} | ({(-1, 0)} if row["from_step"] == 0 else set())
+        elif history.files is not None:
+            raise LedgerError(f"{path}, line {number}: a row after the run had finished")
+        elif row.get("row") == "finish":
+            history.files = dict(row["files"])
         elif row.get("row") == "ask":
             place = (row["step"], row["part"])
             if row["attempt"] != history.attempts - 1 or place not in due:

@@ -13,9 +13,15 @@ from vestige.cli.terminal import LARGEST_SEED, Json, print_json, stderr, stdout
 
 
 def verify(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, or of a comparison.")], as_json: Json = False
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or of a comparison.")],
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Also accept a run that is not finished: what it cost so far.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Recompute a run's epsilon from its ledger alone; fail on any edit, gap or reuse of a step (exit code 1).
+    """Recompute a run's epsilon from its ledger alone, and hold its result, model and checkpoint against it.
+
+    Any edit, gap or reuse of a step fails, and so does a run that is not finished (exit code 1).
 
     Of a comparison, every record's epsilon is recomputed from what the record says was charged.
 
@@ -28,7 +34,7 @@ def verify(
     if (run / "spec.json").exists():
         _verify_comparison(run, as_json)
     else:
-        _verify_run(run, as_json)
+        _verify_run(run, unfinished, as_json)
 
 
 def _verify_comparison(folder: Path, as_json: bool) -> None:
@@ -48,12 +54,12 @@ def _verify_comparison(folder: Path, as_json: bool) -> None:
             stdout.print(f"the largest epsilon of one run, released alone, is {verdict.largest_epsilon:.4f}")
 
 
-def _verify_run(run: Path, as_json: bool) -> None:
+def _verify_run(run: Path, unfinished: bool, as_json: bool) -> None:
     from vestige.accounting.ledger import LedgerError
     from vestige.training.verify import verify as check
 
     try:
-        verdict = check(run)
+        verdict = check(run, unfinished=unfinished)
     except LedgerError as error:
         if as_json:
             print_json({"verified": False, "reason": str(error)})
@@ -63,6 +69,8 @@ def _verify_run(run: Path, as_json: bool) -> None:
         print_json(verdict.to_json())
         return
     promise = verdict.guarantee
+    if not verdict.finished:
+        stdout.print("this run is not finished: what follows is what it cost so far", markup=False)
     stdout.print(
         f"verified: {verdict.asked} charged questions in {verdict.attempts} attempt(s), {verdict.rows} chained rows",
         markup=False,
@@ -74,6 +82,8 @@ def _verify_run(run: Path, as_json: bool) -> None:
         )
     else:
         stdout.print("no epsilon: " + "; ".join(promise.reasons), markup=False)
+    if verdict.unchecked:
+        stdout.print(f"unchecked, since the ledger says nothing about it: {', '.join(verdict.unchecked)}", markup=False)
 
 
 def doctor(
@@ -106,8 +116,8 @@ def doctor(
     """
     from vestige import tasks
     from vestige.devices import check_device, default_device
+    from vestige.engines.parity import compare_engines
     from vestige.training.doctor import examine, first_examples, largest_batch
-    from vestige.training.parity import compare_engines
 
     if batch < 1:
         raise ValueError(f"batch={batch} must be a whole number from 1 up")

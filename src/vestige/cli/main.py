@@ -20,7 +20,7 @@ COMMANDS = {
     "account": ("account", "Price a plan without training: epsilon from noise, or noise from epsilon."),
     "verify": (
         "checks",
-        "Recompute a run's epsilon from its ledger alone; fail on any edit, gap or reuse of a step (exit code 1).",
+        "Recompute a run's epsilon from its ledger alone, and hold its result, model and checkpoint against it.",
     ),
     "doctor": (
         "checks",

@@ -27,8 +27,9 @@ from vestige.randomness.correlated import Noise
 from vestige.randomness.schedules import Schedule
 from vestige.records import CompletedRun, FailedRun, Run, RunRecord, Terms
 from vestige.training import planning
-from vestige.training.job import Job, complete, last_diagnostics, start, statement
+from vestige.training.job import Job, complete, start
 from vestige.training.loop import Record as Step
+from vestige.training.results import last_diagnostics, statement
 from vestige.training.run import Training
 
 VALIDATION_SPLIT = 20260101
@@ -270,6 +271,7 @@ def _alone(run: Run, machine: Machine) -> CompletedRun:
 
     _reset_peak_memory(machine)
     result = complete(job, loaded, training, on_record)
+    assert result.accuracy is not None
     return CompletedRun(
         run=run,
         **trace.scored(result.accuracy),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from vestige import accounting, tasks
+from vestige import tasks
 from vestige.checks import accounted_multiplier, check_steps, renamed
 from vestige.devices import check_device
 from vestige.layout import Layout
@@ -21,10 +20,9 @@ from vestige.methods.base import Method, by_group
 from vestige.methods.registry import build
 from vestige.optim import averaging
 from vestige.optim.rules import named
-from vestige.questions import Question, SampledGaussian
-from vestige.records import RunResult, Selection, Statement
+from vestige.records import RunResult
 from vestige.training.loop import Record, accuracy
-from vestige.training.planning import Plan, paper_groups
+from vestige.training.planning import paper_groups
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
 
@@ -145,8 +143,7 @@ def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord
     every = job.evaluate_every or max(1, training.plan.steps // 20)
     begin = time.perf_counter()
     interrupted = False
-    record: Record | None = None
-    for record in training:
+    for record in training.steps():
         seen = None
         if (record.step + 1) % every == 0:
             with training.averaged():
@@ -157,77 +154,18 @@ def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord
     seconds = time.perf_counter() - begin
     with training.averaged():
         final = accuracy(task.model, task.test)
-    result = RunResult(
+    result = training.result(
         task=job.task,
-        method=job.method,
         accuracy=final,
-        statement=statement(
-            training.guarantee(),
-            training.plan,
-            expected_batch=training.expected_batch,
-            groups=training.layout.groups,
-            asked=sum(training.ledger.spent.values()),
-        ),
-        selection=selection(training),
-        steps=training.state.step,
         seed=job.seed,
         seconds=round(seconds, 3),
-        stopped=_why(training, interrupted),
-        run=str(training.folder.path) if training.folder else None,
-        diagnostics={} if record is None else last_diagnostics(record),
+        **({"stopped": "interrupted"} if interrupted else {}),
     )
     if interrupted:
         training.ledger.close()
     else:
-        training.finish(result.to_json())
+        training.finish(result)
     return result
-
-
-def statement(
-    promise: accounting.Guarantee, plan: Plan, *, expected_batch: float, groups: int, asked: int
-) -> Statement:
-    """The guarantee and the public facts it rests on, of a run alone or in a stack."""
-    return Statement(
-        epsilon=promise.epsilon,
-        delta=promise.delta,
-        accountant=promise.accountant,
-        epsilon_rdp=promise.epsilon_rdp if promise.epsilon is not None else None,
-        budget=plan.epsilon,
-        noise_multiplier=plan.noise_multiplier,
-        sample_rate=plan.sample_rate,
-        expected_batch=expected_batch,
-        groups=groups,
-        lr=plan.lr,
-        lr_reason=plan.lr_reason,
-        asked=asked,
-        adjacency=promise.adjacency,
-        reasons=promise.reasons,
-        epsilon_if_noise_were_secret=promise.epsilon_if_noise_were_secret,
-    )
-
-
-def last_diagnostics(record: Record) -> dict[str, Any]:
-    return {key: value for key, value in record.to_json().items() if key in record.diagnostics}
-
-
-def selection(training: Training) -> Selection | None:
-    """What a selective method did, and what its paper would claim for it; None for the others."""
-    counts, test = training.state.gate, training.method.gate.tests
-    if test is None or test.rate is None:
-        return None
-    claimed: Counter[Question] = Counter()
-    for gradient, loss, count in counts["updates"]:  # the noise multipliers that so many updates were made with
-        claimed[SampledGaussian(training.plan.sample_rate, gradient)] += count
-        claimed[SampledGaussian(test.rate, loss)] += count
-    return Selection(
-        trials=counts["accepted"] + counts["rejected"],
-        accepted=counts["accepted"],
-        rejected=counts["rejected"],
-        updates=sum(count for *_, count in counts["updates"]),
-        degraded=counts["degraded"],
-        accounting=test.accounting,
-        published_claim_epsilon=accounting.epsilon(claimed, training.plan.delta, "rdp"),
-    )
 
 
 def _moments(job: Job) -> PrivateMoments | None:
@@ -252,12 +190,6 @@ def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
         return tasks.load(job.task, file, job.seed).test
     except ValueError as error:
         raise ValueError(f"progress='public:{file}' holds no examples of task {job.task}: {error}") from error
-
-
-def _why(training: Training, interrupted: bool) -> str:
-    if interrupted:
-        return "interrupted"
-    return "finished" if training.state.step >= training.plan.steps else "budget"
 
 
 def load(folder: RunFolder) -> Job:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from vestige.accounting.ledger import Ledger, LedgerError
 from vestige.mechanism.curator import Curator
 from vestige.training.loop import TrainingState
+from vestige.training.planning import Request
 from vestige.training.run_folder import RunFolder
 
 
@@ -26,6 +28,14 @@ def start(run: Persistent, folder: RunFolder | None, public: dict[str, Any], req
     if folder is not None:
         folder.create({**request, "public": public})
     _open(run, folder, public)
+
+
+def continued(request: Request, public: dict[str, Any]) -> Request:
+    """The request with the noise that the run was started with: calibrated again, by another version of the accountant,
+    it could differ in its last digits."""
+    if request.noise_multiplier is not None:
+        return request
+    return replace(request, noise_multiplier=public["noise_multiplier"], steps=request.steps or public["steps"])
 
 
 def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:

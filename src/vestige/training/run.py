@@ -30,10 +30,12 @@ from vestige.methods.registry import build
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import SAMPLINGS
+from vestige.records import LedgerEnd, RunResult, Selection
 from vestige.training import persistence
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import Plan, Request, plan, questions
+from vestige.training.results import last_diagnostics, selection, statement
 from vestige.training.run_folder import RunFolder, paced
 from vestige.training.transcript import Transcript
 
@@ -97,6 +99,8 @@ def train(
     )
     chosen = build(method) if isinstance(method, str) else method
     folder = RunFolder(out) if out is not None else None
+    if resume and folder is not None:
+        wanted = persistence.continued(wanted, folder.request()["public"])
     training = Training(model, loss, data, chosen, wanted, settings, folder)
     training.open(resume, request or {})
     return training
@@ -154,6 +158,8 @@ class Training:
         """Released quantities put here while a record is being consumed are written beside it."""
         self._odometer = accounting.Odometer()
         self._counted: Counter[Question] = Counter()
+        self._last: Record | None = None
+        self._finished = False
 
     def _curator_of(self, examples: Examples, loss: Loss) -> Curator:
         settings, model, rate = self.settings, self.model, self.plan.sample_rate
@@ -223,6 +229,13 @@ class Training:
         return int(self.curator.nonprivate_broken_examples)
 
     def __iter__(self) -> Iterator[Record]:
+        """Every step's record; after the last one the run is finished, and its folder says so."""
+        with contextlib.closing(self.steps()) as records:
+            yield from records
+        self.finish()
+
+    def steps(self) -> Generator[Record, None, None]:
+        """The records without finishing, for whoever has more to say in the result."""
         records = self._records()
         if self.folder is None:
             return records
@@ -268,14 +281,42 @@ class Training:
         """Inside, the model holds the average that the method keeps for evaluation; without one, nothing changes."""
         return self.state.averaged()
 
-    def finish(self, result: dict[str, Any]) -> None:
-        """Write the result and the final weights beside the ledger."""
+    def result(self, **more: Any) -> RunResult:
+        """How the run stands now, with what else is known about it: its `task`, its `accuracy` on public data."""
+        facts: dict[str, Any] = {
+            "method": self.method.name,
+            "statement": statement(
+                self.guarantee(),
+                self.plan,
+                expected_batch=self.expected_batch,
+                groups=self.layout.groups,
+                asked=sum(self.ledger.spent.values()),
+            ),
+            "selection": self.selection(),
+            "steps": self.state.step,
+            "stopped": "finished" if self.state.step >= self.plan.steps else "budget",
+            "run": str(self.folder.path) if self.folder else None,
+            "diagnostics": {} if self._last is None else last_diagnostics(self._last),
+        }
+        return RunResult(**{**facts, **more})
+
+    def selection(self) -> Selection | None:
+        """What a selective method did with its trials; None for the others."""
+        return selection(self.method, self.state.gate, self.plan)
+
+    def finish(self, result: RunResult | None = None) -> None:
+        """Write the result and the final weights, and seal every file of the folder in the ledger. Nothing is asked
+        afterwards."""
+        if self._finished:
+            return
+        self._finished = True
         if self.transcript is not None:
             self.transcript.save()
         if self.folder is not None:
-            sealed = {**result, "ledger": {"rows": self.ledger.rows, "head": self.ledger.head}}
+            end = LedgerEnd(self.ledger.rows, self.ledger.head)
             with self.averaged():
-                self.folder.finish(sealed, self.model.state_dict())
+                self.folder.finish(replace(result or self.result(), ledger=end).to_json(), self.model.state_dict())
+            self.ledger.finish(self.folder.hashes())
         self.ledger.close()
 
     def _records(self) -> Generator[Record, None, None]:
@@ -285,6 +326,7 @@ class Training:
         if not self.normalised:
             return
         for record in run(self.state, self.method, self.curator, plan.noise_multiplier, plan.steps, self._public):
+            self._last = record
             if self.transcript is not None:
                 self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
             yield replace(record, epsilon=self.spent())

@@ -9,8 +9,10 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from vestige.files import make_folder, read_json, read_tensors, remove_unfinished, write_json, write_tensors
+from vestige.files import make_folder, read_json, read_tensors, remove_unfinished, sha256, write_json, write_tensors
 from vestige.training.loop import Record
+
+Records = Generator[Record, None, None]
 
 CHECKPOINT_SHARE = 0.01
 """Checkpoints are written as often as keeps their cost under this share of the training time."""
@@ -63,11 +65,18 @@ class RunFolder:
         write_tensors(self.path / "model.pt", weights)
         write_json(self.path / "result.json", result)
 
+    def hashes(self) -> dict[str, str]:
+        """The SHA-256 of every file but the ledger."""
+        files = sorted(path for path in self.path.iterdir() if path.is_file() and path != self.ledger)
+        return {path.name: sha256(path) for path in files}
+
     def result(self) -> dict[str, Any] | None:
         path = self.path / "result.json"
         return read_json(path) if path.exists() else None
 
-    def log(self, records: Generator[Record, None, None], from_step: int, extra: dict[str, Any]) -> Iterator[Record]:
+    def log(
+        self, records: Generator[Record, None, None], from_step: int, extra: dict[str, Any]
+    ) -> Generator[Record, None, None]:
         """Pass records through, appending each to records.jsonl; those of steps that will be redone are dropped first.
 
         `extra` is read at every record: a consumer may put released quantities there (accuracy on public data).

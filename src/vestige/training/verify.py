@@ -9,8 +9,9 @@ from typing import Any
 
 from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget
-from vestige.accounting.ledger import LedgerError, read
+from vestige.accounting.ledger import LedgerError, LedgerHistory, read
 from vestige.questions import Question
+from vestige.records import RunResult, Statement
 from vestige.training.run_folder import RunFolder
 
 FACTS = tuple(each.name for each in fields(accounting.Facts))
@@ -22,10 +23,14 @@ class Verdict:
     asked: int
     attempts: int
     rows: int
+    finished: bool
+    unchecked: tuple[str, ...] = ()
+    """What the ledger says nothing about: older versions did not seal it."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "verified": True,
+            "finished": self.finished,
             "epsilon": self.guarantee.epsilon,
             "delta": self.guarantee.delta,
             "accountant": self.guarantee.accountant,
@@ -35,22 +40,26 @@ class Verdict:
             "asked": self.asked,
             "attempts": self.attempts,
             "rows": self.rows,
+            "unchecked": list(self.unchecked),
         }
 
 
-def verify(path: str | Path) -> Verdict:
-    """Recompute a run's guarantee from its ledger; raise `LedgerError` at the first thing that does not hold."""
+def verify(path: str | Path, *, unfinished: bool = False) -> Verdict:
+    """Recompute a run's guarantee from its ledger, and hold every file of its folder against it; raise `LedgerError` at
+    the first thing that does not hold.
+
+    A run that is not finished is refused, unless `unfinished` says that what it cost so far is wanted: nothing in its
+    folder could tell it from a longer one whose ledger was cut.
+    """
     folder = RunFolder(path)
     if not folder.path.is_dir():
         raise ValueError(f"{str(path)!r} is not a run: there is no such folder")
     if not (folder.ledger.exists() or (folder.path / "run.json").exists()):
         raise ValueError(f"{str(path)!r} holds neither a run (run.json, ledger.jsonl) nor a comparison (spec.json)")
     history = read(folder.ledger)
-    facts = history.facts
-    seeded = facts["noise"] == "seeded"
-    spent = history.spent(replays_are_free=seeded)
+    spent = history.spent(replays_are_free=history.facts["noise"] == "seeded")
     try:
-        promise = reprice(spent, facts["delta"], facts)
+        promise = reprice(spent, history.facts["delta"], history.facts)
     except ValueError as error:
         raise LedgerError(f"{folder.ledger}: {error}") from error
     if folder.checkpoint.exists():
@@ -58,14 +67,72 @@ def verify(path: str | Path) -> Verdict:
         _contains(folder.ledger, history.heads, saved["ledger_rows"], saved["ledger_head"], "the checkpoint")
     result = folder.result()
     if result is not None:
-        _contains(folder.ledger, history.heads, result["ledger"]["rows"], result["ledger"]["head"], "the result")
-        if result["ledger"]["rows"] != history.rows:
-            raise LedgerError(
-                f"{folder.ledger}: {history.rows} rows, but the result was written after {result['ledger']['rows']}"
-            )
-        for key in ("epsilon", "epsilon_if_noise_were_secret"):
-            _same(key, result.get(key), getattr(promise, key))
-    return Verdict(promise, sum(spent.values()), history.attempts, history.rows)
+        _check_result(folder, history, result, promise, sum(spent.values()))
+    finished, unchecked = _check_files(folder, history, result is not None)
+    if not finished and not unfinished:
+        raise LedgerError(
+            f"{str(path)!r}: this run is not finished, so nothing tells whether rows were cut from its ledger; resume "
+            "it, or see what it cost so far with --unfinished"
+        )
+    return Verdict(promise, sum(spent.values()), history.attempts, history.rows, finished, unchecked)
+
+
+def _check_files(folder: RunFolder, history: LedgerHistory, has_result: bool) -> tuple[bool, tuple[str, ...]]:
+    """Whether the run is finished, and which files nothing is known about."""
+    there = folder.hashes()
+    if history.files is None:
+        older = history.facts["version"] == 1 and has_result
+        return older, tuple(there)
+    for name, sealed in history.files.items():
+        if name not in there:
+            raise LedgerError(f"{folder.path / name} is missing: the run left it when it finished")
+        if there[name] != sealed:
+            raise LedgerError(f"{folder.path / name} is not what the run left: its hash is not the one in the ledger")
+    return True, tuple(name for name in there if name not in history.files)
+
+
+def _check_result(
+    folder: RunFolder, history: LedgerHistory, content: Any, promise: accounting.Guarantee, asked: int
+) -> None:
+    """Everything in the result that follows from the ledger does."""
+    try:
+        result = RunResult.from_json(content)
+    except ValueError as error:
+        raise LedgerError(f"{folder.path / 'result.json'}: {error}") from error
+    if result.ledger is None:
+        raise LedgerError(f"{folder.path / 'result.json'} does not say after which row of the ledger it was written")
+    _contains(folder.ledger, history.heads, result.ledger.rows, result.ledger.head, "the result")
+    asked_since = history.rows - result.ledger.rows - (history.files is not None)
+    if asked_since:
+        raise LedgerError(
+            f"{folder.ledger}: {history.rows} rows, but the result was written after {result.ledger.rows}"
+        )
+    facts, said = history.facts, result.statement
+    rate = facts["sample_rate"]
+    expected = Statement(
+        epsilon=promise.epsilon,
+        delta=facts["delta"],
+        accountant=promise.accountant,
+        epsilon_rdp=promise.epsilon_rdp if promise.epsilon is not None else None,
+        budget=facts["epsilon"],
+        noise_multiplier=facts["noise_multiplier"],
+        sample_rate=rate,
+        expected_batch=rate * facts["population"],
+        groups=len(facts["groups"]),
+        lr=facts["lr"],
+        lr_reason=facts["lr_reason"],
+        asked=asked,
+        adjacency=facts["adjacency"],
+        reasons=promise.reasons,
+        epsilon_if_noise_were_secret=promise.epsilon_if_noise_were_secret,
+    )
+    for each in fields(Statement):
+        _same(each.name, getattr(said, each.name), getattr(expected, each.name))
+    method = facts["method"]
+    if isinstance(method, dict):
+        _same("method", result.method, method["name"])
+    if result.steps > facts["steps"] or (result.stopped == "finished" and result.steps != facts["steps"]):
+        raise LedgerError(f"result.json says {result.steps} steps, the ledger planned {facts['steps']}")
 
 
 def reprice(spent: accounting.History, delta: float, terms: Mapping[str, Any]) -> accounting.Guarantee:
@@ -89,8 +156,11 @@ def _contains(ledger: Path, heads: list[str], rows: int, head: str, what: str) -
         raise LedgerError(f"{ledger}: does not contain the {rows} rows that {what} was written after: cut or replaced")
 
 
-def _same(key: str, written: float | None, recomputed: float | None) -> None:
-    if (written is None) != (recomputed is None):
-        raise LedgerError(f"result.json says {key} {written}, the ledger says {recomputed}")
-    if written is not None and recomputed is not None and abs(written - recomputed) > 1e-6 * max(1.0, recomputed):
-        raise LedgerError(f"result.json says {key} {written:.6g}, the ledger says {recomputed:.6g}")
+def _same(key: str, written: Any, expected: Any) -> None:
+    """A number may differ by rounding: another version's, or another machine's."""
+    if isinstance(written, float | int) and isinstance(expected, float | int):
+        right = abs(written - expected) <= 1e-6 * max(1.0, abs(expected))
+    else:
+        right = written == expected
+    if not right:
+        raise LedgerError(f"result.json says {key} {written}, the ledger says {expected}")

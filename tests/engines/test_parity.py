@@ -9,8 +9,8 @@ from torch import nn
 
 from commands import vestige as command
 from conftest import make_toy
+from vestige.engines import parity
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.training import parity
 
 LOSS = nn.functional.cross_entropy
 

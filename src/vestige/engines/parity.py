@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vestige.engines.memory import memory_of
 from vestige.engines.registry import ENGINES
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat, Loss, Parameters
-from vestige.training.physical_batch import memory_of
 
 TOLERANCE = 1e-3
 """Largest relative error of a parameter's clipped sum: float32 sums in another order, TF32 where it is on."""
