@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count, repeat
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 import vestige
 from vestige import PrivacyEngine
@@ -207,17 +207,39 @@ def whole_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
     return lambda: next(records)
 
 
+class Whole(Dataset[Any]):
+    """Rows that are fetched together: what a loader itself costs is not the question here."""
+
+    def __init__(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(self.batch[1])
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.batch[0][[row]], self.batch[1][[row]]
+
+    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        return self.batch if len(rows) == len(self) else (self.batch[0][rows], self.batch[1][rows])
+
+
+def as_fetched(rows: Any) -> Any:
+    return rows
+
+
 def privacy_engine(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
     """A user's own loop, with the ledger and the accountant's rows that it keeps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    loader = DataLoader(TensorDataset(*batch), batch_size=len(batch[1]))
-    PrivacyEngine().make_private(
+    loader = DataLoader(Whole(batch), batch_size=len(batch[1]), collate_fn=as_fetched)
+    _, _, loader = PrivacyEngine().make_private(
         module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=MULTIPLIER, max_grad_norm=BOUND
     )
+    batches = chain.from_iterable(repeat(loader))
 
     def step() -> None:
+        inputs, targets = next(batches)
         optimizer.zero_grad()
-        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
 
     return step
