@@ -51,20 +51,20 @@ def test_a_failure_survives_a_round_trip():
 @pytest.mark.parametrize(
     ("key", "part", "words"),
     [
-        ("colour", "red", "unknown part 'colour'"),
-        ("colour", {"red": 1}, "unknown part 'colour'"),
-        ("statement", {"epsilon": 1.0}, "unknown part 'statement'"),
+        ("colour", "red", "unknown field 'colour'"),
+        ("colour", {"red": 1}, "unknown field 'colour'"),
+        ("statement", {"epsilon": 1.0}, "unknown field 'statement'"),
         (
             "nonprivate_validation_accuracy",
             0.5,
             "a part 'nonprivate_validation_accuracy', which no run of stage auto has",
         ),
-        ("accuracy", MISSING, "lacks its part 'accuracy'"),
-        ("curve", MISSING, "lacks its part 'curve'"),
-        ("delta", MISSING, "lacks its part 'delta'"),
-        ("sampling", MISSING, "lacks its part 'sampling'"),
-        ("stacked", MISSING, "lacks its part 'stacked'"),
-        ("charged", MISSING, "lacks its part 'charged'"),
+        ("accuracy", MISSING, "lacks the field 'accuracy'"),
+        ("curve", MISSING, "lacks the field 'curve'"),
+        ("delta", MISSING, "lacks the field 'delta'"),
+        ("sampling", MISSING, "lacks the field 'sampling'"),
+        ("stacked", MISSING, "lacks the field 'stacked'"),
+        ("charged", MISSING, "lacks the field 'charged'"),
         ("accuracy", "0.5", "accuracy is '0.5', not a number"),
         ("epsilon", "3", "epsilon is '3', not a number"),
         ("asked", 2.5, "asked is 2.5, not a whole number"),
@@ -73,7 +73,7 @@ def test_a_failure_survives_a_round_trip():
         ("curve", [[1, "half"]], "not a number"),
         ("charged", {}, "charged is {}, not a list"),
         ("pictures", [], "pictures is [], not an object"),
-        ("trials", 3, "selection lacks its part 'accepted'"),
+        ("trials", 3, "selection lacks the field 'accepted'"),
         ("version", 1, "format 1, this version reads 2"),
         ("status", "ended", "status is 'ended', neither done nor failed"),
         ("id", "0" * 20, "not the hash of the run"),
@@ -92,7 +92,7 @@ def test_a_record_with_a_part_that_is_unknown_missing_or_of_another_type_is_refu
 def test_a_result_without_one_of_its_parts_is_refused_by_name(key):
     content = json.loads((WRITTEN / "run-finished" / "result.json").read_text())
     del content[key]
-    with pytest.raises(ValueError, match=f"lacks its part '{key}'"):
+    with pytest.raises(ValueError, match=f"lacks the field '{key}'"):
         RunResult.from_json(content)
 
 

@@ -52,8 +52,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the library, or a module of it, imported when it is first asked for: torch takes seconds to import, and
-    the command line answers many questions without it."""
+    """Import a public name or a submodule on first access: torch takes seconds to import, and many commands of the
+    command line do without it."""
     for module, names in _MODULES.items():
         if name in names:
             globals()[name] = getattr(import_module(f"vestige.{module}"), name)

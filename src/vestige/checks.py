@@ -1,4 +1,4 @@
-"""Which numbers can a plan be made of? Each is checked by name, with the way out."""
+"""Which numbers can a plan be made of? Checks of rates, steps, delta and noise; errors name the argument and a fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from math import inf
 
 SMALLEST_MULTIPLIER = 1e-100
-"""Noise that is positive in name only: its square is no number."""
+"""Below this there is noise in name only, and the square of the multiplier is close to underflow."""
 
 
 def require(name: str, value: object, holds: bool, must: str) -> None:
@@ -18,7 +18,7 @@ def require(name: str, value: object, holds: bool, must: str) -> None:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """A part's errors name its own fields; raised in here, they name what the user wrote instead.
+    """Inside, an error that names a component's field names the option that the user wrote instead.
 
     >>> with renamed({"share": "beta"}):
     ...     require("share", 2, False, "lie in (0, 1]")
@@ -62,9 +62,9 @@ def check_multiplier(noise_multiplier: float, name: str = "noise_multiplier") ->
 def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: int = 1) -> float:
     """The noise multiplier of a whole step, from a memory method's own sigma.
 
-    The paper noises `fresh_share` times the sum with sigma times each group's bound. Dividing by `fresh_share` is a
-    bijection of the release given the earlier ones, and `groups` equal ratios on one sample are one Gaussian mechanism
-    with their ratio over sqrt(groups).
+    The paper adds noise of sigma times each group's bound to `fresh_share` times the sum. Dividing by `fresh_share` is
+    a bijection of the release given the earlier ones. `groups` Gaussian mechanisms of one noise multiplier on one
+    sample are a single mechanism with that multiplier over sqrt(groups).
     """
     check_multiplier(paper_sigma, "paper_sigma")
     return paper_sigma / (fresh_share * groups**0.5)

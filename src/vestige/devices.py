@@ -1,4 +1,4 @@
-"""Which float32 products may a GPU round to TF32? As the user set it, by either of torch's interfaces."""
+"""Which float32 products may a GPU round to TF32? Those that the user allowed, by either of torch's interfaces."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 SLACK = 1 / (1 + 2**-10) ** 2
-"""Both factors of a product in TF32 may be rounded up, each by 2^-10. Times this, an example's share of a sum stays
-within its bound all the same."""
+"""TF32 may round both factors of a product up, each by 2^-10. Clipping factors times this keep an example's share of a
+sum within its bound all the same."""
 
 MARGIN = 2**-8 * (1 + 2**-4)
 """A sum of products in TF32 may be wrong by 2^-9 of the sum of its terms' norms, however much the terms cancel: once
-where its norm is taken, once where it is used. The sixteenth is for the accumulators. A norm with this share of its
-terms' norms added bounds what is used."""
+where its norm is computed, and once where it is added to the total. The sixteenth is for the accumulators. A norm plus
+this share of its terms' norms bounds what is added, so no example passes the bound by rounding."""
 
-# From torch 2.9 on there are two, and to read the older one is an error once the newer one was used.
+# torch 2.9 added a second interface, and reading the older one is an error once the newer one was used.
 
 
 def tf32_products() -> bool:
@@ -37,7 +37,7 @@ def _allowed(newer: Any, older: Any) -> bool:
 
 
 def slack(into: Tensor) -> float:
-    """What keeps an example's share of a sum taken in this tensor within its bound."""
+    """The factor that keeps an example's share of a sum in this tensor within its bound."""
     return SLACK if into.is_cuda and (tf32_products() or tf32_convolutions()) else 1.0
 
 
@@ -47,7 +47,7 @@ def convolves_in_tf32(tensor: Tensor) -> bool:
 
 @contextmanager
 def products_in_tf32(allowed: bool) -> Iterator[None]:
-    """Allow TF32 matrix products, or forbid them whatever the caller allowed elsewhere."""
+    """Inside, allow TF32 matrix products, or forbid them whatever the user's settings are."""
     matmul: Any = torch.backends.cuda.matmul
     name: str
     value: bool | str

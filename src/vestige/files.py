@@ -1,4 +1,7 @@
-"""How are files written so that a crash leaves them whole, and how does JSON become a value again?"""
+"""How are files written so that a crash leaves them whole, and how does JSON become a value again?
+
+Atomic writes, an exclusive lock, and dataclasses read from JSON and checked against their type hints.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Write beside `path`, make it durable, then rename: a crash or a full disk leaves the old file whole."""
+    """Write a temporary file beside `path`, sync it, then rename it: a crash or full disk leaves the old file whole."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         write(beside)
@@ -32,13 +35,13 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a process left that was killed inside `write_atomically`."""
+    """Remove the temporary files of processes that were killed inside `write_atomically`."""
     for beside in folder.glob(".*.new"):
         beside.unlink()
 
 
 def make_folder(path: Path, name: str = "out") -> None:
-    """Make the folder that a user asked for in the argument `name`."""
+    """Create the folder that the user gave as the argument `name`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,12 +49,12 @@ def make_folder(path: Path, name: str = "out") -> None:
 
 
 def lock(handle: int, path: Path) -> None:
-    """Hold an open file for this process alone, until it is closed or the process ends; ValueError if another does."""
+    """Lock an open file until it is closed or the process ends; ValueError if another process holds the lock."""
     try:
         if os.name == "nt":
             import msvcrt
 
-            os.lseek(handle, 1 << 30, os.SEEK_SET)  # a byte that nobody reads
+            os.lseek(handle, 1 << 30, os.SEEK_SET)  # a byte far beyond the content
             msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
         else:
             import fcntl
@@ -70,7 +73,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_tensors(path: Path, content: Any) -> None:
     """A torch file that loads with `weights_only=True`: tensors, numbers and strings, no code."""
-    import torch  # here, so that records are read without it
+    import torch  # here, so that records can be read without torch
 
     buffer = io.BytesIO()
     torch.save(content, buffer)
@@ -84,7 +87,7 @@ def read_tensors(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # torch raises many kinds on a torn file
+    except Exception as error:  # torch raises many kinds of error on a torn file
         raise ValueError(
             f"{path} is torn or not a checkpoint ({type(error).__name__}); remove it or restore a copy"
         ) from error
@@ -121,16 +124,16 @@ T = TypeVar("T")
 
 
 def read_value(kind: type[T], content: Any, name: str) -> T:
-    """The dataclass that was written as `content`; ValueError names the part of `name` that cannot be one."""
+    """The dataclass that was written as `content`; ValueError names the field of `name` that is wrong."""
     if not isinstance(content, dict):
-        raise ValueError(f"{name} is {_shown(content)}, not an object with named parts")
+        raise ValueError(f"{name} is {_shown(content)}, not an object with named fields")
     hints, needed = _parts(kind)  # type: ignore[arg-type]
     for key in content:
         if key not in hints:
-            raise ValueError(f"{name} has an unknown part {key!r}: another version wrote it")
+            raise ValueError(f"{name} has an unknown field {key!r}: another version wrote it")
     for key in needed:
         if key not in content:
-            raise ValueError(f"{name} lacks its part {key!r}")
+            raise ValueError(f"{name} lacks the field {key!r}")
     return kind(**{key: _read(hints[key], value, f"{name}: {key}") for key, value in content.items()})
 
 
@@ -159,7 +162,7 @@ def _read(hint: Any, value: Any, name: str) -> Any:
 
 
 def _is(hint: Any, value: Any) -> bool:
-    """Whether a plain value is of its type: a whole number is a number too, and true is neither."""
+    """Whether a plain value has its type: an int is a float too, and a bool is neither."""
     if get_origin(hint) is Literal or hint is str:
         return isinstance(value, str)
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Which coordinates of the flat vector belong to which parameter, and to which group?"""
+"""Which coordinates of the flat vector belong to which parameter, and to which group? The layout of a release."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Grouping = Callable[[nn.Module], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's place in the flat vector."""
+    """The slice of the flat vector that holds one parameter."""
 
     name: str
     start: int
@@ -29,7 +29,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """The table of contents of a release: every trainable parameter once (tied weights too), in order."""
+    """Where each trainable parameter lies in a release: every one once (tied weights too), in order."""
 
     segments: tuple[Segment, ...]
 
@@ -80,7 +80,7 @@ class Layout:
         return {s.name: vector[..., s.start : s.stop].view((*vector.shape[:-1], *s.shape)) for s in self.segments}
 
     def pack(self, tensors: Mapping[str, Tensor], lead: tuple[int, ...] = ()) -> Tensor:
-        """One new flat vector holding a copy of the named tensors, [*lead, size]; `lead` are axes that all have."""
+        """A new flat vector with a copy of the named tensors, [*lead, size]; `lead` are their common leading axes."""
         return torch.cat([tensors[s.name].detach().reshape(*lead, -1) for s in self.segments], dim=-1)
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -109,7 +109,7 @@ def _group_of(trainable: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) 
             group_of[name] = index
     left_out = [name for name in trainable if name not in group_of]
     if left_out:
-        raise ValueError(f"parameter {left_out[0]!r} is in no group: it would move without noise; add it to one")
+        raise ValueError(f"parameter {left_out[0]!r} is in no group: it would be updated without noise; add it to one")
     unknown = [name for name in group_of if name not in trainable]
     if unknown:
         raise ValueError(f"group {group_of[unknown[0]]} names {unknown[0]!r}, which is not a trainable parameter")

@@ -1,4 +1,4 @@
-"""What can the curator be asked? Each kind of question is a value; its price is in `accounting`."""
+"""What can the curator be asked? A question is a query as its public parameters describe it; `accounting` prices it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class BudgetSpent(Exception):
-    """The next question would exceed the budget, so it was not asked."""
+    """The next question would exceed the budget, so it was neither charged nor answered."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class SampledGaussian(Question):
 
 @dataclass(frozen=True)
 class Gaussian(Question):
-    """A bounded sum over every example, noised. A whole tree of noised sums is one such question: its `multiplier` is
-    node noise over the length of the vector of nodes that one example touches."""
+    """A noised sum of bounded terms over every example. A whole tree of noised sums is one such question: its
+    `multiplier` is the noise of a node over the norm of the vector of nodes that one example affects."""
 
     kind: ClassVar[str] = "gaussian"
     multiplier: float
@@ -60,8 +60,8 @@ class Gaussian(Question):
 class CyclicGaussian(Question):
     """One step of noise correlated over `bands` steps. The data are split once into `bands` parts, and step t takes a
     Poisson sample of part t mod bands with inclusion probability `rate`; `multiplier` is noise over the largest column
-    norm of the strategy. Where the noise is correlated over more steps than that, `rate` is 1 (nothing is amplified)
-    and `multiplier` is noise over the strategy's largest sensitivity per square root of an example's visits."""
+    norm of the strategy. Where the noise is correlated over more steps than that, `rate` is 1 (no amplification) and
+    `multiplier` is noise over the strategy's largest sensitivity per square root of an example's participations."""
 
     kind: ClassVar[str] = "cyclic-gaussian"
     rate: float
@@ -76,7 +76,7 @@ class CyclicGaussian(Question):
 
 @dataclass(frozen=True)
 class Trial(Question):
-    """A candidate update and a noisy test of it on a fresh sample; a rejected candidate leaves no trace but that bit.
+    """A candidate update and a noisy test of it on a fresh sample; of a rejected one only the rejection is released.
 
     The candidate is a sampled Gaussian (`rate`, `multiplier`). The test statistic is clipped to a range, noised with
     `validation_multiplier` times its sensitivity, and accepted below `threshold`, counted in halves of the range from
@@ -101,7 +101,9 @@ class Trial(Question):
                 f'releases={self.releases!r} must be "y" (the candidate) or "yz" (and its noisy statistic)'
             )
         if not self.half_range >= 0.5:
-            raise ValueError(f"half_range={self.half_range} must be at least 1/2: nothing moves by more than the range")
+            raise ValueError(
+                f"half_range={self.half_range} must be at least 1/2: no example changes the statistic by more than its range"
+            )
         if self.releases == "yz" and self.half_range != 0.5:
             raise ValueError(
                 f'half_range={self.half_range} has no theorem with releases="yz"; release "y" or clip the mean'

@@ -1,8 +1,8 @@
-"""What is written about a run? Its result, and its record in a comparison: frozen values, with one schema each.
+"""What is written about a run? Its result, and its record in a comparison: frozen dataclasses with one schema each.
 
-`from_json` reads what `to_json` wrote, and refuses in one line a part that is unknown, missing or of another type. The
-files are flat: the groups of a record (its statement, terms and selection) stand side by side in them. Every further
-key is a diagnostic, what the method last showed of itself, and must be a number or a list of numbers.
+`from_json` reads what `to_json` wrote, and refuses a field that is unknown, missing or of another type. The files are
+flat: the fields of a record's groups (statement, terms and selection) are keys at the top level. Every other key is a
+diagnostic of the method's last step, and must be a number or a list of numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vestige.files import read_value
 from vestige.questions import Question
 
 FORMAT_VERSION = 2
-"""Of a comparison folder's format: a record or specification of another version is refused."""
+"""The format of a comparison folder; a record or specification of another version is refused."""
 TARGETS = {"epsilon": "epsilon", "paper_sigma": "the paper's sigma", "noise_multiplier": "noise multiplier"}
 
 
@@ -37,7 +37,7 @@ class PrivacyTarget:
             raise ValueError(f"{self.kind}={self.value} must be positive and finite")
 
     def amount(self, kind: str) -> float | None:
-        """Its value where it is of this kind."""
+        """The value if the target is of this kind, else None."""
         return self.value if self.kind == kind else None
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class PrivacyTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of a comparison. Where its data and device are is no part of its identity."""
+    """One run of a comparison. Its id does not depend on the device or on where the data are stored."""
 
     task: str
     label: str
@@ -58,7 +58,7 @@ class Run:
     delta: float
     stage: Literal["tuning", "tuned", "auto", "given"]
     lr: float | None
-    """None: `factor` times the automatic rate."""
+    """The learning rate; None: `factor` times the automatic one."""
     factor: float
     seed: int
     holdout: float
@@ -74,17 +74,17 @@ class Run:
 
     @property
     def without_curve(self) -> Run:
-        """The same run, evaluated at its end only: one made with its curve stands for it."""
+        """The same run, evaluated at its end only: a record with a curve serves for it too."""
         return replace(self, evaluations=0)
 
     @property
     def kind(self) -> str:
-        """What runs have in common that differ in nothing but their seed and how often they were evaluated."""
+        """The id shared by runs that differ only in their seed and in how often they were evaluated."""
         return replace(self.without_curve, seed=0).id
 
     @property
     def cell(self) -> tuple[str, str, str]:
-        """The task, budget and contender that it belongs to in every table."""
+        """Its task, budget and contender, which decide its row in every table."""
         return self.task, str(self.budget), self.label
 
     def __str__(self) -> str:
@@ -95,11 +95,11 @@ class Run:
 
     @classmethod
     def from_json(cls, content: Any) -> Run:
-        """The run that a record describes; ValueError names the part that cannot be one."""
+        """The run that a record describes; ValueError names the field that is wrong."""
         return read_value(cls, content, "its run")
 
 
-# --- groups of parts -------------------------------------------------------------------------------------------------
+# --- groups of fields ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +112,12 @@ class Statement:
     accountant: str
     epsilon_rdp: float | None
     budget: float | None
-    """The epsilon that the run might spend; None where only its noise was given."""
+    """The epsilon that the run was allowed; None where only its noise was given."""
     noise_multiplier: float
     sample_rate: float
     expected_batch: float
     groups: int | None = None
-    """How many groups of parameters were clipped apart; the first versions did not write it of stacked runs."""
+    """How many groups of parameters were clipped apart; the first versions did not write it for stacked runs."""
     lr: float | None
     lr_reason: str
     asked: int
@@ -129,7 +129,7 @@ class Statement:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What decides, beside the charges, which guarantee holds."""
+    """What decides, besides the charged questions, which guarantee holds."""
 
     sampling: str
     noise: str
@@ -137,7 +137,7 @@ class Terms:
     schedule: str = "fixed"
     filter_epsilon: float | None = None
     filter_expects: tuple[Mapping[str, Any], ...] | None = None
-    """A filter's orders and weights are fixed before the first answer, by the questions that it expects."""
+    """The questions that a Renyi filter expects: they fix its orders and weights before the first answer."""
 
     @classmethod
     def from_json(cls, content: Any) -> Terms:
@@ -163,7 +163,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class LedgerEnd:
-    """The place in a ledger's hash chain that a result was written after."""
+    """How long a ledger's hash chain was when a result was written, and its last hash."""
 
     rows: int
     head: str
@@ -208,7 +208,7 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletedRun:
-    """A run of a comparison that reached its end, as runs/ID.json holds it.
+    """A completed run of a comparison, as stored in runs/ID.json.
 
     A tuning run is evaluated on held-out private examples without noise, so its score is never called accuracy.
     """
@@ -230,7 +230,7 @@ class CompletedRun:
     nonprivate_validation_accuracy: float | None = None
     nonprivate_validation_curve: tuple[tuple[float | None, ...], ...] | None = None
     pictures: Mapping[str, Any]
-    """Each diagnostic as a series of (step, value); the format's own name for it."""
+    """Each diagnostic as a series of (step, value); `pictures` is the file format's name."""
     stacked: int
     """How many runs were trained together."""
     memory_mb: float | None
@@ -240,10 +240,10 @@ class CompletedRun:
         needed, foreign = (tuning, finals) if self.run.stage == "tuning" else (finals, tuning)
         for key in needed:
             if getattr(self, key) is None:
-                raise ValueError(f"its record lacks its part {key!r}")
+                raise ValueError(f"its record lacks the field {key!r}")
         for key in foreign:
             if getattr(self, key) is not None:
-                raise ValueError(f"its record has a part {key!r}, which no run of stage {self.run.stage} has")
+                raise ValueError(f"its record has a field {key!r}, which no run of stage {self.run.stage} has")
         _check_diagnostics("its record", self.diagnostics)
         for row in self.charged:
             _check_charge(row)
@@ -254,20 +254,20 @@ class CompletedRun:
 
     @property
     def score(self) -> float:
-        """What the run is judged by: its accuracy on the test set, or on held-out private examples while tuning."""
+        """The accuracy that ranks the run: on the test set, or on held-out private examples while tuning."""
         score = self.nonprivate_validation_accuracy if self.run.stage == "tuning" else self.accuracy
         assert score is not None
         return score
 
     @cached_property
     def history(self) -> dict[Question, int]:
-        """Its charges, as accounting takes them."""
+        """Its charges as a history, which accounting prices."""
         return {Question.from_json(dict(row)): row["count"] for row in self.charged}
 
     def to_json(self) -> dict[str, Any]:
         secret = {"epsilon_if_noise_were_secret": self.statement.epsilon_if_noise_were_secret}
         content = {**_heading(self.run, "done"), **_flat(self), **secret}
-        # JSON has no infinity: what is not finite is undefined, null.
+        # JSON has no infinity and no NaN: both become null.
         return {key: None if isinstance(part, float) and not isfinite(part) else part for key, part in content.items()}
 
 
@@ -290,7 +290,7 @@ RunRecord = CompletedRun | FailedRun
 
 
 def read_record(content: Any) -> RunRecord:
-    """The record of a comparison's run; ValueError names the part because of which no table could be made of it."""
+    """The record of a comparison's run; ValueError names the field that is wrong."""
     if not isinstance(content, dict):
         raise ValueError("not a record")
     if content.get("version") != FORMAT_VERSION:
@@ -317,7 +317,7 @@ def failed(records: Iterable[RunRecord]) -> list[FailedRun]:
 # --- flat files ------------------------------------------------------------------------------------------------------
 
 GROUPS: dict[str, Any] = {"statement": Statement, "terms": Terms, "selection": Selection}
-"""Whose parts stand in a file among the record's own."""
+"""Groups whose fields are stored among the record's own."""
 
 
 def _heading(run: Run, status: str) -> dict[str, Any]:
@@ -325,7 +325,7 @@ def _heading(run: Run, status: str) -> dict[str, Any]:
 
 
 def _grouped(kind: Any, content: Any) -> Any:
-    """The parts of a flat file as the fields of a record; those that are left are its diagnostics."""
+    """The keys of a flat file as a record's fields and groups; the keys left over are its diagnostics."""
     if not isinstance(content, dict):
         return content
     rest, made = dict(content), {}
@@ -340,7 +340,7 @@ def _grouped(kind: Any, content: Any) -> Any:
 
 
 def _flat(record: Any) -> dict[str, Any]:
-    """A record or group as the parts of a flat file; a part that is None where it need not be there is left out."""
+    """A record or group as the keys of a flat file; an optional field that is None is left out."""
     content: dict[str, Any] = {}
     for each in fields(record):
         part = getattr(record, each.name)
@@ -366,7 +366,7 @@ def _plain(part: Any) -> Any:
 def _check_diagnostics(name: str, diagnostics: Mapping[str, Any]) -> None:
     for key, value in diagnostics.items():
         if not _numeric(value):
-            raise ValueError(f"{name} has an unknown part {key!r}: another version wrote it")
+            raise ValueError(f"{name} has an unknown field {key!r}: another version wrote it")
 
 
 def _numeric(value: Any) -> bool:

@@ -57,10 +57,10 @@ def _specified(change):
     ("content", "words"),
     [
         ({"version": 2}, "the specification is None"),
-        ({"version": 2, "specification": {}}, "lacks its part 'problems'"),
+        ({"version": 2, "specification": {}}, "lacks the field 'problems'"),
         (
             _specified(lambda spec: spec["problems"][0].update(colour="red")),
-            r"problems\[0\] has an unknown part 'colour'",
+            r"problems\[0\] has an unknown field 'colour'",
         ),
         (_specified(lambda spec: spec["budgets"][0].update(value="3")), r"budgets\[0\]: value is '3', not a number"),
         (_specified(lambda spec: spec.update(seeds="012")), "seeds is '012', not a list"),

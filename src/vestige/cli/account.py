@@ -106,7 +106,7 @@ def _check_one_of(**choices: float | None) -> None:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """So many Gaussian steps on Poisson samples, as the flags say it."""
+    """A number of Gaussian steps on Poisson samples, as given by the flags."""
 
     sample_rate: float
     steps: int
@@ -160,8 +160,8 @@ def _price_steps(plan: StepPlan) -> dict[str, Any]:
         "sampling": "poisson",
     }
     if groups is not None:
-        # What one group's ratio of noise to bound would cost if it were the whole release: drawn in papers, but one
-        # example is in every group at once, so it bounds nothing.
+        # The epsilon of one group as if it were the whole release. Papers plot it, but an example contributes to every
+        # group at once, so it is no guarantee.
         marginal = accounting.epsilon(asked(multiplier * groups**0.5), delta, accountant)
         result |= {"groups": groups, "nonguarantee_marginal_epsilon": marginal}
     return result

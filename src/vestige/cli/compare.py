@@ -1,4 +1,4 @@
-"""How does a terminal compare methods? `vestige compare`: flags become a specification."""
+"""How are methods compared from the terminal? `vestige compare` turns its flags into a specification."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vestige.cli.terminal import Json, stderr
 from vestige.compare.arguments import contenders, grids, numbers, try_to_build
 
 EXECUTION = ("engine", "ray_address", "workers", "stack", "device", "as_json")
-"""Options that say how runs are executed, and go with any comparison."""
+"""Options of how runs are executed: they may be given with any comparison."""
 
 
 def compare(
@@ -161,7 +161,7 @@ def quick_specification() -> Any:
 
 
 def _check_flags(context: typer.Context, kinds: tuple[str, ...], lrs: str | None) -> None:
-    """Flags that would be passed over in silence."""
+    """Refuse flags that would be silently ignored."""
     if lrs is not None:
         refuse_if_given(context, ("factors",), "--lrs is a grid of rates already")
     if "tuned" not in kinds:
@@ -172,7 +172,7 @@ def _check_flags(context: typer.Context, kinds: tuple[str, ...], lrs: str | None
 
 
 def _check_names(specification: Any) -> None:
-    """Names and values of methods and options that no run could use, or that would be passed over in silence."""
+    """Refuse names and values of methods and options that no run could use or that would be silently ignored."""
     from vestige.methods.registry import find, nearest
 
     labels = [contender.label for contender in specification.contenders]

@@ -1,6 +1,6 @@
 """How does a command report a mistake? In one line that names flags, and by an exit code.
 
-2 for usage, 1 for a check that failed or a machine that could not, 130 for Ctrl-C.
+2 for wrong usage, 1 for a failed check or an error of the operating system, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 
 class FlagCommand(TyperCommand):
-    """A command whose errors name its flags where the library names arguments."""
+    """A command whose errors name flags where the library's errors name arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = list(args)
@@ -37,7 +37,7 @@ class FlagCommand(TyperCommand):
 
 
 def _with_value(error: Any, words: list[str]) -> str:
-    """Typer's message about a value that it cannot read, with the value: of a flag given twice the last one counts."""
+    """Typer's message about a value that it cannot parse, with the value; the last one if a flag was repeated."""
     given = []
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, rest = word.partition("=")
@@ -62,13 +62,13 @@ def in_flags(message: str, options: Iterable[str]) -> str:
             return match[0]
         return flags[name] + {None: "", "=None": " is missing"}.get(value, "=")
 
-    # Only where a word can begin: what stands inside a path or a quoted value is the user's own.
+    # Only at the start of a word: text inside a path or a quoted value is the user's own.
     return re.sub(r"(?<![^\s(])([a-z]\w*)\b(=None\b|=(?!=))?", flag, message)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn whatever ends the command into one line on standard error and an exit code."""
+    """Turn any error that ends the command into one line on standard error and an exit code."""
     try:
         yield
     except typer.Abort:
@@ -78,14 +78,14 @@ def one_line_errors() -> Iterator[None]:
     except OSError as error:
         fail(f"{error.strerror}: {error.filename}" if error.filename is not None else str(error), 1)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # that of typer's usage errors, whichever click it carries
+        if not hasattr(error, "format_message"):  # a usage error has it, whichever click typer uses
             raise
         _fail_of_usage(error)
 
 
 def _fail_of_usage(error: Any) -> None:
     message = error.format_message().strip()
-    if not message:  # there were no arguments at all: the help was printed
+    if not message:  # there were no arguments, so the help was printed
         sys.exit(error.exit_code)
     where = getattr(error, "ctx", None)
     hint = f"; see {where.command_path} --help" if where is not None else ""
@@ -98,14 +98,14 @@ def fail(message: str, code: int) -> None:
 
 
 def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) -> None:
-    """An option that would be ignored is refused by name."""
+    """Refuse, by name, every given option outside `allowed`: it would be ignored."""
     for parameter in context.command.params:
         if parameter.name not in allowed:
             refuse_if_given(context, (str(parameter.name),), why)
 
 
 def refuse_if_given(context: typer.Context, names: tuple[str, ...], why: str) -> None:
-    """Those of these options that were written at the terminal, and would be ignored."""
+    """Refuse those of these options that were given on the command line: they would be ignored."""
     for parameter in context.command.params:
         if parameter.name in names and str(context.get_parameter_source(parameter.name)).endswith("COMMANDLINE"):
             raise ValueError(f"{parameter.opts[0]} cannot be given too: {why}")

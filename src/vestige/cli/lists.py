@@ -1,4 +1,4 @@
-"""What is there to choose from? `vestige methods` and `vestige tasks` list it."""
+"""Which methods and tasks are there? `vestige methods` and `vestige tasks` list them."""
 
 from __future__ import annotations
 

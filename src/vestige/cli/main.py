@@ -1,6 +1,6 @@
-"""Which commands are there? Each is listed by name and one line, and its module is imported when it is called.
+"""Which commands are there? Each is listed with one line of help, and its module is imported when it is called.
 
-So `vestige --help`, and a mistake in the name of a command, need not wait for torch.
+So `vestige --help`, or an error about a misspelt command, need not wait for torch to be imported.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ COMMANDS = {
     "presets": ("reproduce", "List the tables and figures of the papers that `vestige reproduce` makes again."),
     "reproduce": ("reproduce", "Make a table or figure of a paper again, and set ours beside the printed one."),
 }
-"""The module that holds each command, as a function of its name, and the first line of that function's help."""
+"""Each command's module, which has a function of the command's name, and the first line of that function's help."""
 
 
 class Commands(TyperGroup):
-    """The commands: those that are only listed have a name and a line of help, the one that is called is imported."""
+    """The commands, loaded lazily: a listed one has only its name and line of help; the called one is imported."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, listed, rest = super().resolve_command(ctx, args)
@@ -49,13 +49,13 @@ class Commands(TyperGroup):
     def main(self, *args: Any, **settings: Any) -> Any:
         with one_line_errors():
             code = super().main(*args, **{**settings, "prog_name": "vestige", "standalone_mode": False})
-            if code == INTERRUPTED:  # Ctrl-C, in the newer versions of typer; in the older it is an Abort already
+            if code == INTERRUPTED:  # Ctrl-C in newer versions of typer; older ones raise Abort themselves
                 raise typer.Abort
         sys.exit(code)
 
 
 def load(name: str) -> Any:
-    """A command with all its options, from its module."""
+    """Import a command, with all its options, from its module."""
     module, _ = COMMANDS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     alone.command(name, cls=FlagCommand)(getattr(import_module(f"vestige.cli.{module}"), name))
@@ -87,7 +87,7 @@ def _options(
 
 
 def _listed() -> None:
-    """A placeholder in the list of commands for one that is not loaded."""
+    """A placeholder for a command that is listed but not imported."""
 
 
 for _name, (_, _line) in COMMANDS.items():

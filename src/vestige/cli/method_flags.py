@@ -1,4 +1,4 @@
-"""Which flags does `vestige train` have for its methods? From their signatures: a new method needs no line here."""
+"""Which flags does `vestige train` have for its methods? Those of their signatures: a new method needs no line here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_method_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def help_of(users: dict[str, inspect.Parameter], methods: int) -> str:
-    """What an option means and where it starts, told apart for the methods in which these differ."""
+    """An option's meaning and default, listed by method where these differ."""
     meanings: dict[str, list[str]] = {}
     defaults: dict[str, list[str]] = {}
     for method, parameter in users.items():

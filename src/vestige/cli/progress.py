@@ -1,4 +1,4 @@
-"""How does a terminal make the runs of a comparison? With a progress bar on the way, and tables at the end."""
+"""How are the runs of a comparison made from the terminal? With a live progress bar, and tables at the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AddressFlag = Annotated[str | None, typer.Option(help="Address of the Ray cluste
 
 @dataclass(frozen=True)
 class Execution:
-    """Where and how runs are made, as the flags say it."""
+    """Where and how runs are executed, as given by the flags."""
 
     engine: str = "local"
     address: str | None = None
@@ -37,10 +37,10 @@ class Execution:
     stack: str = "auto"
     device: str | None = None
     alone: bool = False
-    """Whether each run has the machine to itself: seconds mean something only then."""
+    """Whether runs are made one at a time: only then are their measured seconds meaningful."""
 
     def check(self) -> None:
-        """To be done before there is a folder."""
+        """Refuse impossible settings; called before the folder is created."""
         if self.stack not in ("auto", "off"):
             raise ValueError(f"stack={self.stack!r} must be auto or off")
         if self.engine not in ("local", "ray"):
@@ -54,7 +54,7 @@ class Execution:
 
 
 def check_tasks(specification: Any, elsewhere: str | None = None) -> None:
-    """A task that no run could load here is refused before there is a folder, or a record that says so."""
+    """Refuse a task that cannot be loaded here before a folder is created or failed runs are recorded."""
     from vestige import tasks
 
     for problem in specification.problems:
@@ -64,7 +64,7 @@ def check_tasks(specification: Any, elsewhere: str | None = None) -> None:
 def make_runs(
     path: Path, specification: Any, execution: Execution, *, visible: bool, data: dict[str, str] | None = None
 ) -> Any:
-    """Make the runs of a comparison's folder that are not on record."""
+    """Make the runs of a comparison that have no record in its folder yet."""
     from vestige.compare import runner
     from vestige.compare.execute import Machine
     from vestige.devices import check_device, default_device
@@ -117,7 +117,7 @@ def run_progress(visible: bool) -> Iterator[Any]:
 
 
 def finish(folder: Any, as_json: bool) -> None:
-    """Print what a comparison found; exit code 1 if no run came to its end."""
+    """Print the results of a comparison; exit code 1 if no run completed."""
     from vestige.compare.summary import summarised
 
     summary = summarised(folder)
@@ -131,7 +131,7 @@ def finish(folder: Any, as_json: bool) -> None:
 
 
 def show(summary: dict[str, Any]) -> None:
-    """One table per task and budget: each method tuned and at the automatic rate, and what may be said of it."""
+    """Print a table per task and budget (each method tuned and at the automatic rate), then differences and costs."""
     from vestige.compare.summary import price_lines
 
     sections: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""How does a terminal write the report of a comparison? `vestige report`."""
+"""How is the report of a comparison written from the terminal? `vestige report`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write_report(folder: Path, out: Path | None, figures: Path | None, title: st
 
 
 LARGE = 5_000_000
-"""Bytes beyond which a page is slow to open and refused by mail."""
+"""In bytes: a larger page is slow to open, and mail servers refuse it."""
 
 
 def _size(bytes_: int) -> str:
@@ -67,7 +67,7 @@ def _size(bytes_: int) -> str:
 
 
 def _paper(comparison: Any) -> dict[str, Any] | None:
-    """What a paper printed beside ours, if the folder was made by `vestige reproduce`."""
+    """The paper's printed values beside ours, if the folder was made by `vestige reproduce`."""
     from vestige.compare import presets as known
 
     made = known.of_folder(comparison.path)

@@ -1,4 +1,4 @@
-"""How does a terminal make a paper's table again? `vestige presets` and `vestige reproduce`."""
+"""How is a paper's table reproduced from the terminal? `vestige presets` and `vestige reproduce`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def reproduce(
 
 
 def _show_paper(preset: Any, beside: Sequence[dict[str, Any]], small: bool) -> None:
-    """The printed figures beside ours, and what the paper left unsaid."""
+    """Print the paper's values beside ours, and what the paper does not specify."""
     if beside:
         table = Table("quantity", "printed", "ours", "difference", "ours, lr auto", "ours, lr auto, one epsilon")
         table.title, table.title_justify = f"{preset.paper}: {preset.what}", "left"

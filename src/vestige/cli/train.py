@@ -1,4 +1,4 @@
-"""How does a terminal train a model? `vestige train`: flags become a job, and a job becomes a run."""
+"""How is a model trained from the terminal? `vestige train`: flags become a job, and a job becomes a run."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _physical_batch(text: str | None) -> Any:
 
 
 def _announce(job: Any, training: Any) -> None:
-    """Say, on standard error, what was chosen and what is not private."""
+    """Print on standard error what was chosen and what is not private."""
     plan = training.plan
     stderr.print(
         f"{job.method} on {job.task}: noise multiplier {plan.noise_multiplier:.4g}, rate {plan.sample_rate:g}, "

@@ -10,7 +10,7 @@ from vestige.methods.selective import dpsgd_br, dpsur
 from vestige.methods.spectral import sma_dp_sgd
 
 sa_dp_sgd = dp_sam
-"""The name that some tables give it."""
+"""Its name in the tables of some papers."""
 
 __all__ = [
     "adp_adamw",

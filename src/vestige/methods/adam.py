@@ -1,4 +1,4 @@
-"""Which methods move by Adam's rule? DP-Adam and its decay, bias correction, noise schedule and adaptive clip."""
+"""Which methods are Adam? DP-Adam, and with weight decay, bias correction, a noise schedule or adaptive clipping."""
 
 from __future__ import annotations
 

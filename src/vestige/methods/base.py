@@ -1,4 +1,4 @@
-"""What is a private optimizer? One part per question. The named ones are short compositions, in `methods`."""
+"""What is a private optimizer? One part per decision: probe, clip, memory, rule... The named ones are in `methods`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from vestige.randomness.schedules import Constant, Schedule
 
 @dataclass(frozen=True)
 class Origin:
-    """How a method was made by name: with which options, and what each field of its parts is called there."""
+    """How a method was built by name: with which options, and how these name the fields of its parts."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Every option with its value, defaults included: a later version's defaults must not pass for this one's."""
+    """Every option with its value, defaults included: a later version may have other defaults."""
     letters: Mapping[str, str] = field(default_factory=dict)
     made: Method | None = None
-    """The method as it was made, before anyone replaced a part of it."""
+    """The method as it was built, before any of its parts was replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A private optimizer: ask where the probe says, clip each example, remember releases, move by a rule, keep the
-    move if the gate lets it pass.
+    """A private optimizer: take gradients where the probe says, clip each example, filter the releases by a memory,
+    update by a rule, and keep the update if the gate accepts it.
 
     Formal guarantees: each step asks exactly `gate.questions(questions(rate, multiplier, step))` (a gate with a decay:
     those, with parameters that follow from releases). Probe, memory, rule and average see releases only:
@@ -52,12 +52,12 @@ class Method:
     average: Average = field(default_factory=Last)
     augment: Augment | None = None
     grouping: Grouping | None = None
-    """Which parameters form a group, for parts that work group by group; None: all of them are one."""
+    """Which parameters form a group, for parts that work group by group; None: all of them form one."""
     gate: Gate = field(default_factory=AlwaysAccept)
     noise_multiplier: float | None = None
-    """The accounted noise, where the method's own options fix it; None leaves it to the plan."""
+    """The accounted noise multiplier, where the method's own options fix it; None leaves it to the plan."""
     origin: Origin = field(default_factory=lambda: Origin(), compare=False, repr=False)
-    """Where it comes from, if it was made by name."""
+    """How it was built, if by name."""
 
     def __post_init__(self) -> None:
         if self.rule.hears_noise and not self.memory.knows_noise:
@@ -90,7 +90,7 @@ class Method:
         return tuple(self.noise.question(asked) for asked in self.probe.questions(rate, multiplier, step))
 
     def copies(self, rate: float, steps: int) -> float | None:
-        """Extra state in copies of the parameters, beside the model and one gradient; None if the rule's is unknown."""
+        """Extra state, in copies of the parameters, besides model and one gradient; None if the rule's is unknown."""
         if self.rule.copies is None:
             return None
         parts = (self.memory.copies, self.probe.copies, self.rule.copies, self.average.copies)
@@ -98,9 +98,9 @@ class Method:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What ledgers and run folders know it by: its registered name and options, and parts that are not theirs.
+        """How ledgers and run folders identify it: its registered name and options, and any parts replaced since.
 
-        No path of a class is in it, so that a folder outlives the files that made it.
+        It contains no path of a class, so that renaming a module invalidates no folder.
         """
         made = self.origin.made or Method(name=self.name)
         other = {part: _described(value) for part, value in self.parts(made).items()}
@@ -108,19 +108,19 @@ class Method:
         return {"name": self.name, "options": options, **({"parts": other} if other else {})}
 
     def parts(self, unlike: Method) -> dict[str, Any]:
-        """Each part that is not the other method's."""
+        """Each part that differs from the other method's."""
         names = [each.name for each in fields(Method) if each.compare and each.name != "name"]
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(unlike, name)}
 
 
 def _described(part: Any) -> str:
-    """A part in words that the next process would use too: a function is shown by its name, not its address."""
+    """A part as text that is the same in every process: a function is shown by its name, not its address."""
     name = getattr(part, "__qualname__", None)
     return repr(part) if name is None else f"{part.__module__}.{name}"
 
 
 def written(value: Any) -> Any:
-    """An option as JSON has it: it knows no infinity and no tuple."""
+    """An option as JSON stores it, which has no infinity and no tuple."""
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, float) and not isfinite(value) else value
@@ -132,7 +132,7 @@ def by_group(
     split: tuple[float, ...] | None = None,
     share: Share = "equal",
 ) -> Method:
-    """The same method, clipping each group of parameters by itself; `grouping=None` makes all of them one group."""
+    """The same method, clipping each group of parameters separately; `grouping=None` makes all of them one group."""
     if not isinstance(method.clip, Flat | PerGroup):
         raise ValueError(
             f"groups: {method.name} clips by {type(method.clip).__name__}, which cannot be split in groups"

@@ -1,4 +1,4 @@
-"""Which methods have no memory? DP-SGD itself, and its adaptive clips."""
+"""Which methods have no memory? DP-SGD itself, and DP-SGD with adaptive clipping."""
 
 from __future__ import annotations
 

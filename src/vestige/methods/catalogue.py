@@ -10,7 +10,7 @@ from vestige.methods.base import written
 from vestige.methods.registry import METHODS, Entry, find
 
 RATE, STEPS = 0.05, 200
-"""The defaults of `vestige train`, for what depends on them (the state of correlated noise)."""
+"""The defaults of `vestige train`, for facts that depend on them (the state of correlated noise)."""
 
 
 def rows() -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ def _row(entry: Entry) -> dict[str, Any]:
 
 @cache
 def bibtex() -> dict[str, str]:
-    """Every paper's entry by its key."""
+    """Every paper's BibTeX entry, by its key."""
     text = (resources.files("vestige") / "data" / "references.bib").read_text(encoding="utf-8")
     return {entry.partition("{")[2].partition(",")[0]: entry for entry in text.strip().split("\n\n")}
 

@@ -1,4 +1,4 @@
-"""Which methods let the noise of one step cancel that of another? DP-FTRL, BandMF and BLT."""
+"""Which methods correlate the noise, so that steps cancel part of each other's? DP-FTRL, BandMF and BLT."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ LETTERS = {
     "smallest_scale": "kappa",
     "floor": "zeta",
 }
-"""What the paper calls the fields of our memory."""
+"""The paper's letters for the fields of our memory."""
 
 
 @register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
@@ -102,7 +102,7 @@ def exponential_memory(
 def _fractional(
     alpha: float, lam: float, tau: float, gamma: float, kappa: float, zeta: str | float
 ) -> FractionalWeights:
-    """The paper's letters, in our words."""
+    """The kernel, from the paper's letters."""
     try:
         floor: Any = zeta if zeta == "auto" else float(zeta)
     except ValueError:

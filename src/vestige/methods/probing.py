@@ -1,4 +1,4 @@
-"""Which methods ask elsewhere, or about others? Uphill: DP-SAM and its free form DP-SAT; by importance: DPIS."""
+"""Which methods take gradients elsewhere, or of others? Uphill: DP-SAM, and DP-SAT for free; by importance: DPIS."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ class Neutral:
     like: str = "dp-sgd"
     like_options: dict[str, Any] = field(default_factory=dict)
     optimizer: str | None = None
-    """The torch optimizer to give the other method, where the difference is the optimizer's."""
+    """The torch optimizer to give the other method, where the two have different ones."""
     groups: str | None = None
-    """The groups by which the other method must clip, where this one does."""
+    """The groups by which the other method must clip, where this one clips by group."""
     sample_rate: float | None = None
-    """The sampling rate at which it holds; None if at any."""
+    """The sampling rate at which they are equal; None: at any."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Entry:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What the method is made of at its defaults: each part that is not plain DP-SGD's."""
+        """The parts of the method, at its defaults, that differ from plain DP-SGD's."""
         return self.make().parts(Method())
 
     @property
     def description(self) -> str:
-        """The whole docstring of the method, in lines."""
+        """The whole docstring of the method."""
         return inspect.cleandoc(self.make.__doc__ or "")
 
     @property
@@ -73,7 +73,7 @@ class Entry:
 
 METHODS: dict[str, Entry] = {}
 ALIASES: dict[str, str] = {}
-"""Names that some papers give a method that is registered under another."""
+"""Other names that papers use for a registered method."""
 
 
 def register(
@@ -89,7 +89,7 @@ def register(
 ) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
     """Register a function that makes a method, under the function's own name: dp_sgd is dp-sgd.
 
-    `letters` says what the fields of the method's parts are called among its options, for errors.
+    `letters` maps fields of the method's parts to its options, which errors name instead.
     """
 
     def add(make: Callable[..., Method]) -> Callable[..., Method]:
@@ -113,13 +113,13 @@ def register(
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by name, those of a function that passes them on (`options_of`) too."""
+    """Options by name, including those that a function passes on (`options_of`)."""
     rest = arguments.get("options", {})
     return {**{name: value for name, value in arguments.items() if name != "options"}, **rest}
 
 
 def options_of(other: Callable[..., Method]) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
-    """Declares that a function takes the options of another, and passes them on."""
+    """Declare that a function takes the options of another, and passes them on."""
 
     def declare(make: Callable[..., Method]) -> Callable[..., Method]:
         make.__signature__ = inspect.signature(other, eval_str=True)  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ def options_of(other: Callable[..., Method]) -> Callable[[Callable[..., Method]]
 def build(name: str, *, groups: str | None = None, **options: Any) -> Method:
     """A method by name, with its options; an unknown name or option is refused with the nearest known one.
 
-    Any method may clip by groups of parameters instead of its own way: `groups` is layers, flat, or patterns.
+    Any method may clip by groups of parameters instead: `groups` is layers, flat, or patterns.
 
     >>> import vestige
     >>> vestige.build("fo-dp-sgd", beta=0.8).memory.fresh_weight

@@ -1,4 +1,4 @@
-"""Which methods keep only the moves that a noisy test lets pass? DPSUR and DPSGD-BR."""
+"""Which methods keep only updates that pass a noisy loss test? DPSUR and DPSGD-BR."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Accounting = Annotated[
 RELEASES = "per trial: whether it was accepted, and the move if it was"
 PRICE = "M trials x the trial's dominating pair; by every-trial: M x (SGM(q, sigma_t) + SGM(q_v, sigma_v))"
 TEST = {"multiplier": "sigma_v", "each": "clip_each", "expected_batch": "validation_batch"}
-"""What the papers call the fields of the loss test."""
+"""The papers' names for the fields of the loss test."""
 ACCEPTS = {"threshold": inf, "clip": 1.0, "momentum": 0.0}
 
 

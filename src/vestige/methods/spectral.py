@@ -1,4 +1,4 @@
-"""Which methods let a layer's spectrum decide how far its memory reaches? SMA-DP-SGD."""
+"""Which methods let a layer's spectrum decide how far back its memory reaches? SMA-DP-SGD."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is done with releases: where to ask next, what to remember, how to move, what to keep. None of it sees data."""
+"""What is done with releases? Where to ask, what to remember, how to update, what to keep: none of it sees data."""

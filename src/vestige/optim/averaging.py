@@ -1,4 +1,4 @@
-"""Which parameters are evaluated and kept? The last ones, or an average of all: free, since all are releases."""
+"""Which parameters are evaluated and kept? The last ones, or an average of all: free, since it is post-processing."""
 
 from __future__ import annotations
 

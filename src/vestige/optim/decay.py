@@ -1,7 +1,7 @@
-"""How do noise, rate and threshold change as training progresses? Phased decay, and the signals it may listen to.
+"""How do noise, rate and threshold change as training progresses? Phased decay, and the signals that may drive it.
 
-The un-noised accuracy of private data is no such signal: a schedule that follows it reveals it (delta is 1 at every
-epsilon). What is here is already released, public, or asked and charged.
+The un-noised accuracy on private data is no such signal: a schedule that follows it reveals it (delta is 1 at every
+epsilon). Each signal here is already released, public, or asked with noise and charged.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vestige.questions import BudgetSpent, Trial
 DecayState = dict[str, Any]
 
 GRID = 0.02
-"""Factors move in steps of two percent, rounded up: few distinct trials, so few prices to compute."""
+"""Factors change in steps of two percent, rounded up: few distinct trials, so few prices to compute."""
 
 
 class Factors(NamedTuple):
-    """What the initial parameters are multiplied by."""
+    """The factors on the initial noise, test noise, learning rate and threshold."""
 
     noise: float = 1.0
     validation: float = 1.0
@@ -32,7 +32,7 @@ class Factors(NamedTuple):
 
 
 class Comparer(Protocol):
-    """What may be asked about two models: the curator's side of a gate, all of it noised and charged."""
+    """The comparisons of two models that a gate may ask the curator for, all of them noised and charged."""
 
     def trial(self, question: Trial | None) -> AbstractContextManager[None]: ...
 
@@ -49,7 +49,7 @@ class Comparer(Protocol):
 
 @dataclass(frozen=True)
 class Update:
-    """An update that was applied, as a signal may look at it."""
+    """An applied update, as a progress signal sees it."""
 
     comparer: Comparer
     old: Parameters
@@ -60,13 +60,13 @@ class Update:
     public_accuracy: Callable[[], float] | None
     noise_std: float
     threshold: float
-    """Of the noisy losses: their noise, and the value below which they were released."""
+    """Noisy losses have noise of `noise_std`, and were released where they lay below `threshold`."""
 
 
 class ProgressSignal(Protocol):
     @property
     def file(self) -> str | None:
-        """The file of public examples that it looks at."""
+        """The file of public examples that it uses, if any."""
         ...
 
     @property
@@ -76,32 +76,32 @@ class ProgressSignal(Protocol):
 
     @property
     def usual(self) -> float:
-        """The gain that separates fast from slow progress where the user names none, in this signal's own unit."""
+        """The gain that separates fast from slow progress unless the user gives one, in this signal's own unit."""
         ...
 
     def hear(self, heard: DecayState, change: float | None, bound: float) -> None:
-        """Take in a trial: the noisy loss change of an accepted candidate, or None for a rejected one."""
+        """Record a trial: the noisy loss change of an accepted candidate, or None for a rejected one."""
         ...
 
     def gain(self, heard: DecayState, update: Update) -> float | None:
-        """How fast the model improves now; None if that could not be asked."""
+        """How fast the model improves now; None if the budget left no room to ask."""
         ...
 
 
 def _hears_nothing(self: object, heard: DecayState, change: float | None, bound: float) -> None:
-    """Trials tell it nothing that it uses."""
+    """For a signal that does not use trials."""
 
 
 @dataclass(frozen=True)
 class NoisyLosses:
     """How often candidates lower the loss, from what their tests released: reject bits, and accepted noisy changes.
 
-    They are paid for already ("yz" trials), so this is free. The gain is the mean improvement before noise, in units of
-    its clip bound: 1 if every candidate lowers the loss, -1 if every one raises it.
+    They are already charged ("yz" trials), so this is free. The gain is the mean improvement before noise, in units of
+    its clipping bound: 1 if every candidate lowers the loss, -1 if every one raises it.
     """
 
     weight: float = 0.02
-    """Of the newest trial in the running mean; before there are 1/weight trials, all weigh the same."""
+    """The weight of the newest trial in the running mean; the first 1/weight trials all weigh the same."""
     file = None
     uses_losses = True
     usual = 0.5
@@ -121,7 +121,7 @@ class NoisyLosses:
 
 @dataclass(frozen=True)
 class PublicAccuracy:
-    """The gain in accuracy on examples that are public: the test part of `file`, in the task's own format."""
+    """The gain in accuracy on public examples: the test part of `file`, in the task's own format."""
 
     file: str
     uses_losses = False
@@ -139,7 +139,7 @@ class PublicAccuracy:
 
 @dataclass(frozen=True)
 class NoisyCount:
-    """The gain in accuracy on a sample of the private data, noised: one more question per update, and charged."""
+    """The noised gain in accuracy on a sample of the private data: one more charged question per update."""
 
     rate: float = 0.1
     multiplier: float = 25.0
@@ -198,7 +198,7 @@ class PhasedDecay:
     fast: float = 0.999
     slow: float = 0.9999
     threshold: float | None = None
-    """None: what is usual for the signal."""
+    """None: the signal's usual gain."""
     until: float = inf
     adaptive = True
 
@@ -226,7 +226,7 @@ class PhasedDecay:
         self.progress.hear(heard, change, bound)
 
     def after(self, heard: DecayState, update: Update, spent: Callable[[], float]) -> None:
-        """Take in an applied update."""
+        """Count an applied update as fast or slow progress."""
         if self.until < inf and spent() >= self.until:
             return
         gain = self.progress.gain(heard, update)
@@ -239,15 +239,15 @@ Decay = NoDecay | PhasedDecay
 
 
 def _on_grid(log_factor: float) -> float:
-    # 1e-9 forgives rounding, so that a factor on the grid stays where it is
+    # 1e-9 absorbs rounding, so that a factor on the grid stays where it is
     return exp(ceil(log_factor / GRID - 1e-9) * GRID)
 
 
 def uncensored_mean(below: float, passed: float, noise_std: float, threshold: float, bound: float) -> float:
-    """The likeliest mean in [-bound, bound] of normal values of which only those below the threshold were seen.
+    """The maximum likelihood mean in [-bound, bound] of normal values of which only those below the threshold are seen.
 
     `passed` is the share that was seen, `below` the sum of those divided by the number of all. The likelihood is
-    greatest where the mean is that of the seen values and of the unseen ones' expectation.
+    greatest where the mean equals that of the seen values and the expected unseen ones together.
     """
     low, high = -bound, bound
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""What signal do noisy releases carry? Linear filters, and one that knows its noise and finds its own gain."""
+"""What signal do noisy releases carry? Linear filters, and a Kalman filter that knows the noise and finds its gain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vestige.randomness.release import Release
 class LowPass:
     """A linear filter with bias correction (DOPPLER): sum_k a_k m_(t-k) = sum_k b_k y_(t-k), and then m_t / c_t.
 
-    c_t is what the filter makes of a constant 1, so a constant passes unchanged from the first step on. `feedback` is
+    c_t is the filter's response to a constant 1, so a constant passes unchanged from the first step on. `feedback` is
     a_1, a_2, ...; `forward` is b_0, b_1, ... With no feedback and forward (1,) the output is the release, bit for bit.
     """
 
@@ -41,7 +41,7 @@ class LowPass:
 
     def init(self, layout: Layout, device: torch.device) -> MemoryState:
         order = int(self.copies)
-        # One row per delay, and three scalar filters beside it: of a constant, of an impulse, and that one's energy.
+        # One row per delay; beside it, the same filter run on a constant and on an impulse, and the impulse's energy.
         return {
             "delays": torch.zeros(order, layout.size, device=device),
             "constant": [0.0] * order,
@@ -63,11 +63,11 @@ class LowPass:
         return Filtered(filtered / correction, state, {})
 
     def noise_std(self, release: Release, state: MemoryState) -> float | Tensor:
-        """For noise of one size; where it changes slowly, the newest size stands for all that the filter averages."""
+        """Exact for constant noise; where it changes slowly, its newest size is taken for all that is averaged."""
         return release.noise_std * state["gain"]
 
     def _advance(self, fresh: Any, delays: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """One step of the transposed direct form II, which needs the fewest delays: numbers or vectors alike."""
+        """One step of the transposed direct form II, which needs the fewest delays; for numbers and vectors alike."""
         out = self.forward[0] * fresh
         if not delays:
             return out, []
@@ -81,7 +81,7 @@ class LowPass:
 
 
 SECOND_ORDER = LowPass((-1.98342955, 0.98549544), (1.6332e-4, 3.2665e-4, 1.6332e-4))
-"""The narrow second-order filter of the authors' code: it averages some hundred steps."""
+"""The narrow second-order filter of the authors' code: it averages about a hundred steps."""
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,18 @@ class Smoothed:
 
 @dataclass(frozen=True)
 class SelfTuning:
-    """A Kalman filter that knows the noise it added and learns from releases how fast the signal moves.
+    """A Kalman filter that knows the noise of its releases and learns from them how fast the signal moves.
 
     The model, per `scope` (the whole vector, or each parameter tensor): x_t = x_(t-1) + w_t, y_t = x_t + v_t, with v of
-    the known variance R of the release's noise and w of unknown variance Q per coordinate. The prediction y_t is
-    off by e_t, E|e_t|^2 / d = m_t + R, and the error obeys m_(t+1) = (1 - K_t)^2 m_t + K_t^2 R + Q whatever the gains
-    K_t were. So Q is the mean of
+    the known variance R of the release's noise and w of unknown variance Q per coordinate. The prediction of y_t is
+    off by e_t, E|e_t|^2 / d = m_t + R, and the error m_t obeys m_(t+1) = (1 - K_t)^2 m_t + K_t^2 R + Q whatever the
+    gains K_t were. So Q is the mean of
 
         (|e_(t+1)|^2/d - R) - (1 - K_t)^2 (|e_t|^2/d - R) - K_t^2 R,
 
     an unbiased estimate at every step and an accurate one, because d is large. No weight, order or window is chosen;
-    `horizon` bounds only how many steps back Q is averaged, since it may change. Without noise the gain is 1: the
-    releases themselves.
+    `horizon` only bounds how many steps back Q is averaged, since it may change. Without noise the gain is 1: the
+    output is the releases themselves.
     """
 
     scope: Literal["whole", "tensor"] = "whole"
@@ -151,7 +151,7 @@ class SelfTuning:
             "error": zeros.clone(),  # model variance of the estimate, per coordinate
             "excess": zeros.clone(),  # |e|^2 / d - R of the last step
             "gain": zeros.clone(),
-            "speed": zeros.clone(),  # Q before it is cut at 0
+            "speed": zeros.clone(),  # Q before it is clamped at 0
             "noise": zeros.clone(),  # variance of the noise in the estimate
         }
 
@@ -161,7 +161,7 @@ class SelfTuning:
         if state["count"] == 0:
             state["mean"].copy_(release.total)
             state["error"], state["noise"], state["gain"] = variance, variance, torch.ones_like(variance)
-            state["excess"] = torch.zeros_like(variance)  # the prediction before the first release is nowhere
+            state["excess"] = torch.zeros_like(variance)  # there is no prediction before the first release
         else:
             self._correct(pieces, variance, state)
         state["count"] += 1

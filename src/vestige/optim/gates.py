@@ -1,8 +1,8 @@
-"""Is a move kept or undone? Gates: always kept, one noisy loss test (DPSUR), or buffered rejection (DPSGD-BR).
+"""Is an update kept or undone? Gates: always kept, one noisy loss test (DPSUR), or buffered rejection (DPSGD-BR).
 
-A trial is one candidate move and one noisy comparison of the model after it with the model before it. A rejected
-candidate is undone as a whole (`restore`, in one place), so it leaves nothing behind but the fact of its rejection;
-noise and questions are never undone, and every trial is charged, before its first answer exists.
+A trial is one candidate update and one noisy comparison of the model after it with the model before it. A rejected
+candidate is undone as a whole (`restore`, in one place), so it leaves nothing behind but the reject bit; noise and
+charges are never undone, and every trial is charged before its first answer exists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vestige.questions import Question, SampledGaussian, Trial
 
 Diagnostics = dict[str, Tensor]
 GateState = dict[str, Any]
-"""Numbers, lists and tensors only, so that it checkpoints. It is never rewound: it holds what was released."""
+"""Numbers, lists and tensors only, so that it can be checkpointed. Never rewound: it holds what was released."""
 
 ACCOUNTING = {
     "trial-level": "each trial is one question whose accepted candidate and reject bit are released",
@@ -30,7 +30,7 @@ ACCOUNTING = {
 
 
 class Rewindable(Protocol):
-    """What a gate needs of the state of training."""
+    """The training state, as far as a gate uses it."""
 
     gate: GateState
     step: int
@@ -43,15 +43,15 @@ class Rewindable(Protocol):
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a gate is given: the state before a move, how to make the move, and whom to ask about it."""
+    """What a gate is given: the state before an update, how to make the candidate, and how to test it."""
 
     state: Rewindable
     comparer: Comparer | None
-    """Whom to ask about the move; a gate that keeps every move asks nobody."""
+    """Answers the gate's questions about the candidate; None for a gate that keeps every update."""
     move: Callable[[float, float], Diagnostics]
     """Make the candidate, with the noise and the learning rate scaled by these factors."""
     asks: Callable[[float], tuple[Question, ...]]
-    """What making the candidate asks, with the noise scaled by this factor."""
+    """The questions that making the candidate asks, with the noise scaled by this factor."""
     spent: Callable[[], float]
     """An upper bound on epsilon so far."""
     public_accuracy: Callable[[], float] | None = None
@@ -59,7 +59,7 @@ class Attempt:
 
 
 class Outcome(NamedTuple):
-    """Whether the candidate passed, and what may be shown of it: nothing, if it did not."""
+    """Whether the candidate was accepted, and the diagnostics that may be shown: none, if it was not."""
 
     accepted: bool
     diagnostics: Diagnostics
@@ -68,12 +68,12 @@ class Outcome(NamedTuple):
 class Gate(Protocol):
     @property
     def tests(self) -> NoisyLossTest | None:
-        """The test that it puts to its candidates; None if it keeps them all."""
+        """The test of its candidates; None if it keeps them all."""
         ...
 
     @property
     def public_file(self) -> str | None:
-        """The file of public examples that it wants to see."""
+        """The file of public examples that it uses, if any."""
         ...
 
     @property
@@ -88,17 +88,17 @@ class Gate(Protocol):
     def init(self) -> GateState: ...
 
     def questions(self, gradient: tuple[Question, ...]) -> tuple[Question, ...]:
-        """What one trial asks at the start, given what its candidate asks: the price list of `settle`."""
+        """What `settle` is charged for one trial, before any decay, given the questions of its candidate."""
         ...
 
     def settle(self, attempt: Attempt) -> Outcome:
-        """Make a candidate; keep the move, or undo all of it."""
+        """Make a candidate; keep it, or undo all of it."""
         ...
 
 
 @dataclass(frozen=True)
 class AlwaysAccept:
-    """Every move is kept and nothing more is asked."""
+    """Every update is kept, and no further question is asked."""
 
     tests = public_file = None
     adaptive = False
@@ -121,8 +121,8 @@ class NoisyLossTest:
     """A candidate is kept if the noised change of the loss lies below `threshold * bound`.
 
     Formal guarantees: a trial is one `Trial` question (dominating pair of the released candidate and reject bit), or,
-    with `accounting="every-trial"`, its gradient questions and one sampled Gaussian. Both hold for every trial, kept or
-    not; that rejected candidates cost nothing, as published, is false.
+    with `accounting="every-trial"`, its gradient questions and one sampled Gaussian. Both charge every trial, accepted
+    or not; the published claim that rejected candidates cost nothing is false.
     """
 
     multiplier: float = 1.3
@@ -207,7 +207,7 @@ class NoisyLossTest:
 
 
 class Tried(NamedTuple):
-    """One trial: what was before it, and its noised loss change, which only "yz" trials may use beyond acceptance."""
+    """One trial: the state before it, and its noised loss change, which only "yz" trials may use beyond acceptance."""
 
     accepted: bool
     change: float
@@ -216,7 +216,7 @@ class Tried(NamedTuple):
 
 
 def run_trial(test: NoisyLossTest, attempt: Attempt, releases: str, noise: float = 1.0, lr: float = 1.0) -> Tried:
-    """Make one candidate and compare it with what it would replace. The caller keeps it or restores `before`."""
+    """Make one candidate and compare it with the model it would replace. The caller keeps it or restores `before`."""
     state, comparer, asks = attempt.state, attempt.comparer, attempt.asks(noise)
     assert comparer is not None
     before = state.snapshot()
@@ -233,7 +233,7 @@ def run_trial(test: NoisyLossTest, attempt: Attempt, releases: str, noise: float
 
 
 def note_update(counts: GateState, attempt: Attempt, test: NoisyLossTest, noise: float) -> None:
-    """Count an applied update under the noise it was made with: what the published claim charges."""
+    """Count an applied update by the noise it was made with, as the published claim charges it."""
     candidate = attempt.asks(noise)[0]
     row = [getattr(candidate, "multiplier", 0.0), test.multiplier]
     if counts["updates"] and counts["updates"][-1][:2] == row:
@@ -244,15 +244,15 @@ def note_update(counts: GateState, attempt: Attempt, test: NoisyLossTest, noise:
 
 @dataclass(frozen=True)
 class BufferedRejection:
-    """Candidates that pass the test wait in a buffer; when it is full, one of the least loss changes is applied.
+    """Candidates that pass the test wait in a buffer; when it is full, the one with the least loss change is applied.
 
-    Candidates whose changes lie within `tie * bound` of the best are equally good, and a fair coin chooses. After
-    `max_rejects` rejections in a row one candidate is enough (degraded mode), until the next update. `worst_first`
-    prefers the larger change, as the paper prints it.
+    Candidates whose changes lie within `tie * bound` of the best count as equally good: one of them is drawn uniformly.
+    After `max_rejects` rejections in a row one candidate is enough (degraded mode), until the next update.
+    `worst_first` prefers the larger change, as the paper prints it.
 
     Formal guarantees: as `NoisyLossTest`, with the noisy change of accepted candidates released too ("yz") wherever it
     is used: selection, degraded mode and decay are then post-processing. With a decay, the parameters of a trial follow
-    from earlier releases, so the total is bounded by a Renyi filter alone.
+    from earlier releases, so only a Renyi filter bounds the total.
     """
 
     test: NoisyLossTest = field(default_factory=NoisyLossTest)
@@ -326,11 +326,11 @@ class BufferedRejection:
         self.decay.hear(memory, None, bound)
         memory["rejected"] += 1
         memory["rejects"] += 1
-        if memory["rejects"] >= self.max_rejects:  # asked after every rejection; asked once per update it never holds
+        if memory["rejects"] >= self.max_rejects:  # checked at each rejection: once per update, it would never hold
             memory["wanted"] = 1
 
     def _select(self, memory: GateState, comparer: Comparer | None, bound: float) -> dict[str, Any]:
-        """One of the candidates within `tie * bound` of the best, by a fair coin; the buffer is then empty."""
+        """Draw one of the candidates within `tie * bound` of the best, uniformly, and empty the buffer."""
         sign = -1 if self.worst_first else 1
         best = min(sign * change for change, _ in memory["buffer"])
         good = [candidate for change, candidate in memory["buffer"] if sign * change - best <= self.tie * bound]

@@ -1,6 +1,6 @@
-"""What does a method make of a release? It remembers it, moves on it, and averages where it has been.
+"""How does a release become an update? Through memory, optimizer and average: the half of a method after the noise.
 
-The one step of `vestige.train`, of a user's own loop and of a stack of runs; what differs is who moves the parameters.
+`vestige.train`, a user's own loop and a stack of runs share this one step; what differs is who moves the parameters.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Mover(Protocol):
     """Where the mean gradient of a step is written, [..., size]."""
 
     def step(self, pace: Value) -> None:
-        """Move on `gradient`, at the learning rate times `pace`."""
+        """Update the parameters by `gradient`, at the learning rate times `pace`."""
         ...
 
     def hear(self, noise_std: float | Tensor) -> None:
-        """The standard deviation of the noise in `gradient`, for a rule that wants to know."""
+        """Set the standard deviation of the noise in `gradient`, for a rule that uses it."""
         ...
 
 
 class Learner:
-    """The half of a method that sees releases only."""
+    """The half of a method that sees only releases: memory, rule and average."""
 
     def __init__(
         self, memory: Memory, rule: Rule, average: Average, layout: Layout, point: Mapping[str, Tensor], mover: Mover
@@ -49,7 +49,7 @@ class Learner:
         self.average = averaging.start(average, layout, self._point, lead)
 
     def step(self, release: Release, point: Parameters, pace: Value, number: int) -> dict[str, Tensor]:
-        """Take in the release of step `number`, asked at `point`; what may be looked at of it."""
+        """Update on the release of step `number`, taken at `point`; returns its diagnostics."""
         direction, self.memory, seen = self._memory.step(release, self.memory, point)
         torch.mul(direction, 1 / release.expected_batch, out=self.mover.gradient)
         if self._rule.hears_noise:
@@ -60,7 +60,7 @@ class Learner:
 
 
 class OptimizerMover:
-    """Moves by a torch optimizer over the parameters of a layout; `lr` is the rate at pace 1."""
+    """Moves the parameters of a layout by a torch optimizer; `lr` is the learning rate at pace 1."""
 
     def __init__(self, layout: Layout, parameters: Mapping[str, torch.nn.Parameter], optimizer: Optimizer, lr: float):
         self.optimizer, self.lr = optimizer, lr
@@ -78,7 +78,7 @@ class OptimizerMover:
 
 
 def for_each(state: dict[str, Any], lead: tuple[int, ...]) -> dict[str, Any]:
-    """A part's state with axes of runs in front of every tensor; what is public and alike in all stays as it is."""
+    """A component's state with axes of runs in front of every tensor; other values are public, and one for all runs."""
     return {
         name: value.expand(*lead, *value.shape).clone() if lead and isinstance(value, Tensor) else value
         for name, value in state.items()

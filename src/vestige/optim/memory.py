@@ -17,14 +17,14 @@ from vestige.optim.window import Ring, fused, recall
 from vestige.randomness.release import Release
 
 MemoryState = dict[str, Any]
-"""Tensors and integers only, so that it checkpoints and rewinds."""
+"""Tensors and integers only, so that it can be checkpointed and rewound."""
 HISTORIES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Filtered(NamedTuple):
-    """What to step on (in the scale of a sum), the memory after it, and what may be looked at (all from releases).
+    """The direction to step on (in the scale of a sum), the memory after it, and diagnostics (all from releases).
 
-    The direction may be a part of the memory: it is there to be read until the next step, and never to be written.
+    The direction may be a view of the memory: valid until the next step, and never to be written to.
     """
 
     direction: Tensor
@@ -34,14 +34,14 @@ class Filtered(NamedTuple):
 
 class Memory(Protocol):
     stackable: bool
-    """Whether its algebra runs over the last axis, so that a stack of runs can remember at once."""
+    """Whether it works along the last axis, so that it can filter a stack of runs at once."""
     knows_noise: bool
-    """Whether it can say how much noise its direction carries, for rules that want to know."""
+    """Whether it can tell how much noise its direction carries, for rules that use it."""
 
     def init(self, layout: Layout, device: torch.device) -> MemoryState: ...
 
     def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
-        """Filter one release, at the parameters where it was asked. The state given may be updated in place."""
+        """Filter one release, given the parameters where it was taken. The given state may be updated in place."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class Memory(Protocol):
 
     @property
     def steady_gain(self) -> float:
-        """What the filter makes of a constant input."""
+        """The filter's gain on a constant input."""
         ...
 
     @property
@@ -147,7 +147,7 @@ class FractionalWeights:
 
     The tempering is `baseline + confidence * inconsistency * distance`, where distance compares a past release with
     the running trend and confidence compares the trend with `floor`. `floor="auto"` is the norm that pure noise would
-    give the trend, so that confidence says whether the trend stands out of its own noise.
+    give the trend, so that confidence says whether the trend stands out from its own noise.
     """
 
     order: float = 0.8
@@ -196,7 +196,7 @@ class Blend:
     What is remembered decides the filter: the blends themselves (a recursive filter: FO-DP-SGD), or the fresh releases
     (a finite one: Post-FM). At fresh_weight 1 the output is the fresh release, bit for bit.
 
-    A step reads the window once (see `recall`): its weights are made of numbers that the step before left behind.
+    A step reads the window once (see `recall`): its weights come from inner products that the last step computed.
     `history="bfloat16"` keeps the window in half the bytes; the trend, the direction and all sums stay in float32.
     """
 
@@ -235,7 +235,7 @@ class Blend:
 
     @property
     def _steps_on_a_row(self) -> bool:
-        """Whether what is remembered is what is stepped on, to the last bit: then it is written once."""
+        """Whether the remembered vector is the direction itself, bit for bit: then it is written once."""
         return self.remembers == "blend" and self.history == "float32"
 
     def init(self, layout: Layout, device: torch.device) -> MemoryState:
@@ -243,7 +243,7 @@ class Blend:
         if not depth:
             return {}
         zeros = partial(torch.zeros, device=device)
-        # On a GPU every row begins on a boundary of 64 numbers, so that it is read in wide pieces whatever the size.
+        # On a GPU rows are padded to a multiple of 64 numbers, so that loads are vectorised whatever the size.
         width = layout.size if device.type == "cpu" else -(-layout.size // 64) * 64
         state: MemoryState = {"count": 0, "past": zeros(depth, width, dtype=HISTORIES[self.history])}
         if not self._steps_on_a_row:
@@ -270,7 +270,7 @@ class Blend:
         return Filtered(blend, state, {**seen, "memory_share": memory_share} if ring.count else {})
 
     def _weigh(self, release: Release, ring: Ring) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weights over the lags 1, 2, ..., and what they show."""
+        """Weights over the lags 1, 2, ..., and their diagnostics."""
         lags, lead = ring.lags, ring.past.shape[:-2]
         if not self._follows_trend:
             nothing = torch.zeros(lead, dtype=torch.float64, device=lags.device)

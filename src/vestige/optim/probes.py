@@ -1,4 +1,4 @@
-"""Where is the gradient asked? A probe sees parameters and releases, never data."""
+"""Where is the gradient taken? A probe chooses the point from parameters and releases; it never sees data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ProbeState = dict[str, Any]
 
 @dataclass(frozen=True)
 class At:
-    """Where and how a noised clipped sum is asked; `part` numbers the questions of one step.
+    """Where and how a noised clipped sum is taken; `part` numbers the questions of one step.
 
-    With `then`, a second sum over the same sample is asked at the point made of the first, and returned: the two are
-    one question, and each carries sqrt(2) times the noise. `clip` replaces the method's; `boost` multiplies the
+    With `then`, a second sum over the same sample is taken at the point computed from the first, and returned: the two
+    are one question, and each carries sqrt(2) times the noise. `clip` replaces the method's; `boost` multiplies the
     sampling rate; `transform` changes each example's gradient before it is clipped.
     """
 
@@ -51,7 +51,7 @@ class AskGradient(Protocol):
 
 class Probe(Protocol):
     at_parameters: bool
-    """Whether it asks at the parameters themselves, so that a pass the user has made already is the answer."""
+    """Whether it asks at the parameters themselves, so that the user's own backward pass is the answer."""
 
     @property
     def twice_on_one_sample(self) -> bool:
@@ -60,12 +60,12 @@ class Probe(Protocol):
 
     @property
     def one_question(self) -> bool:
-        """Whether a step asks one question, at a point made of releases: what a training loop can answer as priced."""
+        """Whether a step asks one question, at a point computed from releases, as a user's own loop can answer it."""
         ...
 
     @property
     def stackable(self) -> bool:
-        """Whether its algebra runs over the last axis, so that a stack of runs can ask at once."""
+        """Whether it works along the last axis, so that a stack of runs can ask at once."""
         ...
 
     @property
@@ -75,21 +75,21 @@ class Probe(Protocol):
 
     @property
     def passes(self) -> float:
-        """How many gradients of each sampled example one step takes."""
+        """How many gradients of each sampled example one step computes."""
         ...
 
     def init(self, layout: Layout, device: torch.device) -> ProbeState: ...
 
     def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
-        """Ask what this method asks in one step, at or around the parameters, and return the release to step on."""
+        """Ask the questions of one step, at or around the parameters, and return the release to step on."""
         ...
 
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[SampledGaussian, ...]:
-        """What step `step` asks: the price list of `ask`, in order."""
+        """The questions that `ask` asks in step `step`, in order, for the accountant."""
         ...
 
     def period(self, rate: float) -> int:
-        """After how many steps the list of questions repeats."""
+        """The number of steps after which the questions repeat."""
         ...
 
 
@@ -121,7 +121,7 @@ class Here:
 
 @dataclass(frozen=True)
 class AgainstLastRelease:
-    """A step of length `radius` uphill along what is already public: the last release, or the last move (DP-SAT).
+    """A step of length `radius` uphill along what is already public: the last release, or the last update (DP-SAT).
 
     Formal guarantees: the point is a function of earlier releases, so one step is one question, as in DP-SGD.
     """
@@ -156,9 +156,9 @@ class AgainstLastRelease:
 class Ascent:
     """At the top of a step of length `radius` along the gradient itself (SAM), which must be asked for too.
 
-    `sample` says about whom the ascent is asked. "fresh": another sample, a second question. "same": the step's own
-    sample, so both answers are one question with sqrt(2) times the noise each. "own": every example climbs its own
-    gradient before it is clipped, which is free.
+    `sample` says from which examples the ascent is computed. "fresh": another sample, a second question. "same": the
+    step's own sample, so both answers are one question with sqrt(2) times the noise each. "own": every example climbs
+    its own gradient before it is clipped, which is free.
 
     Formal guarantees: two questions ("fresh"), or one ("same", "own"), at the accounted multiplier.
     """
@@ -180,7 +180,7 @@ class Ascent:
 
     @property
     def stackable(self) -> bool:
-        return self.sample != "own"  # where each example climbs to a point of its own
+        return self.sample != "own"  # with "own", each example climbs to a point of its own
 
     def init(self, layout: Layout, device: torch.device) -> ProbeState:
         return {}
@@ -211,9 +211,9 @@ class Ascent:
 
 @dataclass(frozen=True)
 class AlongLastStep:
-    """Two gradients of each example, here and further along the last move, combined before clipping (DiSK).
+    """Two gradients of each example, here and further along the last update, combined before clipping (DiSK).
 
-    h_i = weight * grad(theta + reach * d) + (1 - weight) * grad(theta), d the last move. The weight that makes the
+    h_i = weight * grad(theta + reach * d) + (1 - weight) * grad(theta), d the last update. The weight that makes the
     combination a forecast is (1 - gain) / (gain * reach), for the gain of the filter that follows.
 
     Formal guarantees: the combination is one vector per example, clipped once: one question, as in DP-SGD.
@@ -263,16 +263,16 @@ class AlongLastStep:
 
 @dataclass(frozen=True)
 class Importance:
-    """Examples join in proportion to the norm of their clipped gradient, and contribute unit vectors (DPIS).
+    """Examples are sampled in proportion to the norm of their clipped gradient, and contribute unit vectors (DPIS).
 
-    The proportion needs K, the sum of clipped norms over all examples: it is asked once per epoch, on a sample, with
-    `normaliser_noise` times the gradient's noise multiplier. Candidates are drawn at `boost` times the sampling rate
-    and thinned, so K is not taken to be less than bound * N / boost, and no inclusion probability exceeds the
+    The proportion needs K, the sum of clipped norms over all examples: it is estimated once per epoch, on a sample,
+    with `normaliser_noise` times the gradient's noise multiplier. Candidates are drawn at `boost` times the sampling
+    rate and thinned, so K is taken to be at least bound * N / boost, and no inclusion probability exceeds the
     candidates' rate. With boost 1 there is nothing to estimate.
 
-    Formal guarantees: given the released K, an example decides only about its own presence, which has probability at
-    most boost * rate; each step is a Poisson-subsampled Gaussian at that rate (spec of the largest inclusion
-    probability: cost is monotone in it), each estimate of K another at the sampling rate.
+    Formal guarantees: given the released K, an example affects only its own inclusion, which has probability at most
+    boost * rate; each step is a Poisson-subsampled Gaussian at that rate (the largest inclusion probability: the cost
+    is monotone in it), each estimate of K another at the sampling rate.
     """
 
     bound: float = 1.0
@@ -328,7 +328,7 @@ class Importance:
 
 
 def flatten(point: Parameters, lead: tuple[int, ...] = ()) -> Tensor:
-    """The parameters as one vector, [*lead, size]: `lead` are the axes that many runs at once have in front."""
+    """The parameters as one vector, [*lead, size]; `lead` are the leading axes of a stack of runs."""
     return torch.cat([p.detach().reshape(*lead, -1) for p in point.values()], dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""How do the parameters move on a direction? torch.optim, and what its optimizers mean for the learning rate."""
+"""How are the parameters updated? By torch.optim optimizers, with what each implies for the learning rate."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 AUTO_FLOOR = 0.1
-"""The least second moment over the variance of the noise, where no number is given."""
+"""The floor of AdamBC's second moment where it is "auto", in units of the noise variance."""
 
 
 class AdamBC(Optimizer):
     """Adam with the variance of the noise taken out of its second moment (Tang, Shpilevskiy & Lecuyer, AAAI 2024).
 
     theta -= lr * m / sqrt(max(v - Phi, floor)), with m, v and Phi averaged and bias-corrected alike. Phi is the
-    variance of the noise in each coordinate of the gradient; `hear` is told it before every step, so that it follows
-    schedules, clips and memories. There is no other constant in the denominator. `weight_decay` is decoupled. The
-    floor is a number, or "auto": a tenth of Phi, which keeps the step's size independent of the scale of the noise.
+    variance of the noise in each coordinate of the gradient; `hear` sets it before every step, so that it follows
+    schedules, clipping bounds and memories. There is no other constant in the denominator. `weight_decay` is decoupled.
+    The floor is a number, or "auto": a tenth of Phi, which keeps the step size independent of the scale of the noise.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class AdamBC(Optimizer):
         self._noise_std: float | Tensor | None = None
 
     def hear(self, noise_std: float | Tensor) -> None:
-        """The standard deviation of the noise in the gradient of this step: one number, or one per coordinate, flat; or
+        """Set the standard deviation of the noise in this step's gradient: one number, or one per coordinate, flat; or
         a matrix that broadcasts against the one parameter, such as a number for each of its rows."""
         self._noise_std = noise_std
 
@@ -70,7 +70,7 @@ class AdamBC(Optimizer):
     def _move(p: Tensor, group: dict[str, Any], state: dict[str, Any], phi: float | Tensor) -> None:
         if not state:
             state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            state["noise"] = 0.0  # a number where the noise is, since load_state_dict would round a tensor to float32
+            state["noise"] = 0.0  # stays a number if the noise is one: load_state_dict would round a tensor to float32
         beta1, beta2 = group["betas"]
         state["step"] += 1
         count = float(state["step"])
@@ -78,7 +78,7 @@ class AdamBC(Optimizer):
         state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
         state["noise"] = beta2 * state["noise"] + (1 - beta2) * phi
         mean = state["exp_avg"] / (1 - beta1**count)
-        # The bias correction comes first, so that what is taken out is the noise's share of an unbiased moment.
+        # The bias correction comes first, so that the noise variance is subtracted from an unbiased moment.
         noise = state["noise"] / (1 - beta2**count)
         noise = noise.to(p.dtype) if isinstance(noise, Tensor) else noise
         second = state["exp_avg_sq"] / (1 - beta2**count) - noise
@@ -127,22 +127,22 @@ class Rule:
 
     @property
     def stackable(self) -> bool:
-        """Whether it moves each coordinate by itself, in proportion to the learning rate."""
+        """Whether it updates each coordinate independently, in proportion to the learning rate."""
         return self.optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, AdamBC)
 
     @property
     def fusible(self) -> bool:
-        """Whether torch has it as one pass over its state."""
+        """Whether torch has a fused version: one pass over its state."""
         return self.optimizer in (torch.optim.Adam, torch.optim.AdamW)
 
     @property
     def decoupled_decay(self) -> bool:
-        """Whether weight decay acts on the parameters, and not through the gradient."""
+        """Whether weight decay acts on the parameters, not through the gradient."""
         return self.optimizer in (torch.optim.AdamW, AdamBC)
 
     @property
     def plain(self) -> bool:
-        """Whether the gradient is the move."""
+        """Whether the update is the gradient times the learning rate."""
         return self.optimizer is torch.optim.SGD and not any(map(self.options.get, ("momentum", "maximize")))
 
     @property

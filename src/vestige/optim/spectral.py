@@ -22,7 +22,7 @@ from vestige.randomness.release import Release
 TINY = 1e-12
 GateKind = Literal["paper", "disjoint", "open"]
 Sections = Sequence[tuple[int, int, int]]
-"""Stretches of the flat vector that belong to one group: (start, stop, group)."""
+"""Slices of the flat vector that belong to one group: (start, stop, group)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Spectral:
     `refresh` is the number of steps between spectra (None: one epoch). `gate="disjoint"` compares even lags with odd
     ones instead, which have no noise in common; "open" is always 1. `largest_scale=None` leaves the scale at 1.
 
-    Formal guarantees: none needed. Releases, and the parameters made of them, are all it sees: post-processing.
+    Formal guarantees: none needed. It sees only releases and the parameters computed from them: post-processing.
     """
 
     fresh_weight: float = 0.95
@@ -78,7 +78,7 @@ class Spectral:
 
     @property
     def steady_gain(self) -> float:
-        """A constant input passes the gate whole, and its scale is 1 or the cap."""
+        """A constant input opens the gate fully, and its scale is 1 or the cap."""
         if self.window == 1:
             return self.fresh_weight
         return self.fresh_weight / (
@@ -110,7 +110,7 @@ class Spectral:
             found = group_exponents(parameters, state["groups"], self.convention, fresh.shape[:-1])
             state["exponent"] = found.to(fresh.device)
             state["tempering"] = self.tempering(state["exponent"])
-        if refreshed or count <= depth:  # otherwise nothing that decides them has changed
+        if refreshed or count <= depth:  # otherwise the weights have not changed
             state["weights"] = self.weigh(state["tempering"], min(count, depth))
         gate = scale = ratio = torch.zeros_like(state["exponent"])
         direction = fresh * self.fresh_weight
@@ -194,8 +194,8 @@ def group_exponents(
     parameters: Parameters, groups: Sequence[int], convention: Convention, lead: tuple[int, ...] = ()
 ) -> Tensor:
     """The exponent of each group at these parameters, [*lead, groups] in float64: the mean over its weights of two or
-    more dimensions whose exponent is defined, NaN where there is none. `lead` are the axes that many runs have in
-    front."""
+    more dimensions whose exponent is defined, NaN where there is none. `lead` are the leading axes of a stack of
+    runs."""
     members = [(w, group) for w, group in zip(parameters.values(), groups, strict=True) if w.dim() >= 2 + len(lead)]
     total = torch.zeros(*lead, 1 + max(groups), dtype=torch.float64)
     if not members:
@@ -210,7 +210,7 @@ def group_exponents(
 
 
 def _sections(lengths: Sequence[int], groups: Sequence[int]) -> Sections:
-    """The stretches of each group, those that touch joined, from the length and group of each parameter in order."""
+    """The slices of each group, adjacent ones joined, from the length and group of each parameter in order."""
     return list(_joined(lengths, groups))
 
 
@@ -246,7 +246,7 @@ def _sums(rows: Tensor, sections: Sections, groups: int) -> Tensor:
 
 
 def _ratio(pull: Tensor, inner: Mapping[str, Tensor], fresh_weight: float) -> Tensor:
-    """The norm of the memory's branch over that of the blend fresh_weight * fresh + pull * recalled."""
+    """The norm of the memory's term over that of the blend fresh_weight * fresh + pull * recalled."""
     branch = pull * inner["rr"].sqrt()
     blend = fresh_weight**2 * inner["ff"] + 2 * fresh_weight * pull * inner["fr"] + branch.square()
     return branch / blend.clamp(min=0).sqrt().clamp(min=1e-300)

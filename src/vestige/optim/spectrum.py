@@ -31,12 +31,12 @@ def exponent(weight: Tensor, convention: Convention = "flatten", floor: float = 
 def exponents(weights: Sequence[Tensor], convention: Convention = "flatten", floor: float = FLOOR) -> Tensor:
     """The exponent of each weight, [len(weights)], NaN where undefined, on the weights' device (for MPS: on the CPU).
 
-    All layers are fitted at once. Every eigenvalue is tried as the tail's beginning; the exponent is the maximum
+    All layers are fitted at once. Every eigenvalue is tried as the start of the tail; the exponent is the maximum
     likelihood one of the tail that lies closest to its power law in the Kolmogorov-Smirnov distance. This one rule
     serves every spectrum of FEWEST or more; WeightWatcher 0.7.7 has another, bias-corrected, for fewer than 20.
 
-    Formal guarantees: none needed. It is a function of the weights alone, so of past releases: computing it, as often
-    as one likes, costs no privacy.
+    Formal guarantees: none needed. It is a function of the weights alone, so of past releases: computing it, however
+    often, costs no privacy.
     """
     spectra = _spectra(weights, convention)
     if not spectra:
@@ -109,10 +109,10 @@ def _fit(spectra: Tensor, floor: float) -> Tensor:
 
 
 def _distances(logs: Tensor, slopes: Tensor, candidate: Tensor) -> Tensor:
-    """Kolmogorov-Smirnov distance of each tail to its own power law; infinity where a better tail is certain.
+    """Kolmogorov-Smirnov distance of each tail to its own power law; infinity for a tail that cannot be the best.
 
-    A few probes along each tail bound its distance from below. Whatever the bound already puts behind the best tail
-    found is never looked at in full, so the least distance is exact and a long spectrum costs far less than n squared.
+    A few probes along each tail bound its distance from below. A tail whose bound exceeds the best distance found is
+    never measured in full, so the least distance is exact and a long spectrum costs far less than n squared.
     """
     layers, n = logs.shape
     bounds = torch.where(candidate, _probed(logs, slopes), torch.inf)
@@ -151,5 +151,5 @@ def _measure(distances: Tensor, logs: Tensor, slopes: Tensor, rows: Tensor, star
 
 
 def _deviation(gaps: Tensor, slopes: Tensor, empirical: Tensor) -> Tensor:
-    """|power law's distribution function - the share of the tail strictly below|, `gaps` being ln(x / beginning)."""
+    """|power law's distribution function - the share of the tail strictly below|, `gaps` being ln(x / tail's start)."""
     return (-torch.expm1(-slopes * gaps) - empirical).abs()

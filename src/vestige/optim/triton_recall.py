@@ -1,4 +1,4 @@
-"""How is that pass written in Triton? Imported by `window` alone, and only where a GPU and Triton are there."""
+"""How is a step's one pass over the window fused? Triton kernels, imported only where there are a GPU and Triton."""
 
 # mypy: ignore-errors
 # (a Triton kernel is Python in form only: its names are pointers and tiles)
@@ -13,7 +13,7 @@ from torch import Tensor
 TILE, WARPS = 4096, 4
 """Numbers of the window that one program holds in registers, and its warps."""
 PROGRAMS = 1024
-"""Most partial sums of a number: more blocks than that share programs."""
+"""The most programs, and so partial sums of each number; where there are more blocks, a program takes several."""
 
 
 def recall(
@@ -54,7 +54,7 @@ def _recall(
     DEPTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr, FRESH: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
-    """`even` is the size without its last few columns: a mask that falls on a multiple of 16 leaves loads wide."""
+    """`even` is the size rounded down to a multiple of 16: a mask that ends there keeps loads vectorised."""
     program = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
     slot = count % DEPTH
@@ -101,7 +101,7 @@ def _columns(
     past, fresh, blend, trend, weight, row, filled, slot, fresh_weight, pace, first, size, stride,
     BLOCK: tl.constexpr, FOLLOWS: tl.constexpr, FRESH: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Mix, remember and compare one block of columns; what is beyond the size counts as zero."""
+    """Mix, remember and compare one block of columns; those beyond the size count as zero."""
     place = first + tl.arange(0, BLOCK)
     inside = place < size
     there = filled[:, None] & inside[None, :]
@@ -148,7 +148,7 @@ def _settle(
 
 
 def tempered(ring, *constants: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`Fractional.weigh` on the ring's numbers: weights by lag, their mean lag, the confidence, the trend's norm."""
+    """`FractionalWeights.weigh` on the ring's inner products: weights by lag, mean lag, confidence, trend's norm."""
     shown = torch.empty(ring.filled + 3, dtype=torch.float64, device=ring.past.device)
     depth = len(ring.past)
     rows = triton.next_power_of_2(depth)

@@ -1,7 +1,7 @@
 """How are past vectors kept and read? A ring buffer along the last axis but one, read once per step.
 
-One run and a stack of runs are the same lines: whatever axes stand in front of [depth, size] are runs. On a GPU a fused
-kernel reads one run's window.
+One run and a stack of runs share the code: any axes in front of [depth, size] are runs. On a GPU a fused kernel reads
+the window of a single run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from vestige.devices import triton_available
 
 CACHED = 2**19
-"""Numbers that stay in a CPU's cache between two readings: a window is read in blocks of columns of this size."""
+"""Numbers that stay in a CPU's cache between two reads: a window is read in blocks of columns of this size."""
 MOST_ROWS = 128
 """The fused kernel holds its columns of every row in registers; a longer window is left to plain PyTorch."""
 
@@ -51,7 +51,7 @@ class Ring:
 
     @property
     def slots(self) -> Tensor:
-        """The rows of lags 1, 2, ... A view: it costs no kernel."""
+        """The rows of lags 1, 2, ... A view: it launches no kernel."""
         first = self.depth - self.slot
         return _falling(self.depth, self.past.device)[first : first + self.filled]
 
@@ -62,7 +62,7 @@ class Ring:
     def compared(self) -> tuple[Tensor, Tensor]:
         """The norm of the trend, [...], and the distance from it of each row by lag, [..., filled].
 
-        By |a|^2 - 2ab + |b|^2, from numbers that the step before left: no vector is read.
+        By |a|^2 - 2ab + |b|^2, from inner products that the last step computed: no vector is read.
         """
         assert self.squares is not None
         assert self.products is not None
@@ -73,7 +73,7 @@ class Ring:
 
 @cache
 def _falling(depth: int, device: torch.device) -> Tensor:
-    """depth - 1, ..., 0 twice over: walking back from any row of the ring is a stretch of it."""
+    """depth - 1, ..., 0 twice over: the rows in order of lag, from any row of the ring, are a slice of it."""
     return torch.arange(depth - 1, -1, -1, device=device).repeat(2)
 
 
@@ -108,7 +108,7 @@ def recall(
     is kept, and the ring's inner products become those of the new window and the new trend. They are computed, in this
     same pass, from the vectors as they are stored; none is carried over, so no rounding error outlives its step.
 
-    Returns |(1 - fresh_weight) * recalled| / |blend|, how much of the blend is memory. The caller counts.
+    Returns |(1 - fresh_weight) * recalled| / |blend|, how much of the blend is memory. The caller advances the count.
     """
     if fused(ring):
         from vestige.optim import triton_recall
@@ -154,7 +154,7 @@ def plain_recall(
 
 
 def _block(ring: Ring) -> int:
-    """Columns that are read together: all of them on a GPU, where each block would be launches of its own."""
+    """Columns that are read together: all of them on a GPU, where each block would need its own kernel launches."""
     if ring.past.is_cuda:
         return ring.past.shape[-1]
     return max(2**14, CACHED // ring.past[..., 0].numel())
