@@ -48,18 +48,29 @@ def convolves_in_tf32(tensor: Tensor) -> bool:
 @contextmanager
 def products_in_tf32(allowed: bool) -> Iterator[None]:
     """Inside, allow TF32 matrix products, or forbid them whatever the user's settings are."""
-    matmul: Any = torch.backends.cuda.matmul
-    name: str
-    value: bool | str
-    name, value = "allow_tf32", allowed
-    if hasattr(matmul, "fp32_precision"):
-        name, value = "fp32_precision", "tf32" if allowed else "ieee"
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
+    with _tf32(torch.backends.cuda.matmul, torch.backends.cuda.matmul, allowed):
+        yield
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Inside, neither products nor convolutions round to TF32."""
+    convolutions = getattr(torch.backends.cudnn, "conv", None)
+    with products_in_tf32(False), _tf32(convolutions, torch.backends.cudnn, False):
+        yield
+
+
+@contextmanager
+def _tf32(newer: Any, older: Any, allowed: bool) -> Iterator[None]:
+    owner, name, value = older, "allow_tf32", allowed
+    if hasattr(newer, "fp32_precision"):
+        owner, name, value = newer, "fp32_precision", "tf32" if allowed else "ieee"
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(matmul, name, before)
+        setattr(owner, name, before)
 
 
 @cache

@@ -102,7 +102,8 @@ class Trial(Question):
             )
         if not self.half_range >= 0.5:
             raise ValueError(
-                f"half_range={self.half_range} must be at least 1/2: no example changes the statistic by more than its range"
+                f"half_range={self.half_range} must be at least 1/2: no example changes the statistic by more than its "
+                "range"
             )
         if self.releases == "yz" and self.half_range != 0.5:
             raise ValueError(

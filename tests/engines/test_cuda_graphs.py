@@ -291,7 +291,8 @@ def test_a_model_that_looks_at_its_data_runs_unrecorded():
             self.linear = nn.Linear(6, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x if float(x.detach().abs().max()) < 1e9 else 0 * x)
+            assert float(x.detach().abs().max()) >= 0 or bool(x.isnan().any())  # waits for the device
+            return self.linear(x)
 
     model = Looks().cuda()
     layout = Layout.of(model)

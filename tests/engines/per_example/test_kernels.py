@@ -96,7 +96,7 @@ def test_fused_group_norm_backward(shape, affine):
     sizes = (examples, channels, space[0] * space[1], groups, layer.eps)
     _, *statistics = torch.native_group_norm(inputs, layer.weight, layer.bias, *sizes)
     want = norm_gradients(layer, inputs, signals)
-    weight = layer.weight.detach().cuda() if affine else None
+    weight = layer.weight.detach().cuda()
     assert kernels.can_fuse_group_norm(inputs.cuda(), groups)
     arguments = [tensor.cuda() for tensor in (inputs, signals, *statistics)]
     for got, exact in zip(kernels.group_norm_backward(*arguments, weight, groups), want, strict=True):

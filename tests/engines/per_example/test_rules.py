@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from engine_checks import Out, clips, property_test, run, sizes, targets
+from vestige.engines.per_example import kernels
+from vestige.mechanism.clipping import Flat
 
 
 @property_test
@@ -91,3 +94,40 @@ def test_group_and_instance_norms(examples, rank, kind, clip):
         layer.weight.add_(0.3 * torch.randn(4))
     shape = (4, *[3] * rank)
     run(Out(layer, width=4 * 3**rank), (torch.randn(examples, *shape) + 1, targets(examples)), clip)
+
+
+def plain_group_norm_backward(input, signal, mean, scale, weight, groups):
+    """What the fused kernel computes, in torch."""
+    rows, channels, *space = input.shape
+    shape = (rows, groups, channels // groups, -1)
+    standard = (input.reshape(shape) - mean.view(rows, groups, 1, 1)) * scale.view(rows, groups, 1, 1)
+    coming = signal.reshape(shape)
+    gain = weight.view(1, groups, -1, 1)
+    inner = gain * coming
+    back = inner - inner.mean(dim=(2, 3), keepdim=True) - standard * (inner * standard).mean(dim=(2, 3), keepdim=True)
+    sums = ((coming * standard).sum(dim=3), coming.sum(dim=3))
+    return (scale.view(rows, groups, 1, 1) * back).view_as(input), *(each.reshape(rows, channels) for each in sums)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("affine", ["weight and bias", "weight"])
+def test_a_fused_group_norm_passes_back_what_torch_passes_back(monkeypatch, several, affine):
+    monkeypatch.setattr(kernels, "can_fuse_group_norm", lambda input, groups: True)
+    calls = []
+
+    def kernel(*tensors):
+        calls.append(1)
+        return plain_group_norm_backward(*tensors)
+
+    monkeypatch.setattr(kernels, "group_norm_backward", kernel)
+    torch.manual_seed(7)
+    layer = nn.GroupNorm(2, 4)
+    layer.bias.requires_grad_(affine == "weight and bias")
+    with torch.no_grad():
+        layer.weight.add_(0.3 * torch.randn(4))
+    folded = [nn.Flatten(0, 1), nn.Conv2d(4, 4, 2), layer, nn.Unflatten(0, (-1, 2)), nn.Flatten()]
+    plain = [nn.Conv2d(4, 4, 2), layer, nn.Flatten()]
+    model = nn.Sequential(*(folded if several else plain), nn.Linear(4 * 4 * (2 if several else 1), 2))
+    inputs = torch.randn(5, *([2] if several else []), 4, 3, 3)
+    run(model, (inputs, targets(5)), Flat(0.5))
+    assert calls

@@ -103,9 +103,9 @@ def _power(size: int) -> int:
 
 
 def group_norm_backward(
-    input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
+    input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of a group norm's input, and per example those of its weight and bias: one pass for all three."""
+    """The gradient of a group norm's input, and per row those of its weight and bias: one pass for all three."""
     from vestige.engines.per_example import triton_kernels
 
     return triton_kernels.group_norm_backward(input, signal.contiguous(), mean, scale, weight, groups)

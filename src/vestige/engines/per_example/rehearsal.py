@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vestige.devices import without_tf32
 from vestige.engines.per_example.expressions import ANCHOR, Axis, Key, Kind, Observation, Pass
 from vestige.engines.per_example.gradients import Gradient, combine
 from vestige.engines.per_example.taps import Taps
@@ -31,7 +32,7 @@ Made = Callable[[int, int], Rows]
 """Made-up examples: how many, and of which seed."""
 
 TOLERANCE = 1e-4
-"""How far rounding may move an output, relative to the largest."""
+"""How far rounding may move an output in float32, relative to the largest."""
 GRADIENT_TOLERANCE = 1e-2
 """How far a watched gradient may be from autograd's: a use that was missed or misread is off by far more."""
 ROUNDS = 6
@@ -78,6 +79,8 @@ class _Rehearsing:
         self._run = run
         self.environment = _made_up_weights(taps, seed)
         self.buffers = {name: buffer.clone() for name, buffer in taps.model.named_buffers()}
+        coarsest = max(torch.finfo(value.dtype).eps for value in self.environment.values())
+        self.tolerance = max(TOLERANCE, 8 * coarsest)  # of a model whose weights are in bfloat16
 
     def found(self) -> Rehearsal:
         three = [part.clone() for part in self.made(3, self.seed)]
@@ -158,7 +161,7 @@ class _Rehearsing:
         """The middle example's output, with other examples beside it and with fewer."""
         with torch.no_grad():
             alone = self.plainly(three)
-            allowed = TOLERANCE * float(alone.abs().max().clamp(min=1e-6))
+            allowed = self.tolerance * float(alone.abs().max().clamp(min=1e-6))
             others = self.made(3, self.seed + 20)
             for how in (1.0, 1000.0, torch.nan):
                 changed = [_beside(part, other, how) for part, other in zip(three, others, strict=True)]
@@ -211,7 +214,7 @@ class _Rehearsing:
         outputs, _, uses, now = self._watched(three, kinds, weights, observing=False)
         if now.doubt is not None:
             raise Unwatchable(now.doubt)
-        if not bool(((outputs - plain).abs() <= 10 * TOLERANCE * plain.abs().max().clamp(min=1e-6)).all()):
+        if not bool(((outputs - plain).abs() <= 10 * self.tolerance * plain.abs().max().clamp(min=1e-6)).all()):
             raise Unwatchable("the model's outputs change when its parameters are watched")
         with torch.no_grad():
             found = {name: combine(parts).dense() for name, parts in uses.items()}
@@ -220,7 +223,9 @@ class _Rehearsing:
             want = torch.stack([rows[name].reshape(-1) for rows in wanted])
             got = found[name].reshape(want.shape).to(want.dtype) if name in found else torch.zeros_like(want)
             off, size = torch.linalg.vector_norm(got - want, dim=1), torch.linalg.vector_norm(want, dim=1)
-            if not bool((off <= GRADIENT_TOLERANCE * size + 1e-5 * torch.stack(sizes).max()).all()):
+            if not bool(
+                (off <= max(GRADIENT_TOLERANCE, self.tolerance) * size + 1e-5 * torch.stack(sizes).max()).all()
+            ):
                 raise Unwatchable(
                     f"parameter {name!r} is used where that cannot be watched (of activation checkpointing, the form "
                     "with use_reentrant=False can be)"
@@ -337,10 +342,12 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _unrounded(taps: Taps) -> Any:
-    """Without autocast: what is tried out here must not be lost in rounding."""
+@contextmanager
+def _unrounded(taps: Taps) -> Iterator[None]:
+    """Without autocast and TF32: what is tried out here must not be lost in rounding."""
     device = next(iter(taps.layout.parameters(taps.model).values())).device
-    return torch.autocast(device.type, enabled=False)
+    with torch.autocast(device.type, enabled=False), without_tf32():
+        yield
 
 
 @contextmanager

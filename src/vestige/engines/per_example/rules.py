@@ -241,6 +241,8 @@ def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None
     if isinstance(input, Operand):
         return None
     input = wide(input).contiguous()
+    if input.dim() > 2 and kernels.can_fuse_group_norm(input, num_groups):
+        return _fused_group_norm(input, num_groups, weight, bias, eps)
     rows, channels, *space = input.shape
     sizes = (rows, channels, prod(space), num_groups, eps)
     output, mean, scale = torch.native_group_norm(input, value_of(weight), value_of(bias), *sizes)
@@ -260,6 +262,45 @@ def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None
             yield bias, Dense(_per_channel(signal, examples))
 
     return output, (input, mean, scale) if isinstance(weight, Operand) else (), settle
+
+
+def _fused_group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: float) -> Ruled:
+    """The same where one kernel gives all three gradients: the input's waits for the layer's own backward."""
+    waiting: list[Tensor] = []
+    output, mean, scale = _GroupNorm.apply(input, value_of(weight), value_of(bias), groups, eps, waiting)
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        back, weights, biases = kernels.group_norm_backward(saved[0], wide(signals[0]), *saved[1:], groups)
+        waiting[:] = [back]
+        for operand, rows in ((weight, weights), (bias, biases)):
+            if isinstance(operand, Operand):
+                yield operand, Dense(_folded(kind, rows, examples).view(examples, -1, rows.shape[1]).sum(dim=1))
+
+    gain = input.new_ones(input.shape[1]) if weight is None else value_of(weight).detach()
+    return output, (input, mean, scale, gain), settle
+
+
+class _GroupNorm(torch.autograd.Function):
+    """A group norm that passes back what is `waiting`, or torch's own gradient where nothing is."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Any, bias: Any, groups: int, eps: float, waiting: Any) -> Any:
+        rows, channels, *space = input.shape
+        ctx.sizes, ctx.waiting = (rows, channels, prod(space), groups), waiting
+        output, mean, scale = torch.native_group_norm(input, weight, bias, *ctx.sizes, eps)
+        ctx.save_for_backward(input, mean, scale, *(() if weight is None else (weight,)))
+        ctx.mark_non_differentiable(mean, scale)
+        return output, mean, scale
+
+    @staticmethod
+    def backward(ctx: Any, signal: Tensor, *_: Any) -> Any:
+        input, mean, scale, *weight = ctx.saved_tensors
+        if ctx.waiting:
+            back = ctx.waiting.pop()
+        else:
+            tensors = (signal.to(input.dtype).contiguous(), input, mean, scale, weight[0] if weight else None)
+            back = torch.ops.aten.native_group_norm_backward(*tensors, *ctx.sizes, [True, False, False])[0]
+        return back, None, None, None, None, None
 
 
 def instance_norm(

@@ -227,14 +227,13 @@ def _layer_norm_sums(
 
 
 def group_norm_backward(
-    input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
+    input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.group_norm_backward`: a group of an example's channels lies side by side, and fits a program."""
     examples, channels, size = len(input), input.shape[1], input.shape[2:].numel()
     rows = channels // groups
     back = torch.empty_like(input)
     weights, biases = torch.empty(2, examples, channels, device=input.device)
-    weight = input.new_ones(channels) if weight is None else weight
     row_tile, column_tile = triton.next_power_of_2(rows), triton.next_power_of_2(size)
     with torch.cuda.device_of(input):
         _group_norm_backward[(examples * groups,)](
