@@ -57,7 +57,7 @@ def test_a_failure_survives_a_round_trip():
         (
             "nonprivate_validation_accuracy",
             0.5,
-            "a part 'nonprivate_validation_accuracy', which no run of stage auto has",
+            "a field 'nonprivate_validation_accuracy', which no run of stage auto has",
         ),
         ("accuracy", MISSING, "lacks the field 'accuracy'"),
         ("curve", MISSING, "lacks the field 'curve'"),

@@ -62,7 +62,8 @@ def without_tf32() -> Iterator[None]:
 
 @contextmanager
 def _tf32(newer: Any, older: Any, allowed: bool) -> Iterator[None]:
-    owner, name, value = older, "allow_tf32", allowed
+    value: bool | str = allowed
+    owner, name = older, "allow_tf32"
     if hasattr(newer, "fp32_precision"):
         owner, name, value = newer, "fp32_precision", "tf32" if allowed else "ieee"
     before = getattr(owner, name)

@@ -270,7 +270,8 @@ def _fused_group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: f
     output, mean, scale = _GroupNorm.apply(input, value_of(weight), value_of(bias), groups, eps, waiting)
 
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        back, weights, biases = kernels.group_norm_backward(saved[0], wide(signals[0]), *saved[1:], groups)
+        inside, mean, scale, gain = saved
+        back, weights, biases = kernels.group_norm_backward(inside, wide(signals[0]), mean, scale, gain, groups)
         waiting[:] = [back]
         for operand, rows in ((weight, weights), (bias, biases)):
             if isinstance(operand, Operand):
@@ -286,8 +287,9 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Any, bias: Any, groups: int, eps: float, waiting: Any) -> Any:
         rows, channels, *space = input.shape
-        ctx.sizes, ctx.waiting = (rows, channels, prod(space), groups), waiting
-        output, mean, scale = torch.native_group_norm(input, weight, bias, *ctx.sizes, eps)
+        sizes = (rows, channels, prod(space), groups)
+        ctx.sizes, ctx.waiting = sizes, waiting
+        output, mean, scale = torch.native_group_norm(input, weight, bias, *sizes, eps)
         ctx.save_for_backward(input, mean, scale, *(() if weight is None else (weight,)))
         ctx.mark_non_differentiable(mean, scale)
         return output, mean, scale
