@@ -29,7 +29,7 @@ def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def try_to_build(word: str, name: str, options: dict[str, Any]) -> None:
-    """An option that no run could use is refused before there is a folder."""
+    """Refuse an option that no run could use, before a folder is created."""
     from vestige.methods.registry import build
 
     try:
@@ -62,7 +62,7 @@ def _parts(text: str) -> list[str]:
 
 
 def grids(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Several grids, each of another option."""
+    """Several grids, each for a different option."""
     found: dict[str, tuple[Any, ...]] = {}
     for word in words:
         key, values = grid(word)

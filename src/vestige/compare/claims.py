@@ -1,7 +1,7 @@
 """Who makes which run? Claims: lock files by which processes and machines share the runs of one folder.
 
-A claim is a file that one process can create: ID, and ID.2, ID.3... for whoever takes over from the dead claim before
-it. The last of them counts, and a release removes its own and those before it.
+A claim is a file that only one process can create: ID, then ID.2, ID.3... for processes that take over a dead claim.
+The last of them counts, and a release removes it and those before it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ HEARTBEAT = 15.0
 STALE = 120.0
 """Seconds without a heartbeat after which another process may take a claimed run over."""
 ATTEMPTS = 3
-"""A run whose process died so often while it made nothing else is recorded as failed."""
+"""A run is recorded as failed after this many processes died while making it alone."""
 SMALLER = 4
-"""A stack whose process died is made again in parts, each at most this fraction of it."""
+"""A stack whose process died is made again in this many parts."""
 
 
 class Claims:
@@ -38,9 +38,9 @@ class Claims:
         self._held: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def claim(self, run: Run, beside: int = 0) -> int | None:
-        """Claim a run for this process, to be made `beside` so many others: how many processes died making it alone.
+        """Claim a run, to be stacked with `beside` others; returns how many processes died making it alone.
 
-        None if a living process has it, or if its process died in a stack and this one would be as large.
+        None if a living process holds it, or if its process died in a stack and this one would be as large.
         """
         before = self._last_claim(run)
         if before is not None and (not before.abandoned or (before.largest is not None and beside >= before.largest)):
@@ -57,22 +57,22 @@ class Claims:
         with os.fdopen(handle, "w") as file:
             json.dump(content, file)
         if before is not None and before != _read_claim(before.path, before.number):
-            path.unlink(missing_ok=True)  # it was released, or its process is alive: it is not the one we may follow
+            path.unlink(missing_ok=True)  # the claim before was released or is alive: not ours to take over
             return None
         self._held[run.id] = number, content
         return int(content.get("deaths", 0))
 
     def claimed(self) -> set[str]:
-        """The ids of the runs that a process claimed, living or dead."""
+        """The ids of the runs claimed by any process, living or dead."""
         return {name.partition(".")[0] for name in os.listdir(self.path)}
 
     def largest_stack(self, run: Run) -> int | None:
-        """In how large a stack a held run may be made, where a process died with it in one; None: in any."""
+        """The largest stack in which to make a held run, after a process died with it in one; None: any."""
         largest: int | None = self._held[run.id][1].get("largest")
         return largest
 
     def begin(self, runs: Sequence[Run]) -> None:
-        """Write into the claims how many runs this process makes together from now on, for whoever finds them dead."""
+        """Write into the claims how many runs this process now makes together, for a process that takes them over."""
         for run in runs:
             number, content = self._held[run.id]
             self._file(run, number).write_text(json.dumps({**content, "together": len(runs)}))
@@ -117,7 +117,7 @@ class Claims:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a claim says of the process that made it, as it was read."""
+    """A claim as read from its file: what it says about the process that made it."""
 
     path: Path
     number: int
@@ -183,7 +183,7 @@ def _read_claim(path: Path, number: int) -> Claim | None:
 
 @lru_cache(maxsize=1)
 def _boot() -> str | None:
-    """The id of this start of the machine, where the system has one."""
+    """The boot id of the machine, where the system has one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

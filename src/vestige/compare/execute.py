@@ -37,7 +37,7 @@ VALIDATION_SPLIT = 20260101
 SERIES_POINTS = 40
 """About how many points of each diagnostic are kept over a run."""
 LARGEST_DIAGNOSTIC = 64
-"""Numbers that one point of a series may have."""
+"""The most numbers that one point of a series may have."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Machine:
 
 
 def perform(runs: Sequence[Run], machine: Machine) -> Iterator[RunRecord]:
-    """A record of every run: one alone, several as a stack. What goes wrong is recorded and stops nothing else."""
+    """Yield a record of every run: one alone, several as a stack. An error is recorded and does not stop the others."""
     if len(runs) == 1 or not machine.stack:
         for run in runs:
             yield _alone_or_failed(run, machine)
@@ -71,9 +71,9 @@ def perform(runs: Sequence[Run], machine: Machine) -> Iterator[RunRecord]:
         for record in _stacked(runs, machine):
             del left[record.id]
             yield record
-    except Exception as error:  # of the stack, or of one run in it: which, shows when they are made apart
+    except Exception as error:  # of the stack, or of one run in it: making them apart shows which
         size = max(1, len(left) // 2) if memory_ran_out(error) else 1
-    # Only here, where the error is gone, is the memory that the stack held free again.
+    # Only here, where the error and its traceback are gone, is the stack's memory free again.
     rest = list(left.values())
     for first in range(0, len(rest), max(1, size)):
         yield from perform(rest[first : first + size], machine)
@@ -94,7 +94,7 @@ def _can_stack(task: str, data: str | None, method: str, options: str) -> bool:
         loaded = _initial(task, data, 0)
         return stacked.why_not(loaded.model, loaded.loss, build(method, **json.loads(options))) is None
     except Exception:
-        return False  # it will fail alone, with its own line
+        return False  # made alone, it fails with its own message
 
 
 def memory_in_stack(run: Run, machine: Machine) -> int:
@@ -110,7 +110,7 @@ def _memory_in_stack(task: str, data: str | None, method: str, options: str, rat
 
 
 def memory_ran_out(error: BaseException) -> bool:
-    """On a CPU torch raises no error of its own for it."""
+    """Whether memory ran out; on a CPU torch raises no error of its own for it."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -125,7 +125,7 @@ def explain(error: BaseException) -> str:
 def _alone_or_failed(run: Run, machine: Machine) -> RunRecord:
     try:
         return _alone(run, machine)
-    except Exception as error:  # whatever a method, a task or the machine does: the rest go on
+    except Exception as error:  # whatever a method, a task or the machine raises: the other runs go on
         return FailedRun(run, explain(error))
 
 
@@ -143,7 +143,7 @@ def _initial(task: str, data: str | None, seed: int) -> tasks.Task:
 
 
 def examples(task: str, machine: Machine) -> int | None:
-    """How many a named task trains on here; a user's own task may make them anew each time."""
+    """The number of training examples of a named task; None for a user's own, which may make them anew each time."""
     return len(_initial(task, machine.data.get(task), 0).train[1]) if task in tasks.names() else None
 
 
@@ -176,7 +176,7 @@ def _held_out(
 
 
 def _evaluation_interval(run: Run) -> int:
-    """Steps between evaluations. Without any, beyond the last step: the test set is then touched once, at the end."""
+    """Steps between evaluations. Without any, beyond the last step: the test set is then used once, at the end."""
     return -(-run.steps // run.evaluations) if run.evaluations else run.steps + 1
 
 
@@ -202,7 +202,7 @@ class _Trace:
                 self.series.setdefault(name, []).append([step, _rounded(shown)])
 
     def scored(self, score: float) -> dict[str, Any]:
-        """The final score and the curve, under the names that they have in the record of such a run."""
+        """The final score and the curve, under the names they have in this run's record."""
         tuning = self.run.stage == "tuning"
         names = ("nonprivate_validation_accuracy", "nonprivate_validation_curve") if tuning else ("accuracy", "curve")
         return dict(zip(names, (score, tuple(self.curve)), strict=True))
@@ -295,7 +295,7 @@ def _alone(run: Run, machine: Machine) -> CompletedRun:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A run with everything that its stack needs to know of it."""
+    """A run with everything that its stack needs."""
 
     run: Run
     task: tasks.Task
@@ -376,7 +376,7 @@ def _prepared(run: Run, machine: Machine) -> _Prepared:
     plan = planning.plan(task.model, layout, method, len(task.train[1]), request)
     if run.lr is None and run.factor != 1.0:
         plan = replace(plan, lr=run.factor * plan.lr, lr_reason=f"{run.factor:g} times {plan.lr_reason}")
-    sampling = method.noise.sampling(run.sample_rate).kind  # refuses a rate that it cannot serve
+    sampling = method.noise.sampling(run.sample_rate).kind  # refuses a rate that it cannot sample at
     terms = Terms(sampling=sampling, noise="seeded" if run.reproducible else "secret")
     seed = run.seed if run.reproducible else None
     member = stacked.StackedRun(task.model, method, multiplier, plan.lr, seed)
@@ -385,14 +385,14 @@ def _prepared(run: Run, machine: Machine) -> _Prepared:
 
 
 def _asking(method: Method) -> tuple[Probe, Schedule, Noise]:
-    """The parts of a method that decide its price; probes that ask what `Here` asks are one."""
+    """The parts of a method that decide its price; a probe that asks what `Here` asks becomes `Here`."""
     alike = all(method.probe.questions(0.5, z) == Here().questions(0.5, z) for z in (1.0, 2.0))
     return Here() if alike and method.probe.period(0.5) == 1 else method.probe, method.schedule, method.noise
 
 
 @lru_cache(maxsize=256)
 def _calibrated(asking: tuple[Probe, Schedule, Noise], epsilon: float, rate: float, steps: int, delta: float) -> float:
-    """The noise for a budget: methods that ask alike share one search."""
+    """The noise multiplier for a budget; methods with the same questions share one search."""
     probe, schedule, noise = asking
     method = Method(name="any that asks alike", probe=probe, schedule=schedule, noise=noise)
     return accounting.calibrate(partial(planning.questions, method, rate, steps=steps), epsilon, delta)

@@ -1,4 +1,4 @@
-"""Where does a comparison live? In a folder that can be killed, restarted and filled by several machines at once."""
+"""Where is a comparison kept? In a folder that survives kills and restarts, and that several machines may fill."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ComparisonFolder:
         self.path = Path(path)
         self.runs, self.claims = self.path / "runs", Claims(self.path / "claims")
         self.unreadable: dict[str, str] = {}
-        """Files that are no records of this comparison, and why."""
+        """Files that are not records of this comparison, and why."""
         self._read: dict[str, RunRecord] = {}
         self._belongs: Callable[[Run], bool] | None = None
 
     def create(self, specification: Specification) -> None:
-        """Start a comparison here, or continue the very same one."""
+        """Start a comparison here, or continue the same one."""
         if (self.path / "spec.json").exists():
             if _compared(self.specification()) != _compared(specification):
                 raise ValueError(
@@ -108,7 +108,7 @@ class ComparisonFolder:
 
 
 def _compared(specification: Specification) -> Any:
-    """As it would be read back, without where the data are: that may differ from machine to machine."""
+    """As it would be read back, without the paths of the data, which may differ from machine to machine."""
     nowhere = tuple(replace(problem, data=None) for problem in specification.problems)
     content = json.loads(json.dumps(replace(specification, problems=nowhere).to_json()))
     return Specification.from_json(content).to_json()

@@ -1,4 +1,4 @@
-"""Which runs make a paper's table or figure again? Each by name, with what the paper printed and left unsaid.
+"""Which runs reproduce a paper's table or figure? Presets by name, with what the paper printed and left unsaid.
 
 The presets are data, in data/presets.toml; this module reads them and sets our numbers beside the printed ones.
 """
@@ -31,7 +31,7 @@ class Printed:
     task: str | None = None
     budget: PrivacyTarget | None = None
     rate: str = "given"
-    """Which of our rows is on the paper's terms: at the rate it gives, or at the automatic one where it gives none."""
+    """Which of our rows follows the paper: at the rate it gives, or at the automatic one where it gives none."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Preset:
     what: str
     paper: str
     full: Specification
-    """As the paper says, without the data."""
+    """As in the paper, without the paths of the data."""
     notes: tuple[str, ...]
     printed: tuple[Printed, ...]
     small: Mapping[str, Any]
     """What --small changes."""
     timed: bool = False
-    """Whether it is about seconds: its runs are then made one after another, never stacked."""
+    """Whether it measures time: its runs are then made one after another, never stacked."""
 
     def missing(self) -> list[str]:
         """The methods that it needs and this version does not have."""
@@ -56,7 +56,7 @@ class Preset:
         return [name for name in wanted if name not in METHODS]
 
     def specification(self, data: str | None, *, small: bool = False) -> Specification:
-        """The runs that can be made now: at full size as the paper says, or a few short ones."""
+        """The comparison that can be made now: at full size as in the paper, or a few short runs."""
         full = self.full
         known = tuple(contender for contender in full.contenders if contender.method in METHODS)
         if not known:
@@ -83,7 +83,7 @@ def find(name: str) -> Preset:
 
 
 def of_folder(folder: Path) -> tuple[Preset, bool] | None:
-    """The preset that a comparison's folder was made by, and whether it was the small one."""
+    """The preset that a comparison's folder was made from, and whether with --small."""
     path = folder / "preset.json"
     if not path.exists():
         return None
@@ -94,7 +94,7 @@ def of_folder(folder: Path) -> tuple[Preset, bool] | None:
 
 
 def timed_in(folder: Path) -> bool:
-    """Whether a comparison's folder was made by a preset about seconds."""
+    """Whether a comparison's folder was made from a preset that measures time."""
     made = of_folder(folder)
     return made is not None and made[0].timed
 
@@ -103,8 +103,8 @@ def timed_in(folder: Path) -> bool:
 
 
 def beside(preset: Preset, records: Iterable[RunRecord]) -> list[dict[str, Any]]:
-    """Each printed number with ours on the paper's terms, at the automatic rate, and at that rate where all spend one
-    epsilon; None where no run matches."""
+    """Each printed number with ours: as in the paper, at the automatic rate, and at that rate where all methods spend
+    one epsilon; None where no run matches."""
     rows, done = [], completed(records)
     equal = next((budget for budget in preset.full.budgets if budget.kind == "epsilon"), None)
     for printed in preset.printed:
@@ -214,7 +214,7 @@ def _problem(task: str, entry: Mapping[str, Any], printed: Mapping[str, Any] | N
 
 
 def _printed(pattern: Mapping[str, Any], labels: Sequence[str], budgets: Sequence[PrivacyTarget]) -> Iterator[Printed]:
-    """The numbers that one pattern of a preset stands for."""
+    """The printed numbers that match one pattern of a preset."""
     for words, value in _numbers(published(), pattern["at"].split("/"), labels, budgets):
         label = pattern.get("label", "{label}").format(**words)
         budget = PrivacyTarget(**pattern["budget"]) if "budget" in pattern else words.get("budget")
@@ -226,7 +226,7 @@ def _printed(pattern: Mapping[str, Any], labels: Sequence[str], budgets: Sequenc
 def _numbers(
     tree: Any, path: Sequence[str], labels: Sequence[str], budgets: Sequence[PrivacyTarget]
 ) -> Iterator[tuple[dict[str, Any], Any]]:
-    """What lies at a path in the published figures, with what each {word} of the path stands for there."""
+    """The values at a path in the published figures, with what each {word} of the path matched."""
     if not path:
         yield {}, tree
         return

@@ -1,4 +1,4 @@
-"""How are many runs made? From a folder, by worker processes or a Ray cluster; a kill loses nothing on record."""
+"""How are many runs made? From a folder, by worker processes or a Ray cluster; a kill loses no recorded run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from vestige.methods.registry import ALIASES, METHODS
 from vestige.records import FailedRun, Run, RunRecord, completed, failed
 
 POLL = 0.3
-"""Seconds between two readings of the folder."""
+"""Seconds between two reads of the folder."""
 LARGEST_STACK = 256
-"""Runs trained together at most: they are on record when the last step is done, so a kill loses them all."""
+"""The most runs trained together: they are recorded only after the last step, so a kill loses them all."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Status:
 
 OnProgress = Callable[[Status], None]
 DueRuns = Callable[[Mapping[str, RunRecord]], list[Run]]
-"""The runs wanted, given those on record."""
+"""The runs to make, given those on record."""
 
 
 def compare(
@@ -85,7 +85,7 @@ def compare(
 
 
 def _check_data(folder: ComparisonFolder, machine: Machine) -> None:
-    """Records made here would stand beside those on record: both must be of as many examples."""
+    """Refuse data with another number of examples than the folder's records, which share tables with the new ones."""
     counted: dict[str, float] = {}
     for record in completed(folder.records().values()):
         if not record.run.holdout:
@@ -108,7 +108,7 @@ def _check_methods(specification: Specification) -> None:
 
 
 class Meter:
-    """Counts what is on record, estimates the time left, and passes both on."""
+    """Counts the records, estimates the time left, and reports both."""
 
     def __init__(self, folder: ComparisonFolder, on_progress: OnProgress | None) -> None:
         self.folder, self.on_progress = folder, on_progress
@@ -150,7 +150,7 @@ def work(
 ) -> None:
     """Make runs until none is left; several processes or machines may do so in one folder at once.
 
-    `due` names the runs wanted: those of the folder's own comparison unless it is given.
+    `due` lists the runs to make: by default, those of the folder's own comparison.
     """
     wanted = due or _due_of(folder)
     while True:
@@ -180,9 +180,9 @@ def _due_of(folder: ComparisonFolder) -> DueRuns:
 
 
 def _claim_batch(folder: ComparisonFolder, waiting: Sequence[Run], machine: Machine, workers: int) -> list[Run]:
-    """Claim the next run that no process has claimed, and as many others as may be stacked on it.
+    """Claim the next run that no process has claimed, and as many others as may be stacked with it.
 
-    Runs whose process died come last: what really kills a process holds nothing up, and what does not is not hit again.
+    Runs whose process died come last: one that kills its process then delays no other run and takes none down with it.
     """
     batch: list[Run] = []
     common, most, free = None, 1, 0
@@ -201,7 +201,7 @@ def _claim_batch(folder: ComparisonFolder, waiting: Sequence[Run], machine: Mach
             folder.write(FailedRun(run, f"{line}; --resume FOLDER --retry tries again"))
             folder.claims.release(run)
             continue
-        if run.id in folder.records():  # finished between our reading of the folder and our claim
+        if run.id in folder.records():  # finished after we read the folder and before our claim
             folder.claims.release(run)
             continue
         batch.append(run)
@@ -215,7 +215,7 @@ def _claim_batch(folder: ComparisonFolder, waiting: Sequence[Run], machine: Mach
 
 
 def _by_method(waiting: Sequence[Run]) -> list[Run]:
-    """The same runs, those of one method side by side: a stack steps once for each kind in it."""
+    """The same runs, grouped by method: a stack makes one update for each kind of method in it."""
     met = {method: place for place, method in enumerate(dict.fromkeys(run.method for run in waiting))}
     return sorted(waiting, key=lambda run: met[run.method])
 
@@ -278,11 +278,11 @@ def _run_worker(target: Callable[..., None], *arguments: object) -> None:
 
 @contextlib.contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """A process started inside inherits the blocked SIGINT, while it imports torch too; here it is only delayed."""
+    """A process started inside inherits the blocked SIGINT, even while it imports torch; here it is only delayed."""
     if sys.platform == "win32":
         yield
         return
-    resource_tracker.ensure_running()  # which the first process would start, and which unblocks SIGINT
+    resource_tracker.ensure_running()  # the first process would start it, and starting it unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -316,7 +316,7 @@ def _by_ray(folder: ComparisonFolder, machine: Machine, workers: int, address: s
 def _dispatch(
     folder: ComparisonFolder, machine: Machine, slots: int, meter: Meter, ray: Any, remote: Any, held: list[Run]
 ) -> None:
-    """Keep the cluster busy until nothing is left; `held` are the runs that are claimed meanwhile."""
+    """Keep the cluster busy until no run is left; `held` are the runs claimed meanwhile."""
     wanted = _due_of(folder)
     under_way: dict[Any, list[Run]] = {}
     while True:

@@ -91,10 +91,10 @@ def grid_of(specification: Specification) -> Grid:
 
 
 def tuning_grid(specification: Specification, known: Mapping[str, Iterable[str]]) -> Grid:
-    """Each contender's grid: the same range of rates for all, and as nearly the same number of points as can be.
+    """Each contender's grid: the same range of rates for all, and as nearly as possible the same number of points.
 
     A contender without one of the tuned options, or that fixes it in its name, gets a denser grid of rates instead, so
-    that nobody has more chances. `known` names every method's options.
+    that no contender has more trials. `known` lists every method's options.
     """
     combinations: dict[str, list[dict[str, Any]]] = {}
     for contender in specification.contenders:
@@ -114,7 +114,7 @@ def tuning_grid(specification: Specification, known: Mapping[str, Iterable[str]]
 
 
 def _denser(rates: Sequence[float], count: int) -> list[float]:
-    """`count` rates over the same range: the given ones if so many, else spaced evenly in the logarithm."""
+    """`count` rates over the same range: the given ones if they are enough, otherwise log-spaced."""
     if count <= len(rates) or len(set(rates)) < 2:
         return list(rates)
     low, high = log(min(rates)), log(max(rates))
@@ -154,7 +154,7 @@ def due(specification: Specification, grid: Grid, records: Records) -> list[Run]
 
 
 def total(specification: Specification, grid: Grid) -> int:
-    """How many runs there will be in the end, if none of a grid fails whole."""
+    """How many runs there will be in the end, unless all runs of some grid fail."""
     pairs = len(specification.problems) * len(specification.budgets)
     tuning = sum(len(points) for points in grid.values()) * pairs * len(specification.tuning_seeds)
     finals = pairs * len(specification.contenders) * len(specification.rates) * len(specification.seeds)
@@ -162,9 +162,9 @@ def total(specification: Specification, grid: Grid) -> int:
 
 
 def membership(specification: Specification) -> Callable[[Run], bool]:
-    """Tells whether a specification can come to need a run, however often it was evaluated.
+    """A function that tells whether a specification may need a run, however often it was evaluated.
 
-    A tuned row may be won by any point of the grid, so final runs at each of them belong to it.
+    Any point of the grid may win a tuned row, so final runs at each of them belong to it.
     """
     grid, kinds = grid_of(specification), set()
     for cell in cells(specification):
@@ -216,9 +216,9 @@ def choose(specification: Specification, cell: Cell, grid: Grid, records: Record
 
 
 def superseded(specification: Specification, grid: Grid, records: Records) -> frozenset[str]:
-    """The ids of final runs at a rate that no longer wins; they are in no row.
+    """The ids of final runs at a rate that no longer wins; no row includes them.
 
-    A tuning run that failed and was tried again may win after others ran their final seeds.
+    A tuning run that failed and was tried again may win after final runs were made at another rate.
     """
     winners: dict[tuple[str, str, str], Any] = {}
     for cell in cells(specification):

@@ -13,7 +13,7 @@ from vestige.records import PrivacyTarget
 
 Rate = Literal["tuned", "auto", "given"]
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""The default grid: multiples of the rate that `lr auto` would take, which sees no data."""
+"""The default grid: multiples of the automatic rate, which is chosen without data."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Specification:
     rates: tuple[Rate, ...] = ("tuned", "auto")
     factors: tuple[float, ...] = FACTORS
     learning_rates: tuple[float, ...] = ()
-    """Rates to try, in place of multiples of auto's."""
+    """Rates to try, instead of multiples of the automatic one."""
     tune: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Further options to tune, for the methods that have them."""
     tuning_seeds: tuple[int, ...] = (1000,)
@@ -115,5 +115,5 @@ class Specification:
 
     @classmethod
     def from_json(cls, content: Any) -> Specification:
-        """The specification that was written so; ValueError names the part that cannot be one."""
+        """The specification that a file describes; ValueError names the field that is wrong."""
         return read_value(cls, content, "the specification")

@@ -16,7 +16,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Summary:
-    """What several runs of one setting say. With one run there is no spread: `sd`, `low` and `high` are None."""
+    """A summary of several runs of one setting. With one run there is no spread: `sd`, `low` and `high` are None."""
 
     count: int
     mean: float
@@ -62,7 +62,7 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float], resolutio
     if total.sd is None:
         return Difference(1, total.mean, None, None, None)
     error = max(total.sd, resolution / 2) / sqrt(total.count)
-    # Without any spread zero is certain to be right (all zero) or wrong (all not).
+    # Without any spread the null hypothesis is certainly true (all zero) or certainly false.
     statistic = abs(total.mean) / error if error > 0 else (0.0 if total.mean == 0 else inf)
     p = 2 * float(student.sf(statistic, total.count - 1)) if isfinite(statistic) else 0.0
     half = _quantile(total.count) * error
@@ -90,7 +90,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def sentence(baseline: str, budget: str, difference: Difference | None, adjusted: float | None) -> str:
-    """What a reader may take away from one row, in words."""
+    """The conclusion of one row, in words."""
     if difference is None:
         return f"no run of {baseline} at {budget} to compare with"
     points = 100 * difference.mean

@@ -1,4 +1,4 @@
-"""What is said of a comparison? Everything that the terminal and the report tell, from its records alone."""
+"""What are the results of a comparison? All that the terminal and the report show, from its records alone."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _price_line(rows: Sequence[dict[str, Any]], named: bool) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Both ends, or the upper one where they are one to a percent; rounded upwards, as what bounds must be."""
+    """Both ends, or only the upper one where they agree to a percent; rounded up, as bounds must be."""
     least, most = (_upwards(bound(values)) for bound in (min, max))
     return most if max(values) <= 1.01 * min(values) else f"{least} to {most}"
 

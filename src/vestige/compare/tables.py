@@ -45,7 +45,7 @@ def rows(records: Iterable[RunRecord], baseline: str) -> list[dict[str, Any]]:
 def _by_row(records: Iterable[RunRecord]) -> Rows:
     finals: dict[RowKey, list[RunRecord]] = {}
     tuning: dict[RowKey, list[RunRecord]] = {}
-    # In one order, whatever order the files were read in: the same records give the same table, to the last digit.
+    # Sorted, whatever order the files were read in: the same records give the same table, to the last digit.
     for record in sorted(records, key=lambda each: (each.run.seed, each.id)):
         task, budget, label = record.run.cell
         if record.run.stage in get_args(Rate):
@@ -64,7 +64,7 @@ def _one_per_seed(found: Iterable[RunRecord]) -> dict[int, CompletedRun]:
 
 
 def _accuracies(found: Rows, task: str) -> list[float]:
-    """Of every final run of a task."""
+    """The accuracies of all final runs of a task."""
     return [record.score for key, runs in found.items() if key.task == task for record in completed(runs)]
 
 
@@ -153,11 +153,11 @@ def _named(cell: Cell) -> dict[str, Any]:
 
 
 def tuning_prices(specification: Specification, grid: Grid, records: Records) -> list[dict[str, Any]]:
-    """What tuning costs beside what one run costs: one row per task, budget and contender with a final run.
+    """What tuning costs compared with one run: one row per task, budget and contender with a final run.
 
-    The bound (Papernot and Steinke 2022) is of choosing by the best of a random number of trials with that mean, and of
-    one final run. There is none where a run has no epsilon, or where what it asks follows from earlier answers: the
-    theorem is about fixed questions.
+    The bound (Papernot and Steinke 2022) covers choosing the best of a random number of trials with that mean, and one
+    final run. There is none where a run has no epsilon, or where its questions follow from earlier answers: the theorem
+    is about fixed questions.
     """
     if "tuned" not in specification.rates:
         return []
@@ -192,7 +192,7 @@ def tuning_prices(specification: Specification, grid: Grid, records: Records) ->
 
 
 def _tuned_price(found: Iterable[CompletedRun], delta: float, trials: int, repeats: int) -> float | None:
-    """The epsilon of the rate chosen by so many trials, of `repeats` runs each, and of one final run with it."""
+    """The epsilon of choosing a rate by `trials` trials of `repeats` runs each, and of one final run with it."""
     histories = {frozenset(record.history.items()): record.history for record in found}
     try:
         return accounting.tuned_epsilon(list(histories.values()), delta, trials, repeats=repeats, final_runs=1)

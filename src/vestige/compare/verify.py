@@ -1,4 +1,4 @@
-"""Can a comparison's epsilons be believed? Each is recomputed from its charges, and these held against its run."""
+"""Can a comparison's epsilons be believed? Each is recomputed from its charges, which are checked against its run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEAST_SPENT = 0.99
 
 @dataclass(frozen=True)
 class ComparisonVerdict:
-    """How many runs hold what they state, and what is wrong with each of the others."""
+    """How many records were verified, and what is wrong with each of the others."""
 
     verified: int
     failed_runs: int
@@ -46,13 +46,13 @@ class ComparisonVerdict:
 
 
 def verify_comparison(path: str | Path) -> ComparisonVerdict:
-    """Price every record of a comparison anew from its charges, and hold both against the run that it describes.
+    """Recompute the epsilon of every record from its charges, and check both against the run that it describes.
 
-    Formal guarantees: a verified record states the epsilon, within its budget, of the questions that the run its name
-    is the hash of asks with that noise, and its noise is what that run's budget leaves it. A run that stopped early
-    lists the steps it made, and the next would have exceeded its budget; under a filter the questions follow from
-    answers, and its epsilon bounds them whatever they were. The number of examples is the record's own word, and so is
-    that nothing else was asked: a record is not chained as a ledger is.
+    Formal guarantees: a verified record is named by the hash of its run. It states the epsilon, within the run's
+    budget, of the questions that the run asks with its noise, and that noise follows from the budget. A run that
+    stopped early lists the steps it made, and the next would have exceeded its budget; under a filter the questions
+    follow from answers, and its epsilon bounds them whatever they were. Not verified are the number of examples and
+    that nothing else was asked: a record is not hash-chained as a ledger is.
     """
     folder = ComparisonFolder(path)
     folder.specification()
@@ -66,7 +66,7 @@ def verify_comparison(path: str | Path) -> ComparisonVerdict:
 
 
 def _fault(record: CompletedRun) -> str | None:
-    """What does not hold in a record, or None."""
+    """What is wrong with a record, or None."""
     try:
         run, terms, stated = record.run, record.terms, record.statement
         asked = sum(row["count"] for row in record.charged)
@@ -96,7 +96,7 @@ def _excess(budget: PrivacyTarget, cost: float | None) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _cost(charged: str, delta: float, terms: str) -> Guarantee:
-    """Runs that asked alike are priced once."""
+    """The guarantee of a run's charges; runs with the same charges are priced once."""
     spent = {Question.from_json(row): row["count"] for row in json.loads(charged)}
     return reprice(spent, delta, json.loads(terms))
 
@@ -105,7 +105,7 @@ def _cost(charged: str, delta: float, terms: str) -> Guarantee:
 
 
 def _contradiction(record: CompletedRun, cost: Guarantee) -> str | None:
-    """What the run that a record describes cannot have stated or asked, or None."""
+    """What a record states or charges that the run it describes cannot have, or None."""
     run, stated = record.run, record.statement
     fixed = {"delta": run.delta, "sample_rate": run.sample_rate, "budget": run.budget.amount("epsilon")}
     for key, value in fixed.items():
@@ -125,14 +125,14 @@ def _contradiction(record: CompletedRun, cost: Guarantee) -> str | None:
 
 
 def _noise_contradiction(record: CompletedRun, method: Method, cost: Guarantee) -> str | None:
-    """Whether a record's noise is not what its run's budget, its paper's sigma or its method's options fix."""
+    """How a record's noise differs from what its run's budget, paper's sigma or method's options fix, or None."""
     budget, stated, fixed = record.run.budget, record.statement.noise_multiplier, method.noise_multiplier
     if budget.kind == "noise_multiplier":
         fixed = budget.value
     elif budget.kind == "paper_sigma":
         groups = record.statement.groups if isinstance(method.clip, PerGroup) else 1
         if groups is None:
-            return None  # an earlier version's record, which does not say how many groups shared the sigma
+            return None  # a record of an earlier version, which did not store how many groups shared the sigma
         fixed = accounted_multiplier(budget.value, method.memory.fresh_share, groups)
     if fixed is not None:
         same = abs(stated - fixed) <= 1e-9 * fixed
@@ -144,7 +144,7 @@ def _noise_contradiction(record: CompletedRun, method: Method, cost: Guarantee) 
 
 
 def _charge_contradiction(record: CompletedRun, asking: Callable[[int], History]) -> str | None:
-    """Whether these are not the questions of a run that asks what is fixed in advance: of `asking` so many steps."""
+    """How a record's charges differ from `asking` for its steps, where questions are fixed in advance; or None."""
     run, spent, steps = record.run, record.history, record.steps
     if record.stopped == "budget":
         whole = asking(steps + 1)
@@ -159,7 +159,7 @@ def _charge_contradiction(record: CompletedRun, asking: Callable[[int], History]
 
 
 def _filter_contradiction(record: CompletedRun, asking: Callable[[int], History]) -> str | None:
-    """Whether a filter's terms are not those of its run; what was asked under it then costs its epsilon at most."""
+    """How a filter's terms differ from its run's, or None: then what was asked under it costs at most its epsilon."""
     run, terms, steps = record.run, record.terms, record.steps
     if terms.filter_epsilon != run.budget.value:
         return f"states a filter of epsilon {terms.filter_epsilon}, its budget is {run.budget.value:g}"

@@ -1,1 +1,1 @@
-"""Other libraries: where their users look, we speak their language. Each needs its own package, as an extra."""
+"""Adapters to other libraries. Each needs its own package, installed as an extra."""

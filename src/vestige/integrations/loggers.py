@@ -1,4 +1,4 @@
-"""Where else may a run be watched? TensorBoard, MLflow, Weights & Biases: released quantities unless asked for more."""
+"""Where else can a run be logged? TensorBoard, MLflow, Weights & Biases: released quantities unless asked for more."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class MLflow:
 
 
 class WeightsAndBiases:
-    """`wandb:PROJECT`, without uploading code or the machine's state."""
+    """`wandb:PROJECT`, without uploading code or system metrics."""
 
     NEEDS = ("wandb", "wandb")
 
     def __init__(self, project: str, name: str) -> None:
         wandb = _need(*self.NEEDS)
-        # System metrics and code are nobody's business here; only what `log` is given leaves.
+        # No system metrics and no code: only what `log` is given is uploaded.
         settings = wandb.Settings(x_disable_stats=True, disable_code=True, disable_git=True)
         self._run: Any = wandb.init(project=project, name=name, settings=settings)
 
@@ -96,7 +96,7 @@ def open_sink(text: str, name: str) -> Sink:
 
 @contextmanager
 def opened(texts: Sequence[str], name: str) -> Iterator[list[Sink]]:
-    """Several sinks, all of them closed whatever happens."""
+    """Open several sinks, and close all of them whatever happens."""
     with ExitStack() as stack:
         sinks = []
         for text in texts:
@@ -106,7 +106,7 @@ def opened(texts: Sequence[str], name: str) -> Iterator[list[Sink]]:
 
 
 def released(record: Mapping[str, Any], accuracy: float | None = None) -> dict[str, float]:
-    """What one step's record may show anywhere: releases and public facts, as numbers.
+    """The numbers of one step's record that may be shown anywhere: releases and public facts.
 
     Formal guarantees: post-processing of the run's releases, and accuracy on public test data; nothing else.
     """

@@ -1,1 +1,1 @@
-"""Asking the data: sampling, clipping, noise, and the curator, the one place that holds examples."""
+"""Asking the data: sampling, clipping, noise, and the curator, the only object that holds examples."""

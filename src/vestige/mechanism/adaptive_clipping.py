@@ -51,7 +51,7 @@ class Automatic(FixedClip):
 
 @dataclass(frozen=True)
 class Counted(FixedClip):
-    """A flat clip that also counts, on the same sample, how many examples it left alone: 1[norm <= bound] - 1/2 each.
+    """A flat clip that also counts, on the same sample, its unclipped examples: 1[norm <= bound] - 1/2 each.
 
     `count_noise` is the standard deviation of the count's noise in examples; "auto" is a twentieth of the expected
     batch (Andrew et al. 2021), but at least twice the noise multiplier, so that the gradient's noise grows by 3% at
@@ -74,7 +74,7 @@ class Counted(FixedClip):
         return max(expected_batch / 20, 2 * multiplier) if self.count_noise == "auto" else self.count_noise
 
     def gradient_multiplier(self, multiplier: float, expected_batch: float) -> float:
-        """The gradient's share of the noise when the joint release has this multiplier."""
+        """The gradient's own noise multiplier when the joint release has this one."""
         deviation = self.count_deviation(multiplier, expected_batch)
         if deviation == inf or multiplier == 0:
             return multiplier
@@ -95,16 +95,16 @@ class Counted(FixedClip):
 
 
 def centred_count(bound: Value, norms: Tensor) -> Tensor:
-    """SENSITIVE: examples that a flat clip leaves alone less half of all, [..., examples, groups] -> [...].
+    """SENSITIVE: the number of examples within a flat bound minus half of all, [..., examples, groups] -> [...].
 
-    Non-finite ones count for nothing, as in the sum.
+    Non-finite ones contribute zero, as in the sum.
     """
     whole = torch.linalg.vector_norm(norms, dim=-1, keepdim=True)
     return torch.where(whole.isfinite(), (whole <= bound).double() - 0.5, 0.0).sum(dim=(-2, -1))
 
 
 def unclipped_fraction(noised_count: Value, expected_batch: float) -> Value:
-    """The fraction of examples left alone, from the noised centred count and public numbers."""
+    """The fraction of unclipped examples, from the noised centred count and public numbers."""
     return _clamped(noised_count / expected_batch + 0.5, 0.0, 1.0)
 
 
@@ -113,8 +113,8 @@ class Quantile(FixedClip):
     """The bound moves towards the `target` quantile of the norms: bound *= exp(-speed * (fraction - target)).
 
     The fraction of examples left unclipped is released with noise (Andrew et al. 2021; see `Counted`). With
-    `steady_steps` the learning rate is divided by the bound's growth, so that a step keeps its length; without, it is
-    constant as published.
+    `steady_steps` the learning rate is divided by the bound's growth, so that a step keeps its length; without it, the
+    rate is constant, as published.
     """
 
     start: float = 0.1
@@ -140,7 +140,7 @@ class Quantile(FixedClip):
         return within(self.start, norms)
 
     def sensitivity(self, layout: Layout) -> float:
-        """At the start; later bounds are in the state."""
+        """That of the initial bound; later bounds are in the state."""
         return self.start
 
     def init(self) -> ClipState:
@@ -166,8 +166,8 @@ class Quantile(FixedClip):
 class Paced(FixedClip):
     """A quantile clip whose released fraction also steers the learning rate (DP-Adam-AC in its valid form).
 
-    Where fewer than `few` are clipped the rate grows by 1%, where more than `many` it shrinks by 0.5%, within
-    [slowest, fastest].
+    If a smaller fraction than `few` is clipped the rate grows by 1%, if a larger one than `many` it shrinks by 0.5%,
+    within [slowest, fastest].
     """
 
     clip: Quantile
@@ -205,7 +205,7 @@ class Paced(FixedClip):
         return self.clip.shown(state)
 
 
-# Arithmetic that torch and Python spell differently: one number, or one for each run of a stack.
+# Arithmetic that torch and Python write differently: on one number, or on one for each run of a stack.
 
 
 def _exp(value: Value) -> Value:
@@ -227,8 +227,8 @@ def _chosen(holds: bool | Tensor, then: Value, otherwise: Value) -> Value:
 class Thinned(FixedClip):
     """Candidates stay with probability `keep * min(norm, bound)` and then contribute a vector of norm exactly `scale`.
 
-    Formal guarantees: given `keep` and `scale`, which are public, an example decides only about its own presence. It
-    is present with probability at most the candidates' rate and moves the sum by `scale` or not at all.
+    Formal guarantees: given `keep` and `scale`, which are public, an example affects only its own presence. It is
+    present with probability at most the candidates' rate, and moves the sum by `scale` or not at all.
     """
 
     bound: float

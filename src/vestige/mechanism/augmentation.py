@@ -43,7 +43,7 @@ class Augment:
         return averaged
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Refuse examples that are no images."""
+        """Refuse examples that are not images."""
         if len(shape) != 3:
             raise ValueError(
                 f"copies={self.copies} flips and crops images [channels, height, width], but this task's examples "

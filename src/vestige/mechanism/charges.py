@@ -1,4 +1,4 @@
-"""Who pays for a question? It is charged before its answer exists; the questions of a trial are charged as one."""
+"""When is a question charged? Before its answer exists; the questions of a trial are charged as one."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Charges:
 
     @contextlib.contextmanager
     def trial(self, question: Trial | None) -> Iterator[None]:
-        """Charge the questions asked inside as one trial, when the first of them comes and before it is answered.
+        """Charge the questions asked inside as one trial, at the first of them and before it is answered.
 
-        None charges each by itself. A question that is not the trial's own is refused.
+        None charges each separately. A question that is not part of the trial is refused.
         """
         self._trial, self._due = question, _questions_of(question) if question is not None else []
         try:

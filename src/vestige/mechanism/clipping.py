@@ -28,16 +28,16 @@ Coins = Callable[[], np.random.Generator]
 Value = float | Tensor
 """A number; or, where many runs are stacked, one for each of them."""
 ClipState = dict[str, Any]
-"""What a clip has learned from releases: numbers only, so that it checkpoints and rewinds."""
+"""What a clip has learned from releases: numbers only, so that it can be checkpointed and rewound."""
 
 
 class Clip(Protocol):
-    """A bound on one example's contribution. A clip that follows releases keeps what it learned in a state."""
+    """A bound on one example's contribution. An adaptive clip keeps what it learned from releases in a state."""
 
     adaptive: bool
     """Whether the bound follows releases."""
     stackable: bool
-    """Whether its algebra runs over the last axis, so that a stack of runs can be clipped at once."""
+    """Whether it works along the last axis, so that a stack of runs can be clipped at once."""
 
     def factors(self, norms: Tensor) -> Tensor:
         """Per-example factors in [0, bound / norm], from norms by group: [..., groups] -> the same shape."""
@@ -54,7 +54,7 @@ class Clip(Protocol):
         ...
 
     def pace(self, state: ClipState) -> Value:
-        """The factor of the learning rate at this step."""
+        """The factor on the learning rate at this step."""
         ...
 
     def learn(self, fraction: Value | None, state: ClipState) -> ClipState:
@@ -66,11 +66,11 @@ class Clip(Protocol):
         ...
 
     def shown(self, state: ClipState) -> dict[str, Value]:
-        """What may be looked at of the state: all of it comes of releases."""
+        """Diagnostics of the state: all of it comes from releases."""
         ...
 
     def drawn(self, coins: Coins) -> Clip:
-        """The clip with the coins it tosses, if it does: only the curator has any."""
+        """The clip with the coins that it flips, if any: only the curator provides them."""
         ...
 
     def count_deviation(self, multiplier: float, expected_batch: float) -> float:
@@ -78,7 +78,7 @@ class Clip(Protocol):
         ...
 
     def gradient_multiplier(self, multiplier: float, expected_batch: float) -> float:
-        """The gradient's share of the noise when the whole release has this multiplier."""
+        """The gradient's own noise multiplier when the whole release has this one."""
         ...
 
     def noise_ratios(self, layout: Layout) -> Tensor:
@@ -87,17 +87,17 @@ class Clip(Protocol):
 
     @property
     def recording(self) -> Hashable | None:
-        """What a recorded step fixes of it; None if its factors cannot be recorded."""
+        """What a recorded CUDA graph fixes of the clip; None if its factors cannot be recorded."""
         ...
 
     @property
     def flat_bound(self) -> Value | None:
-        """The bound, where the factors are those of a flat clip: it may change between replays of a recorded step."""
+        """The bound, where the factors are those of a flat clip: it may change between replays of a CUDA graph."""
         ...
 
 
 class FixedClip:
-    """The neutral half of a clip: a bound that never changes, no coins, no count."""
+    """The defaults of a clip: a bound that never changes, no coins, no count."""
 
     adaptive = False
     stackable = True
@@ -173,7 +173,7 @@ class Flat(FixedClip):
 
 
 def within(bound: float | Tensor, norms: Tensor) -> Tensor:
-    """Factors that bring the whole of each example, [..., groups], to norm at most `bound`."""
+    """Factors that scale each example's whole gradient, [..., groups], to norm at most `bound`."""
     whole = torch.linalg.vector_norm(norms, dim=-1, keepdim=True)
     return (bound / whole).clamp(max=1.0).expand_as(norms)
 
@@ -194,18 +194,18 @@ class GradientEngine(Protocol):
     ) -> Tensor:
         """Add sum_i clip(gradient_i) to `into`; return the norms before clipping, [examples, groups], float64.
 
-        `parameters` are those of the layout, by name: the point at which the gradients are asked. A row of infinite
+        `parameters` are those of the layout, by name: the point at which the gradients are taken. A row of infinite
         norms marks an example whose gradient was not finite; it contributed exactly zero.
         """
         ...
 
 
 Transform = Callable[[Field], Field]
-"""Asks the gradient elsewhere than at `parameters`, example by example (see `probes`)."""
+"""Takes each example's gradient elsewhere than at `parameters` (see `probes`)."""
 
 
 def one_after(first: Transform | None, second: Transform | None) -> Transform | None:
-    """Both transforms, as far as there are any."""
+    """The composition of both transforms, either of which may be None."""
     if first is None or second is None:
         return first or second
     return lambda field: second(first(field))

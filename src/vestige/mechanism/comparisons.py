@@ -1,4 +1,4 @@
-"""How do two models compare on the data? Noised answers about losses and right answers, each on a fresh sample."""
+"""How do two models compare on the data? Noised differences of losses and of correct answers, on fresh samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vestige.randomness.keys import Randomness
 
 
 class Comparisons:
-    """The curator's answers about two models: what gates and decays may ask."""
+    """The curator's answers to questions about two models, which gates and decays ask."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Comparisons:
         self._losses, self._right = losses, right
         self.physical_batch = physical_batch
         self.asked = 0
-        """Comparisons asked so far; their streams are their own, so they never shift a gradient's."""
+        """Comparisons asked so far; they have random streams of their own, so they never shift a gradient's."""
 
     def trial(self, question: Trial | None) -> AbstractContextManager[None]:
         return self._charges.trial(question)
@@ -62,7 +62,7 @@ class Comparisons:
         return (float(new.sum() - old.sum()) + multiplier * noise) / (rate * self._examples.population)
 
     def coin(self, sides: int) -> int:
-        """A fair choice that looks at nothing; at most one for each comparison."""
+        """A uniform choice that does not depend on the data; at most one for each comparison."""
         return int(self._randomness.stream("coin", self.asked).integers(sides))
 
     def _sample(self, rate: float) -> tuple[Tensor, float]:
@@ -73,7 +73,7 @@ class Comparisons:
         return torch.from_numpy(joined.nonzero()[0]), self._randomness.stream("comparison noise", index).normal()
 
     def _scores(self, scores: Scores, rows: Tensor, *models: Parameters) -> list[Tensor]:
-        """SENSITIVE: every row's score by each model, all on the same examples, which are fetched once."""
+        """SENSITIVE: each model's score of every row, all on the same examples, which are fetched once."""
         if len(rows) == 0:
             return [torch.zeros(0, device=self._examples.device) for _ in models]
         batches = (self._examples.fetch(part) for part in rows.split(self.physical_batch or len(rows)))

@@ -1,8 +1,8 @@
-"""What is one example's loss? Of any loss of a batch: that of a batch of one, with a divisor that no example decides.
+"""What is one example's loss? The batch loss of a batch of one, with a divisor that no example decides.
 
-A weighted mean of a single target is the target's loss whatever its weight, and the mean over no target at all is no
-number. So torch's weighted and ignoring losses are taken apart: an example's loss is weighted by its own class over the
-mean weight of a class, and what it ignores adds nothing.
+A weighted mean over a single target is the target's loss whatever its weight, and a mean over no target is NaN. So
+torch's losses with class weights or ignored targets are taken apart: an example's loss is weighted by its class's
+weight over the mean weight of a class, and ignored targets add nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def batch_mean(loss: BatchLoss) -> BatchLoss:
 
 
 def _known(loss: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
-    """One of torch's losses of classes, and its options; None for any other."""
+    """One of torch's classification losses, and its options; None for any other."""
     if type(loss) in MODULES:
         return MODULES[type(loss)], {name: getattr(loss, name) for name in FIELDS if hasattr(loss, name)}
     if isinstance(loss, partial) and loss.func in MODULES.values() and not loss.args:

@@ -80,9 +80,9 @@ class Curator:
     ) -> Release:
         """A noised sum of clipped gradients over a fresh sample; `part` numbers the questions of one step.
 
-        An empty sample is noised and charged like any other. The divisor is the public `expected_batch`. `then` asks a
-        second sum over the same sample at the point it makes of the first; `boost` multiplies the sampling rate;
-        `question` is what a run with correlated noise asks.
+        An empty sample is noised and charged like any other. The divisor is the public `expected_batch`. `then`
+        computes, from the first sum, the point of a second one over the same sample; `boost` multiplies the sampling
+        rate; `question` is what a run with correlated noise asks.
 
         Formal guarantees: one Poisson-subsampled Gaussian mechanism with the sampling's rate and this multiplier,
         however many answers it has: together they whiten to one shift (Gaussian queries on one sample compose by the
@@ -120,7 +120,7 @@ class Curator:
         return (total + noise) / self._sampling.rate
 
     def replay_noise(self) -> None:
-        """After a resume: meet again the past noise that correlated noise depends on, which no checkpoint holds."""
+        """After a resume: draw again the past noise that correlated noise depends on, which no checkpoint holds."""
         if not self._noise.keeps:
             return
         if not self._randomness.predictable:
@@ -137,7 +137,7 @@ class Curator:
         return self._noise.held()
 
     def _numbered(self, question: Question, step: int, part: int, sensitivity: float) -> int:
-        """Charge a question about gradients; its number names its random streams."""
+        """Charge a question about gradients and number it; the number selects its random streams."""
         self._charges.charge(question, step=step, part=part, sensitivity=sensitivity)
         self.asked += 1
         return self.asked - 1
@@ -180,7 +180,7 @@ class Curator:
         return Release(total, std, self.expected_batch, self._sampling.rate, unclipped)
 
     def _unclipped(self, clip: Clip, norms: Tensor, multiplier: float, index: int) -> float | None:
-        """The fraction of examples that the clip left alone, from a noised centred count over the public batch size."""
+        """The fraction of unclipped examples, from a noised centred count over the public batch size."""
         deviation = clip.count_deviation(multiplier, self.expected_batch)
         if deviation == inf:
             return None
@@ -192,7 +192,7 @@ class Curator:
         return float(unclipped_fraction(count + noise, self.expected_batch))
 
     def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
-        """As `sensitivity_on`; kept while the clip stays the same."""
+        """As `sensitivity_on`; cached while the clip stays the same."""
         if self._priced is None or self._priced[0] is not clip:
             self._priced = clip, *sensitivity_on(self._device, clip, self._layout)
         return self._priced[1:]
@@ -200,7 +200,7 @@ class Curator:
     def sums(
         self, bounded: Callable[[Sequence[Tensor]], Tensor], bounds: Sequence[float], multiplier: float, *, step: int
     ) -> Tensor:
-        """Sums of bounded rows over every example, noised row by row: [rows, ...]; each row is a question.
+        """Sums of bounded rows over all examples, noised row by row: [rows, ...]; each row is a question.
 
         Formal guarantees: as many Gaussian mechanisms with this multiplier as there are rows, if one example moves row
         k of `bounded` by at most `bounds[k]` in the 2-norm.

@@ -19,7 +19,7 @@ class Examples:
         self.fetch, self.population = _fetcher(data, device)
 
     def blank(self) -> Sequence[Tensor]:
-        """Tensors without rows, which have the shapes and dtypes of the examples and nothing else of them."""
+        """Tensors without rows, which carry only the shapes and dtypes of the examples."""
         return self.fetch(torch.zeros(0, dtype=torch.long))
 
 

@@ -14,7 +14,7 @@ from vestige.layout import Grouping, Layout
 from vestige.mechanism.clipping import FixedClip
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
-"""Norm layers whose weights may have several dimensions, and still are no matrices."""
+"""Norm layers whose weights may have several dimensions without being matrices."""
 
 Share = Literal["equal", "isotropic", "least-noise"]
 
@@ -68,7 +68,7 @@ class Patterns:
                 for group, glob in zip(groups, self.globs, strict=True):
                     if fnmatchcase(name, glob):
                         group.append(name)
-                        break  # what no pattern matches is left out, and Layout refuses it by name
+                        break  # a name that no pattern matches is left out, and Layout refuses it
         for group, glob in zip(groups, self.globs, strict=True):
             if not group:
                 raise ValueError(
@@ -79,7 +79,7 @@ class Patterns:
 
 
 def named_grouping(text: str) -> Grouping | None:
-    """A grouping as the command line writes it: layers, flat (one group), or patterns with semicolons between."""
+    """A grouping as written on the command line: layers, flat (one group), or patterns separated by semicolons."""
     if text == "flat":
         return None
     if text == "layers":
@@ -91,7 +91,7 @@ def named_grouping(text: str) -> Grouping | None:
 
 
 def named_split(text: str) -> tuple[float, ...] | None:
-    """How the bound is split, as the command line writes it: even, or one relative bound for each group."""
+    """How the bound is split, as written on the command line: even, or one relative bound for each group."""
     if text == "even":
         return None
     try:

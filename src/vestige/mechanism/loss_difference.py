@@ -1,4 +1,4 @@
-"""How does a candidate compare with what it would replace? A bounded question about losses on one fresh sample."""
+"""How does a candidate compare with the model it would replace? A bounded loss difference on one fresh sample."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class LossDifference:
 
 
 def losses_of(model: nn.Module, loss: Loss) -> Scores:
-    """The loss of each example by itself, as a function of the batch and the parameters."""
+    """The loss of each example, as a function of the batch and the parameters."""
 
     @torch.no_grad()
     def losses(batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
@@ -79,7 +79,7 @@ def losses_of(model: nn.Module, loss: Loss) -> Scores:
 
 
 def right_answers(model: nn.Module) -> Scores:
-    """1 where a classifier answers right, 0 where not."""
+    """1 where a classifier is correct, 0 where not."""
 
     @torch.no_grad()
     def right(batch: Sequence[Tensor], parameters: Parameters) -> Tensor:

@@ -1,4 +1,4 @@
-"""How are features brought to one scale without giving them away? Two noised moments, asked before the first step."""
+"""How are features standardised privately? By two noised moments, asked for before the first step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PrivateMoments:
 
 
 def with_moments(model: nn.Module) -> nn.Module:
-    """The model with room for released moments where it had a data-free normalisation of its inputs."""
+    """The model with a place for released moments instead of its data-free normalisation of inputs."""
     modules = list(model) if isinstance(model, nn.Sequential) else []
     first = modules[0] if modules else None
     if not isinstance(first, nn.GroupNorm):
@@ -49,7 +49,7 @@ def with_moments(model: nn.Module) -> nn.Module:
 
 
 def fill(model: nn.Module, totals: Tensor, count: float) -> None:
-    """Put released moments where `with_moments` left room: post-processing."""
+    """Put released moments into the place that `with_moments` made: post-processing."""
     assert isinstance(model, nn.Sequential)
     assert isinstance(model[0], Standardise)
     known = Standardise.from_moments(totals, count)
@@ -75,7 +75,7 @@ class Standardise(nn.Module):
         return cls(mean, (second - mean.square()).clamp(min=0.0))
 
     def forward(self, features: Tensor) -> Tensor:
-        # a channel whose noised variance is not positive says nothing that can be trusted: it is left out
+        # a channel whose noised variance is not positive cannot be trusted: it is left out
         scaled = (features - self.mean) * torch.rsqrt(self.variance + 1e-5)
         return torch.where(self.variance > 0, scaled, 0.0)
 

@@ -46,7 +46,7 @@ def read_images(
 
 
 def _as_images(array: NDArray[Any], scale: Callable[[Tensor], Tensor]) -> Tensor:
-    with np.errstate(over="ignore"):  # beyond float32 is infinity: the engine zeroes such an example
+    with np.errstate(over="ignore"):  # values beyond float32 become infinity: the engine zeroes such an example
         images = torch.from_numpy(array.astype(np.float32))
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
     return scale(images) if array.dtype == np.uint8 else images

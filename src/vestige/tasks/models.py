@@ -1,4 +1,4 @@
-"""Which networks can be trained privately? Small ones whose examples never meet: no BatchNorm, nothing in place."""
+"""Which networks can be trained privately? Small ones that never mix examples: no BatchNorm, nothing in place."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def resnet18(classes: int, channels: int = 3, groups: int = 32) -> nn.Sequential
 class StandardisedConv2d(nn.Module):
     """A convolution whose filters are standardised and given a learned gain before use (scaled weight standardisation).
 
-    It is not an `nn.Conv2d`: the gradient of its weight is not the outer product that fast engines take from one.
+    It is not an `nn.Conv2d`: the gradient of its weight is not the outer product that fast engines assume for one.
     """
 
     def __init__(self, fan_in: int, fan_out: int, kernel: int, stride: int = 1) -> None:
@@ -206,7 +206,7 @@ class LSTM(nn.Module):
 
 
 class TextClassifier(nn.Module):
-    """DPSUR's reader of reviews: embedding, linear 32, bidirectional LSTM, mean over time, linear 16, linear."""
+    """DPSUR's classifier of reviews: embedding, linear 32, bidirectional LSTM, mean over time, linear 16, linear."""
 
     def __init__(self, classes: int, vocabulary: int = 20_000, embedding: int = 100, hidden: int = 32) -> None:
         super().__init__()

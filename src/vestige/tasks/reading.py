@@ -1,4 +1,4 @@
-"""What do all readers of data share? What they return, and what they say of files that are not there."""
+"""What do all readers of data share? What they return, and how they refuse files that do not exist."""
 
 from __future__ import annotations
 

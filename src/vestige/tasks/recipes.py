@@ -18,7 +18,7 @@ SCATTERING = "Features are normalised by GroupNorm(27), example by example: the 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A task before its data."""
+    """A task before its data are read."""
 
     dataset: Dataset
     model: str

@@ -1,4 +1,4 @@
-"""Which features need no training? Scattering coefficients of images, computed once and kept."""
+"""Which features need no training? Scattering coefficients of images, computed once and cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scattered_colour(images: Tensor) -> Tensor:
 def _scattered(images: Tensor, rescale: Callable[[Tensor], Tensor]) -> Tensor:
     """Scattering features [N, 81 * channels, height / 4, width / 4], computed once and kept in the user's cache.
 
-    The cache holds private data in another form, so nobody else may read it.
+    The cache holds private data in another form, so only its owner may read it.
     """
     folder = Path(os.environ.get("VESTIGE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vestige")
     folder = folder.expanduser()
@@ -53,7 +53,7 @@ def _scattering(size: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
 
 
 def _keep(path: Path, rows: int, parts: Iterator[Tensor]) -> None:
-    """Write an .npy part by part, whole or not at all, for its owner's eyes."""
+    """Write an .npy part by part, whole or not at all, readable by its owner only."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as unfinished:
@@ -74,11 +74,11 @@ def _keep(path: Path, rows: int, parts: Iterator[Tensor]) -> None:
 
 
 def _unit(images: Tensor) -> Tensor:
-    """Back to pixels in [0, 1], as Tramer and Boneh take grey images."""
+    """Back to pixels in [0, 1], as Tramer and Boneh use them for grey images."""
     return images / 2 + 0.5
 
 
 def _imagenet(images: Tensor) -> Tensor:
-    """ImageNet's public mean and deviation, as they take colour images."""
+    """Standardised by ImageNet's public mean and deviation, as they do for colour images."""
     mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     return (_unit(images) - mean[:, None, None]) / deviation[:, None, None]

@@ -25,7 +25,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What `vestige train --task NAME` needs: `loss(model(inputs), targets)` over `train`, judged on `test`."""
+    """What `vestige train --task NAME` needs: `loss(model(inputs), targets)` over `train`, evaluated on `test`."""
 
     name: str
     model: nn.Module
@@ -69,7 +69,7 @@ def check(name: str, data: str | Path | None = None) -> None:
 
 
 def subject(name: str, data: str | Path | None = None, seed: int = 0) -> tuple[nn.Module, Loss, Any]:
-    """The model, loss and training data of a task, unexamined: a user's function may give a loader or a dataset."""
+    """The model, loss and training data of a task, unchecked: a user's function may give a loader or a dataset."""
     if ".py:" not in name:
         task = load(name, data, seed)
         return task.model, task.loss, task.train
@@ -137,7 +137,7 @@ def _task_of(name: str, made: Any) -> Task:
                 f"--task={name}: {split} has {len(pair[0])} inputs and {len(pair[1])} targets; give one each"
             )
     shape = tuple(test[0].shape[1:])
-    # the width of the answer: a public fact of the model
+    # the number of outputs: a public fact of the model
     with torch.no_grad(), blame(name, f"the model cannot take a test example of shape {shape}"):
         classes = copy.deepcopy(model).eval()(test[0][:1]).shape[-1]
     return Task(name, model, loss, tuple(train), tuple(test), classes, f"The user's own task, from {name}.")

@@ -1,4 +1,4 @@
-"""What does a user's FILE.py:FUNCTION return? Called as it asks to be, and blamed for its own errors."""
+"""What does a user's FILE.py:FUNCTION return? It is called with the arguments it takes; its errors name its lines."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def python_file(name: str) -> tuple[Path, str]:
 
 @contextmanager
 def blame(name: str, what: str) -> Iterator[None]:
-    """An error of the user's own code, in one line that says where in their file it came from."""
+    """Inside, an error of the user's own code becomes one line that says where in their file it came from."""
     file = Path(name.rpartition(":")[0]).resolve()
     try:
         yield
     except ValueError:
-        raise  # already says what is wrong: ours, or the user's own words
+        raise  # it already says what is wrong, be it our message or the user's
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
         where = f" (line {lines[-1]})" if lines else ""
@@ -50,7 +50,7 @@ def function_of(name: str) -> Callable[..., Any]:
 
 
 def call(name: str, function: Callable[..., Any], data: Path | None, seed: int) -> Any:
-    """What the function returns, given those of `data` and `seed` that it takes."""
+    """Call the function with those of `data` and `seed` that it takes."""
     _, function_name = python_file(name)
     accepted = inspect.signature(function).parameters
     if data is not None and "data" not in accepted:

@@ -1,1 +1,1 @@
-"""Training one model: `vestige.train`, its plan, its folder, and what may be said of it."""
+"""Training one model: `vestige.train`, its plan, its folder, its guarantee and its result."""

@@ -1,4 +1,4 @@
-"""What is wrong with this model or loader, before training? Each finding names the part at fault and the way out."""
+"""What is wrong with this model or loader, before training? Each finding names the part at fault and a fix."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Finding:
 def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
     """Everything that would make private training of `model` on `data` wrong or useless; empty when all is well.
 
-    `data` is a tuple of tensors, a map-style dataset or a DataLoader. What is found is for the data's owner alone: it
-    is computed from data without noise.
+    `data` is a tuple of tensors, a map-style dataset or a DataLoader. The findings are for the data's owner only: they
+    are computed from data without noise.
     """
     findings = [Finding("error", "model", line) for line in mixing_layers(model)]
     findings += _trainable(model) + _inplace(model) + _tied(model)
@@ -60,7 +60,7 @@ def first_examples(data: Any, count: int) -> list[Tensor]:
 
 
 def largest_batch(model: nn.Module, loss: Loss, data: Any, rate: float) -> int:
-    """How many examples the fast engine takes at once here, up to what a sample at this rate has (`physical_batch`)."""
+    """How many examples the fast engine can take at once here, up to a sample at this rate (`physical_batch`)."""
     check_rate(rate)
     batch, count = _some(data.dataset if isinstance(data, DataLoader) else data, 1)
     blank = [part[:0] for part in batch]
@@ -147,7 +147,7 @@ def _finite_rows(part: Tensor) -> Tensor:
 
 
 def _gradients(model: nn.Module, loss: Loss, batch: Sequence[Tensor]) -> list[Finding]:
-    """Compare each example's gradient alone and in company, and look for parameters without one."""
+    """Compare each example's gradient alone and in a batch, and look for parameters without one."""
     device = next(model.parameters()).device
     batch = [part.to(device) for part in batch]
     finite = torch.stack([_finite_rows(part) for part in batch]).all(dim=0)

@@ -1,4 +1,4 @@
-"""How does a named task become a finished run? A job is a value: it can be written down, resumed and repeated."""
+"""How does a named task become a finished run? A job is a value: it can be stored, resumed and repeated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OnRecord = Callable[[Training, Record, float | None], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One private run of a task, as asked for."""
+    """One private run of a task, as requested."""
 
     task: str
     method: str = "fo-dp-sgd"
@@ -94,7 +94,7 @@ def _divided(method: Method, job: Job) -> Method:
 def start(
     job: Job, out: Path | None, *, resume: bool = False, task: tasks.Task | None = None
 ) -> tuple[tasks.Task, Training]:
-    """Load the task (unless it is given) and prepare its training; nothing is asked of the data yet."""
+    """Load the task (unless it is given) and prepare its training; no question is asked yet."""
     _check(job)
     method = method_of(job)
     multiplier = job.noise_multiplier
@@ -139,7 +139,7 @@ def start(
 
 
 def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord | None = None) -> RunResult:
-    """Consume a prepared training: evaluate on the public test set now and then, and write the result."""
+    """Run a prepared training to its end: evaluate on the public test set now and then, and write the result."""
     every = job.evaluate_every or max(1, training.plan.steps // 20)
     begin = time.perf_counter()
     interrupted = False
@@ -209,7 +209,7 @@ def _written(option: Any) -> Any:
 
 
 def _check(job: Job) -> None:
-    """What would come to light only after the steps."""
+    """Refuse mistakes that would otherwise show only after the steps."""
     if job.evaluate_every is not None:
         check_steps(job.evaluate_every, "evaluate_every")
     file = job.nonprivate_transcript

@@ -16,7 +16,7 @@ WALK = 3.0
 
 @dataclass(frozen=True)
 class AutoRate:
-    """The rate chosen, with the public numbers it came from."""
+    """The chosen rate, with the public numbers it was computed from."""
 
     lr: float
     weight_norm: float

@@ -26,7 +26,7 @@ from vestige.randomness.schedules import level
 
 @dataclass(frozen=True)
 class Record:
-    """What one step may show: all of it computed from releases and public facts."""
+    """What may be shown of one step: all of it computed from releases and public facts."""
 
     step: int
     diagnostics: dict[str, Tensor] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Record:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and lists as JSON has them: what is not finite is undefined, null."""
+    """Numbers and lists for JSON, which has no infinity and no NaN: both become null."""
     if isinstance(value, list):
         return [_plain(part) for part in value]
     return value if isfinite(value) else None
@@ -48,7 +48,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Public:
-    """What a schedule may look at besides releases: epsilon so far, and accuracy on public validation data."""
+    """What a schedule may use besides releases: epsilon so far, and accuracy on public validation data."""
 
     spent: Callable[[], float] = lambda: 0.0
     accuracy: Callable[[], float] | None = None
@@ -84,7 +84,7 @@ class TrainingState:
         self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Releases and what was made of them: nothing else, and no key of any random stream."""
+        """Releases and what was computed from them: nothing else, and no key of any random stream."""
         return {
             "step": self.step,
             "model": self.model.state_dict(),
@@ -108,12 +108,12 @@ class TrainingState:
         self.probe, self.clip = self._here(saved["probe"]), dict(saved["clip"])
 
     def snapshot(self) -> Snapshot:
-        """A copy of all that a move changes. Counts, and what the gate learned from releases, are not part of it."""
+        """A copy of all that an update changes. Counts, and what the gate learned from releases, are not part of it."""
         moved = {key: part for key, part in self.state_dict().items() if key not in ("step", "gate")}
         return copied({**moved, "gradient": self.gradient})
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Undo, bit for bit, every move since the snapshot, which is used up. Noise and questions are never undone."""
+        """Undo, bit for bit, every update since the snapshot, which is used up. Noise and charges are never undone."""
         self.gradient.copy_(snapshot["gradient"])
         self._load_moved(snapshot)
 
@@ -141,7 +141,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Asking:
-    """One step's questions, with everything a probe does not choose filled in."""
+    """Asks the questions of one step, filling in everything that a probe does not choose."""
 
     curator: Curator
     method: Method
@@ -178,7 +178,7 @@ class Asking:
 def step(
     state: TrainingState, method: Method, curator: Curator, multiplier: float, public: Public = NOTHING_PUBLIC
 ) -> Record:
-    """One candidate move, kept or undone by the gate. A record shows nothing of a candidate that was undone."""
+    """One candidate update, kept or undone by the gate. A record shows nothing of a candidate that was undone."""
 
     def move(noise: float, lr: float) -> dict[str, Tensor]:
         return advance(state, method, curator, multiplier * noise, lr)
@@ -195,7 +195,7 @@ def step(
 def advance(
     state: TrainingState, method: Method, curator: Curator, multiplier: float, pace: float = 1.0
 ) -> dict[str, Tensor]:
-    """Ask, remember, move."""
+    """Ask for a release and update on it, whatever the gate decides later."""
     point = {name: p.detach() for name, p in state.parameters.items()}
     clip, pace = method.clip.now(state.clip), pace * float(method.clip.pace(state.clip))
     now = level(method.schedule, multiplier, state.step, curator.rate)
@@ -224,7 +224,7 @@ def run(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: tuple[Tensor, Tensor], batch: int = 2048) -> float:
-    """The share of right answers on PUBLIC data: it is not noised."""
+    """Accuracy on PUBLIC data: it is not noised."""
     inputs, targets = data
     device = next(model.parameters()).device
     modes = {module: module.training for module in model.modules()}

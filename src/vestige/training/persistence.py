@@ -15,7 +15,7 @@ from vestige.training.run_folder import RunFolder
 
 
 class Persistent(Protocol):
-    """What a checkpoint holds of a run beside its ledger."""
+    """What a checkpoint stores of a run, besides its ledger."""
 
     state: TrainingState
     curator: Curator
@@ -39,7 +39,7 @@ def continued(request: Request, public: dict[str, Any]) -> Request:
 
 
 def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:
-    """Continue a run where its last checkpoint left it; all that was asked since stays charged."""
+    """Continue a run from its last checkpoint; all questions asked since stay charged."""
     check_same(folder.request()["public"], public)
     if folder.checkpoint.exists():
         _restore(run, folder)
@@ -55,7 +55,7 @@ def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:
 
 
 def saver(run: Persistent, folder: RunFolder) -> Callable[[], None]:
-    """Writes a checkpoint whenever it is called."""
+    """A function that writes a checkpoint whenever it is called."""
 
     def save() -> None:
         folder.save_checkpoint(
@@ -79,11 +79,11 @@ def _open(run: Persistent, folder: RunFolder | None, public: dict[str, Any]) -> 
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """A run is resumed with the settings it was started with: what was priced is what is asked."""
+    """Refuse to resume with other settings than at the start: what was priced must be what is asked."""
     for key, value in now.items():
         was = before.get(key)
         if key == "method" and isinstance(was, str):
-            # Before 0.2 a method was written as it prints, class by class: its name is all that can be compared.
+            # Before 0.2 a method was stored as its repr, with class names: only its own name can be compared.
             was = {**value, "name": (re.findall(r"name='([^']+)'", was) or [was])[0]}
         if was != value:
             raise ValueError(f"resume: {key} is {value!r} now but was {was!r}; resume with the same settings")
@@ -98,7 +98,7 @@ def _restore(run: Persistent, folder: RunFolder) -> None:
         )
     run.state.load_state_dict(saved["state"])
     run.normalised = saved["normalised"]
-    # A secret run draws from a new key; a reproducible one must meet the same streams again.
+    # A secret run draws from a new key; a reproducible one must continue the same streams.
     run.curator.asked = saved["asked"]
     if run.curator.comparisons is not None:
         run.curator.comparisons.asked = saved["compared"]

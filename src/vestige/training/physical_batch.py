@@ -23,9 +23,9 @@ from vestige.randomness.release import Release
 
 PhysicalBatch = int | Literal["auto"] | None
 HEADROOM = 0.9
-"""The share of the free memory that is used: allocators leave holes, and other programs live on the machine too."""
+"""The share of the free memory that is used: allocators fragment it, and other programs need some too."""
 WORKING_VECTORS = 6
-"""Flat vectors that a step works in beside the engine: the sum, its noise, the direction, the mean and two more."""
+"""Flat vectors that a step needs besides the engine's: the sum, its noise, the direction, the mean and two more."""
 
 
 def check_physical_batch(value: Any, name: str = "physical_batch") -> None:
@@ -47,11 +47,11 @@ def largest_part(
 ) -> int:
     """The largest batch up to `most` (to one part in sixteen) whose clipped sum fits in the memory that is free now.
 
-    `blank` are tensors without rows that lend their shapes and dtypes; `engine` must be one of its own, because it
-    rehearses on the made-up examples; `reserve` bytes are left for others. Every answer was run once, in full.
+    `blank` are tensors without rows that give shapes and dtypes; `engine` must not be the run's own, because it
+    rehearses on the made-up examples; `reserve` bytes are left free. The size returned was run once, in full.
 
-    Formal guarantees: the answer depends on shapes, dtypes, the model and the machine, on no value of any example, so
-    it costs nothing; and a sum is the same, to rounding, in whatever parts it is taken.
+    Formal guarantees: the size depends on shapes, dtypes, the model and the machine, not on the value of any example,
+    so it costs nothing; and a sum is the same, up to rounding, however it is split.
     """
     point = {name: p.detach() for name, p in layout.parameters(model).items()}
     device = next(iter(point.values())).device
@@ -63,7 +63,7 @@ def largest_part(
 
     with _left_as_found(model, device):
         try:
-            run(1)  # meets kernels, workspaces and the rehearsal for the first time
+            run(1)  # warm-up: kernels, workspaces and the rehearsal
         except Exception as problem:
             line = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise ValueError(
@@ -91,10 +91,10 @@ def largest_that_fits(takes: Callable[[int], float], most: int, limit: float) ->
 
 
 def _next(seen: dict[int, float], fits: int, fails: int, most: int, limit: float) -> int:
-    """The next size to try; `fits` itself when what is left to gain is too little.
+    """The next size to try; `fits` itself when too little is left to gain.
 
-    Memory is affine in the size, but for workspaces: go where the line through the last two sizes meets the limit, at
-    most eight times as far; once something did not fit, at most half way there.
+    Memory is affine in the size, except for workspaces: try where the line through the last two sizes meets the limit,
+    at most eight times as far; once a size did not fit, at most half way to it.
     """
     *_, before, last = [0, 0, *sorted(size for size in seen if size <= fits)]
     slope = (seen[last] - seen[before]) / (last - before) if before else 0.0
@@ -105,15 +105,15 @@ def _next(seen: dict[int, float], fits: int, fails: int, most: int, limit: float
 
 
 def plausible_sample(population: int, rate: float) -> int:
-    """A Poisson sample is larger than its mean plus eight deviations less than once in 10^13 draws, if it is not tiny;
-    one that is still larger is taken in two parts."""
+    """The mean plus eight deviations: a Poisson sample that is not tiny exceeds it less than once in 10^13 draws, and
+    is then split in two."""
     mean = population * rate
     return max(1, min(population, ceil(mean + 8 * sqrt(mean * (1 - rate)))))
 
 
 def made_up(blank: Sequence[Tensor], size: int, device: torch.device) -> list[Tensor]:
-    """Examples of these shapes: numbers between 0 and 1 from a fixed seed, and zeros, which are tokens, classes and
-    indices in every range."""
+    """Examples of these shapes: numbers between 0 and 1 from a fixed seed, and zeros for integers, since 0 is a valid
+    token, class and index."""
     random = torch.Generator(device).manual_seed(0)
     rows = [(size, *part.shape[1:]) for part in blank]
     return [
@@ -142,7 +142,7 @@ def part_of_a_run(
     questions = method.probe.questions(rate, 1.0)
     rates = [rate, *(question.rate for question in questions if isinstance(question, SampledGaussian))]
     copies = method.copies(rate, steps)
-    # State that is made with the first step, or copied by a gate; what there is of it already is counted twice.
+    # State that the first step allocates, or that a gate copies; what exists already is counted twice.
     vectors = WORKING_VECTORS + (copies if copies is not None else 4 + method.memory.copies)
     return largest_part(
         model,
@@ -157,7 +157,7 @@ def part_of_a_run(
 
 @dataclass
 class _Listener:
-    """Answers a probe's questions with zeros, and keeps what was to be done to each example's gradient."""
+    """Answers a probe's questions with zeros, and records its transforms of each example's gradient."""
 
     size: int
     device: torch.device
@@ -174,19 +174,19 @@ class _Listener:
 
 
 def _transform(model: nn.Module, layout: Layout, method: Method, population: int, rate: float) -> Transform | None:
-    """What a step does to each example's gradient, where it does something: that takes the most."""
+    """A step's transform of each example's gradient, if it has one: that takes the most memory."""
     point: Parameters = {name: p.detach() for name, p in layout.parameters(model).items()}
     device = next(iter(point.values())).device
     listener = _Listener(layout.size, device, population, rate, [])
     state = method.probe.init(layout, device)
-    for _ in range(2):  # some ask more once there was a first step
+    for _ in range(2):  # some probes ask more after their first step
         state = method.probe.ask(listener, point, state)[1]
     return one_after(method.augment, next((t for t in listener.heard if t is not None), None))
 
 
 @contextmanager
 def _left_as_found(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """No random number, no buffer and no warning is spent on made-up examples."""
+    """Restore the random state and the buffers afterwards, free the memory, and show no warnings."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     cuda = [device] if device.type == "cuda" else []
     try:

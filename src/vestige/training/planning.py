@@ -24,7 +24,7 @@ MOST_STEPS = 10**8
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a user asks of a run: a budget or noise, and how long. The rest follows."""
+    """What a user requests: a budget or a noise multiplier, and how many steps. The rest follows."""
 
     sample_rate: float
     delta: float
@@ -54,7 +54,7 @@ class Plan:
 def questions(
     method: Method, sample_rate: float, noise_multiplier: float, steps: int, first: tuple[Question, ...] = ()
 ) -> dict[Question, int]:
-    """What a whole run will ask, `first` before its steps: each question with how often."""
+    """The questions of a whole run, `first` before its steps, each with its count."""
     period = method.probe.period(sample_rate)
     kinds: Counter[tuple[float, int]] = Counter()
     if method.schedule == Constant():
@@ -113,7 +113,7 @@ def _one_noise(asked: float | None, own: float | None) -> float | None:
 
 
 def check_schedule(method: Method, epsilon: float | None) -> str:
-    """The accountant that may price the plan: loss distributions, or Renyi where questions follow from answers."""
+    """The accountant that may price the plan: PLD, or Renyi where questions follow from earlier answers."""
     if not method.gate.adaptive:
         return "pld"
     if epsilon is None:
@@ -131,7 +131,7 @@ def affordable(
     accountant: str = "pld",
     first: tuple[Question, ...] = (),
 ) -> int:
-    """The largest number of steps that cost at most epsilon, with what is asked first; at least one must."""
+    """The largest number of steps that cost at most epsilon with what is asked first; ValueError if one costs more."""
 
     def cost(steps: int) -> float:
         history = Counter(first)
@@ -143,7 +143,7 @@ def affordable(
         raise ValueError(f"epsilon={epsilon} does not pay for a single step; allow more, or ask with more noise")
     low, high = 1, MOST_STEPS
     while high - low > 1:
-        # Prices grow about as the square root of the steps. Every third look halves what is left, come what may.
+        # Prices grow about as the square root of the steps. Every third guess bisects, so that the search ends soon.
         guess = round(_power_law(known, epsilon)) if len(known) % 3 else round((low * high) ** 0.5)
         guess = low + 1 if guess == low else high - 1 if guess == high else guess  # the neighbour settles it
         middle = guess if low < guess < high else (low + high) // 2 if high < MOST_STEPS else 2 * low
@@ -172,7 +172,7 @@ def choose_rate(
     steps: int,
     lr: float | Literal["auto"],
 ) -> tuple[float, str]:
-    """The learning rate and where it came from."""
+    """The learning rate and the reason for it."""
     if lr != "auto":
         if not lr > 0:
             raise ValueError(f"lr={lr} must be positive, or 'auto'")
@@ -196,7 +196,7 @@ def choose_rate(
 
 
 def noise_walk(method: Method, sample_rate: float, steps: int) -> float:
-    """How far unit noise carries a sum of releases over a run: sqrt(steps), unless it is scheduled or correlated."""
+    """How far unit noise moves the sum of a run's releases: sqrt(steps), unless it is scheduled or correlated."""
     walk = method.noise.walk(sample_rate, steps)
     if method.schedule == Constant():
         return walk

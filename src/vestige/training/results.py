@@ -1,4 +1,4 @@
-"""What is said about a run when it ends? Its statement of privacy and what its method did: all public or released."""
+"""What is reported when a run ends? Its privacy statement and what its method did: all public or released."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vestige.training.planning import Plan
 def statement(
     promise: accounting.Guarantee, plan: Plan, *, expected_batch: float, groups: int, asked: int
 ) -> Statement:
-    """The guarantee and the public facts it rests on, of a run alone or in a stack."""
+    """The guarantee and the public facts it rests on, for a run alone or in a stack."""
     return Statement(
         epsilon=promise.epsilon,
         delta=promise.delta,
@@ -46,7 +46,7 @@ def selection(method: Method, counts: dict[str, Any], plan: Plan) -> Selection |
     if test is None or test.rate is None:
         return None
     claimed: Counter[Question] = Counter()
-    for gradient, loss, count in counts["updates"]:  # the noise multipliers that so many updates were made with
+    for gradient, loss, count in counts["updates"]:  # two noise multipliers, and how many updates had them
         claimed[SampledGaussian(plan.sample_rate, gradient)] += count
         claimed[SampledGaussian(test.rate, loss)] += count
     return Selection(

@@ -1,4 +1,4 @@
-"""What does one call do? `train`: plan, ask, remember, move, and keep the books."""
+"""What does one call of `train` do? It plans a run, trains step by step, and keeps the ledger."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def train(
     nonprivate_transcript: str | Path | None = None,
     nonprivate_logs: bool = False,
 ) -> Training:
-    """Train `model` in place with differential privacy; iterate over the result to make the steps happen.
+    """Train `model` in place with differential privacy; iterate over the result to perform the steps.
 
     `loss(outputs, targets)` is any loss of a batch, such as `nn.functional.cross_entropy`; it is applied to one example
     at a time. `data` is a tuple of tensors (inputs..., targets) or a map-style dataset of such tuples. Give `epsilon`
     (the noise follows), or `noise_multiplier` (epsilon follows), or both (training stops before epsilon is exceeded;
     without `steps`, as many are planned as it affords). A step of a selective method is a trial, kept or not. `public`
-    are validation examples that nobody needs to protect, for schedules that look at them. `normalise` asks, before the
+    are validation examples that need no protection, for schedules that look at them. `normalise` asks, before the
     first step, for the moments that the model's first module standardises its inputs with (`with_moments`).
     `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds the
     largest that fits, on made-up examples. `reproducible=seed` makes noise and sampling predictable, for tests: such a
@@ -108,7 +108,7 @@ def train(
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a run is made, beside what it may spend."""
+    """How a run is made, apart from its budget."""
 
     sampling: str = "poisson"
     physical_batch: PhysicalBatch = None
@@ -121,7 +121,7 @@ class Settings:
 
 
 class Training:
-    """A private run: iterate over it for its records; ask it what may be said about it at any time."""
+    """A private run: iterate over it for its records; its guarantee and result are available at any time."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Training:
 
     @property
     def _sampling(self) -> Any:
-        """As the noise's theorem supposes it; or another, for which no epsilon is known to hold."""
+        """The sampling that the noise's theorem assumes; or another, for which no epsilon is known to hold."""
         rate, name = self.plan.sample_rate, self.settings.sampling
         return self.method.noise.sampling(rate) if name == "poisson" else SAMPLINGS[name](rate)
 
@@ -216,7 +216,7 @@ class Training:
 
     @property
     def physical_batch(self) -> int | None:
-        """How many examples are taken at once; None: a whole sample."""
+        """How many examples are processed at once; None: a whole sample."""
         return self.curator.physical_batch
 
     @property
@@ -235,29 +235,29 @@ class Training:
         self.finish()
 
     def steps(self) -> Generator[Record, None, None]:
-        """The records without finishing, for whoever has more to say in the result."""
+        """The records, without finishing the run, for a caller that adds to the result."""
         records = self._records()
         if self.folder is None:
             return records
         return self.folder.log(paced(records, persistence.saver(self, self.folder)), self.state.step, self.log)
 
     def guarantee(self) -> accounting.Guarantee:
-        """What may be said about everything released so far."""
+        """The guarantee of everything released so far."""
         return accounting.guarantee(self.ledger.spent, self.plan.delta, self.facts)
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What decides, beside the charges, which guarantee holds: all that `verify.reprice` needs."""
+        """What decides, besides the charges, which guarantee holds: all that `verify.reprice` needs."""
         keys = ("sampling", "noise", "nonprivate_outputs", "schedule")
         terms = {key: getattr(self.facts, key) for key in keys}
         if self.facts.schedule == "filtered":
-            # A filter's orders and weights must be fixed before the first answer, and anyone must be able to redo it.
+            # A filter's orders and weights must be fixed before the first answer, and be known to whoever verifies it.
             terms["filter_epsilon"] = self.facts.filter_epsilon
             terms["filter_expects"] = [question.to_json() for question in self._planned]
         return terms
 
     def spent(self) -> float | None:
-        """An upper bound on epsilon so far, read in microseconds; None where no epsilon holds.
+        """An upper bound on epsilon so far, computed in microseconds; None where no epsilon holds.
 
         Where questions follow from earlier answers it is the filter's from the first step on: nothing less is proved.
         """
@@ -282,7 +282,7 @@ class Training:
         return self.state.averaged()
 
     def result(self, **more: Any) -> RunResult:
-        """How the run stands now, with what else is known about it: its `task`, its `accuracy` on public data."""
+        """The result so far, with further facts in `more`: its `task`, its `accuracy` on public data."""
         facts: dict[str, Any] = {
             "method": self.method.name,
             "statement": statement(
@@ -332,7 +332,7 @@ class Training:
             yield replace(record, epsilon=self.spent())
 
     def _ask_moments(self) -> None:
-        """What the model's inputs are standardised with, asked once, before the first step."""
+        """Ask, once and before the first step, for the moments that standardise the model's inputs."""
         moments = self.settings.normalise
         if self.normalised or moments is None:
             return

@@ -15,9 +15,9 @@ from vestige.training.loop import Record
 Records = Generator[Record, None, None]
 
 CHECKPOINT_SHARE = 0.01
-"""Checkpoints are written as often as keeps their cost under this share of the training time."""
+"""Checkpoints are written as often as possible while they take less than this share of the training time."""
 CHECKPOINT_AFTER = 0.5
-"""Seconds before the first of them; the one of step 0 is written before anything is asked."""
+"""Seconds before the first of them; that of step 0 is written before any question is asked."""
 
 
 class RunFolder:
@@ -95,7 +95,7 @@ class RunFolder:
             return
         kept = []
         for line in self.records.read_text().splitlines(keepends=True):
-            with contextlib.suppress(ValueError):  # a torn last line is of a step that will be redone
+            with contextlib.suppress(ValueError):  # a torn last line belongs to a step that will be redone
                 if json.loads(line)["step"] < step:
                     kept.append(line)
         self.records.write_text("".join(kept))
@@ -104,8 +104,8 @@ class RunFolder:
 def paced(records: Iterator[Record], save: Callable[[], None]) -> Generator[Record, None, None]:
     """Pass records through, saving a checkpoint whenever all saving stays a small share of the time since the start.
 
-    The last save is at the end, or where the consumer stops asking: breaking out of a loop loses nothing. An error
-    inside a step saves nothing, since its state may be half moved.
+    The last save is at the end, or where the consumer stops: breaking out of a loop loses nothing. An error inside a
+    step saves nothing, since its state may be half updated.
     """
     begin = time.perf_counter()
     cost = spent = 0.0

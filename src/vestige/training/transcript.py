@@ -32,10 +32,10 @@ class Transcript:
         self._seen.append((clipped_sum, noise.clone()))
 
     def settle(self, fresh_share: float, state: TrainingState, expected_batch: float, record: Record) -> None:
-        """Pair what the witness saw in this step with what was released and what was stepped on."""
+        """Store the clipped sum and noise that the witness saw in this step with the release and the direction."""
         if self._group is None:
             self._group = state.layout.expand(torch.arange(state.layout.groups)).numpy()
-        clipped_sum, noise = self._seen[-1]  # of several answers in a step, the one that is stepped on
+        clipped_sum, noise = self._seen[-1]  # of several answers in a step, the one used for the update
         self._seen.clear()
         direction = state.gradient * expected_batch
         row = {

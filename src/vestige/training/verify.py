@@ -1,4 +1,4 @@
-"""Can a run's epsilon be believed? Recomputed from its ledger alone, then held against the rest."""
+"""Can a run's epsilon be believed? It is recomputed from the ledger alone; the other files are checked against it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Verdict:
     rows: int
     finished: bool
     unchecked: tuple[str, ...] = ()
-    """What the ledger says nothing about: older versions did not seal it."""
+    """Files that the ledger says nothing about: older versions did not seal them."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -45,11 +45,11 @@ class Verdict:
 
 
 def verify(path: str | Path, *, unfinished: bool = False) -> Verdict:
-    """Recompute a run's guarantee from its ledger, and hold every file of its folder against it; raise `LedgerError` at
-    the first thing that does not hold.
+    """Recompute a run's guarantee from its ledger, and check every file of its folder against it; raise `LedgerError`
+    at the first contradiction.
 
-    A run that is not finished is refused, unless `unfinished` says that what it cost so far is wanted: nothing in its
-    folder could tell it from a longer one whose ledger was cut.
+    A run that is not finished is refused, unless `unfinished` asks for its cost so far: nothing in its folder could
+    tell it from a longer one whose ledger was cut.
     """
     folder = RunFolder(path)
     if not folder.path.is_dir():
@@ -78,7 +78,7 @@ def verify(path: str | Path, *, unfinished: bool = False) -> Verdict:
 
 
 def _check_files(folder: RunFolder, history: LedgerHistory, has_result: bool) -> tuple[bool, tuple[str, ...]]:
-    """Whether the run is finished, and which files nothing is known about."""
+    """Whether the run is finished, and which files the ledger says nothing about."""
     there = folder.hashes()
     if history.files is None:
         older = history.facts["version"] == 1 and has_result
@@ -94,7 +94,7 @@ def _check_files(folder: RunFolder, history: LedgerHistory, has_result: bool) ->
 def _check_result(
     folder: RunFolder, history: LedgerHistory, content: Any, promise: accounting.Guarantee, asked: int
 ) -> None:
-    """Everything in the result that follows from the ledger does."""
+    """Check everything in the result that follows from the ledger."""
     try:
         result = RunResult.from_json(content)
     except ValueError as error:
@@ -138,7 +138,7 @@ def _check_result(
 def reprice(spent: accounting.History, delta: float, terms: Mapping[str, Any]) -> accounting.Guarantee:
     """The guarantee of what was charged, under the terms that a ledger or a record states (`Training.terms`).
 
-    A filtered run's epsilon is the filter's: every question is held against the filter that the terms describe, and
+    A filtered run's epsilon is the filter's: every question is checked against the filter that the terms describe, and
     ValueError says what it would have refused.
     """
     known = {key: terms[key] for key in FACTS if key in terms}
@@ -157,7 +157,7 @@ def _contains(ledger: Path, heads: list[str], rows: int, head: str, what: str) -
 
 
 def _same(key: str, written: Any, expected: Any) -> None:
-    """A number may differ by rounding: another version's, or another machine's."""
+    """Refuse another value than expected; a number may differ by the rounding of another version or machine."""
     if isinstance(written, float | int) and isinstance(expected, float | int):
         right = abs(written - expected) <= 1e-6 * max(1.0, abs(expected))
     else:

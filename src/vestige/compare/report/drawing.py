@@ -1,4 +1,4 @@
-"""How is a figure drawn? As SVG by hand, which needs nothing, or as PNG by matplotlib."""
+"""How is a figure drawn? As SVG by our own code, without a library, or as PNG by matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Point = tuple[float, float, float | None, float | None]
 WIDTH, HEIGHT = 560, 350
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
 ROW, NAMES = 17, 172
-"""Height of a row, of a legend too, and width of its name, in a figure of rows."""
+"""Height of a row (in a legend too), and width of its name in a figure of rows."""
 FEW, SOME = 12, 8
 """A line of up to FEW points has a mark with its value at each; a longer one has about SOME marks, to be told apart."""
 
@@ -33,7 +33,7 @@ class Series:
 class Figure:
     """A panel of lines, dots or rows; `names` decides each series' colour, the same in every figure.
 
-    Rows lie on their side: each series has one point, its interval along x, and stands on a line of its own.
+    In a figure of rows, each series is one point with its interval along x, on a line of its own.
     """
 
     key: str
@@ -44,7 +44,7 @@ class Figure:
     kind: str = "line"
     log_x: bool = False
     categories: tuple[str, ...] = ()
-    """The labels of x = 0, 1, 2, ... where x is no number."""
+    """The labels of x = 0, 1, 2, ... where x is categorical."""
     percent: bool = False
 
 
@@ -66,7 +66,7 @@ def svg(figure: Figure, order: Sequence[str], standalone: bool = False) -> str:
 
 
 def _legend(figure: Figure, looks: Sequence[Look]) -> tuple[int, list[str]]:
-    """Every series by name, in columns below the plot; and how high the figure is with them."""
+    """The names of all series, in columns below the plot, and the height of the figure with them."""
     wide = KEY[0] + 14 + 6.2 * max(len(series.name) for series in figure.series)
     columns = max(1, int((WIDTH - 2 * RIGHT) / wide))
     parts = []
@@ -244,7 +244,7 @@ def _line(figure: Figure, index: int, axes: _Axes, look: Look) -> Iterator[str]:
 
 
 def _marked(index: int, count: int) -> slice:
-    """Which points of a line have a mark: other ones than in the neighbouring series, where that is possible."""
+    """Which points of a line have a mark: where possible, other ones than in the neighbouring series."""
     step = -(-count // SOME) if count > FEW else 1
     return slice(index % step, None, step)
 

@@ -28,7 +28,7 @@ def figures(content: Content) -> list[Figure]:
 
 
 LONGEST = 120
-"""Letters of a figure's key, which is also a file name: file systems allow 255."""
+"""The most letters of a figure's key, which is also a file name: file systems allow 255."""
 
 
 def _named_apart(drawn: Iterable[Figure]) -> list[Figure]:
@@ -145,7 +145,7 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
 
 
 def _accuracy_by_epsilon(content: Content) -> Iterable[Figure]:
-    """The curves of final runs against what they had spent by then, as papers like to draw them."""
+    """The curves of final runs against the epsilon spent by then, as papers often plot them."""
     cells: Cells = {}
     for record in content["records"]:
         run = record["run"]

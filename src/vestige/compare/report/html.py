@@ -16,13 +16,13 @@ def items(lines: Iterable[object]) -> str:
 
 
 ALIGNED = ",".join(f".n{place} td:nth-child({place})" for place in range(1, 31)) + "{text-align:right}"
-"""Style of numeric columns: a table names their places, so that no cell has to."""
+"""Style of numeric columns: a table lists their positions, so that no cell needs a class."""
 
 
 def table(key: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """A table that sorts by a click on its head, filters by typing, and downloads as CSV.
 
-    Tags that HTML lets end by themselves are not closed: a large comparison has a hundred thousand cells.
+    Optional end tags are left out: a large comparison has a hundred thousand cells.
     """
     if not rows:
         return ""
@@ -43,7 +43,7 @@ def table(key: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _td(value: Any, numeric: bool) -> str:
-    """A cell as it is read; `data-v` is its exact value, where that is another."""
+    """A cell as displayed; `data-v` is its exact value, where that differs."""
     if value is None:
         return "<td data-v>-"
     if isinstance(value, float):

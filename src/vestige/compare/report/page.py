@@ -15,7 +15,7 @@ from vestige.compare.report.privacy import privacy
 from vestige.compare.report.style import key, look_of
 
 NAMED = 5
-"""Up to so many methods are named in a sentence; more are counted, and named when the reader unfolds them."""
+"""A sentence names up to this many methods; more are counted, and named when the reader unfolds them."""
 
 
 def page(content: Content) -> str:
@@ -130,7 +130,7 @@ def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline
 
 
 def _beside(paper: Mapping[str, Any]) -> str:
-    """What the paper printed and what we found, and what had to be assumed."""
+    """The paper's printed numbers and ours, and what had to be assumed."""
     words = f"<p>{text(paper['title'])}.</p>"
     if paper["small"]:
         words += "<p><b>Made with --small: too few steps and seeds to compare with the paper.</b></p>"
@@ -154,7 +154,7 @@ def _panels(drawn: Sequence[Figure], order: Sequence[str]) -> str:
 
 
 def _legend(figure: Figure, order: Sequence[str]) -> str:
-    """Names of the series that are no methods, such as layers; methods are named once, at the top of the page."""
+    """Names of the series that are not methods, such as layers; methods are named once, at the top of the page."""
     keys = [
         f'<span class="c{look.colour}">{key(look)}{text(name)}</span>'
         for name, look in ((each.name, look_of(each.name, order, index)) for index, each in enumerate(figure.series))
@@ -280,7 +280,7 @@ def _problems(content: Content) -> str:
 
 
 def export(content: Content, folder: Path) -> list[str]:
-    """Every figure as SVG and, where matplotlib is installed, as PNG; what was written, line by line."""
+    """Write every figure as SVG and, where matplotlib is installed, as PNG; returns lines that say what was written."""
     folder.mkdir(parents=True, exist_ok=True)
     order, drawn = names(content), figures(content)
     for figure in drawn:

@@ -1,4 +1,4 @@
-"""What does a report promise about privacy, in plain words? For a reader who answers for the data."""
+"""What does a report promise about privacy, in plain words? For a reader who is responsible for the data."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 LISTED = 4
-"""Up to so many questions of one kind are listed one by one; of more, the range of each number is given."""
+"""Up to this many questions of one kind are listed one by one; for more, the range of each number is given."""
 
 
 def _questions(charged: Sequence[Mapping[str, Any]]) -> Iterable[str]:

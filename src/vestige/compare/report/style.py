@@ -10,14 +10,14 @@ from vestige.compare.report.html import text
 COLOURS = ("#3a3a3a", "#1f6fb4", "#d1601f", "#2b8a4b", "#a83a8f", "#b8860b", "#0b8a94", "#c2334d", "#6a55b8", "#7a5230")
 DASHES = ("", "7 4", "2 3", "9 3 2 3", "13 3")
 SHAPES = ("o", "s", "D", "^", "v")
-"""Circle, square, diamond and two triangles, by matplotlib's names; ten series have the same."""
+"""Circle, square, diamond and two triangles, by matplotlib's names; ten series in a row share one."""
 KEY = (30, 12)
 """Width and height of a series' key: a piece of its line with one mark on it."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a series is painted; `ink` and `paper` are CSS variables on the page, and plain colours in a file."""
+    """How a series is drawn; `ink` and `paper` are CSS variables on the page, and plain colours in a file."""
 
     colour: int
     shape: str
@@ -42,7 +42,7 @@ def mark(look: Look, x: float, y: float, radius: float, words: str, hollow: bool
 
 
 def outline(look: Look, x: float, y: float, radius: float) -> str:
-    """The shape as the data of a path, of about the same area whichever it is."""
+    """The shape as SVG path data; all shapes have about the same area."""
     r = radius
     if look.shape == "o":
         return f"M{x - r:.1f} {y:.1f}a{r:g} {r:g} 0 1 0 {2 * r:g} 0a{r:g} {r:g} 0 1 0 {-2 * r:g} 0z"
@@ -62,7 +62,7 @@ def line(look: Look, path: str, width: float, words: str = "") -> str:
 
 
 def sample(look: Look, x: float, y: float, lined: bool = True) -> str:
-    """A mark, on a piece of the series' line if it has one, from x on."""
+    """A mark, on a piece of the series' line if it has one, starting at x."""
     piece = line(look, f"M{x:.1f} {y:.1f}h{KEY[0]}", 1.9) if lined else ""
     return f'{piece}<path d="{outline(look, x + KEY[0] / 2, y, 4)}" style="fill:{look.ink}"/>'
 

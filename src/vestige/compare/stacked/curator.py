@@ -28,7 +28,7 @@ from vestige.randomness.schedules import Schedule, level
 
 @dataclass(frozen=True)
 class StackedExamples:
-    """What all runs of a stack look at; an input with NaN or infinity is zeroed and has an infinite square."""
+    """The examples of all runs of a stack; an input with NaN or infinity is zeroed and has an infinite squared norm."""
 
     inputs: Tensor
     targets: Tensor
@@ -44,7 +44,7 @@ class StackedExamples:
 
 
 class StackedClip:
-    """One clip for the runs `part` of a curator's; one that follows releases has a bound for each of them."""
+    """One clip for the runs `part` of a curator; an adaptive one has a bound for each of them."""
 
     def __init__(self, clip: Clip, part: slice, layout: Layout, network: MLP, device: torch.device) -> None:
         self.clip, self.part = clip, part
@@ -83,7 +83,7 @@ class StackedClip:
         return found.index_select(-1, self._owners)
 
     def multipliers(self, levels: Sequence[float], expected_batch: float) -> list[float]:
-        """The gradient's share of each run's noise; what is left is the count's."""
+        """Each run's noise multiplier for the gradient; the rest of its budget is for the count."""
         now = self.clip.now(self.clip.init())
         deviations = [now.count_deviation(each, expected_batch) for each in levels]
         self._deviation = self._ones.new_tensor(deviations).unsqueeze(1)
@@ -91,7 +91,7 @@ class StackedClip:
         return [now.gradient_multiplier(each, expected_batch) for each in levels]
 
     def release_count(self, draw: Callable[[], Tensor], expected_batch: float) -> None:
-        """The noised fraction of examples left alone, for `learn`."""
+        """Release the noised fraction of unclipped examples, for `learn`."""
         if self._counts:
             assert self._count is not None
             self._fraction = unclipped_fraction(self._count + self._deviation * draw()[self.part], expected_batch)
@@ -105,7 +105,7 @@ class StackedClip:
 
 
 class StackedCurator:
-    """What the curator does for one run, for the runs `part` of a stack, which share a probe and a kind of noise.
+    """A curator for the runs `part` of a stack at once, which share a probe and a kind of noise.
 
     Formal guarantees: each call is one question of each run, the one that `curator.gradient` would ask of it alone,
     charged before its answer exists.
@@ -140,7 +140,7 @@ class StackedCurator:
             for same in alike([(run.method.clip, run.method.grouping) for run in runs])
         ]
         self.asked = self.step = 0
-        # Runs with one schedule and one multiplier ask the same questions: one account serves them all.
+        # Runs with the same schedule and multiplier ask the same questions: they share one account.
         self._kinds = [(run.method.schedule, run.noise_multiplier) for run in runs]
         self.accounts: dict[tuple[Schedule, float], Counter[Question]] = {kind: Counter() for kind in self._kinds}
         self._levels: dict[tuple[Schedule, float], float] = {}
@@ -149,7 +149,7 @@ class StackedCurator:
         self._slack = SLACK if fast else 1.0
 
     def ask(self, step: int) -> Release:
-        """What the probe makes of this step."""
+        """The probe's release of this step."""
         self.step = step
         self._set_levels()
         release, self.state = self.probe.ask(self, self._point, self.state)
@@ -160,7 +160,7 @@ class StackedCurator:
         return torch.cat([clip.pace() for clip in self.clips])
 
     def __call__(self, at: At) -> Release:
-        """The questions of a probe: `probes.AskGradient` for every run at once."""
+        """Answer a probe's question: `probes.AskGradient` for every run at once."""
         assert (at.transform, at.clip, at.boost) == (None, None, 1), "why_not refuses such probes"
         for kind, question in self._questions.items():
             self.accounts[kind][question] += 1
@@ -196,7 +196,7 @@ class StackedCurator:
             clip.release_count(partial(self.draws.numbers, "count", index), self.expected_batch)
         sensitivity = torch.cat([clip.sensitivity for clip in self.clips])
         std = self._multipliers * sensitivity * more
-        # A sequence that keeps past noise keeps the tensor it is given.
+        # A noise sequence with memory keeps the tensor it is given, so it needs a new one each time.
         into = torch.empty_like(self.fresh) if self.sequence.keeps else self._unit
         noise = self.sequence.next(self.draws.noise("noise" + again, index, into))
         std = std * self.sequence.scale

@@ -1,4 +1,4 @@
-"""Who joins each sample, and which noise falls, in many runs at once? Each run has streams of its own."""
+"""How are samples and noise drawn for many runs at once? Each run has random streams of its own."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ flips that a block may hold."""
 
 
 class Draws:
-    """Poisson samples and standard normal noise for runs that are sampled alike, question by question.
+    """Poisson samples and standard normal noise for runs with the same sampling, question by question.
 
-    Runs with a seed meet the very streams they would meet alone. Secret runs share one key, drawn from the operating
-    system for these draws alone: their samples and noise are different parts of one stream, so they are independent.
+    Runs with a seed get the same streams as when made alone. Secret runs share one key, drawn from the operating system
+    for these draws only: their samples and noise are different parts of one stream, so they are independent.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Draws:
         self._first, self._block = 0, []  # type: tuple[int, list[tuple[Tensor, Tensor]]]
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """The sample of question `index`; they are asked for in order."""
+        """The sample of question `index`; questions come in order."""
         if index >= self._first + len(self._block):
             left = BLOCK if self._questions is None else self._questions - index
             largest = LARGEST_BLOCK // (self.runs * self.population)
@@ -54,7 +54,7 @@ class Draws:
         return self._block[index - self._first]
 
     def samples(self, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
-        """For each question: indices [runs, widest sample] and which of them are real; every drawn row is there."""
+        """For each question: indices [runs, widest sample] and which of them are real; no drawn example is dropped."""
         joined = self._joined(first, count)
         counts = joined.sum(-1)
         widths = counts.amax(-1).clamp(min=1).tolist()  # the one wait for the device in a block

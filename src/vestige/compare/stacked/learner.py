@@ -30,7 +30,7 @@ class StackedRun:
 
 
 def alike(values: Sequence[Any]) -> list[slice]:
-    """The stretches of equal values."""
+    """Slices of consecutive equal values."""
     starts = [i for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(values)], strict=True)]
 
@@ -42,15 +42,15 @@ def layout_of(run: StackedRun) -> Layout:
 class StackedMover:
     """One torch optimizer for the rows of `parameters`, each with a learning rate of its own.
 
-    The optimizer moves a displacement that starts each step at zero, at rate 1. What it decides is in proportion to the
-    rate, so the rows move by their own rates times it. Weight decay looks at the parameters themselves: that is done
-    here.
+    The optimizer updates a displacement that starts each step at zero, at rate 1. Its update is proportional to the
+    rate, so each row moves by its own rate times it. Weight decay depends on the parameters themselves, so it is
+    applied here.
     """
 
     def __init__(self, rule: Rule, parameters: Tensor, lr: Tensor) -> None:
         self.parameters, self.lr, options = parameters, lr, dict(rule.options)
         if rule.fusible and parameters.device.type in ("cpu", "cuda") and not {"foreach", "fused"} & options.keys():
-            options["fused"] = True  # one pass over the moments in place of ten
+            options["fused"] = True  # one pass over the moments instead of ten
         self.gradient = torch.zeros_like(parameters)
         self._displacement = nn.Parameter(torch.zeros_like(parameters), requires_grad=False)
         self.optimizer = replace(rule, options=options).build([self._displacement], 1.0)
@@ -58,7 +58,7 @@ class StackedMover:
         self.decay, group["weight_decay"] = group["weight_decay"], 0.0
         self.decoupled = rule.decoupled_decay
         if rule.plain:
-            self._displacement = nn.Parameter(parameters.new_zeros(0), requires_grad=False)  # the gradient is the move
+            self._displacement = nn.Parameter(parameters.new_zeros(0), requires_grad=False)  # plain SGD needs none
 
     def step(self, pace: Value) -> None:
         lr = self.lr * pace
@@ -79,7 +79,7 @@ class StackedMover:
 
 
 class StackedLearner:
-    """A learner for the runs `part` of a curator's, which share a memory, a rule and an average."""
+    """A learner for the runs `part` of a curator, which share a memory, a rule and an average."""
 
     def __init__(self, runs: Sequence[StackedRun], part: slice, parameters: Tensor) -> None:
         method, layout = runs[0].method, layout_of(runs[0])

@@ -1,4 +1,4 @@
-"""How do many multilayer perceptrons give each example's gradient at once? Layer by layer, along a leading axis."""
+"""How are per-example gradients of many multilayer perceptrons computed at once? By layer, along a leading axis."""
 
 from __future__ import annotations
 

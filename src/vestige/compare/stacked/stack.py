@@ -26,7 +26,7 @@ __all__ = ["RunProgress", "Stack", "StackedRun", "check_noise", "footprint", "wh
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What one run has asked, and what may be looked at: all of it from releases and public facts."""
+    """The questions that one run has asked, and its diagnostics: all from releases and public facts."""
 
     asked: Counter[Question]
     diagnostics: dict[str, Tensor]
@@ -54,14 +54,14 @@ def why_not(model: nn.Module, loss: Loss, method: Method, sampling: str = "poiss
 
 
 def check_noise(run: StackedRun, expected_batch: float) -> None:
-    """Refuse a run whose count of unclipped examples would cost more than its step may."""
+    """Refuse a run whose count of unclipped examples would cost more than its whole step."""
     clip = run.method.clip
     with renamed(run.method.origin.letters):
         clip.now(clip.init()).gradient_multiplier(run.noise_multiplier, expected_batch)
 
 
 def footprint(model: nn.Module, method: Method, rate: float, population: int, steps: int) -> int:
-    """Bytes that one run of a stack takes, roughly and from above."""
+    """A rough upper bound on the bytes that one run of a stack takes."""
     layout = Layout.of(model)
     layers = chain(model) or []
     width = sum(layer.linear.in_features + 2 * layer.linear.out_features for layer in layers)
@@ -104,7 +104,7 @@ class Stack:
             reason = why_not(run.model, functional.cross_entropy, run.method)
             if reason:
                 raise ValueError(f"runs: {reason}, so it cannot be stacked; train it alone")
-        # Runs that ask alike stand together, and among them those that move alike: each kind is one stretch of rows.
+        # Runs with the same questions are adjacent, and among them those with the same updates: each kind is a slice.
         self._order = sorted(range(len(runs)), key=lambda i: _place(runs[i]))
         self.runs = [runs[i] for i in self._order]
         self.device, self.steps, self.step = device, steps, 0
@@ -128,7 +128,7 @@ class Stack:
     def train(self) -> Iterator[int]:
         """Yield the number of steps done after each step, until all are done."""
         while self.step < self.steps:
-            # Where the slack is for exact products, TF32 is forbidden whatever the caller allowed elsewhere.
+            # Where the slack is for exact products, TF32 is forbidden whatever the user's settings are.
             with torch.no_grad(), products_in_tf32(self._fast):
                 for curator, learners in self.parts:
                     self._advance(curator, learners)
@@ -151,7 +151,7 @@ class Stack:
 
     @torch.no_grad()
     def accuracies(self, test: tuple[Tensor, Tensor], chunk: int = 512) -> list[float]:
-        """Each run's share of right answers on PUBLIC data, in the order given; of its average, where it keeps one."""
+        """Each run's accuracy on PUBLIC data, in the order given; of its averaged parameters, where it keeps them."""
         views = self.layout.views(self._evaluated())
         right = torch.zeros(len(self.runs), dtype=torch.long, device=self.device)
         for inputs, targets in zip(test[0].flatten(1).split(chunk), test[1].split(chunk), strict=True):
