@@ -41,6 +41,10 @@ def slack(into: Tensor) -> float:
     return SLACK if into.is_cuda and (tf32_products() or tf32_convolutions()) else 1.0
 
 
+def multiplies_in_tf32(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype != torch.float64 and tf32_products()
+
+
 def convolves_in_tf32(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype != torch.float64 and tf32_convolutions()
 

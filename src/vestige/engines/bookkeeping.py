@@ -133,7 +133,8 @@ def _norms(gradients: Mapping[str, Gradient], layout: Layout, into: Tensor, exam
     present = [s for s in layout.segments if s.name in gradients]
     if not present:
         return into.new_zeros(examples, layout.groups, dtype=torch.float64)
-    squares = torch.stack([gradients[s.name].norms() for s in present], dim=1).double().square()
+    unit = torch.finfo(into.dtype).eps
+    squares = torch.stack([gradients[s.name].norms(unit) for s in present], dim=1).double().square()
     if layout.groups == 1:
         return usable_norms(squares.sum(dim=1, keepdim=True))
     return usable_norms(squares @ _membership(tuple(s.group for s in present), layout.groups, into.device))

@@ -24,6 +24,10 @@ LARGEST_NORM = 1e30
 """Beyond this float32 cannot rescale a gradient accurately; such an example counts as non-finite and is zeroed."""
 
 
+SMALLEST_NORM = 1e-10
+"""Below this the squares of float32 underflow, so a norm may be far too small: a clip that divides by it must not
+magnify such a gradient."""
+
 Coins = Callable[[], np.random.Generator]
 Value = float | Tensor
 """A number; or, where many runs are stacked, one for each of them."""
@@ -221,4 +225,4 @@ def usable_norms(squares: Tensor) -> Tensor:
 def weights(clip: Clip, norms: Tensor) -> Tensor:
     """The clip's factors, with unusable examples at exactly zero."""
     usable = norms.isfinite()
-    return torch.where(usable, clip.factors(torch.where(usable, norms, 1.0)), 0.0)
+    return torch.where(usable, clip.factors(torch.where(usable, norms, 1.0).clamp(min=SMALLEST_NORM)), 0.0)

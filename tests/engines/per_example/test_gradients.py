@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine_checks import Out, close, silent, targets
 from vestige import devices
 from vestige.engines.per_example import gradients
-from vestige.engines.per_example.gradients import Geometry, Patches
+from vestige.engines.per_example.gradients import Geometry, Gradient, Lookup, Outer, Patches, Tied, change
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2}, {"groups": 4, "dilation": 2}])
@@ -27,7 +27,7 @@ def test_convolution_norms_by_either_way(size, by_pixels, options):
     patches = Patches(image.double(), signal.double(), Geometry(*pairs, layer.groups))
     want = patches.dense().flatten(1).norm(dim=1)
     close(patches._ghost_squares().sqrt(), want, 1e-10)
-    close(patches.norms(), want, 1e-10)
+    close(patches.norms(2.0**-52), want, 1e-10)
     if not options:
         assert (patches._ghost_cost() < patches._direct_cost()) == by_pixels
     silent(Out(layer, width=signal[0].numel()), (image, targets(4)))
@@ -89,9 +89,9 @@ def test_however_terms_cancel_tf32_lifts_no_share_over_the_bound(kind, nearest, 
         return replace(patches, image=rounded(image, nearest).double(), signal=rounded(signal, nearest).double())
 
     looked_at = in_tf32(patches.image, patches.signal) if measured == "in tf32" else patches
-    bare = looked_at.norms()
+    bare = looked_at.norms(2.0**-23)
     monkeypatch.setattr(gradients, "convolves_in_tf32", lambda tensor: True)
-    norms = looked_at.norms()
+    norms = looked_at.norms(2.0**-23)
     close(norms, bare + devices.MARGIN * looked_at._lengths())
     bound = 0.3 * bare.min().item()
 
@@ -106,12 +106,58 @@ def test_however_terms_cancel_tf32_lifts_no_share_over_the_bound(kind, nearest, 
         assert (norms < 1.1 * bare).all(), "a dear margin"
 
 
+def opposite(*shape: int) -> Tensor:
+    """Positions in pairs of opposite sign, which cancel but for their last bits."""
+    half = torch.randn(*shape)
+    return torch.cat([half, -half * (1 + 1e-7 * torch.randn(*shape))], dim=1)
+
+
+def cancelling_forms(form: str) -> Gradient:
+    torch.manual_seed(4)
+    same = torch.randn(30, 1, 20).repeat(1, 40, 1)
+    if form == "outer":
+        return Outer(opposite(30, 20, 10), same)
+    index = torch.zeros(30, 40, dtype=torch.long)
+    if form == "lookup":
+        return Lookup(index, opposite(30, 20, 20), 3)
+    if form == "tied":  # what is looked up is what is multiplied by, with the other sign
+        rows = torch.randn(30, 5, 20)
+        left = torch.zeros(30, 5, 3)
+        left[..., 0] = -1
+        return Tied(Lookup(index[:, :5], rows, 3), Outer(left, rows * (1 + 1e-7 * torch.randn(30, 5, 20))))
+    size, channels, outputs = (4, 64, 256) if form == "pixels" else (20, 4, 3)
+    checks = torch.where((torch.arange(size)[:, None] + torch.arange(size)) % 2 == 0, 1.0, -1.0)
+    image = torch.randn(30, channels, 1, 1) * (1 + 1e-7 * torch.randn(30, channels, size, size))
+    pairs = [(n, n) for n in (1, 1, 0, 1)]
+    return Patches(image, torch.randn(30, outputs, 1, 1) * checks, Geometry(*pairs, 1))
+
+
+@pytest.mark.parametrize("form", ["outer", "lookup", "tied", "pixels", "patches"])
+def test_terms_that_cancel_in_float32_lift_no_share_over_the_bound(form):
+    gradient = cancelling_forms(form)
+    if isinstance(gradient, Patches):
+        assert (gradient._ghost_cost() < gradient._direct_cost()) == (form == "pixels")
+    norms, exact = gradient.norms(2.0**-23), change(gradient, doubled).dense().flatten(1).norm(dim=1)
+    bound = 1e-9
+    assert (norms > exact).all()
+    for one, norm in enumerate(norms):
+        factors, share = torch.zeros(30), torch.zeros(gradient.dense().shape[1:])
+        factors[one] = bound / norm
+        gradient.add(share, factors)
+        assert share.double().norm() <= bound
+    assert (norms.double() > 2 * exact).any(), "nothing cancelled here"
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("nearest", [True, False])
 def test_on_a_gpu_no_convolution_in_tf32_lifts_a_share_over_the_bound(nearest, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     patches = cancelling(nearest, "cuda")
-    norms = patches.norms()
+    norms = patches.norms(2.0**-23)
     for one in range(2):
         factors, share = torch.zeros(2, device="cuda"), torch.zeros(patches.shape, device="cuda")
         factors[one] = 0.01 / norms[one]

@@ -16,15 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vestige.devices import MARGIN, convolves_in_tf32
+from vestige.devices import MARGIN, convolves_in_tf32, multiplies_in_tf32
 from vestige.engines.per_example import kernels
 
 
 class Gradient(Protocol):
     """The gradients of one parameter for every example of a batch; the example axis comes first in every field."""
 
-    def norms(self) -> Tensor:
-        """2-norms, [examples], float32 or wider; infinite or NaN where a number is, or where float32 overflows."""
+    def norms(self, unit: float) -> Tensor:
+        """2-norms, [examples], float32 or wider; infinite or NaN where a number is, or where float32 overflows.
+
+        Where terms of an example cancel, they bound what `add` makes of it in numbers of this rounding unit.
+        """
         ...
 
     def add(self, into: Tensor, factors: Tensor) -> None:
@@ -57,7 +60,7 @@ class Dense:
 
     value: Tensor
 
-    def norms(self) -> Tensor:
+    def norms(self, unit: float = 0.0) -> Tensor:
         return torch.linalg.vector_norm(self._rows(), dim=1)
 
     def add(self, into: Tensor, factors: Tensor) -> None:
@@ -77,10 +80,16 @@ class Outer:
     left: Tensor
     right: Tensor
 
-    def norms(self) -> Tensor:
+    def norms(self, unit: float) -> Tensor:
+        return self.norms_and_lengths(unit)[0]
+
+    def norms_and_lengths(self, unit: float) -> tuple[Tensor, Tensor]:
         if self.left.shape[1] == 1:
-            return Dense(self.left).norms() * Dense(self.right).norms()
-        return kernels.outer_squares(self.left, self.right).sqrt()
+            norms = Dense(self.left).norms() * Dense(self.right).norms()
+            return norms, norms
+        squares, lengths = kernels.outer_squares(self.left, self.right)
+        norms = kernels.at_most_hidden(kernels.norms_of(squares, lengths), lengths, unit)
+        return norms + MARGIN * lengths if multiplies_in_tf32(self.left) else norms, lengths
 
     def add(self, into: Tensor, factors: Tensor) -> None:
         left, right = wide(self.left).flatten(0, 1), wide(self.right).flatten(0, 1)
@@ -102,8 +111,13 @@ class Lookup:
     rows: Tensor
     height: int
 
-    def norms(self) -> Tensor:
-        return Dense(self.rows if self.index.shape[1] == 1 else self._merged()).norms()
+    def norms(self, unit: float) -> Tensor:
+        if self.index.shape[1] == 1:
+            return Dense(self.rows).norms()
+        return kernels.at_most_hidden(Dense(self._merged()).norms(), self.lengths(), unit)
+
+    def lengths(self) -> Tensor:
+        return torch.linalg.vector_norm(wide(self.rows), dim=2).sum(dim=1)
 
     def _merged(self) -> Tensor:
         """Positions of one example that read the same row of the table share a gradient: add them up first."""
@@ -132,13 +146,16 @@ class Tied:
     lookup: Lookup
     outer: Outer
 
-    def norms(self) -> Tensor:
+    def norms(self, unit: float) -> Tensor:
         left, right = wide(self.outer.left), wide(self.outer.right)
         read = left.gather(2, self.lookup.index[:, None, :].expand(-1, left.shape[1], -1))  # [examples, outer, lookup]
         cross = (read * torch.bmm(right, wide(self.lookup.rows).transpose(1, 2))).sum(dim=(1, 2))
-        one, other = self.lookup.norms().double(), self.outer.norms().double()
-        squares = one.square() + other.square() + 2 * cross.double()
-        return torch.maximum(squares, kernels.rounding(right) * (one + other).square()).sqrt()
+        norms, length = self.outer.norms_and_lengths(unit)
+        squares = self.lookup.norms(unit).double().square() + norms.double().square() + 2 * cross.double()
+        lengths = self.lookup.lengths() + length
+        found = kernels.norms_of(squares.to(lengths.dtype), lengths)
+        found = kernels.at_most_hidden(found, lengths, unit)
+        return found + MARGIN * length if multiplies_in_tf32(right) else found
 
     def add(self, into: Tensor, factors: Tensor) -> None:
         self.lookup.add(into, factors)
@@ -171,9 +188,10 @@ class Patches:
     def shape(self) -> tuple[int, ...]:
         return (self.signal.shape[1], self.image.shape[1] // self.geometry.groups, *self.geometry.kernel)
 
-    def norms(self) -> Tensor:
-        norms = self._norms()
-        return norms + MARGIN * self._lengths() if convolves_in_tf32(self.image) else norms
+    def norms(self, unit: float) -> Tensor:
+        lengths = self._lengths()
+        norms = kernels.at_most_hidden(self._norms(), lengths, unit)
+        return norms + MARGIN * lengths if convolves_in_tf32(self.image) else norms
 
     def _lengths(self) -> Tensor:
         """The sum over positions of the norms of the outer products that the gradient is the sum of: [examples]."""
@@ -227,8 +245,8 @@ class Patches:
         for axis, size in enumerate(positions):
             inner = self._window_sum(inner, axis, size)
         inner = inner.reshape(len(pixels), positions.numel(), positions.numel())
-        squares = kernels.gram_squares(inner, torch.bmm(outputs.transpose(1, 2), outputs))
-        return squares.view(examples, groups).sum(dim=1)
+        squares, lengths = kernels.gram_squares(inner, torch.bmm(outputs.transpose(1, 2), outputs))
+        return kernels.norms_of(squares, lengths).view(examples, groups).square().sum(dim=1)
 
     def _window_sum(self, inner: Tensor, axis: int, size: int) -> Tensor:
         """Sum, over a kernel's offsets along one axis, the inner products of the two pixels at that offset."""

@@ -10,31 +10,46 @@ from vestige.devices import tf32_products, triton_available
 Pair = tuple[int, int]
 
 
-def outer_squares(left: Tensor, right: Tensor) -> Tensor:
-    """Squared norms of sum_t outer(left[i, t], right[i, t]), from [examples, positions, width] each: [examples]."""
+def outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms of sum_t outer(left[i, t], right[i, t]), and the sums of the norms of its terms: [examples] each.
+
+    From [examples, positions, width] each. The squares are as they were rounded: see `norms_of`.
+    """
     if left.is_cuda and left.dtype != torch.float64 and triton_available():
         from vestige.engines.per_example import triton_kernels
 
-        return triton_kernels.outer_squares(left, right, rounding(left))
+        return triton_kernels.outer_squares(left, right)
     return plain_outer_squares(left, right)
 
 
-def plain_outer_squares(left: Tensor, right: Tensor) -> Tensor:
+def plain_outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
     left, right = left.to(wide), right.to(wide)
     return gram_squares(torch.bmm(left, left.transpose(1, 2)), torch.bmm(right, right.transpose(1, 2)))
 
 
-def gram_squares(first: Tensor, second: Tensor) -> Tensor:
-    """The same from the two matrices of inner products between positions, [examples, positions, positions] each.
-
-    Terms of either sign may cancel down to their own rounding errors, and a norm that rounding made too small would
-    let an example through unclipped. So the result is never below what rounding can hide.
-    """
+def gram_squares(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from the two matrices of inner products between positions, [examples, positions, positions] each."""
     squares = torch.linalg.vecdot(first.flatten(1), second.flatten(1))
     diagonals = first.diagonal(dim1=1, dim2=2) * second.diagonal(dim1=1, dim2=2)
-    ceiling = diagonals.clamp(min=0.0).sqrt().sum(dim=1).square()
-    return torch.maximum(squares, rounding(first) * ceiling)
+    return squares, diagonals.clamp(min=0.0).sqrt().sum(dim=1)
+
+
+# Terms of either sign may cancel down to their own rounding errors, and a norm that rounding made too small would let
+# an example through unclipped. So to a norm is added what rounding can hide, in proportion to `lengths`: the sum of the
+# norms of the terms. Where that is next to nothing the norm stays as it is.
+
+
+def norms_of(squares: Tensor, lengths: Tensor) -> Tensor:
+    """Norms from squares that were themselves summed from terms of either sign."""
+    hidden = rounding(squares) * lengths.square()
+    return torch.where(squares < 1e3 * hidden, squares.clamp(min=0.0) + hidden, squares).sqrt()
+
+
+def at_most_hidden(norms: Tensor, lengths: Tensor, unit: float) -> Tensor:
+    """Norms with what rounding can hide when the same terms are summed again, in numbers of this `unit`."""
+    hidden = 32 * unit * lengths
+    return norms + torch.where(hidden > 1e-4 * norms, hidden, 0.0)
 
 
 def rounding(tensor: Tensor) -> float:

@@ -20,22 +20,22 @@ ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
 """Kernel, stride, padding and dilation, each (height, width), and groups."""
 
 
-def outer_squares(left: Tensor, right: Tensor, rounding: float) -> Tensor:
+def outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.outer_squares`: inner products between positions, tile by tile, never written to memory."""
     left, right = left.contiguous(), right.contiguous()
     examples, positions, _ = left.shape
     if examples == 0:
-        return left.new_zeros(0, dtype=torch.float32)
+        return left.new_zeros(0, dtype=torch.float32), left.new_zeros(0, dtype=torch.float32)
     tile = _tile(positions)
     tiles = triton.cdiv(positions, tile)
     squares = torch.zeros(examples, tiles * tiles, device=left.device)
-    ceilings = torch.zeros(examples, tiles, device=left.device)
+    lengths = torch.zeros(examples, tiles, device=left.device)
     with torch.cuda.device_of(left):
         _outer_squares[(tiles * tiles, examples)](
             left,
             right,
             squares,
-            ceilings,
+            lengths,
             positions,
             left.shape[2],
             right.shape[2],
@@ -44,7 +44,7 @@ def outer_squares(left: Tensor, right: Tensor, rounding: float) -> Tensor:
             PRECISION=_precision(left, tf32_products()),
             num_warps=max(1, tile // 16),
         )
-    return torch.maximum(squares.sum(dim=1), rounding * ceilings.sum(dim=1).square())
+    return squares.sum(dim=1), lengths.sum(dim=1)
 
 
 def _precision(tensor: Tensor, allowed: bool) -> str:
@@ -81,7 +81,7 @@ def _gram(
 
 @triton.jit
 def _outer_squares(
-    left, right, squares, ceilings, positions, out_width, in_width, tiles, TILE: tl.constexpr, PRECISION: tl.constexpr
+    left, right, squares, lengths, positions, out_width, in_width, tiles, TILE: tl.constexpr, PRECISION: tl.constexpr
 ):
     pair, example = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, column = pair // tiles, pair % tiles
@@ -93,7 +93,7 @@ def _outer_squares(
         total = tl.sum(first * second)
         if column == row:
             diagonal = tl.where(rows[:, None] == columns[None, :], first * second, 0.0)
-            tl.store(ceilings + example * tiles + row, tl.sum(tl.sqrt(tl.maximum(diagonal, 0.0))))
+            tl.store(lengths + example * tiles + row, tl.sum(tl.sqrt(tl.maximum(diagonal, 0.0))))
         else:
             total = 2 * total
         tl.store(squares + example * tiles * tiles + pair, total)
