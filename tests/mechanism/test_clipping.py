@@ -7,10 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
 from vestige.engines.reference import Reference
+from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Flat
+from vestige.mechanism.adaptive_clipping import Automatic
+from vestige.mechanism.clipping import Flat, RunningSum
 
 
 def ask(model, batch, bound=1.0, loss=nn.functional.cross_entropy):
@@ -82,3 +85,54 @@ def test_an_unusable_bound_is_refused():
     for bound in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="bound="):
             Flat(bound)
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "reference"])
+@pytest.mark.parametrize("scale", [1e-20, 1e-38, 1e-42])
+def test_a_clip_that_divides_by_the_norm_magnifies_no_gradient_that_underflows(engine, scale):
+    """With stability 0, and gradients whose squares, or whose last bits, float32 cannot hold."""
+    model = nn.Linear(5, 1, bias=False)
+    layout, parameters = Layout.of(model), dict(model.named_parameters())
+    for seed in range(20):
+        torch.manual_seed(seed)
+        into = torch.zeros(layout.size)
+        batch = torch.randn(1, 5) * scale, torch.zeros(1, 1)
+        engine_by_name(engine)(model, lambda out, target: (out - target).sum(), layout)(
+            batch, parameters, Automatic(1.0, stability=0.0), into
+        )
+        assert into.norm() <= 1 + 1e-6
+
+
+def test_what_many_examples_add_up_to_is_rounded_as_little_as_what_few_do():
+    """A million aligned gradients: in float32 alone, the last one would move the sum by more than the bound."""
+    rows, each = 10**6, torch.rand(3) + 0.5
+    each /= each.norm()
+    running, plain = RunningSum(3, torch.device("cpu")), torch.zeros(3)
+    for _ in range(rows // 1000):
+        running.place(1000).add_(each * 1000)
+    for _ in range(1000):
+        plain.add_(each * 1000)
+    before, plainly = running.total().clone(), plain.clone()
+    running.place(1).add_(each)
+    assert (running.total() - before).norm() == pytest.approx(1.0, abs=1e-4)
+    assert abs(float((plain.add_(each) - plainly).norm()) - 1) > 1e-3, "nothing to guard against here"
+
+
+def test_large_samples_are_summed_in_parts_that_add_up_in_float64(toy):
+    model, _ = toy
+    torch.manual_seed(0)
+    data = torch.randn(10_000, 5), torch.randint(3, (10_000,))
+    training = vestige.train(
+        model, nn.functional.cross_entropy, data, method="dp-sgd", noise_multiplier=1.0, sample_rate=1.0, steps=1,
+        delta=1e-6,
+    )  # fmt: skip
+    curator = training.curator
+    parameters = dict(model.named_parameters())
+    total, norms = curator._sum(torch.arange(10_000), parameters, Flat(1.0), None, 0)
+    assert total.dtype == torch.float64
+    assert len(norms) == 10_000
+    rows = example_gradients(model, *data)
+    want = torch.from_numpy(clip_and_sum(rows, 1.0))
+    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-3)
+    few, _ = curator._sum(torch.arange(100), parameters, Flat(1.0), None, 1)
+    assert few.dtype == torch.float32

@@ -83,16 +83,17 @@ def stackable(run: Run, machine: Machine) -> tuple[Any, ...] | None:
     """What runs of one stack have in common, or None if this run must be made alone."""
     if not machine.stack or run.physical_batch is not None or run.task not in tasks.names():
         return None
-    if not _can_stack(run.task, machine.data.get(run.task), run.method, json.dumps(dict(run.options))):
+    if not _can_stack(run.task, machine.data.get(run.task), run.method, json.dumps(dict(run.options)), run.sample_rate):
         return None
     return (run.task, run.holdout, run.sample_rate, run.steps, run.delta, run.evaluations, run.reproducible)
 
 
 @lru_cache(maxsize=1024)
-def _can_stack(task: str, data: str | None, method: str, options: str) -> bool:
+def _can_stack(task: str, data: str | None, method: str, options: str, rate: float) -> bool:
     try:
         loaded = _initial(task, data, 0)
-        return stacked.why_not(loaded.model, loaded.loss, build(method, **json.loads(options))) is None
+        built, expected = build(method, **json.loads(options)), rate * len(loaded.train[1])
+        return stacked.why_not(loaded.model, loaded.loss, built, expected_batch=expected) is None
     except Exception:
         return False  # made alone, it fails with its own message
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vestige.devices import slack
+from vestige.engines.buffers import Buffers
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import full_precision
@@ -38,6 +39,7 @@ class BookKeeping:
         self.model, self.loss, self.layout = model, loss, layout
         self.reference = Reference(model, loss, layout)
         self._taps: dict[bool, Taps | None] = {}
+        self._buffers, self._changing = Buffers(model), frozenset[str]()
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
@@ -64,8 +66,10 @@ class BookKeeping:
 
     def gradients(self, taps: Taps, batch: Batch, parameters: Parameters) -> dict[str, Gradient]:
         """SENSITIVE: every parameter's per-example gradients at this point."""
-        values = {name: value.detach() for name, value in parameters.items()}
-        return gradients(taps, partial(self._losses, batch), len(batch[0]), values)
+        values, before = {name: value.detach() for name, value in parameters.items()}, self._buffers.versions()
+        found = gradients(taps, partial(self._losses, batch), len(batch[0]), values)
+        self._buffers.require_unchanged(before, self._changing)
+        return found
 
     def _losses(self, batch: Rows) -> Tensor:
         *inputs, targets = batch
@@ -89,6 +93,7 @@ class BookKeeping:
             )
             return None
         taps.kinds = dict(found.kinds)
+        self._changing |= found.changing
         return taps
 
 

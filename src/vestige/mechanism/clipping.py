@@ -24,6 +24,8 @@ LARGEST_NORM = 1e30
 """Beyond this float32 cannot rescale a gradient accurately; such an example counts as non-finite and is zeroed."""
 
 
+LARGEST_SUM = 4096
+"""How many clipped gradients are summed in float32; see `RunningSum`."""
 SMALLEST_NORM = 1e-10
 """Below this the squares of float32 underflow, so a norm may be far too small: a clip that divides by it must not
 magnify such a gradient."""
@@ -226,3 +228,26 @@ def weights(clip: Clip, norms: Tensor) -> Tensor:
     """The clip's factors, with unusable examples at exactly zero."""
     usable = norms.isfinite()
     return torch.where(usable, clip.factors(torch.where(usable, norms, 1.0).clamp(min=SMALLEST_NORM)), 0.0)
+
+
+class RunningSum:
+    """SENSITIVE: clipped gradients added up. The rounding of a float32 sum grows with the number of its summands and
+    depends on each of them, so sums of few are added up in float64."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._few = torch.zeros(size, device=device)
+        self._all: Tensor | None = None
+        self._rows = 0
+
+    def place(self, rows: int) -> Tensor:
+        """Where to add the next so many gradients: at most `LARGEST_SUM`."""
+        if self._rows + rows > LARGEST_SUM:
+            self._all = self.total().double()
+            self._few = torch.zeros_like(self._few)
+            self._rows = 0
+        self._rows += rows
+        return self._few
+
+    def total(self) -> Tensor:
+        """Float32 where few were added, float64 where many were."""
+        return self._few if self._all is None else self._all + self._few

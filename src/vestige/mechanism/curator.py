@@ -13,7 +13,16 @@ from torch import Tensor
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
 from vestige.mechanism.charges import Charges
-from vestige.mechanism.clipping import Clip, Flat, GradientEngine, Parameters, Transform, sensitivity_on
+from vestige.mechanism.clipping import (
+    LARGEST_SUM,
+    Clip,
+    Flat,
+    GradientEngine,
+    Parameters,
+    RunningSum,
+    Transform,
+    sensitivity_on,
+)
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Examples
 from vestige.questions import Gaussian, Question, SampledGaussian
@@ -146,15 +155,15 @@ class Curator:
         self, sample: Tensor, parameters: Parameters, clip: Clip, transform: Transform | None, index: int
     ) -> tuple[Tensor, Tensor]:
         """SENSITIVE: the clipped sum over a sample, and every example's norms."""
-        total = torch.zeros(self._layout.size, device=self._device)
+        running = RunningSum(self._layout.size, self._device)
         with self._model_randomness(index):
             seen = [
-                self._engine(self._examples.fetch(rows), parameters, clip, total, transform)
+                self._engine(self._examples.fetch(rows), parameters, clip, running.place(len(rows)), transform)
                 for rows in self._parts(sample)
             ]
         norms = torch.cat(seen)
         self.nonprivate_broken_examples += norms.isinf().any(dim=1).sum()
-        return total, norms
+        return running.total(), norms
 
     def _answer(
         self,
@@ -177,7 +186,7 @@ class Curator:
         if witness is not None:
             assert noise is not None
             witness(before, noise)
-        return Release(total, std, self.expected_batch, self._sampling.rate, unclipped)
+        return Release(total.float(), std, self.expected_batch, self._sampling.rate, unclipped)
 
     def _unclipped(self, clip: Clip, norms: Tensor, multiplier: float, index: int) -> float | None:
         """The fraction of unclipped examples, from a noised centred count over the public batch size."""
@@ -225,6 +234,4 @@ class Curator:
             yield
 
     def _parts(self, indices: Tensor) -> Sequence[Tensor]:
-        if self.physical_batch is None or len(indices) == 0:
-            return [indices]
-        return indices.split(self.physical_batch)
+        return indices.split(min(self.physical_batch or LARGEST_SUM, LARGEST_SUM)) if len(indices) else [indices]

@@ -21,6 +21,7 @@ from vestige.checks import check_delta, check_multiplier, check_steps, renamed
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.taps import floating
+from vestige.engines.processes import require_one_process
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.criteria import batch_mean
@@ -269,17 +270,6 @@ def refuse_others(others: dict[str, Any]) -> None:
         if name in ELSEWHERE:
             raise ValueError(f"{name}={value!r} is not an argument here: {ELSEWHERE[name]}")
         raise TypeError(f"make_private() got an unexpected keyword argument {name!r}")
-
-
-def require_one_process(module: nn.Module) -> None:
-    """Each process would be a mechanism of its own, and its epsilon nobody's."""
-    wrapped = type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if wrapped or type(module).__name__.startswith("FSDP") or (several and torch.distributed.get_world_size() > 1):
-        raise ValueError(
-            "private training runs in one process here: of several, each would draw its own batches and noise. Start "
-            "it without torchrun, and without DistributedDataParallel or FSDP around the module"
-        )
 
 
 def _fit_for_a_loop(method: Method) -> Method:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
+from vestige.engines.processes import require_one_process
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
 from vestige.optim.learner import Learner
@@ -97,6 +98,7 @@ class PrivateSteps:
 
     def step(self, closure: Closure | None) -> Any:
         """Move, if the draw is complete; else only bound and add what this part brought."""
+        require_one_process(self.passes.module)
         self.passes.settle()
         self._check()
         value: Any = None
@@ -163,7 +165,7 @@ class PrivateSteps:
         index, self.asked = self.asked, self.asked + 1
         stream = self.randomness.stream("noise", index)
         std, _ = add_noise(BoundedSum(total, sensitivity), self.planned.multiplier, stream)
-        return Release(total, std, self.expected_batch, sample_rate=self.planned.rate)
+        return Release(total.float(), std, self.expected_batch, sample_rate=self.planned.rate)
 
     def _elsewhere(self, closure: Closure) -> Any:
         """The parameters go where the method asks, the user's closure runs there, the parameters come back."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
+from vestige.engines.buffers import Buffers, Versions
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.expressions import ANCHOR, Pass
-from vestige.engines.per_example.gradients import Gradient, combine
+from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import floating
 from vestige.layout import Grouping, Layout
-from vestige.mechanism.clipping import Clip, Parameters
+from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm, form_of
 from vestige.privacy_engine.coverage import require_noised
 from vestige.privacy_engine.outputs import End, Reduction, watch_backward_passes
@@ -49,7 +51,7 @@ class Open:
     now: Pass
     form: CallForm
     stack: ExitStack
-    buffers: list[tuple[str, int, int]]
+    buffers: Versions
     tasks: dict[int, Uses] = field(default_factory=dict)
     """What each backward pass through it has brought so far."""
     dropped: bool = False
@@ -77,12 +79,13 @@ class Passes:
     def __init__(self, module: nn.Module, grouping: Grouping | None, clip: Clip, reduction: str, parts: Parts) -> None:
         self.module, self.layout = module, Layout.of(module, grouping)
         self._clip, self._said, self.parts = clip, reduction, parts
-        self.total: Tensor | None = None
+        self.total: RunningSum | None = None
         """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
         self._closed: int | None = None
         """The draw that they belong to."""
         self.assumed = False
         """Whether a loss was met whose divisor could not be recognised."""
+        self._buffers = Buffers(module)
         self._pending: list[Pending] = []
         self._forms: dict[Any, CallForm] = {}
         self._open: Open | None = None
@@ -148,22 +151,31 @@ class Passes:
                 "batches draw larger ones (batch_size), and let max_physical_batch_size split them"
             )
         if self.total is None or self._closed != draws[0]:  # what an unfinished draw left was never released
-            self.total, self._closed = torch.zeros(self.layout.size, device=self.device), draws[0]
+            self.total, self._closed = RunningSum(self.layout.size, self.device), draws[0]
         last = self._pending[-1].part.last
         for each in self._pending:
             if each.part.size and each.uses:
                 with torch.no_grad():
-                    gradients = {name: combine(parts) for name, parts in each.uses.items()}
-                    add_weighted(gradients, self._clip, self.layout, self.total, each.examples)
+                    self._add({name: combine(parts) for name, parts in each.uses.items()}, each.examples)
         self._pending = []
         self.parts.stepped()
         return last
+
+    def _add(self, gradients: dict[str, Gradient], examples: int) -> None:
+        assert self.total is not None
+        for first in range(0, examples, LARGEST_SUM):
+            rows = min(LARGEST_SUM, examples - first)
+            if rows < examples:
+                few = {name: change(each, itemgetter(slice(first, first + rows))) for name, each in gradients.items()}
+            else:
+                few = gradients
+            add_weighted(few, self._clip, self.layout, self.total.place(rows), rows)
 
     def taken(self) -> tuple[int, Tensor]:
         """SENSITIVE: a complete draw and its clipped sum, which is then forgotten here."""
         assert self.total is not None
         assert self._closed is not None
-        found = self._closed, self.total
+        found = self._closed, self.total.total()
         self.total = self._closed = None
         return found
 
@@ -235,8 +247,7 @@ class Passes:
         now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses))
         now.inside = False
         stack = ExitStack()
-        buffers = [(name, id(b), b._version) for name, b in self.module.named_buffers()]
-        opened = self._open = Open(now, form, stack, buffers)
+        opened = self._open = Open(now, form, stack, self._buffers.versions())
         stack.enter_context(form.taps.watching(now))
 
     # --- it ends ------------------------------------------------------------------------------------------------------
@@ -277,14 +288,11 @@ class Passes:
         if opened.now.doubt is not None:
             opened.dropped = True
             raise ValueError(f"this pass of the model cannot be made private: {opened.now.doubt}")
-        allowed = opened.form.rehearsal.changing
-        for (name, before, version), (_, buffer) in zip(opened.buffers, self.module.named_buffers(), strict=True):
-            if (id(buffer), buffer._version) != (before, version) and name not in allowed:
-                opened.dropped = True
-                raise ValueError(
-                    f"buffer {name!r} was changed by the forward pass: it may hold something of the examples without "
-                    "noise. Keep it out of the model, or do not change it while training"
-                )
+        try:
+            self._buffers.require_unchanged(opened.buffers, opened.form.rehearsal.changing)
+        except ValueError:
+            opened.dropped = True
+            raise
 
     # --- the way back -------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def add_noise(
     `multiplier`, for ideal real-valued Gaussian noise whose key stays secret.
     """
     total, std = sensitive.total, sensitive.sensitivity * multiplier
-    if total.is_cuda and triton_available():
+    if total.is_cuda and total.dtype == torch.float32 and triton_available():
         from vestige.randomness import triton_gaussian
 
         return std, triton_gaussian.add_normal(total, std, int(stream.integers(2**63)), nonprivate_keep)

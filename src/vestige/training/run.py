@@ -16,6 +16,7 @@ from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget
 from vestige.accounting.ledger import Ledger
 from vestige.engines.independence import require_independent
+from vestige.engines.processes import require_one_process
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
@@ -80,6 +81,7 @@ def train(
     Formal guarantees: (epsilon, delta)-differential privacy of everything the iteration yields and of the final model,
     for adding or removing one example, under the assumptions listed in `training.guarantee().assumptions`.
     """
+    require_one_process(model)
     require_independent(model)
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
@@ -327,6 +329,7 @@ class Training:
             return
         for record in run(self.state, self.method, self.curator, plan.noise_multiplier, plan.steps, self._public):
             self._last = record
+            require_one_process(self.model)
             if self.transcript is not None:
                 self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
             yield replace(record, epsilon=self.spent())

@@ -339,6 +339,7 @@ def test_coverage_is_said_and_refused():
     assert "chain" in why_not(nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2)), loss, build("dp-sgd"))
     assert "cross_entropy" in why_not(good, functional.mse_loss, build("dp-sgd"))
     assert "sampling" in why_not(good, loss, build("dp-sgd"), "shuffled")
+    assert "too large" in why_not(good, loss, build("dp-sgd"), expected_batch=5000.0)
     with pytest.raises(ValueError, match="cannot be stacked"):
         Stack(
             [StackedRun(nn.Sequential(nn.Conv2d(1, 2, 3)), build("dp-sgd"), 1.0, 1.0)],

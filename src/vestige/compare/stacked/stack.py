@@ -17,7 +17,7 @@ from vestige.compare.stacked.learner import StackedLearner, StackedRun, alike
 from vestige.compare.stacked.mlp import MLP, chain
 from vestige.devices import products_in_tf32
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Loss
+from vestige.mechanism.clipping import LARGEST_SUM, Loss
 from vestige.methods.base import Method
 from vestige.questions import Question
 
@@ -32,7 +32,9 @@ class RunProgress:
     diagnostics: dict[str, Tensor]
 
 
-def why_not(model: nn.Module, loss: Loss, method: Method, sampling: str = "poisson") -> str | None:
+def why_not(
+    model: nn.Module, loss: Loss, method: Method, sampling: str = "poisson", expected_batch: float = 0.0
+) -> str | None:
     """Why a run cannot be stacked, or None if it can."""
     if chain(model) is None:
         return "the model is not a chain of linear layers and activations"
@@ -40,6 +42,8 @@ def why_not(model: nn.Module, loss: Loss, method: Method, sampling: str = "poiss
         return "the loss is not cross_entropy"
     if sampling != "poisson":
         return f"sampling is {sampling}"
+    if expected_batch > LARGEST_SUM / 2:
+        return f"samples of {expected_batch:g} examples are too large to be summed in float32"
     if method.gate.tests or method.augment is not None or method.noise_multiplier is not None:
         return f"{method.name} gates, augments or fixes its noise in a way of its own"
     for part in ("clip", "probe", "memory", "rule"):

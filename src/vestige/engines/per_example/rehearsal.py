@@ -97,9 +97,7 @@ class _Rehearsing:
     def _again(self) -> Iterator[None]:
         """With the same random numbers and buffers as every time."""
         with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                if buffer.shape == self.buffers[name].shape and not _equal(buffer, self.buffers[name]):
-                    buffer.copy_(self.buffers[name])
+            _restore(self.model, self.buffers)
         torch.manual_seed(self.seed)
         random.seed(self.seed)
         np.random.seed(self.seed)  # noqa: NPY002
@@ -155,7 +153,9 @@ class _Rehearsing:
                             "something of the examples without noise. Keep it out of the model, or do not change it "
                             "while training"
                         )
-        return frozenset(name for name, buffer in self.buffers.items() if not _equal(buffer, first[name]))
+        return frozenset(
+            name for name, buffer in first.items() if name not in self.buffers or not _equal(buffer, self.buffers[name])
+        )
 
     def _check_independent(self, three: Rows) -> None:
         """The middle example's output, with other examples beside it and with fewer."""
@@ -363,9 +363,17 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if buffer.shape == buffers[name].shape and not _equal(buffer, buffers[name]):
-                    buffer.copy_(buffers[name])
+            _restore(model, buffers)
+
+
+def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Buffers as they were; those that were not there go."""
+    for name, buffer in list(model.named_buffers()):
+        if name not in buffers:
+            owner, _, key = name.rpartition(".")
+            del model.get_submodule(owner)._buffers[key]
+        elif buffer.shape == buffers[name].shape and not _equal(buffer, buffers[name]):
+            buffer.copy_(buffers[name])
 
 
 def _flat(outputs: Tensor, examples: int) -> Tensor:
