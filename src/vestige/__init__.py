@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vestige.engines.replacements import fix
     from vestige.mechanism.groups import Layers, Patterns, PerGroup
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
     from vestige.methods.base import Method, by_group
@@ -32,6 +33,7 @@ __all__ = [
     "by_group",
     "dp_sgd",
     "exponential_memory",
+    "fix",
     "fo_dp_sgd",
     "post_fm",
     "sma_dp_sgd",
@@ -42,6 +44,7 @@ __all__ = [
 _MODULES = {
     "training.run": ("Training", "train"),
     "privacy_engine.engine": ("PrivacyEngine",),
+    "engines.replacements": ("fix",),
     "mechanism.groups": ("Layers", "Patterns", "PerGroup"),
     "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),

@@ -295,18 +295,39 @@ def test_doctor_and_lists():
     assert "digits-mlp" in {row["name"] for row in as_json("tasks")["tasks"]}
 
 
+MIXING = (
+    "import torch\nfrom torch import nn\n"
+    "def make():\n"
+    "    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n"
+    "    data = torch.randn(40, 4), torch.randint(2, (40,))\n"
+    "    return model, nn.functional.cross_entropy, data, data\n"
+)
+
+
 def test_doctor_names_the_fault_in_a_users_own_file(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\nfrom torch import nn\n"
-        "def make():\n"
-        "    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n"
-        "    data = torch.randn(40, 4), torch.randint(2, (40,))\n"
-        "    return model, nn.functional.cross_entropy, data, data\n"
-    )
+    file.write_text(MIXING)
     code, out, _ = vestige("doctor", f"{file}:make", "--json")
     assert code == 1
     assert "BatchNorm1d" in out
+    assert "vestige.fix(model)" in out
+
+
+def test_doctor_examines_a_model_as_it_is_when_fixed(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MIXING)
+    line = "layer '1' (BatchNorm1d): nn.GroupNorm(1, 8) takes its place"
+    code, out, _ = vestige("doctor", f"{file}:make", "--fix", "--parity")
+    assert code == 0
+    assert out.splitlines()[:2] == [f"replaced: {line}", "in Python: model = vestige.fix(model)"]
+    assert "the engines agree" in out
+    assert as_json("doctor", f"{file}:make", "--fix") == {"healthy": True, "findings": [], "replaced": [line]}
+    assert as_json("doctor", "digits-mlp", "--fix") == {"healthy": True, "findings": [], "replaced": []}
+    assert vestige("doctor", "digits-mlp", "--fix")[1].startswith("vestige.fix finds nothing to replace\n")
+    file.write_text(MIXING.replace("BatchNorm1d(8)", "LazyBatchNorm1d()"))
+    code, _, error = vestige("doctor", f"{file}:make", "--fix")
+    assert code == 2
+    assert "layer '1' (LazyBatchNorm1d) does not know its channels yet" in error
 
 
 @pytest.mark.parametrize("command", ["train", "doctor"])

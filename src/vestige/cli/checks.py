@@ -93,6 +93,9 @@ def doctor(
     ],
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights.", min=0, max=LARGEST_SEED)] = 0,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Examine the model as vestige.fix leaves it: layers that mix replaced.")
+    ] = False,
     parity: Annotated[
         bool, typer.Option("--parity", help="Also prove, on one batch, that the fast engine equals the reference.")
     ] = False,
@@ -112,11 +115,13 @@ def doctor(
 
         vestige doctor digits-mlp
 
-        vestige doctor my_project.py:make --parity --physical-batch auto
+        vestige doctor my_project.py:make --fix --parity --physical-batch auto
     """
     from vestige import tasks
     from vestige.devices import check_device, default_device
     from vestige.engines.parity import compare_engines
+    from vestige.engines.replacements import fix as fixed
+    from vestige.engines.replacements import replacements
     from vestige.training.doctor import examine, first_examples, largest_batch
 
     if batch < 1:
@@ -127,9 +132,14 @@ def doctor(
     where = device or default_device()
     check_device(where)
     model.to(where)
+    replaced = replacements(model) if fix else []
+    if fix:
+        model = fixed(model)
     findings = examine(model, loss, examples)
     wrong = any(finding.level == "error" for finding in findings)
     result: dict[str, Any] = {"healthy": not wrong, "findings": [vars(finding) for finding in findings]}
+    if fix:
+        result["replaced"] = replaced
     if parity and not wrong:
         agreement = compare_engines(model, loss, first_examples(examples, batch))
         result["parity"] = agreement.to_json()
@@ -145,6 +155,8 @@ def doctor(
 
 
 def _print_diagnosis(task: str, result: dict[str, Any]) -> None:
+    if "replaced" in result:
+        _print_replaced(result["replaced"])
     for finding in result["findings"]:
         stdout.print(f"{finding['level']}: {finding['where']}: {finding['what']}", markup=False)
     if not result["findings"]:
@@ -153,6 +165,13 @@ def _print_diagnosis(task: str, result: dict[str, Any]) -> None:
         _print_parity(result["parity"])
     if "physical_batch" in result:
         stdout.print(f"physical batch: {result['physical_batch']}", markup=False)
+
+
+def _print_replaced(lines: list[str]) -> None:
+    for line in lines:
+        stdout.print(f"replaced: {line}", markup=False)
+    way = "in Python: model = vestige.fix(model)" if lines else "vestige.fix finds nothing to replace"
+    stdout.print(way, markup=False)
 
 
 def _print_parity(parity: dict[str, Any]) -> None:

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 from torch import nn
 
-MIXING = (nn.modules.batchnorm._BatchNorm,)
+Norm = nn.modules.batchnorm._NormBase
+BatchNorm = nn.modules.batchnorm._BatchNorm
+InstanceNorm = nn.modules.instancenorm._InstanceNorm
+
+FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward, InstanceNorm.forward)
+
+
+def refused(module: nn.Module) -> bool:
+    """Whether the layer mixes the examples of a batch, or remembers them, in its present mode."""
+    if isinstance(module, BatchNorm):
+        return module.training or not module.track_running_stats
+    return isinstance(module, InstanceNorm) and module.training and module.track_running_stats
+
+
+def replaceable(module: nn.Module) -> TypeGuard[Norm]:
+    """Whether the layer is a norm of torch's own in what it computes, with plain parameters.
+
+    A subclass with a forward pass of its own may compute more; a parametrised or pruned weight is no parameter.
+    """
+    if not isinstance(module, Norm) or getattr(module.forward, "__func__", None) not in FORWARDS:
+        return False
+    return module._parameters.keys() == {"weight", "bias"}
 
 
 def mixing_layers(model: nn.Module) -> list[str]:
     """Layers whose output for one example depends on the others, each with the way out."""
-    found = []
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, MIXING) and (module.training or not module.track_running_stats):
-            found.append(
-                f"layer {name!r} ({kind}) mixes the examples of a batch, so no example's influence can be bounded: "
-                f"replace it by nn.GroupNorm, or freeze it with .eval() and requires_grad_(False)"
-            )
-        elif (
-            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats and module.training
-        ):
-            found.append(
-                f"layer {name!r} ({kind}) keeps running statistics of un-noised data: "
-                f"build it with track_running_stats=False"
-            )
-    return found
+    return [
+        f"layer {name!r} ({type(module).__name__}) {_fault(module)}"
+        for name, module in model.named_modules()
+        if refused(module)
+    ]
+
+
+def _fault(module: nn.Module) -> str:
+    call = "call model = vestige.fix(model), or " if replaceable(module) else ""
+    if isinstance(module, InstanceNorm):
+        return f"keeps running statistics of un-noised data: {call}build it with track_running_stats=False"
+    return (
+        f"mixes the examples of a batch, so no example's influence can be bounded: {call}replace it by nn.GroupNorm, "
+        f"or freeze it with .eval() and requires_grad_(False)"
+    )
 
 
 def require_independent(model: nn.Module) -> None:

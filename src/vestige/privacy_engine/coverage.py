@@ -7,7 +7,10 @@ from collections.abc import Container, Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-FOREIGN = "optimizer holds a parameter that is not the module's: it would move without noise"
+FOREIGN = (
+    "optimizer holds a parameter that is not the module's and would move without noise: make it from "
+    "module.parameters(), once the module is as it will be trained"
+)
 
 
 def require_covered(module: nn.Module, optimizer: Optimizer) -> None:

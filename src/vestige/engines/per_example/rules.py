@@ -167,7 +167,7 @@ def _folded(kind: Kind, tensor: Tensor, examples: int) -> Tensor:
 
 
 def _per_channel(signal: Tensor, examples: int) -> Tensor:
-    return wide(signal).flatten(2).sum(dim=2).view(examples, -1, signal.shape[1]).sum(dim=1)
+    return wide(signal)[..., None].flatten(2).sum(dim=2).view(examples, -1, signal.shape[1]).sum(dim=1)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
