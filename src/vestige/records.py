@@ -133,6 +133,9 @@ class Terms:
 
     sampling: str
     noise: str
+    arithmetic: str | None = None
+    """In which numbers noise was added; None before 0.2, when they were float32."""
+    coordinates: int | None = None
     nonprivate_outputs: bool = False
     schedule: str = "fixed"
     filter_epsilon: float | None = None

@@ -115,8 +115,6 @@ def test_a_reuse_or_a_gap_of_steps_is_found_even_with_sound_hashes(finished):
 
 
 def test_the_question_is_durable_before_the_answer_exists(tmp_path, monkeypatch):
-    from vestige.randomness.correlated import Independent
-
     model, data = make_toy()
     run = tmp_path / "run"
     training = vestige.train(
@@ -131,9 +129,9 @@ def test_the_question_is_durable_before_the_answer_exists(tmp_path, monkeypatch)
         out=run,
     )
     seen = []
-    honest = Independent.add
-    spy = staticmethod(lambda *a, **k: (seen.append(len(lines(run))), honest(*a, **k))[1])
-    monkeypatch.setattr(Independent, "add", spy)
+    noise = training.curator._noise
+    honest = noise.add
+    monkeypatch.setattr(noise, "add", lambda *a, **k: (seen.append(len(lines(run))), honest(*a, **k))[1])
     list(training)
     assert seen == [2, 3, 4]
 

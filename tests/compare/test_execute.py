@@ -70,7 +70,7 @@ def test_any_contender_may_clip_by_layers(tmp_path):
 
 
 def test_a_stack_of_all_methods_says_of_each_what_it_says_alone(tmp_path):
-    named = [name for name in METHODS if execute._can_stack("digits-mlp", None, name, "{}")]
+    named = [name for name in METHODS if execute._can_stack("digits-mlp", None, name, "{}", 0.1)]
     assert len(named) >= len(METHODS) - 3
     everything = replace(
         TINY,

@@ -18,6 +18,7 @@ from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import AdamBC
 from vestige.randomness import schedules
+from vestige.randomness.lattice import charged
 from vestige.training import planning
 
 
@@ -87,7 +88,8 @@ def test_adam_bc_hears_the_noise_that_was_really_added():
     training.state.optimizer.step = lambda: None
     list(training)
     batch = 0.3 * 60
-    expected = [2.0**-0 * 0.7 * 0.5 ** int(t * 0.3 + 1e-9) / batch for t in range(7)]
+    size = training.layout.size
+    expected = [0.7 * charged(0.5 ** int(t * 0.3 + 1e-9), size) / batch for t in range(7)]
     np.testing.assert_allclose(heard, expected, rtol=1e-12)
 
 

@@ -28,6 +28,8 @@ from vestige.optim.memory import Filtered, Identity
 from vestige.optim.probes import At, Here
 from vestige.optim.rules import named
 from vestige.questions import SampledGaussian
+from vestige.randomness.correlated import Independent, White
+from vestige.randomness.gaussian import normal
 from vestige.randomness.keys import Randomness
 from vestige.training.loop import Asking, TrainingState
 from vestige.training.planning import questions
@@ -73,6 +75,24 @@ def law_of_the_neutral_setting(made, other, rate=RATE):
     assert torch.equal(finished(made, rate=rate)[0], finished(other, rate=rate)[0])
 
 
+class Floating(White):
+    """Independent noise, but added in floating point, as correlated noise is."""
+
+    def start(self, rate, steps, arithmetic="lattice"):
+        return FloatingNoise("float32")
+
+
+class FloatingNoise(Independent):
+    def __init__(self, arithmetic):
+        super().__init__(arithmetic)
+        self.add = self.added
+
+    def added(self, sensitive, multiplier, stream, *, nonprivate_keep=False):
+        std = sensitive.sensitivity * multiplier
+        sensitive.total.add_(normal(len(sensitive.total), stream, sensitive.total.device) * std)
+        return std, None
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_neutral_setting_is_dp_sgd_bit_for_bit(name):
     neutral = METHODS[name].neutral
@@ -81,6 +101,8 @@ def test_the_neutral_setting_is_dp_sgd_bit_for_bit(name):
         other = replace(other, rule=named(neutral.optimizer, {}))
     if neutral.groups:
         other = by_group(other, named_grouping(neutral.groups))
+    if build(name, **neutral.options).noise.start(0.5, 4).arithmetic == "float32":
+        other = replace(other, noise=Floating())
     law_of_the_neutral_setting(build(name, **neutral.options), other, neutral.sample_rate or RATE)
 
 

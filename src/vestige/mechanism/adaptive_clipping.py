@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from math import exp, inf
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Clip, ClipState, Coins, FixedClip, Value, within
+from vestige.randomness.streams import Stream
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Thinned(FixedClip):
     bound: float
     keep: float
     scale: float
-    coins: np.random.Generator | None = None
+    coins: Stream | None = None
     stackable = False
 
     def drawn(self, coins: Coins) -> Thinned:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vestige.layout import Layout
+from vestige.randomness.streams import Stream
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Parameters = dict[str, Tensor]
@@ -30,7 +30,7 @@ SMALLEST_NORM = 1e-10
 """Below this the squares of float32 underflow, so a norm may be far too small: a clip that divides by it must not
 magnify such a gradient."""
 
-Coins = Callable[[], np.random.Generator]
+Coins = Callable[[], Stream]
 Value = float | Tensor
 """A number; or, where many runs are stacked, one for each of them."""
 ClipState = dict[str, Any]

@@ -13,6 +13,8 @@ from vestige.mechanism.examples import Examples
 from vestige.mechanism.loss_difference import LossDifference, Scores
 from vestige.questions import SampledGaussian, Trial
 from vestige.randomness.keys import Randomness
+from vestige.randomness.lattice import noised
+from vestige.randomness.streams import Stream
 
 
 class Comparisons:
@@ -46,8 +48,8 @@ class Comparisons:
         Formal guarantees: see `LossDifference`. Inside `trial` only what that trial releases may be used.
         """
         self._charges.charge(change.question, step=step, part=part, sensitivity=change.sensitivity)
-        rows, noise = self._sample(change.rate)
-        return change.of(*self._scores(self._losses, rows, before, after)) + change.noise_std * noise
+        rows, stream = self._sample(change.rate)
+        return noised(change.of(*self._scores(self._losses, rows, before, after)), change.noise_std, stream)
 
     def count_difference(
         self, before: Parameters, after: Parameters, *, rate: float, multiplier: float, step: int, part: int
@@ -57,20 +59,20 @@ class Comparisons:
         Formal guarantees: one Poisson-subsampled Gaussian mechanism: each example contributes -1, 0 or 1.
         """
         self._charges.charge(SampledGaussian(rate, multiplier), step=step, part=part, sensitivity=1.0)
-        rows, noise = self._sample(rate)
+        rows, stream = self._sample(rate)
         old, new = self._scores(self._right, rows, before, after)
-        return (float(new.sum() - old.sum()) + multiplier * noise) / (rate * self._examples.population)
+        return noised(float(new.sum() - old.sum()), multiplier, stream) / (rate * self._examples.population)
 
     def coin(self, sides: int) -> int:
         """A uniform choice that does not depend on the data; at most one for each comparison."""
         return int(self._randomness.stream("coin", self.asked).integers(sides))
 
-    def _sample(self, rate: float) -> tuple[Tensor, float]:
-        """The sample of the next comparison, and its noise."""
+    def _sample(self, rate: float) -> tuple[Tensor, Stream]:
+        """The sample of the next comparison, and the stream of its noise."""
         index = self.asked
         self.asked += 1
         joined = self._randomness.stream("comparison sample", index).random(self._examples.population) < rate
-        return torch.from_numpy(joined.nonzero()[0]), self._randomness.stream("comparison noise", index).normal()
+        return torch.from_numpy(joined.nonzero()[0]), self._randomness.stream("comparison noise", index)
 
     def _scores(self, scores: Scores, rows: Tensor, *models: Parameters) -> list[Tensor]:
         """SENSITIVE: each model's score of every row, all on the same examples, which are fetched once."""

@@ -26,6 +26,7 @@ from vestige.mechanism.clipping import (
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Examples
 from vestige.questions import Gaussian, Question, SampledGaussian
+from vestige.randomness import lattice
 from vestige.randomness.correlated import Independent, NoiseSequence
 from vestige.randomness.gaussian import normal
 from vestige.randomness.keys import Randomness
@@ -123,10 +124,7 @@ class Curator:
         _, norms = self._sum(sample, parameters, Flat(bound), None, index)
         whole = torch.linalg.vector_norm(norms, dim=1)
         total = float(torch.where(whole.isfinite(), whole.clamp(max=bound), 0.0).sum())
-        noise = float(self._randomness.stream("norms", index).normal(0.0, multiplier * bound))
-        if self._nonprivate_witness is not None:
-            self._nonprivate_witness(torch.tensor([total]), torch.tensor([noise]))
-        return (total + noise) / self._sampling.rate
+        return self._noised("norms", index, total, multiplier * bound) / self._sampling.rate
 
     def replay_noise(self) -> None:
         """After a resume: draw again the past noise that correlated noise depends on, which no checkpoint holds."""
@@ -139,6 +137,11 @@ class Curator:
             )
         for index in range(self.asked):
             self._noise.replay(normal(self._layout.size, self._randomness.stream("noise", index), self._device))
+
+    @property
+    def arithmetic(self) -> str:
+        """In which numbers noise is added to sums."""
+        return self._noise.arithmetic
 
     @property
     def held_noise(self) -> int:
@@ -195,10 +198,14 @@ class Curator:
             return None
         assert clip.flat_bound is not None
         count = float(centred_count(clip.flat_bound, norms))
-        noise = float(self._randomness.stream("count", index).normal(0, deviation))
+        return float(unclipped_fraction(self._noised("count", index, count, deviation), self.expected_batch))
+
+    def _noised(self, purpose: str, index: int, value: float, deviation: float) -> float:
+        """A number with noise of this deviation."""
+        found = lattice.noised(value, deviation, self._randomness.stream(purpose, index))
         if self._nonprivate_witness is not None:
-            self._nonprivate_witness(torch.tensor([count]), torch.tensor([noise]))
-        return float(unclipped_fraction(count + noise, self.expected_batch))
+            self._nonprivate_witness(torch.tensor([value]), torch.tensor([found - value]))
+        return found
 
     def _sensitivity(self, clip: Clip) -> tuple[float | Tensor, float]:
         """As `sensitivity_on`; cached while the clip stays the same."""
@@ -219,8 +226,7 @@ class Curator:
         everyone = torch.arange(self.population).split(self.physical_batch or 4096)
         totals = torch.stack([bounded(self._examples.fetch(rows)) for rows in everyone]).sum(dim=0).double().cpu()
         for part, bound in enumerate(bounds):
-            noise = self._randomness.stream("sums", part).standard_normal(totals[part].shape)
-            totals[part] += torch.from_numpy(noise) * (multiplier * bound)
+            lattice.add_noise(BoundedSum(totals[part], bound), multiplier, self._randomness.stream("sums", part))
         return totals
 
     @contextlib.contextmanager

@@ -72,6 +72,7 @@ class PrivacyEngine:
         accountant: str = "pld",
         secure_mode: bool = True,
     ) -> None:
+        """`secure_mode=False` adds noise in float32 instead of integers, which rests on one more assumption."""
         if accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant={accountant!r} is not offered; choose from {', '.join(ACCOUNTANTS)}")
         if resume and ledger is None:
@@ -79,7 +80,9 @@ class PrivacyEngine:
         self._accountant, self._resume = ACCOUNTANTS[accountant], resume
         self._randomness = Randomness.secret() if reproducible is None else Randomness.reproducible(reproducible)
         self._ledger = Ledger(Path(ledger) if ledger is not None else None)
-        self._facts = accounting.Facts(noise="secret" if reproducible is None else "seeded")
+        self._facts = accounting.Facts(
+            noise="secret" if reproducible is None else "seeded", arithmetic="lattice" if secure_mode else "float32"
+        )
         self._steps: PrivateSteps | None = None
         self._population = 0
         self._run = secrets.token_hex(8)
@@ -127,12 +130,21 @@ class PrivacyEngine:
             chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(optimizer)))
         rate, parts = rate_of(data_loader), Parts(steps_per_batch) if poisson_sampling else AnyRows()
         self._population = len(data_loader.dataset)  # type: ignore[arg-type]
-        self._facts = replace(self._facts, sampling="poisson" if poisson_sampling else "shuffled")
+        size = Layout.of(module).size
+        self._facts = replace(self._facts, sampling="poisson" if poisson_sampling else "shuffled", coordinates=size)
         self._open(chosen, rate, noise_multiplier)
         passes = Passes(module, chosen.grouping, chosen.clip, loss_reduction, parts)
         planned = SampledGaussian(rate, noise_multiplier)
         self._steps = PrivateSteps(
-            passes, optimizer, chosen, planned, rate * self._population, steps_per_batch, self._ledger, self._randomness
+            passes,
+            optimizer,
+            chosen,
+            planned,
+            rate * self._population,
+            steps_per_batch,
+            self._ledger,
+            self._randomness,
+            self._facts.arithmetic,
         )
         if poisson_sampling:
             data_loader = private_loader(data_loader, rate, self._randomness, max_physical_batch_size, parts)
@@ -240,6 +252,8 @@ class PrivacyEngine:
     def _open(self, method: Method, rate: float, multiplier: float) -> None:
         facts = {
             "noise": self._facts.noise,
+            "arithmetic": self._facts.arithmetic,
+            "coordinates": self._facts.coordinates,
             "sampling": self._facts.sampling,
             "schedule": "fixed",
             "nonprivate_outputs": False,

@@ -22,7 +22,7 @@ from vestige.optim.probes import At
 from vestige.privacy_engine.coverage import require_own
 from vestige.privacy_engine.passes import Passes
 from vestige.questions import SampledGaussian
-from vestige.randomness.gaussian import add_noise
+from vestige.randomness.correlated import Independent
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum, Release
 
@@ -63,7 +63,9 @@ class PrivateSteps:
         steps_per_batch: int,
         ledger: Ledger,
         randomness: Randomness,
+        arithmetic: str,
     ) -> None:
+        self._noise = Independent(arithmetic)
         self.passes, self.optimizer, self.method = passes, optimizer, method
         self.planned, self.expected_batch = planned, expected_batch
         self._question = replace(planned, multiplier=planned.multiplier / sqrt(steps_per_batch))
@@ -164,7 +166,7 @@ class PrivateSteps:
             self._paid, self.draws = draw, self.draws + 1
         index, self.asked = self.asked, self.asked + 1
         stream = self.randomness.stream("noise", index)
-        std, _ = add_noise(BoundedSum(total, sensitivity), self.planned.multiplier, stream)
+        std, _ = self._noise.add(BoundedSum(total, sensitivity), self.planned.multiplier, stream)
         return Release(total.float(), std, self.expected_batch, sample_rate=self.planned.rate)
 
     def _elsewhere(self, closure: Closure) -> Any:

@@ -18,9 +18,11 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from vestige.questions import CyclicGaussian, Question, SampledGaussian
-from vestige.randomness.gaussian import add_noise, normal
+from vestige.randomness import gaussian, lattice
+from vestige.randomness.gaussian import normal
 from vestige.randomness.release import BoundedSum
 from vestige.randomness.sampling import CyclicPoisson, Poisson, Sampling
+from vestige.randomness.streams import Stream
 
 Array = NDArray[np.float64]
 
@@ -32,11 +34,14 @@ class NoiseSequence(Protocol):
     """Whether noise of earlier steps is kept, and so must never be written down."""
     scale: float
     """Standard deviation of the fresh noise, over the accounted multiplier."""
+    arithmetic: str
+    """In which numbers noise is added: one of `ARITHMETICS`."""
 
     def add(
-        self, sensitive: BoundedSum, multiplier: float, stream: np.random.Generator, *, nonprivate_keep: bool = False
+        self, sensitive: BoundedSum, multiplier: float, stream: Stream, *, nonprivate_keep: bool = False
     ) -> tuple[float | Tensor, Tensor | None]:
-        """Add the noise of the next step to a bounded sum, as `add_noise` does."""
+        """Add the noise of the next step to a bounded sum, in place and once: its standard deviation per coordinate,
+        and the noise if asked for."""
         ...
 
     def next(self, fresh: Tensor) -> Tensor:
@@ -68,7 +73,9 @@ class Noise(Protocol):
         """What a step asks with this noise that would ask `asked` with independent noise."""
         ...
 
-    def start(self, rate: float, steps: int) -> NoiseSequence: ...
+    def start(self, rate: float, steps: int, arithmetic: str = "lattice") -> NoiseSequence:
+        """The noise of a run; in the numbers asked for, where it is independent."""
+        ...
 
     def walk(self, rate: float, steps: int) -> float:
         """How far the noise counts as walking when a learning rate is chosen, over the accounted multiplier.
@@ -96,8 +103,8 @@ class White:
     def question(self, asked: SampledGaussian) -> Question:
         return asked
 
-    def start(self, rate: float, steps: int) -> NoiseSequence:
-        return Independent()
+    def start(self, rate: float, steps: int, arithmetic: str = "lattice") -> NoiseSequence:
+        return Independent(arithmetic)
 
     def walk(self, rate: float, steps: int) -> float:
         return sqrt(steps)
@@ -129,7 +136,7 @@ class Banded:
     def question(self, asked: SampledGaussian) -> Question:
         return CyclicGaussian(min(1.0, self.sampling(asked.rate).rate * self.bands), asked.multiplier, self.bands)
 
-    def start(self, rate: float, steps: int) -> NoiseSequence:
+    def start(self, rate: float, steps: int, arithmetic: str = "lattice") -> NoiseSequence:
         return _Toeplitz(banded_coefficients(self.bands, steps), 1.0, steps)
 
     def walk(self, rate: float, steps: int) -> float:
@@ -161,7 +168,7 @@ class Buffered:
     def question(self, asked: SampledGaussian) -> Question:
         return CyclicGaussian(1.0, asked.multiplier, turns(asked.rate))
 
-    def start(self, rate: float, steps: int) -> NoiseSequence:
+    def start(self, rate: float, steps: int, arithmetic: str = "lattice") -> NoiseSequence:
         scales, decays = buffered_coefficients(self.buffers, steps, turns(rate))
         share = sqrt(per_visit(_unrolled(scales, decays, steps), turns(rate)))
         return _Buffers(np.array(scales), np.array(decays), share, steps)
@@ -198,7 +205,7 @@ class Tree:
     def question(self, asked: SampledGaussian) -> Question:
         return CyclicGaussian(1.0, asked.multiplier, turns(asked.rate))
 
-    def start(self, rate: float, steps: int) -> NoiseSequence:
+    def start(self, rate: float, steps: int, arithmetic: str = "lattice") -> NoiseSequence:
         epochs = self.restart or best_restart(turns(rate), steps)
         length = epochs * turns(rate)
         return _Nodes(length, sqrt(tree_per_visit(turns(rate), epochs)))
@@ -221,12 +228,17 @@ def turns(rate: float) -> int:
 # --- the noise, step by step -----------------------------------------------------------------------------------------
 
 
+ARITHMETICS = {"lattice": lattice.add_noise, "float32": gaussian.add_noise}
+
+
 class Independent:
     """Fresh noise, unchanged."""
 
     keeps = False
     scale = 1.0
-    add = staticmethod(add_noise)
+
+    def __init__(self, arithmetic: str = "lattice") -> None:
+        self.arithmetic, self.add = arithmetic, ARITHMETICS[arithmetic]
 
     def next(self, fresh: Tensor) -> Tensor:
         return fresh
@@ -246,9 +258,10 @@ class _Correlated(NoiseSequence):
 
     keeps = True
     added = 0
+    arithmetic = "float32"
 
     def add(
-        self, sensitive: BoundedSum, multiplier: float, stream: np.random.Generator, *, nonprivate_keep: bool = False
+        self, sensitive: BoundedSum, multiplier: float, stream: Stream, *, nonprivate_keep: bool = False
     ) -> tuple[float | Tensor, Tensor | None]:
         total, std = sensitive.total, sensitive.sensitivity * (multiplier * self.scale)
         noise = self.next(normal(total.shape[-1], stream, total.device)).mul_(std)

@@ -1,22 +1,28 @@
-"""How does an answer leave? Gaussian noise, the one door out, and where randomness comes from."""
+"""How does noise look in floating point? Standard normal numbers, and sums that they are added to as they are."""
 
 from __future__ import annotations
+
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vestige.devices import triton_available
+from vestige.randomness import rounded_gaussian
 from vestige.randomness.release import BoundedSum
+from vestige.randomness.rounded_gaussian import STEPS
+from vestige.randomness.streams import Stream
 
 PAIRS = 16384
 """Pairs of coordinates drawn at once on a CPU, few enough to stay near it. Reproducible runs depend on it."""
 
 
-def fill_normal(into: Tensor, stream: np.random.Generator) -> Tensor:
+def fill_normal(into: Tensor, stream: Stream) -> Tensor:
     """Standard normal numbers in a float32 tensor on the CPU, by Box-Muller: twice as fast as NumPy's ziggurat.
 
-    The radius is a double of 53 bits, so it reaches sqrt(106 log 2) = 8.57; torch's own, of 24, stops at 5.8.
+    The radius comes of 53 bits, so it reaches sqrt(106 log 2) = 8.57; torch's own, of 24, stops at 5.8. So does the
+    angle: with 24 bits, pairs of numbers would lie on a grid that can be seen.
     """
     flat = into.view(-1).numpy()
     for first in range(0, len(flat), 2 * PAIRS):
@@ -24,44 +30,48 @@ def fill_normal(into: Tensor, stream: np.random.Generator) -> Tensor:
         pairs = -(-len(chunk) // 2)
         square = np.log(1 - stream.random(pairs))
         square *= -2
-        radius = np.sqrt(square, out=square).astype(np.float32)
-        angle = stream.random(pairs, dtype=np.float32)
-        angle *= np.float32(2 * np.pi)
-        np.multiply(radius, np.cos(angle), out=chunk[:pairs])
+        radius = np.sqrt(square, out=square)
+        angle = stream.random(pairs)
+        angle *= 2 * np.pi
+        chunk[:pairs] = radius * np.cos(angle)
         rest = len(chunk) - pairs
-        np.multiply(radius[:rest], np.sin(angle[:rest]), out=chunk[pairs:])
+        chunk[pairs:] = radius[:rest] * np.sin(angle[:rest])
     return into
 
 
-def normal(size: int, stream: np.random.Generator, device: torch.device) -> Tensor:
-    """Standard normal float32 coordinates, drawn on the device where they are needed."""
-    if device.type == "cpu":
-        return fill_normal(torch.empty(size), stream)
-    seed = int(stream.integers(2**63))
+def normal(size: int, stream: Stream, device: torch.device) -> Tensor:
+    """Standard normal float32 coordinates, drawn on the device where they are needed, by `rounded_gaussian`."""
     if device.type == "cuda" and triton_available():
-        from vestige.randomness import triton_gaussian
+        from vestige.randomness import triton_lattice
 
-        return triton_gaussian.normal(size, seed, device)
-    return torch.randn(size, generator=torch.Generator(device).manual_seed(seed), device=device)
+        return (triton_lattice.draw(size, stream, device) * 2.0**-STEPS).float()
+    return torch.from_numpy((rounded_gaussian.draw(size, stream) * 2.0**-STEPS).astype(np.float32)).to(device)
+
+
+def uniform(shape: tuple[int, ...], stream: Stream, device: torch.device) -> Tensor:
+    """Numbers in [0, 1) of 53 bits, drawn on the device where they are needed: float64."""
+    if device.type == "cuda" and triton_available():
+        from vestige.randomness import triton_lattice
+
+        return triton_lattice.uniform(prod(shape), stream, device).view(shape)
+    return torch.from_numpy(stream.random(shape)).to(device)
 
 
 def add_noise(
-    sensitive: BoundedSum, multiplier: float, stream: np.random.Generator, *, nonprivate_keep: bool = False
+    sensitive: BoundedSum, multiplier: float, stream: Stream, *, nonprivate_keep: bool = False
 ) -> tuple[float | Tensor, Tensor | None]:
     """Add independent noise to a bounded sum, in place and once: its standard deviation per coordinate, and the noise
-    if asked for.
-
-    On a GPU it is drawn, scaled and added in one pass over the sum; that pass stays apart from the memory's, so that
-    a sum leaves through one door (correlated noise, through `correlated`).
+    if asked for. On a GPU it is drawn, scaled and added in one pass over the sum.
 
     Formal guarantees: afterwards `sensitive.total` is the answer of a Gaussian mechanism with noise multiplier
-    `multiplier`, for ideal real-valued Gaussian noise whose key stays secret.
+    `multiplier`, for ideal real-valued Gaussian noise whose key stays secret. Floats are not real numbers: which sums a
+    result can be reached from shows in its last bits (see `lattice`).
     """
     total, std = sensitive.total, sensitive.sensitivity * multiplier
     if total.is_cuda and total.dtype == torch.float32 and triton_available():
         from vestige.randomness import triton_gaussian
 
         return std, triton_gaussian.add_normal(total, std, int(stream.integers(2**63)), nonprivate_keep)
-    noise = normal(total.shape[-1], stream, total.device).mul_(std)
+    noise = fill_normal(torch.empty(total.shape), stream).to(total.device).mul_(std)
     total.add_(noise)
     return std, noise if nonprivate_keep else None

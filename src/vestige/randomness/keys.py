@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vestige.randomness.streams import SecretStream, SeededStream, Stream
+
 _forked = 0
 """What a forked process adds to every secret key: its parent's streams are its parent's alone."""
 
@@ -51,15 +53,17 @@ class Randomness:
         """Whether this is a copy of a secret key in a forked process, which must not use the key itself."""
         return not self.predictable and self.process != _forked
 
-    def stream(self, purpose: str, index: int, *, continues: bool = False) -> np.random.Generator:
+    def stream(self, purpose: str, index: int, *, continues: bool = False) -> Stream:
         """The stream of a purpose and an index. One that `continues` earlier draws of the same run has no meaning after
         a fork, where the key is another one."""
+        if self.predictable:
+            label = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4])
+            seed = np.random.SeedSequence(self.entropy, spawn_key=(label, index))
+            return SeededStream(np.random.Generator(np.random.PCG64DXSM(seed)))
         if continues and self.moved:
             raise ValueError(
                 "this run began in a parent process, and its noise or its parts of the data go on from step to step: "
                 "it cannot be continued after a fork, so start it in the process that trains"
             )
-        entropy = self.entropy ^ _forked if self.moved else self.entropy
-        label = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4])
-        key = np.random.SeedSequence(entropy, spawn_key=(label, index))
-        return np.random.Generator(np.random.PCG64DXSM(key))
+        master = (self.entropy ^ _forked if self.moved else self.entropy).to_bytes(32)
+        return SecretStream(hashlib.blake2b(f"{purpose}/{index}".encode(), key=master, digest_size=32).digest())

@@ -17,30 +17,23 @@ PAIRS = 512
 def add_normal(total: Tensor, std: float | Tensor, seed: int, keep: bool) -> Tensor | None:
     """Add std * standard normal to `total` in place; the noise itself comes back only if it is to be kept."""
     noise = torch.empty_like(total) if keep else None
-    _launch(total, std, seed, noise, adds=True)
+    _launch(total, std, seed, noise)
     return noise
 
 
-def normal(size: int, seed: int, device: torch.device) -> Tensor:
-    """The standard normal numbers that `add_normal` would scale and add."""
-    noise = torch.empty(size, device=device)
-    _launch(noise, 1.0, seed, noise, adds=False)
-    return noise
-
-
-def _launch(total: Tensor, std: float | Tensor, seed: int, noise: Tensor | None, adds: bool) -> None:
+def _launch(total: Tensor, std: float | Tensor, seed: int, noise: Tensor | None) -> None:
     deviations = std.to(torch.float32).expand_as(total).contiguous() if isinstance(std, Tensor) else total
     with torch.cuda.device_of(total):
         _add_normal[(triton.cdiv(total.numel(), 2 * PAIRS),)](
             total, deviations, total if noise is None else noise, 1.0 if isinstance(std, Tensor) else float(std), seed,
-            total.numel(), PAIRS=PAIRS, EACH=isinstance(std, Tensor), ADDS=adds, KEEPS=noise is not None, num_warps=4,
+            total.numel(), PAIRS=PAIRS, EACH=isinstance(std, Tensor), KEEPS=noise is not None, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _add_normal(
     total, deviations, noise, std, seed, size,
-    PAIRS: tl.constexpr, EACH: tl.constexpr, ADDS: tl.constexpr, KEEPS: tl.constexpr,
+    PAIRS: tl.constexpr, EACH: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Philox 4x32-10, keyed with the seed and counting pairs; then Box-Muller.
 
@@ -56,19 +49,18 @@ def _add_normal(
     radius = tl.sqrt(tl.maximum(-2 * tl.log(uniform), 0.0)).to(tl.float32)
     angle = third.to(tl.int32, bitcast=True).to(tl.float32) * (3.141592653589793 * 2.0**-31)
     place = block * (2 * PAIRS) + lane
-    _add(total, deviations, noise, std, radius * tl.cos(angle), place, size, EACH, ADDS, KEEPS)
-    _add(total, deviations, noise, std, radius * tl.sin(angle), place + PAIRS, size, EACH, ADDS, KEEPS)
+    _add(total, deviations, noise, std, radius * tl.cos(angle), place, size, EACH, KEEPS)
+    _add(total, deviations, noise, std, radius * tl.sin(angle), place + PAIRS, size, EACH, KEEPS)
 
 
 @triton.jit
 def _add(
     total, deviations, noise, std, normal, place, size,
-    EACH: tl.constexpr, ADDS: tl.constexpr, KEEPS: tl.constexpr,
+    EACH: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     inside = place < size
     scale = tl.load(deviations + place, mask=inside, other=0.0) if EACH else std
     scaled = scale * normal
-    if ADDS:
-        tl.store(total + place, tl.load(total + place, mask=inside, other=0.0) + scaled, mask=inside)
+    tl.store(total + place, tl.load(total + place, mask=inside, other=0.0) + scaled, mask=inside)
     if KEEPS:
         tl.store(noise + place, scaled, mask=inside)

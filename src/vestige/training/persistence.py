@@ -78,10 +78,16 @@ def _open(run: Persistent, folder: RunFolder | None, public: dict[str, Any]) -> 
         saver(run, folder)()
 
 
+NEWER = {"arithmetic": "float32"}
+"""What runs did that were written before a key was: 0.1 added noise in float32."""
+
+
 def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to resume with other settings than at the start: what was priced must be what is asked."""
     for key, value in now.items():
-        was = before.get(key)
+        was = before.get(key, NEWER.get(key))
+        if key == "coordinates" and was is None:
+            continue
         if key == "method" and isinstance(was, str):
             # Before 0.2 a method was stored as its repr, with class names: only its own name can be compared.
             was = {**value, "name": (re.findall(r"name='([^']+)'", was) or [was])[0]}

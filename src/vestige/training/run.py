@@ -29,6 +29,7 @@ from vestige.mechanism.moments import PrivateMoments, fill
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.questions import BudgetSpent, Question
+from vestige.randomness.correlated import ARITHMETICS
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import SAMPLINGS
 from vestige.records import LedgerEnd, RunResult, Selection
@@ -54,6 +55,7 @@ def train(
     noise_multiplier: float | None = None,
     lr: float | Literal["auto"] = "auto",
     sampling: str = "poisson",
+    noise: str = "lattice",
     physical_batch: PhysicalBatch = None,
     engine: str = "bookkeeping",
     reproducible: int | None = None,
@@ -74,7 +76,8 @@ def train(
     are validation examples that need no protection, for schedules that look at them. `normalise` asks, before the
     first step, for the moments that the model's first module standardises its inputs with (`with_moments`).
     `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds the
-    largest that fits, on made-up examples. `reproducible=seed` makes noise and sampling predictable, for tests: such a
+    largest that fits, on made-up examples. `noise="float32"` adds noise in floating point, which is faster on a CPU and
+    rests on one more assumption. `reproducible=seed` makes noise and sampling predictable, for tests: such a
     run protects nobody and has no epsilon.
     With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
 
@@ -85,9 +88,12 @@ def train(
     require_independent(model)
     if sampling not in SAMPLINGS:
         raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
+    if noise not in ARITHMETICS:
+        raise ValueError(f"noise={noise!r} is unknown; choose from {', '.join(ARITHMETICS)}")
     check_physical_batch(physical_batch)
     settings = Settings(
         sampling=sampling,
+        noise=noise,
         physical_batch=physical_batch,
         engine=engine,
         seed=reproducible,
@@ -102,7 +108,10 @@ def train(
     chosen = build(method) if isinstance(method, str) else method
     folder = RunFolder(out) if out is not None else None
     if resume and folder is not None:
-        wanted = persistence.continued(wanted, folder.request()["public"])
+        public_facts = folder.request()["public"]
+        wanted = persistence.continued(wanted, public_facts)
+        if "arithmetic" not in public_facts:
+            settings = replace(settings, noise="float32")  # as in 0.1
     training = Training(model, loss, data, chosen, wanted, settings, folder)
     training.open(resume, request or {})
     return training
@@ -113,6 +122,7 @@ class Settings:
     """How a run is made, apart from its budget."""
 
     sampling: str = "poisson"
+    noise: str = "lattice"
     physical_batch: PhysicalBatch = None
     engine: str = "bookkeeping"
     seed: int | None = None
@@ -150,6 +160,8 @@ class Training:
         self.facts = accounting.Facts(
             sampling=self._sampling.kind,
             noise="secret" if settings.seed is None else "seeded",
+            arithmetic=self.curator.arithmetic,
+            coordinates=self.layout.size,
             nonprivate_outputs=settings.transcript is not None or settings.nonprivate_logs,
             schedule="filtered" if adaptive else "fixed",
             filter_epsilon=self.plan.epsilon if adaptive else None,
@@ -180,7 +192,7 @@ class Training:
             charges,
             physical_batch=part,
             nonprivate_witness=self.transcript,
-            noise=self.method.noise.start(rate, self.plan.steps),
+            noise=self.method.noise.start(rate, self.plan.steps, settings.noise),
             comparisons=Comparisons(examples, key, charges, *scores, part),
         )
 
@@ -250,7 +262,7 @@ class Training:
     @property
     def terms(self) -> dict[str, Any]:
         """What decides, besides the charges, which guarantee holds: all that `verify.reprice` needs."""
-        keys = ("sampling", "noise", "nonprivate_outputs", "schedule")
+        keys = ("sampling", "noise", "arithmetic", "coordinates", "nonprivate_outputs", "schedule")
         terms = {key: getattr(self.facts, key) for key in keys}
         if self.facts.schedule == "filtered":
             # A filter's orders and weights must be fixed before the first answer, and be known to whoever verifies it.
@@ -263,7 +275,8 @@ class Training:
 
         Where questions follow from earlier answers it is the filter's from the first step on: nothing less is proved.
         """
-        if replace(self.facts, schedule="fixed", filter_epsilon=None) != accounting.Facts():
+        neutral = replace(self.facts, schedule="fixed", filter_epsilon=None, arithmetic="lattice", coordinates=0)
+        if neutral != accounting.Facts():
             return None
         if self.facts.schedule == "filtered":
             return self.facts.filter_epsilon

@@ -141,7 +141,7 @@ def reprice(spent: accounting.History, delta: float, terms: Mapping[str, Any]) -
     A filtered run's epsilon is the filter's: every question is checked against the filter that the terms describe, and
     ValueError says what it would have refused.
     """
-    known = {key: terms[key] for key in FACTS if key in terms}
+    known = {"arithmetic": "float32"} | {key: terms[key] for key in FACTS if key in terms}  # what 0.1 had
     if terms.get("schedule") == "filtered":
         expected = {Question.from_json(row): 1 for row in terms["filter_expects"]}
         try:

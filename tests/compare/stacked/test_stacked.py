@@ -23,6 +23,7 @@ from vestige.optim import averaging
 from vestige.optim.rules import named, sgd
 from vestige.questions import SampledGaussian
 from vestige.randomness.keys import Randomness
+from vestige.randomness.rounded_gaussian import STEPS
 from vestige.randomness.sampling import CyclicPoisson, Poisson
 from vestige.tasks import models
 
@@ -295,7 +296,7 @@ def test_secret_noise_has_its_multiplier_and_no_other(name, multiplier):
 def test_the_noise_of_counts_is_standard_and_each_runs_own():
     """The standard error is 0.011: two thirds and three halves would be rejected."""
     draws = Draws([None] * 4000, 10, Poisson(0.5), CPU)
-    first, second = draws.numbers("count", 0), draws.numbers("count", 1)
+    first, second = (draws.steps("count", index) * 2.0**-STEPS for index in range(2))
     assert first.shape == (4000, 1)
     assert float(first.std()) == pytest.approx(1.0, abs=0.06)
     assert abs(float(torch.corrcoef(torch.cat([first, second], dim=1).t())[0, 1])) < 0.1

@@ -22,7 +22,9 @@ from vestige.mechanism.clipping import Clip, Parameters, Value, usable_norms, we
 from vestige.optim.learner import for_each
 from vestige.optim.probes import At
 from vestige.questions import Question, SampledGaussian
+from vestige.randomness import lattice
 from vestige.randomness.release import Release
+from vestige.randomness.rounded_gaussian import STEPS
 from vestige.randomness.schedules import Schedule, level
 
 
@@ -94,7 +96,9 @@ class StackedClip:
         """Release the noised fraction of unclipped examples, for `learn`."""
         if self._counts:
             assert self._count is not None
-            self._fraction = unclipped_fraction(self._count + self._deviation * draw()[self.part], expected_batch)
+            spacing = self._deviation * (1 + lattice.ROUNDING) * 2.0**-STEPS
+            noised = ((self._count / spacing).round() + draw()[self.part]) * spacing
+            self._fraction = unclipped_fraction(noised, expected_batch)
 
     def pace(self) -> Tensor:
         return self._ones * self.clip.pace(self.state)
@@ -193,8 +197,12 @@ class StackedCurator:
     ) -> Release:
         self.sum(rows, real, point)
         for clip in self.clips:
-            clip.release_count(partial(self.draws.numbers, "count", index), self.expected_batch)
+            clip.release_count(partial(self.draws.steps, "count", index), self.expected_batch)
         sensitivity = torch.cat([clip.sensitivity for clip in self.clips])
+        if self.sequence.arithmetic == "lattice":
+            std = sensitivity * lattice.charged(self._multipliers * more, self.fresh.shape[-1])
+            self.draws.add_noise("noise" + again, index, self.fresh, std * 2.0**-STEPS)
+            return Release(self.fresh, std, self.expected_batch, self.rate)
         std = self._multipliers * sensitivity * more
         # A noise sequence with memory keeps the tensor it is given, so it needs a new one each time.
         into = torch.empty_like(self.fresh) if self.sequence.keeps else self._unit

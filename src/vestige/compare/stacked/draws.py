@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from vestige.randomness.gaussian import fill_normal, normal
+from vestige.randomness import lattice
+from vestige.randomness.gaussian import normal, uniform
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import CyclicPoisson, Sampling
 
@@ -37,9 +37,6 @@ class Draws:
         if self._alone and len(self._alone) != len(seeds):
             raise ValueError("seed: give every run of a stack a seed, or none")
         self._secret = Randomness.secret()
-        self._generator = torch.Generator(device)
-        if device.type != "cpu":
-            self._generator.manual_seed(int(self._secret.stream("stack", 0).integers(2**63)))
         self._questions = questions
         self._bands = sampling.bands if isinstance(sampling, CyclicPoisson) else 1
         self._turn = self._turns() if self._bands > 1 and not self._alone else None
@@ -80,10 +77,8 @@ class Draws:
         return joined
 
     def _tosses(self, first: int, shape: tuple[int, ...]) -> Tensor:
-        if self.device.type == "cpu":
-            return torch.from_numpy(self._secret.stream("sample", first).random(shape))
-        # In double precision, so that the inclusion probability is the rate to 53 bits.
-        return torch.rand(shape, generator=self._generator, device=self.device, dtype=torch.float64)
+        """In double precision, so that the inclusion probability is the rate to 53 bits."""
+        return uniform(shape, self._secret.stream("sample", first), self.device)
 
     def _turns(self) -> Tensor:
         """Each example's part, for each run: drawn once, example by example, as `CyclicPoisson` does."""
@@ -96,16 +91,19 @@ class Draws:
             for run, randomness in enumerate(self._alone):
                 into[run] = normal(into.shape[-1], randomness.stream(purpose, index), self.device)
             return into
-        if self.device.type == "cpu":
-            return fill_normal(into, self._secret.stream(purpose, index))
-        return torch.randn(into.shape, generator=self._generator, device=self.device, out=into)
+        into.view(-1).copy_(normal(into.numel(), self._secret.stream(purpose, index), self.device))
+        return into
 
-    def numbers(self, purpose: str, index: int) -> Tensor:
-        """One standard normal number for every run, [runs, 1], in float64."""
-        if not self._alone and self.device.type != "cpu":
-            shape = (self.runs, 1)
-            return torch.randn(shape, generator=self._generator, device=self.device, dtype=torch.float64)
-        drawn = [randomness.stream(purpose, index).normal() for randomness in self._alone]
+    def add_noise(self, purpose: str, index: int, total: Tensor, spacing: Tensor) -> None:
+        """Lattice noise for every run, [runs, size], in steps of its own size, [runs, 1]."""
         if not self._alone:
-            drawn = list(self._secret.stream(purpose, index).normal(size=self.runs))
-        return torch.from_numpy(np.array(drawn)).unsqueeze(1).to(self.device)
+            lattice.add_steps(total, spacing, self._secret.stream(purpose, index))
+            return
+        for run, (randomness, each) in enumerate(zip(self._alone, spacing.flatten().tolist(), strict=True)):
+            lattice.add_steps(total[run], each, randomness.stream(purpose, index))
+
+    def steps(self, purpose: str, index: int) -> Tensor:
+        """One number of steps for every run, [runs, 1] in float64: noise of a deviation of 2^STEPS."""
+        found = torch.zeros(self.runs, 1, dtype=torch.float64, device=self.device)
+        self.add_noise(purpose, index, found, torch.ones_like(found))
+        return found

@@ -57,8 +57,14 @@ def why_not(
     return None
 
 
+LEAST_NOISE = 2.0**-18
+"""Below this, sums in steps of the noise would not fit 64 bits."""
+
+
 def check_noise(run: StackedRun, expected_batch: float) -> None:
     """Refuse a run whose count of unclipped examples would cost more than its whole step."""
+    if run.noise_multiplier < LEAST_NOISE:
+        raise ValueError(f"noise_multiplier={run.noise_multiplier} is too small for a stack: make the run alone")
     clip = run.method.clip
     with renamed(run.method.origin.letters):
         clip.now(clip.init()).gradient_multiplier(run.noise_multiplier, expected_batch)

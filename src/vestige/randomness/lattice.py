@@ -1,0 +1,78 @@
+"""How does a sum leave so that no last bit tells anything? As whole steps of a public lattice, noise included.
+
+The sum is rounded to the lattice, and a rounded Gaussian is added in integers. For an integer k, k + round(N) is
+round(k + N): this is post-processing of the Gaussian mechanism on the rounded sum, whatever the data. Data and noise
+never meet in a floating-point addition.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2, sqrt
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vestige.devices import triton_available
+from vestige.randomness import rounded_gaussian
+from vestige.randomness.release import BoundedSum
+from vestige.randomness.rounded_gaussian import STEPS
+from vestige.randomness.streams import Stream
+
+ROUNDING = 2.0**-10
+"""By how much more than its sensitivity a sum may move, for its own rounding in float32: charged as more noise."""
+
+
+def charged(multiplier: float | Tensor, size: int) -> float | Tensor:
+    """The noise multiplier that pays for rounding too: neighbouring sums of `size` coordinates, rounded to the lattice,
+    differ by at most one step more in each."""
+    return multiplier * (1 + ROUNDING + 1.01 * sqrt(size) * multiplier * 2.0**-STEPS)
+
+
+def coarseness(multiplier: float) -> int:
+    """Where there is next to no noise, steps are so many powers of two larger, so that sums stay within 64 bits. To
+    round noise once more, to a coarser lattice that the sum lies on, is post-processing."""
+    return max(0, ceil(-log2(multiplier)))
+
+
+def add_noise(
+    sensitive: BoundedSum, multiplier: float, stream: Stream, *, nonprivate_keep: bool = False
+) -> tuple[float | Tensor, Tensor | None]:
+    """Round a bounded sum to the lattice and add rounded noise, in place and once: the standard deviation per
+    coordinate, and the noise if asked for.
+
+    Formal guarantees: afterwards `sensitive.total` follows from the answer of a Gaussian mechanism with noise
+    multiplier `multiplier`, but for a total variation of `rounded_gaussian.DISTANCE` per coordinate.
+    """
+    total, more = sensitive.total, coarseness(multiplier)
+    std = sensitive.sensitivity * charged(multiplier, total.shape[-1])
+    noise = add_steps(total, std * 2.0 ** (more - STEPS), stream, more, nonprivate_keep=nonprivate_keep)
+    return std, noise
+
+
+def add_steps(
+    total: Tensor, spacing: float | Tensor, stream: Stream, more: int = 0, *, nonprivate_keep: bool = False
+) -> Tensor | None:
+    """The same for steps of this size: one for all coordinates, one for each, or one for each row."""
+    if total.is_cuda and triton_available():
+        from vestige.randomness import triton_lattice
+
+        return triton_lattice.add(total, spacing, stream, more, keep=nonprivate_keep)
+    steps = _drawn(total.shape, stream, more).to(total.device)
+    total.copy_((total.double().div(spacing).round().long() + steps).double() * spacing)
+    return (steps * spacing).to(total.dtype) if nonprivate_keep else None
+
+
+def noised(value: float, deviation: float, stream: Stream) -> float:
+    """A number that one example moves by its sensitivity at most, with noise of this deviation: the same for one
+    coordinate, of a noise multiplier near one or above."""
+    spacing = deviation * (1 + ROUNDING) * 2.0**-STEPS
+    return (round(value / spacing) + int(rounded_gaussian.draw(1, stream)[0])) * spacing
+
+
+def _drawn(shape: torch.Size, stream: Stream, more: int) -> Tensor:
+    steps = rounded_gaussian.draw(shape.numel(), stream)
+    if more:
+        shift = min(more, 62)
+        steps = (steps + (1 << (shift - 1))) >> shift
+    return torch.from_numpy(np.ascontiguousarray(steps)).view(shape)

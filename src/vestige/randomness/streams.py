@@ -1,0 +1,83 @@
+"""What gives random numbers? A cipher in counter mode where they must be secret, NumPy where they must repeat."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+BLOCK = 16
+"""Bytes of a block of AES."""
+
+
+class Stream(Protocol):
+    """Uniform random numbers, drawn one after the other."""
+
+    def words(self, count: int) -> np.ndarray:
+        """Integers of 64 bits."""
+        ...
+
+    def random(self, shape: Any) -> np.ndarray:
+        """Numbers in [0, 1), multiples of 2^-53."""
+        ...
+
+    def integers(self, high: int, size: Any = None) -> Any:
+        """Integers from 0 to high - 1."""
+        ...
+
+    def permutation(self, count: int) -> np.ndarray: ...
+
+
+class SecretStream:
+    """AES-256 in counter mode: whoever lacks the key cannot tell these numbers from uniform ones.
+
+    One key is used for one stream, from counter 0 on.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = Cipher(algorithms.AES(key), modes.CTR(bytes(BLOCK))).encryptor()
+
+    def __repr__(self) -> str:
+        return "SecretStream()"
+
+    def words(self, count: int) -> np.ndarray:
+        # Encrypting nothing but zeros leaves the key stream itself. The room for one more block is what OpenSSL wants.
+        drawn = np.empty(8 * count + BLOCK - 1, dtype=np.uint8)
+        self._cipher.update_into(bytes(8 * count), drawn.data)
+        return drawn[: 8 * count].view(np.uint64)
+
+    def random(self, shape: Any) -> np.ndarray:
+        count = int(np.prod(shape))
+        return ((self.words(count) >> np.uint64(11)) * 2.0**-53).reshape(shape)
+
+    def integers(self, high: int, size: Any = None) -> Any:
+        count = 1 if size is None else int(np.prod(size))
+        most = 2**64 - 2**64 % high  # beyond it, the first remainders would be likelier than the last
+        drawn = self.words(count)
+        while len(wrong := np.nonzero(drawn > np.uint64(most - 1))[0]):
+            drawn[wrong] = self.words(len(wrong))
+        found = (drawn % np.uint64(high) if high < 2**64 else drawn).astype(np.int64)
+        return int(found[0]) if size is None else found.reshape(size)
+
+    def permutation(self, count: int) -> np.ndarray:
+        return np.argsort(self.words(count), kind="stable")
+
+
+class SeededStream:
+    """The same from NumPy's PCG64-DXSM: predictable, for runs that must repeat."""
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._generator = generator
+
+    def words(self, count: int) -> np.ndarray:
+        return self._generator.integers(2**64, size=count, dtype=np.uint64)
+
+    def random(self, shape: Any) -> np.ndarray:
+        return self._generator.random(shape)
+
+    def integers(self, high: int, size: Any = None) -> Any:
+        return self._generator.integers(high, size=size)
+
+    def permutation(self, count: int) -> np.ndarray:
+        return self._generator.permutation(count)
