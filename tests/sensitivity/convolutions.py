@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from sensitivity.cancelling import raised
 from sensitivity.examples import copied, numbers, regression
 from sensitivity.measuring import Case
 
@@ -159,27 +160,6 @@ class Saliency(nn.Module):
         return self.fc((weights * torch.tanh(self.value(x))).sum(-1))
 
 
-class Wave(nn.Module):
-    """The gradient of a difference of neighbours: terms of opposite signs."""
-
-    def __init__(self, convolution):
-        super().__init__()
-        self.conv = convolution
-
-    def forward(self, x):
-        return self.conv(x).flatten(2).diff(dim=-1).tanh().mean(-1)
-
-
-def raised(made, by):
-    """Inputs far from zero, as unnormalised measurements are."""
-
-    def make(n: int) -> tuple[Tensor, ...]:
-        x, *rest = made(n)
-        return x + by, *rest
-
-    return make
-
-
 CASES = [
     Case(name="text cnn, three widths", model=TextCNN, data=numbers(4, 9), daily=True),
     Case(name="lenet", model=lenet, data=numbers(1, 8, 8)),
@@ -204,14 +184,4 @@ CASES = [
     Case(name="softmax over positions", model=Saliency, data=numbers(3, 7)),
     Case(name="softmax over positions, raised", model=Saliency, data=raised(numbers(3, 7), 1000.0)),
     Case(name="softmax over positions, raised far", model=Saliency, data=raised(numbers(3, 7), 1e6)),
-    Case(name="conv1d differences, raised", model=lambda: Wave(nn.Conv1d(2, 3, 3)), data=raised(numbers(2, 12), 1e4)),
-    Case(name="conv2d differences, raised", model=lambda: Wave(nn.Conv2d(2, 3, 3)), data=raised(numbers(2, 6, 6), 1e4)),
-    Case(
-        name="conv3d differences, raised", model=lambda: Wave(nn.Conv3d(1, 3, 2)), data=raised(numbers(1, 4, 4, 4), 1e4)
-    ),
-    Case(
-        name="transposed conv differences, raised",
-        model=lambda: Wave(nn.ConvTranspose2d(2, 3, 2)),
-        data=raised(numbers(2, 5, 5), 1e4),
-    ),
 ]

@@ -8,9 +8,9 @@ are clipped, and the others show whatever else moves them. Where terms of a grad
 tried too.
 
 Where a model draws random numbers, the others' masks would be other ones without the example. There the example's row
-is replaced instead: by one that is not a number, which counts for nothing, so that the bound stays what it is; or, where
-inputs are whole numbers, by another example, which may add the bound once more. And the sum of that example by itself
-must be within the bound.
+is replaced instead: by one that is not a number, which counts for nothing, so that the bound stays what it is; or,
+where inputs are whole numbers, by another example, which may add the bound once more. And the sum of that example by
+itself must be within the bound.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ import vestige
 EXAMPLES, ODD = 6, 2
 """How many examples there are, and which of them is the outlier."""
 FARTHEST, NOISE, TIGHT = 8.0, 1e-6, 1e-3
-"""How far one example may move the parameters, times their number; the noise multiplier; a tight bound over the usual."""
+"""How far one example may move the parameters, times the number of examples; the noise multiplier; what a tight bound
+is of the usual one."""
 TOLERANCE = 1e-3
 PATHS = ("train", "loop")
 OUTLIERS = ("none", "times 1000", "times 1e8", "nan", "infinite", "times 1e30")
 CANCELLING = ("none", "times 1e8", "repeated")
+"""Where a tight bound is tried too."""
+TURNING = "1/n times n is not 1 in float32: a gradient of terms that cancel turns with the size of the batch"
+"""What is known to be wrong in several cases."""
 REPEATED = ("none", "repeated")
 """Of whole numbers: an outlier says the same thing over and over."""
 
@@ -92,7 +96,17 @@ def measured(case: Case, path: str) -> Found:
             ratios[kind] = max(worst(moves(run, odd, kind)) for run in runs[: 1 + (kind in CANCELLING)])
         except ValueError as problem:
             refusals[kind] = str(problem)
+            ratios |= {
+                f"{kind}, without {gone}": math.inf for gone in (ODD, EXAMPLES - 1) if answered(runs[0], odd, gone)
+            }
     return Found(ratios, refusals)
+
+
+def answered(run: Runs, rows: Data, gone: int) -> bool:
+    """Whether a step is taken without an example, or was with everyone: a refusal must not depend on who is there."""
+    with suppress(ValueError):
+        run.of(chosen(rows, [row for row in range(EXAMPLES) if row != gone]))
+    return bool(run.known)
 
 
 def made(case: Case) -> Data:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from sensitivity.examples import numbers, regression
-from sensitivity.measuring import Case
+from sensitivity.measuring import TURNING, Case
 
 
 class Affine(nn.Module):
@@ -244,9 +244,7 @@ CASES = [
         name="prompt before a frozen model",
         model=FrozenTop,
         data=numbers(4, 4),
-        known={
-            "loop": "1/n times n is not 1 in float32: an example of rounding errors alone turns with the size of the batch: 1.41"
-        },
+        known={"loop": f"{TURNING}: 1.41"},
     ),
     Case(name="lora", model=lora, data=numbers(5), daily=True),
     Case(name="lora, merged", model=MergedLoRA, data=numbers(5)),
@@ -255,9 +253,7 @@ CASES = [
         name="distances to prototypes",
         model=Prototypes,
         data=numbers(5),
-        known={
-            "loop": "1/n times n is not 1 in float32: an example of rounding errors alone turns with the size of the batch: 1.11"
-        },
+        known={"loop": f"{TURNING}: 1.11"},
     ),
     Case(name="cosine classifier", model=Cosine, data=numbers(5)),
     Case(name="monotone network", model=Monotone, data=regression(5, to=()), loss=F.mse_loss),
