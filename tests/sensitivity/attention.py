@@ -221,6 +221,7 @@ CASES = [
         data=tokens(6),
         random=True,
         refused="the number of examples beside it",
+        daily=True,
     ),
     Case(
         name="transformer decoder, learned queries",

@@ -161,7 +161,7 @@ class Saliency(nn.Module):
 
 
 CASES = [
-    Case(name="text cnn, three widths", model=TextCNN, data=numbers(4, 9), daily=True),
+    Case(name="text cnn, three widths", model=TextCNN, data=numbers(4, 9)),
     Case(name="lenet", model=lenet, data=numbers(1, 8, 8)),
     Case(name="conv3d", model=c3d, data=numbers(1, 4, 4, 4)),
     Case(name="grouped conv", model=grouped, data=numbers(4, 6, 6)),

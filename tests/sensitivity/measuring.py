@@ -118,7 +118,9 @@ def made(case: Case) -> Data:
 def fresh(case: Case) -> nn.Module:
     """The model, always with the same weights."""
     torch.manual_seed(0)
-    return case.model().train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return case.model().train()
 
 
 def usual_bound(case: Case) -> float:

@@ -239,9 +239,18 @@ CASES = [
             "train": "trained, and the parameter is left NaN by the rehearsal",
             "loop": "trained, and the parameter is left NaN by the rehearsal",
         },
+        daily=True,
     ),
-    Case(name="codebook that follows", model=Codebook, data=numbers(5), refused="buffer 'codes' is changed"),
-    Case(name="attention across the batch", model=AcrossBatch, data=numbers(5, 4), refused="examples beside it"),
+    Case(
+        name="codebook that follows", model=Codebook, data=numbers(5), refused="buffer 'codes' is changed", daily=True
+    ),
+    Case(
+        name="attention across the batch",
+        model=AcrossBatch,
+        data=numbers(5, 4),
+        refused="examples beside it",
+        daily=True,
+    ),
     Case(name="lstm across the batch", model=RecurrentAcrossBatch, data=numbers(5, 4), refused="examples beside it"),
     Case(name="memory in a list", model=Remembering, data=numbers(5), refused="examples beside it"),
     Case(

@@ -246,7 +246,7 @@ CASES = [
         data=numbers(4, 4),
         known={"loop": f"{TURNING}: 1.41"},
     ),
-    Case(name="lora", model=lora, data=numbers(5), daily=True),
+    Case(name="lora", model=lora, data=numbers(5)),
     Case(name="lora, merged", model=MergedLoRA, data=numbers(5)),
     Case(name="symmetric parametrisation", model=symmetric, data=numbers(5)),
     Case(
