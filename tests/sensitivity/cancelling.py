@@ -136,7 +136,6 @@ CASES = [
         name="wide linear differences, raised",
         model=lambda: Steps(64, 48),
         data=raised(numbers(3, 64), 1e5),
-        daily=True,
     ),
     Case(name="linear twins", model=lambda: Twins(5, 4), data=twins(5, apart=1e-4)),
     Case(name="linear twins without bias, raised", model=lambda: Twins(5, 4, False), data=twins(5, by=1e5)),

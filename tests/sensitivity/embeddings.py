@@ -208,7 +208,7 @@ CASES = [
     Case(name="embedding and head tied", model=Tied, data=language(5), daily=True),
     Case(name="skip-gram", model=SkipGram, data=skip_grams, loss=F.binary_cross_entropy_with_logits, outlying=()),
     Case(name="matrix factorisation", model=Factors, data=with_number(ids(9, 8)), loss=F.mse_loss),
-    Case(name="difference of embeddings", model=Difference, data=with_class(ids(5, 5, length=7))),
+    Case(name="difference of embeddings", model=Difference, data=with_class(ids(5, 5, length=7)), daily=True),
     Case(name="difference of the same words", model=Difference, data=same_word),
     Case(
         name="difference of the same words, scaled",

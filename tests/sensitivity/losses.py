@@ -181,7 +181,6 @@ CASES = [
         data=numbers(5),
         loss=nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1),
         refused={"loop": "made of a weighted mean and of more"},
-        daily=True,
     ),
     Case(
         name="cross entropy, smoothing and weights, by criterion",
