@@ -1,5 +1,7 @@
 """Is there an epsilon only where there is a theorem, and does it carry its assumptions?"""
 
+from math import exp
+
 import pytest
 
 from histories import DELTA, steps
@@ -62,3 +64,29 @@ def test_a_filtered_run_is_promised_the_filters_epsilon():
     assert "filter" in cheat.reasons[0]
     assert cheat.epsilon_rdp > 5
     assert cheat.epsilon_if_noise_were_secret is None
+
+
+def test_noise_in_floating_point_rests_on_one_more_assumption():
+    lattice, floating = (guarantee(steps(2.0, 100), DELTA, Facts(arithmetic=each)) for each in ("lattice", "float32"))
+    assert not any("ideal" in line for line in lattice.assumptions)
+    assert any("ideal" in line for line in floating.assumptions)
+    assert lattice.epsilon == floating.epsilon
+    with pytest.raises(ValueError, match="arithmetic='decimal'"):
+        guarantee(steps(2.0, 100), DELTA, Facts(arithmetic="decimal"))
+
+
+def test_delta_pays_for_the_distance_of_the_noise_from_the_ideal():
+    """(1 + e^epsilon) times the distance, over all numbers of all answers, is taken from delta."""
+    few, many = (guarantee(steps(2.0, 100), DELTA, Facts(coordinates=each)) for each in (10**9, 10**17))
+    assert few.epsilon == pytest.approx(guarantee(steps(2.0, 100), DELTA, Facts()).epsilon, rel=1e-9)
+    numbers = 2 * 100 * 10**17
+    spared = DELTA - (1 + exp(many.epsilon_rdp)) * 2.0**-96 * numbers
+    assert 0.999 * DELTA < spared < DELTA * (1 - 1e-9)
+    assert many.epsilon == epsilon(steps(2.0, 100), spared)
+    assert many.epsilon > few.epsilon
+    assert many.assumptions == few.assumptions
+
+
+def test_where_delta_cannot_pay_it_is_said():
+    wild = guarantee(steps(0.01, 1000), DELTA, Facts(coordinates=10**6))
+    assert any("neglected" in line for line in wild.assumptions)

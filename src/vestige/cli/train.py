@@ -65,6 +65,9 @@ def train(
         str | None, typer.Option(help="Split each sampled batch into parts of this size; auto: the largest that fits.")
     ] = None,
     sampling: Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")] = "poisson",
+    noise: Annotated[
+        str, typer.Option(help="lattice (integers: the last bit tells nothing) or float32 (one more assumption).")
+    ] = "lattice",
     engine: Annotated[
         str,
         typer.Option(
@@ -147,6 +150,7 @@ def train(
             split=split,
             share=share,
             sampling=sampling,
+            noise=noise,
             engine=engine,
             physical_batch=_physical_batch(physical_batch),
             seed=seed,

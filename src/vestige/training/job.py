@@ -52,6 +52,7 @@ class Job:
     split: str | None = None
     share: str | None = None
     sampling: str = "poisson"
+    noise: str = "lattice"
     engine: str = "bookkeeping"
     physical_batch: int | Literal["auto"] | None = None
     seed: int = 0
@@ -124,6 +125,7 @@ def start(
         noise_multiplier=multiplier,
         lr=job.lr,
         sampling=job.sampling,
+        noise=job.noise,
         engine=job.engine,
         physical_batch=job.physical_batch,
         reproducible=job.seed if job.reproducible else None,
