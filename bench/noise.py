@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from torch import nn
 import vestige
 from engines import CASES
 from vestige.compare.stacked import Stack, StackedRun
+from vestige.engines.registry import engine_by_name
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Flat
 from vestige.methods.registry import build
 from vestige.randomness.correlated import ARITHMETICS
 from vestige.randomness.keys import Randomness
@@ -94,6 +98,43 @@ def stacked(runs: int, device: str, noise: str) -> Callable[[], object]:
     return lambda: next(steps)
 
 
+def rounding(name: str, device: str) -> dict[str, float]:
+    """What stays outside the theorem: how far companions move an example's outputs, relative to their norm; and by how
+    much more than an example's own clipped gradient the sum moves without it, over the bound."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model, inputs = case.build().to(device), case.inputs(257).to(device)
+    targets = torch.randint(10, (257,), device=device)
+    layout = Layout.of(model)
+    engine, parameters = engine_by_name("unrecorded")(model, F.cross_entropy, layout), dict(model.named_parameters())
+
+    def total(rows: torch.Tensor) -> torch.Tensor:
+        into = torch.zeros(layout.size, device=device)
+        engine((inputs[rows], targets[rows]), parameters, Flat(1.0), into)
+        return into.double()
+
+    with torch.no_grad():
+        seen = [model(inputs[:count])[0].double() for count in (1, 2, 3, 8, 17, 100, 257)]
+    everyone = torch.arange(257, device=device)
+    whole, more = total(everyone), 0.0
+    for one in range(0, 257, 16):
+        moved = whole - total(everyone[everyone != one])
+        more = max(more, float(moved.norm() - total(everyone[one : one + 1]).norm()))
+    return {"outputs": max(float((each - seen[0]).norm() / seen[0].norm()) for each in seen), "sum": more}
+
+
+def timing(device: str, rounds: int, seconds: float) -> float:
+    """A step on other data over one on these, both of the same shapes: the median of the rounds' ratios."""
+    steps = {}
+    for name, scale in (("float32", 1.0), ("lattice", 0.0)):
+        torch.manual_seed(0)
+        data = scale * torch.randn(256, 3072, device=device), torch.randint(10, (256,), device=device)
+        options: dict[str, Any] = {"method": "dp-sgd", "noise_multiplier": 1.0, "delta": 1e-6, "lr": 1e-3}
+        model = models.mlp(3072, 10).to(device)
+        steps[name] = iter(vestige.train(model, F.cross_entropy, data, sample_rate=1.0, steps=10**6, **options))
+    return ratio({name: partial(next, records) for name, records in steps.items()}, device, rounds, seconds)["ratio"]
+
+
 def bandwidth(device: str) -> float:
     """Bytes per millisecond of a copy."""
     block = torch.zeros(2**28 if device == "cuda" else 2**24, device=device)
@@ -130,6 +171,17 @@ def main() -> None:
         print(
             f"\nthe kernel's time over its bytes, at the speed of a copy: {last['lattice'] * speed / (8 * count):.2f}"
         )
+    for name in ("CIFAR MLP", "tanh CNN"):
+        seen = rounding(name, device)
+        print(
+            f"\n{name}: companions move an example's outputs by {seen['outputs']:.1e} of their norm; without an example"
+        )
+        print(
+            f"the sum moves by its own clipped gradient and {max(0.0, seen['sum']):.1e} of the bound; 9.8e-4 is charged"
+        )
+    print(
+        f"\nthe time of a step on zeros over one on random data: {timing(device, options.rounds, options.seconds):.3f}"
+    )
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vestige.training.loop import Record, accuracy
     from vestige.training.run import Training, train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BudgetSpent",
