@@ -220,7 +220,6 @@ CASES = [
         model=lambda: Encoder(0.2),
         data=tokens(6),
         random=True,
-        refused="the number of examples beside it",
         daily=True,
     ),
     Case(
@@ -228,7 +227,6 @@ CASES = [
         model=Decoder,
         data=regression(5, 4, to=(3,)),
         loss=F.smooth_l1_loss,
-        refused={"loop": "Mismatch in shape"},
     ),
     Case(name="encoder and decoder", model=Translator, data=pairs),
     Case(name="einsum heads, causal", model=Einsum, data=numbers(5, 4)),

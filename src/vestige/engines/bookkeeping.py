@@ -24,7 +24,16 @@ from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import full_precision
 from vestige.engines.per_example.gradients import Gradient, change
-from vestige.engines.per_example.rehearsal import Rows, Unclear, Unwatchable, made_up, rehearsed
+from vestige.engines.per_example.rehearsal import (
+    Dependent,
+    Rehearsal,
+    Rows,
+    Unclear,
+    Unwatchable,
+    made_up,
+    raisings,
+    rehearsed,
+)
 from vestige.engines.per_example.taps import Doubt, Taps, eagerly, gradients
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
@@ -76,7 +85,7 @@ class BookKeeping:
         return example_losses(self.loss, self.model(*inputs), targets)
 
     def _rehearsed(self, blank: Batch) -> Taps | None:
-        taps, device = Taps(self.model, self.layout), blank[0].device
+        taps = Taps(self.model, self.layout)
         if _compiled(self.model):
             warnings.warn(
                 "the model is compiled, but private steps run it uncompiled: a compiled graph would run past the uses "
@@ -84,7 +93,7 @@ class BookKeeping:
                 stacklevel=4,
             )
         try:
-            found = rehearsed(taps, self._losses, lambda size, seed: made_up(blank, size, seed, device))
+            found = self._tried(taps, blank)
         except (Unwatchable, Unclear) as problem:
             warnings.warn(
                 f"the model cannot be watched ({problem}): every step is left to the reference engine, which is exact "
@@ -95,6 +104,23 @@ class BookKeeping:
         taps.kinds = dict(found.kinds)
         self._changing |= found.changing
         return taps
+
+    def _tried(self, taps: Taps, blank: Batch) -> Rehearsal:
+        """A rehearsal with whole numbers that the model takes."""
+        problems: list[Exception] = []
+        for raised in raisings(blank):
+            try:
+                return rehearsed(taps, self._losses, partial(made_up, blank, device=blank[0].device, raised=raised))
+            except (Dependent, Unwatchable):
+                raise
+            except Exception as problem:
+                problems.append(problem)
+        if isinstance(problems[0], Unclear):
+            raise problems[0]
+        line = (str(problems[0]).strip() or type(problems[0]).__name__).splitlines()[0]
+        raise ValueError(
+            f"the model or its loss cannot be run on made-up examples of the data's shapes: {line}"
+        ) from problems[0]
 
 
 def _compiled(model: nn.Module) -> bool:
