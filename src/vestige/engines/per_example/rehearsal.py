@@ -132,7 +132,7 @@ class _Rehearsing:
                 if weights is not None and outputs.requires_grad:
                     torch.autograd.grad(outputs, [ANCHOR], weights, allow_unused=True)
             except (Misfit, TypeError, RuntimeError, NotImplementedError) as problem:
-                raise Unwatchable(_line(problem)) from problem
+                raise Unwatchable(first_line(problem)) from problem
         return outputs.detach(), now.observed or {}, uses, now
 
     # --- what is tried ------------------------------------------------------------------------------------------------
@@ -294,7 +294,10 @@ def _one_at_a_time(outputs: Tensor, weights: Tensor, leaves: Mapping[str, Tensor
         else:
             found = torch.autograd.grad(output, list(leaves.values()), weight, retain_graph=True, allow_unused=True)
         rows.append(
-            {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), found, strict=True)}
+            {
+                n: torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+                for (n, p), g in zip(leaves.items(), found, strict=True)
+            }
         )
     return rows
 
@@ -376,5 +379,5 @@ def _flat(outputs: Tensor, examples: int) -> Tensor:
     return outputs.reshape(len(outputs), -1) if len(outputs) else outputs.reshape(0, 1)
 
 
-def _line(problem: BaseException) -> str:
+def first_line(problem: BaseException) -> str:
     return (str(problem).strip() or type(problem).__name__).splitlines()[0]
