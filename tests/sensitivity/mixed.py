@@ -236,9 +236,7 @@ CASES = [
         refused="parameter 'centre' is changed",
         daily=True,
     ),
-    Case(
-        name="codebook that follows", model=Codebook, data=numbers(5), refused="buffer 'codes' is changed", daily=True
-    ),
+    Case(name="codebook that follows", model=Codebook, data=numbers(5), refused="buffer 'codes' is changed"),
     Case(
         name="attention across the batch",
         model=AcrossBatch,
@@ -262,8 +260,7 @@ CASES = [
         data=pairs,
         loss=contrastive,
         outlying=(0, 1),
-        refused={"loop": "loss"},
-        known={"loop": "a loss that compares examples is taken for a mean: 2.29"},
+        assumed=True,
     ),
     Case(
         name="correlation over the batch",
@@ -271,7 +268,6 @@ CASES = [
         data=lambda n: (torch.randn(n, 5), torch.randn(n)),
         loss=correlation,
         outlying=(0,),
-        refused={"loop": "loss"},
-        known={"loop": "a loss that compares examples is taken for a mean: 2.20"},
+        assumed=True,
     ),
 ]

@@ -20,6 +20,7 @@ from vestige.engines.per_example.rehearsal import (
     Made,
     Rehearsal,
     Unwatchable,
+    first_line,
     left_as_found,
     made_up,
     raisings,
@@ -96,9 +97,9 @@ def form_of(module: nn.Module, layout: Layout, call: Call, rows: int) -> CallFor
     first = problems[0]
     if isinstance(first, Dependent):
         raise first
-    line = (str(first).strip() or type(first).__name__).splitlines()[0]
     raise ValueError(
-        f"the model cannot be made private in this loop: tried out on made-up examples of these shapes, {line}"
+        f"the model cannot be made private in this loop: tried out on made-up examples of these shapes, "
+        f"{first_line(first)}"
     ) from first
 
 
