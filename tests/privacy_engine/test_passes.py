@@ -304,6 +304,38 @@ def test_a_step_between_forward_and_backward_is_refused_as_in_ordinary_training(
         LOSS(outputs, y).backward()
 
 
+class TwoInputs(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.left, self.right, self.how = nn.Linear(5, 4), nn.Linear(5, 4), how
+
+    def forward(self, x, other):
+        return self.how(self, x, other)
+
+
+@pytest.mark.parametrize("guessed", [False, True])
+def test_an_input_is_no_constant_if_it_may_hold_examples(guessed):
+    def everyone(model, x, other):
+        if guessed and len(x) == len(other):  # all inputs as examples cannot even be run
+            raise RuntimeError("of another size")
+        return model.left(x) @ model.right(other).t()
+
+    x, y = torch.randn(12, 5), torch.randint(3, (12,))
+    model, _, loader = private(TwoInputs(everyone), (x, y))[1:]
+    rows = next(iter(loader))[0]
+    with pytest.raises(ValueError, match="of another size" if guessed else "examples beside it"):
+        model(rows, rows)
+
+
+def test_a_mask_as_long_as_the_batch_is_a_constant():
+    def masked(model, x, mask):
+        return model.left(x) + (mask @ mask @ model.right(x)[..., None].expand(-1, 4, len(mask)).transpose(1, 2)).sum(1)
+
+    model, _, loader = private(TwoInputs(masked), (torch.randn(12, 5), torch.randint(3, (12,))))[1:]
+    rows = next(iter(loader))[0]
+    LOSS(model(rows, torch.eye(len(rows))), torch.zeros(len(rows), dtype=torch.long)).backward()
+
+
 def test_a_call_of_another_form_is_rehearsed_by_itself():
     class Either(nn.Module):
         def __init__(self):

@@ -230,30 +230,22 @@ CASES = [
         name="packed bidirectional lstm",
         model=Packed,
         data=sequences(6, 4),
-        refused={"loop": "Length of all samples has to be greater than 0"},
-        known={"train": "not a ValueError of one line: RuntimeError, made-up lengths are 0"},
-        daily=True,
     ),
     Case(
         name="packed and padded gru",
         model=PackedAndPadded,
         data=sequences(6, 4),
-        refused={"loop": "Length of all samples has to be greater than 0"},
-        known={"train": "not a ValueError of one line: RuntimeError, made-up lengths are 0"},
     ),
     Case(
         name="lstm with a mask",
         model=MaskedMean,
         data=sequences(6, 4),
-        refused={"loop": "made-up examples is not finite"},
     ),
     Case(name="lstm cells in a loop", model=CellLoop, data=numbers(6, 4)),
     Case(name="gru cells from a learned state", model=LearnedStart, data=numbers(6, 4)),
-    Case(
-        name="lstm from learned states", model=LearnedStates, data=numbers(6, 4), refused={"loop": "Mismatch in shape"}
-    ),
+    Case(name="lstm from learned states", model=LearnedStates, data=numbers(6, 4)),
     Case(name="elman by hand", model=Elman, data=regression(6, 4, to=()), loss=nn.L1Loss()),
-    Case(name="character language model", model=CharRNN, data=language(6), daily=True),
+    Case(name="character language model", model=CharRNN, data=language(6)),
     Case(name="seq2seq, flattened", model=Seq2Seq, data=translation, loss=flat_tokens),
     Case(name="tagger, ignored padding", model=Tagger, data=tagged, loss=flat_tokens),
 ]

@@ -24,11 +24,22 @@ from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import full_precision
 from vestige.engines.per_example.gradients import Gradient, change
-from vestige.engines.per_example.rehearsal import Rows, Unclear, Unwatchable, made_up, rehearsed
+from vestige.engines.per_example.rehearsal import (
+    Dependent,
+    Rehearsal,
+    Rows,
+    Unclear,
+    Unwatchable,
+    first_line,
+    left_as_found,
+    made_up,
+    raisings,
+    rehearsed,
+)
 from vestige.engines.per_example.taps import Doubt, Taps, eagerly, gradients
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
+from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.criteria import example_losses
 
 
@@ -51,6 +62,7 @@ class BookKeeping:
             try:
                 found = self.gradients(taps, batch, parameters)
             except Doubt as doubt:
+                self._require_reference(batch, str(doubt))
                 warnings.warn(f"{doubt}; this batch is left to the reference engine", stacklevel=2)
                 return self.reference(batch, parameters, clip, into)
         return add_weighted(found, clip, self.layout, into, len(batch[0]))
@@ -76,7 +88,7 @@ class BookKeeping:
         return example_losses(self.loss, self.model(*inputs), targets)
 
     def _rehearsed(self, blank: Batch) -> Taps | None:
-        taps, device = Taps(self.model, self.layout), blank[0].device
+        taps = Taps(self.model, self.layout)
         if _compiled(self.model):
             warnings.warn(
                 "the model is compiled, but private steps run it uncompiled: a compiled graph would run past the uses "
@@ -84,8 +96,9 @@ class BookKeeping:
                 stacklevel=4,
             )
         try:
-            found = rehearsed(taps, self._losses, lambda size, seed: made_up(blank, size, seed, device))
+            found = self._tried(taps, blank)
         except (Unwatchable, Unclear) as problem:
+            self._require_reference(blank, str(problem))
             warnings.warn(
                 f"the model cannot be watched ({problem}): every step is left to the reference engine, which is exact "
                 "but slow",
@@ -95,6 +108,42 @@ class BookKeeping:
         taps.kinds = dict(found.kinds)
         self._changing |= found.changing
         return taps
+
+    def _tried(self, taps: Taps, blank: Batch) -> Rehearsal:
+        """A rehearsal with whole numbers that the model takes."""
+        problems: list[Exception] = []
+        for raised in raisings(blank):
+            try:
+                return rehearsed(taps, self._losses, partial(made_up, blank, device=blank[0].device, raised=raised))
+            except (Dependent, Unwatchable):
+                raise
+            except Exception as problem:
+                problems.append(problem)
+        if isinstance(problems[0], Unclear):
+            raise problems[0]
+        raise ValueError(
+            f"the model or its loss cannot be run on made-up examples of the data's shapes: {first_line(problems[0])}"
+        ) from problems[0]
+
+    def _require_reference(self, blank: Batch, unwatched: str) -> None:
+        """What cannot be watched must at least run one example at a time: tried on made-up ones, so that a refusal
+        tells nothing of the data."""
+        point = {name: p.detach() for name, p in self.layout.parameters(self.model).items()}
+        into, problems = blank[0].new_zeros(self.layout.size, dtype=torch.float32), []
+        for raised in raisings(blank):
+            rows = made_up(blank, 2, 0, blank[0].device, raised)
+            try:
+                with left_as_found(self.model), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self.reference(rows, point, Flat(1.0), into)
+                return
+            except Exception as problem:
+                problems.append(problem)
+        alone = first_line(problems[0]).split(". ")[0]
+        raise ValueError(
+            f"the model cannot be made private: {unwatched}; nor can it be run one example at a time ({alone}). Write "
+            "what is named here in another way"
+        ) from problems[0]
 
 
 def _compiled(model: nn.Module) -> bool:

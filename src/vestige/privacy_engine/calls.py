@@ -17,11 +17,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.per_example.rehearsal import (
     Dependent,
+    Made,
     Rehearsal,
-    Unclear,
     Unwatchable,
+    first_line,
     left_as_found,
     made_up,
+    raisings,
     rehearsed,
 )
 from vestige.engines.per_example.taps import Taps, floating
@@ -65,6 +67,8 @@ class CallForm:
     outputs: tuple[int, ...]
     """Which outputs do."""
     rehearsal: Rehearsal
+    made: Made
+    """Made-up examples that the model takes."""
 
     def rows(self, call: Call) -> int:
         """How many rows a call of this form has; 0 if its arguments disagree."""
@@ -83,19 +87,49 @@ def form_of(module: nn.Module, layout: Layout, call: Call, rows: int) -> CallFor
         )
     problems: list[Exception] = []
     for batched in _guesses(longest):
+        left = [place for place in longest if place not in batched]
         try:
-            return _tried(module, Taps(module, layout), call, batched)
-        except (Dependent, Unwatchable, Unclear) as problem:
-            problems.append(problem)
+            form = _tried(module, Taps(module, layout), call, batched)
+            _require_constant(module, form, call, left)
+            return form
         except Exception as problem:  # a call that is not meant so may raise anything
             problems.append(problem)
     first = problems[0]
     if isinstance(first, Dependent):
         raise first
-    line = (str(first).strip() or type(first).__name__).splitlines()[0]
     raise ValueError(
-        f"the model cannot be made private in this loop: tried out on made-up examples of these shapes, {line}"
+        f"the model cannot be made private in this loop: tried out on made-up examples of these shapes, "
+        f"{first_line(first)}"
     ) from first
+
+
+def _require_constant(module: nn.Module, form: CallForm, call: Call, left: Sequence[int]) -> None:
+    """A tensor as long as the batch holds no examples only if the model cannot run with more rows of it."""
+    shown = _shown(call)
+    for place in left:
+        longer = list(shown.leaves)
+        longer[place] = torch.cat([longer[place], longer[place][:1]])
+        args, kwargs = Call(longer, call.tree).with_rows(form.made(2, 0), form.batched)
+        try:
+            with left_as_found(module), torch.no_grad():
+                module(*args, **kwargs)
+        except Exception:
+            continue
+        raise Dependent(
+            "one of the model's arguments has as many rows as the batch, and it cannot be told whether they are "
+            "examples: if they are not, make the tensor a buffer of the model"
+        )
+
+
+def _shown(call: Call) -> Call:
+    """The call with made-up numbers."""
+    constants = [
+        torch.rand(leaf.shape, generator=torch.Generator().manual_seed(3)).to(leaf.device, leaf.dtype)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        else leaf
+        for leaf in call.leaves
+    ]
+    return Call(constants, call.tree)
 
 
 def _guesses(places: list[int]) -> Iterator[tuple[int, ...]]:
@@ -110,30 +144,41 @@ def _guesses(places: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _tried(module: nn.Module, taps: Taps, call: Call, batched: tuple[int, ...]) -> CallForm:
+    """The form in which these arguments hold examples; with whole numbers that the model takes."""
+    problems: list[Exception] = []
+    for raised in raisings([call.leaves[place] for place in batched]):
+        try:
+            return _with_numbers(module, taps, _shown(call), batched, raised)
+        except (Dependent, Unwatchable):
+            raise
+        except Exception as problem:
+            problems.append(problem)
+    raise problems[0]
+
+
+def _with_numbers(
+    module: nn.Module, taps: Taps, shown: Call, batched: tuple[int, ...], raised: tuple[int, ...]
+) -> CallForm:
     device = next(module.parameters()).device
-    blank = [call.leaves[place][:0] for place in batched]
-    constants = [
-        torch.rand(leaf.shape, generator=torch.Generator().manual_seed(3)).to(leaf.device, leaf.dtype)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        else leaf
-        for leaf in call.leaves
-    ]
-    shown = Call(constants, call.tree)
+    blank = [shown.leaves[place][:0] for place in batched]
 
     def called(rows: Sequence[Tensor]) -> list[Any]:
         args, kwargs = shown.with_rows([part.clone() for part in rows], batched)
         return tree_flatten(module(*args, **kwargs))[0]
 
+    def made(size: int, seed: int) -> list[Tensor]:
+        return made_up(blank, size, seed, device, raised)
+
     with left_as_found(module), torch.no_grad():
-        holding = _growing(*(called(made_up(blank, size, 0, device)) for size in (2, 3)))
+        holding = _growing(called(made(2, 0)), called(made(3, 0)))
 
     def run(rows: Sequence[Tensor]) -> Tensor:
         found = called(rows)
         return torch.cat([found[place].reshape(len(rows[0]), -1).float() for place in holding], dim=1)
 
-    rehearsal = rehearsed(taps, run, lambda size, seed: made_up(blank, size, seed, device))
+    rehearsal = rehearsed(taps, run, made)
     taps.kinds = dict(rehearsal.kinds)
-    return CallForm(taps, batched, holding, rehearsal)
+    return CallForm(taps, batched, holding, rehearsal, made)
 
 
 def _growing(two: list[Any], three: list[Any]) -> tuple[int, ...]:

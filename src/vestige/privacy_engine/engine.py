@@ -31,6 +31,7 @@ from vestige.optim.rules import Rule
 from vestige.privacy_engine.coverage import require_covered
 from vestige.privacy_engine.loaders import CollateEmpty, check_loader, private_loader, rate_of
 from vestige.privacy_engine.optimizer_step import PrivateSteps
+from vestige.privacy_engine.outputs import of_rows
 from vestige.privacy_engine.parts import AnyRows, Parts
 from vestige.privacy_engine.passes import Passes
 from vestige.questions import BudgetSpent, Question, SampledGaussian
@@ -190,7 +191,7 @@ class PrivacyEngine:
 
         Class weights and ignored targets then decide about their own example only; the divisor is public.
         """
-        return batch_mean(loss)
+        return of_rows(batch_mean(loss))
 
     def guarantee(self, delta: float) -> accounting.Guarantee:
         """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""

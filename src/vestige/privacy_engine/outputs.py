@@ -3,22 +3,22 @@
 A private step takes each example's gradient from what comes back to its row of the outputs. That is the gradient of its
 own loss only if the loss of the batch is a sum or mean of the examples' losses. torch's own losses are recognised by
 their graph, before the backward pass runs. Of a weighted mean, or one that ignores some targets, the divisor is the sum
-of everyone's weights: it is replaced by a public one. Any other scalar is taken for what the user says it is, and that
-assumption is part of the guarantee.
+of everyone's weights: it is replaced by a public one. Of any other scalar it is taken for granted that each row has a
+say in its own loss only, and that assumption is part of the guarantee.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vestige.engines.per_example.expressions import Tap
+from vestige.privacy_engine.undivided import MEAN, NLL, undivided
 
-MEAN, SUM = 1, 2
 POINTWISE = frozenset(
     f"{name}Backward0"
     for name in (
@@ -27,7 +27,12 @@ POINTWISE = frozenset(
     )
 )  # fmt: skip
 """Losses whose mean is over all numbers, whatever they are."""
-NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+KEEPING = frozenset(
+    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Sigmoid", "ToCopy")
+) | {"SqueezeBackward1", "CloneBackward0"}
+"""Operations that leave examples side by side, if they leave them on the first axis."""
+OF_ROWS = "vestige: the mean of losses of rows"
+LEAF = "torch::autograd::AccumulateGrad"
 FARTHEST = 500
 """Nodes of a graph that are looked at."""
 
@@ -37,11 +42,17 @@ class Reduction:
     """How a loss of a batch was made of its examples' losses.
 
     What comes back to a row of the outputs, times `factor`, is the gradient of its own loss; `factor` None is that of
-    what the user says. `kind` is "mean" or "sum", where that was recognised.
+    what the user says. `kind` is "mean" or "sum", where that was recognised. Where it is `undivided`, that gradient is
+    what comes back.
     """
 
     factor: Tensor | None = None
     kind: str | None = None
+    public: Tensor | float | None = None
+    """What the sum of everyone's weights is replaced by, for one row."""
+    undivided: bool = False
+    seen: bool = False
+    """Whether it was seen that a row of the outputs has a say in its own loss only."""
 
 
 UNKNOWN = Reduction()
@@ -50,9 +61,9 @@ UNKNOWN = Reduction()
 class End(torch.autograd.Function):
     """The outputs of a private model as the user gets them: in float32, with rows that lead back to their examples.
 
-    What comes back to a row is brought to the scale of its own loss here, in float32 and before the model's backward
-    pass: one over the number of rows, rounded into a shorter type further on, would move everyone's gradient when one
-    example joins.
+    What comes back to a row is brought to the scale of its own loss before the model's backward pass: one over the
+    number of rows, rounded further on, would move everyone's gradient when one example joins. Mostly that was done at
+    the reduction (`undivided`); here it is done where somebody else waits for what comes back too.
     """
 
     @staticmethod
@@ -73,7 +84,7 @@ class End(torch.autograd.Function):
             )
         ctx.reached(reduction)
         said = ctx.rows if ctx.said == "mean" else 1
-        factor = said if reduction.factor is None else reduction.factor
+        factor = 1 if reduction.undivided else said if reduction.factor is None else reduction.factor
         back = [(signal * factor).to(dtype) for signal, dtype in zip(signals, ctx.types, strict=True)]
         return (None, None, None, None, *back)
 
@@ -85,25 +96,50 @@ def watch_backward_passes() -> None:
         return
 
     def run(t_outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        for output in t_outputs:
-            if isinstance(output, Tensor) and output.grad_fn is not None:
-                mark(output.grad_fn)
-        return original(t_outputs, *args, **kwargs)
+        starts = [each.grad_fn for each in t_outputs if isinstance(each, Tensor) and each.grad_fn is not None]
+        asked = len(args) != 4 or bool(args[2]) or len(args[3]) > 0  # for gradients of gradients, or of something else
+        handles: list[Any] = []
+        try:
+            for start in starts:
+                handles += mark(start, alone=len(starts) == 1 and not asked)
+            return original(t_outputs, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     run.marks = True  # type: ignore[attr-defined]
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
-def mark(top: Any) -> None:
-    """Leave at the ends of private models that a loss leads to how the loss was reduced."""
-    ends: dict[Any, list[Any]] = {end: [] for end in _ends(top)}
+def mark(top: Any, alone: bool = False) -> list[Any]:
+    """Leave at the ends of private models that a loss leads to how the loss was reduced.
+
+    If the backward pass is `alone` and leads nowhere else, the reductions are made not to divide, until the handles
+    that are returned are removed.
+    """
+    ends: dict[Any, list[Any]] = {end: [] for end in _below(top)[0]}
     if not ends:
-        return
-    for node in _reductions(top):
-        for end in _ends(node):
+        return []
+    nodes = _reductions(top)
+    for node in nodes:
+        for end in _below(node)[0]:
             ends.setdefault(end, []).append(node)
-    for end, nodes in ends.items():
-        end.reduction = _reduction(top, nodes, end.rows)
+    for end, own in ends.items():
+        end.reduction = replace(_reduction(top, own, end.rows), seen=_seen(top, end.rows))
+    first = next(iter(ends))
+    same = all(own == nodes and (end.rows, end.said) == (first.rows, "mean") for end, own in ends.items())
+    if not (alone and same and _ends_here(top, nodes)):
+        return []
+    for end in ends:
+        end.reduction = replace(end.reduction, undivided=True)
+    return [undivided(node, first.rows, first.reduction.public) for node in nodes]
+
+
+def _ends_here(top: Any, nodes: list[Any]) -> bool:
+    """Whether a backward pass leads to private models only, and through one reduction on each way."""
+    passed = _below(top)[1]
+    below = {each for node in nodes for each in _below(node)[1] if each is not node}
+    return len(passed) < FARTHEST and not any(each.name() == LEAF for each in passed) and below.isdisjoint(nodes)
 
 
 def _reduction(top: Any, nodes: list[Any], rows: int) -> Reduction:
@@ -113,7 +149,7 @@ def _reduction(top: Any, nodes: list[Any], rows: int) -> Reduction:
     if nodes == [top]:
         return _of_node(top, rows)
     if nodes == means and len(means) == 1:
-        return Reduction(_divisor(means[0], rows))
+        return _of_likelihood(means[0], rows, None)
     if any(node._saved_weight is not None for node in means):
         raise ValueError(
             "the loss is made of a weighted mean and of more: the sum of the weights, which is everyone's, cannot be "
@@ -128,18 +164,52 @@ def _of_node(node: Any, rows: int) -> Reduction:
     name = node.name()
     if name in ("MeanBackward0", "SumBackward0"):
         return Reduction(None, "mean" if name == "MeanBackward0" else "sum")
-    if name not in NLL | POINTWISE:
+    if name not in NLL.keys() | POINTWISE:
         return UNKNOWN
     kind = "mean" if node._saved_reduction == MEAN else "sum"
-    return Reduction(_divisor(node, rows) if name in NLL and kind == "mean" else None, kind)
+    return _of_likelihood(node, rows, kind) if name in NLL and kind == "mean" else Reduction(None, kind)
 
 
-def _divisor(node: Any, rows: int) -> Tensor:
+def _of_likelihood(node: Any, rows: int, kind: str | None) -> Reduction:
     """What was divided by, the sum of the weights of the targets that count, over what is public: the mean weight of a
     class, times as many targets as a row has."""
     weight, targets = node._saved_weight, node._saved_target.numel()
     public = targets / rows if weight is None else targets / rows * weight.mean()
-    return node._saved_total_weight / public  # type: ignore[no-any-return]
+    return Reduction(node._saved_total_weight / public, kind, public)
+
+
+def of_rows(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A criterion of ours, which takes the mean of losses of single rows: nothing need be assumed of it."""
+
+    def taken(outputs: Any, targets: Tensor) -> Tensor:
+        value = criterion(outputs, targets)
+        if value.grad_fn is not None:
+            value.grad_fn.metadata[OF_ROWS] = True  # type: ignore[index]
+        return value
+
+    return taken
+
+
+def _seen(top: Any, rows: int) -> bool:
+    """Whether a loss is one of torch's reductions of the rows, or of torch's losses of them, and of nothing else."""
+    between = [node for node in _below(top)[1] if node is not top and type(node) is not End._backward_cls]  # type: ignore[attr-defined]
+    losses = NLL.keys() | POINTWISE
+    known = top.name() in losses | {"MeanBackward0", "SumBackward0"} and all(
+        node.name() in losses or _keeps_rows(node, rows) for node in between
+    )
+    return known or OF_ROWS in top.metadata
+
+
+def _keeps_rows(node: Any, rows: int) -> bool:
+    """Whether each row of the outputs stays by itself."""
+    name, shape = node.name(), node._input_metadata[0].shape
+    if name == "LogSoftmaxBackward0":
+        return bool(node._saved_dim != 0) and shape[0] % rows == 0
+    if name == "TransposeBackward0":
+        return 0 not in (node._saved_dim0, node._saved_dim1)
+    if name == "PermuteBackward0":
+        return bool(node._saved_dims[0] == 0)
+    return name in KEEPING and len(shape) > 0 and shape[0] % rows == 0
 
 
 def _reductions(top: Any) -> list[Any]:
@@ -156,8 +226,8 @@ def _reductions(top: Any) -> list[Any]:
     return found
 
 
-def _ends(start: Any) -> list[Any]:
-    """The ends of private models that a backward pass from this node reaches.
+def _below(start: Any) -> tuple[list[Any], list[Any]]:
+    """The ends of private models that a backward pass from this node reaches, and all nodes on the way.
 
     One that enters a private model elsewhere, by something that a hook caught inside, is refused.
     """
@@ -174,4 +244,4 @@ def _ends(start: Any) -> list[Any]:
         fresh = [each for each, _ in node.next_functions if each is not None and each not in seen]
         seen.update(fresh)
         queue += fresh if len(queue) < FARTHEST else []
-    return found
+    return found, queue

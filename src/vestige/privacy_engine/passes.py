@@ -84,7 +84,7 @@ class Passes:
         self._closed: int | None = None
         """The draw that they belong to."""
         self.assumed = False
-        """Whether a loss was met whose divisor could not be recognised."""
+        """Whether a loss was met of which something must be assumed."""
         self._buffers = Buffers(module)
         self._pending: list[Pending] = []
         self._forms: dict[Any, CallForm] = {}
@@ -305,7 +305,7 @@ class Passes:
                 f"this pass of the model is about {opened.now.examples} rows, but {self.parts.expected()}: train on "
                 "the batches of the loader that make_private returned, each in one step"
             )
-        self.assumed = self.assumed or reduction.kind is None
+        self.assumed = self.assumed or not reduction.seen
         opened.now.going_back = True
         task = torch._C._current_graph_task_id()
         opened.tasks[task] = {}

@@ -292,8 +292,9 @@ def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Se
 def _unfit(now: Pass, kind: Kind, outputs: Sequence[Tensor]) -> str | None:
     if now.observed is None and not now.going_back:
         for output, axis in zip(outputs, kind.outputs, strict=True):
-            if output.dim() <= axis.place or output.shape[axis.place] % now.examples:
-                return f"gave {tuple(output.shape)} numbers for {now.examples} examples"
+            size = output.shape[axis.place] if output.dim() > axis.place else 0
+            if size == 0 or size % now.examples:
+                return "did not give every example as many rows as every other"
     return None
 
 

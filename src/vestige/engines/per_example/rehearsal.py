@@ -2,7 +2,7 @@
 
 Nothing here looks at data: shapes and types are the data's, values and weights are made up. What is assumed later is
 tried here once: where the examples are in every use, that no example's output moves with the examples beside it, that
-no buffer keeps something of them, and that the watched gradients are those of ordinary autograd.
+nothing in the model keeps something of them, and that the watched gradients are those of ordinary autograd.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from vestige.devices import without_tf32
+from vestige.engines.per_example.calm import Calm
 from vestige.engines.per_example.expressions import ANCHOR, Axis, Key, Kind, Observation, Pass
 from vestige.engines.per_example.gradients import Gradient, combine
+from vestige.engines.per_example.holdings import Holdings, buffers, current, describe, equal
 from vestige.engines.per_example.taps import Taps
 from vestige.engines.per_example.uses import Misfit
 
@@ -36,6 +38,8 @@ TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-2
 """How far a watched gradient may be from autograd's: a use that was missed or misread is off by far more."""
 ROUNDS = 6
+BESIDE = (1.0, 1e3, 1e30, torch.inf, -torch.inf, torch.nan)
+"""What made-up examples are multiplied by, to stand beside another: none of them may be seen there."""
 
 
 class Unwatchable(Exception):
@@ -56,7 +60,7 @@ class Rehearsal:
 
     kinds: Mapping[Key, Kind | None]
     changing: frozenset[str]
-    """Buffers that a forward pass changes, but never by what it is given: caches, counters of steps."""
+    """Buffers and parameters that a forward pass changes, but never by what it is given: caches, counters of steps."""
 
 
 def rehearsed(taps: Taps, run: Run, made: Made) -> Rehearsal:
@@ -64,9 +68,9 @@ def rehearsed(taps: Taps, run: Run, made: Made) -> Rehearsal:
     problem: Unclear | None = None
     for seed in (0, 1, 2):
         try:
-            with left_as_found(taps.model), warnings.catch_warnings(), torch.enable_grad(), _unrounded(taps):
+            with left_as_found(taps.model) as held, warnings.catch_warnings(), torch.enable_grad(), _unrounded(taps):
                 warnings.simplefilter("ignore")
-                return _Rehearsing(taps, run, made, seed).found()
+                return _Rehearsing(taps, run, made, seed, held).found()
         except Unclear as error:
             problem = error
     assert problem is not None
@@ -74,18 +78,19 @@ def rehearsed(taps: Taps, run: Run, made: Made) -> Rehearsal:
 
 
 class _Rehearsing:
-    def __init__(self, taps: Taps, run: Run, made: Made, seed: int) -> None:
+    def __init__(self, taps: Taps, run: Run, made: Made, seed: int, held: Holdings) -> None:
         self.taps, self.model, self.made, self.seed = taps, taps.model, made, seed
         self._run = run
         self.environment = _made_up_weights(taps, seed)
-        self.buffers = {name: buffer.clone() for name, buffer in taps.model.named_buffers()}
+        self.weights = {name: value.clone() for name, value in self.environment.items()}
+        self.held, self.moving = held, set[str]()
         coarsest = max(torch.finfo(value.dtype).eps for value in self.environment.values())
         self.tolerance = max(TOLERANCE, 8 * coarsest)  # of a model whose weights are in bfloat16
 
     def found(self) -> Rehearsal:
         three = [part.clone() for part in self.made(3, self.seed)]
         self._check_finite(three)
-        changing = self._changing_buffers(three)
+        changing = self._changing(three)
         self._check_independent(three)
         kinds = self._kinds(three)
         self._check_gradients(three, kinds)
@@ -95,9 +100,11 @@ class _Rehearsing:
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        """With the same random numbers and buffers as every time."""
-        with torch.no_grad():
-            _restore(self.model, self.buffers)
+        """With the same random numbers, buffers and parameters as every time."""
+        self.held.restore(self.moving | buffers(self.model))
+        for name, value in self.environment.items():
+            if not equal(value.detach(), self.weights[name]):
+                value.data.copy_(self.weights[name])
         torch.manual_seed(self.seed)
         random.seed(self.seed)
         np.random.seed(self.seed)  # noqa: NPY002
@@ -125,7 +132,7 @@ class _Rehearsing:
                 if weights is not None and outputs.requires_grad:
                     torch.autograd.grad(outputs, [ANCHOR], weights, allow_unused=True)
             except (Misfit, TypeError, RuntimeError, NotImplementedError) as problem:
-                raise Unwatchable(_line(problem)) from problem
+                raise Unwatchable(first_line(problem)) from problem
         return outputs.detach(), now.observed or {}, uses, now
 
     # --- what is tried ------------------------------------------------------------------------------------------------
@@ -133,37 +140,41 @@ class _Rehearsing:
     def _check_finite(self, three: Rows) -> None:
         with torch.no_grad():
             outputs = self.plainly(three)
+        self.moving = self.held.changed()
         if len(outputs) != 3:
             raise Dependent(f"the model made {len(outputs)} rows of 3 examples: each example must be one row")
         if not bool(outputs.isfinite().all()):
             raise Unclear("what the model makes of made-up examples is not finite")
 
-    def _changing_buffers(self, three: Rows) -> frozenset[str]:
-        """Buffers that a pass changes; refused where the change depends on what the pass was given."""
+    def _changing(self, three: Rows) -> frozenset[str]:
+        """What a pass changes in the model; refused where the change depends on what the pass was given."""
         with torch.no_grad():
             self.plainly(three)
-            first = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            first = self._movable()
             for other in (self.made(3, self.seed + 10), [part[:2] for part in three]):
                 self.plainly(other)
-                for name, buffer in self.model.named_buffers():
-                    same = name in first and buffer.shape == first[name].shape and _equal(buffer, first[name])
-                    if not same:
+                now = self._movable()
+                for name in sorted(first.keys() | now.keys()):
+                    if name not in first or name not in now or not equal(now[name], first[name]):
                         raise Dependent(
-                            f"buffer {name!r} is changed by the forward pass, by what the pass is given: it would hold "
-                            "something of the examples without noise. Keep it out of the model, or do not change it "
-                            "while training"
+                            f"{describe(self.model, name)} is changed by the forward pass, by what the pass is given: "
+                            "it would hold something of the examples without noise. Keep it out of the model, or do "
+                            "not change it while training"
                         )
-        return frozenset(
-            name for name, buffer in first.items() if name not in self.buffers or not _equal(buffer, self.buffers[name])
-        )
+        return frozenset(self.moving)
+
+    def _movable(self) -> dict[str, Tensor]:
+        """Copies of what a pass may have changed: buffers, parameters that one did change, and made-up weights."""
+        own = {name: value.detach().clone() for name, value in self.environment.items()}
+        return {**current(self.model, self.moving | buffers(self.model)), **own}
 
     def _check_independent(self, three: Rows) -> None:
         """The middle example's output, with other examples beside it and with fewer."""
         with torch.no_grad():
             alone = self.plainly(three)
             allowed = self.tolerance * float(alone.abs().max().clamp(min=1e-6))
-            others = self.made(3, self.seed + 20)
-            for how in (1.0, 1000.0, torch.nan):
+            for place, how in enumerate(BESIDE):
+                others = self.made(3, self.seed + 20 + place)
                 changed = [_beside(part, other, how) for part, other in zip(three, others, strict=True)]
                 try:
                     now = self.plainly(changed)[1]
@@ -174,11 +185,11 @@ class _Rehearsing:
                         "an example's output changes with the examples beside it, so no example's influence can be "
                         "bounded: compute each example's output from that example alone"
                     )
-            with _without_dropout(self.model):
+            with Calm():
                 calm = self.plainly(three)
                 again = self.plainly(three)
                 fewer = self.plainly([part[:2] for part in three])
-            if _equal(calm, again) and not bool(((fewer - calm[:2]).abs() <= allowed).all()):
+            if equal(calm, again) and not bool(((fewer - calm[:2]).abs() <= allowed).all()):
                 raise Dependent(
                     "an example's output changes with the number of examples beside it, so no example's influence can "
                     "be bounded: compute each example's output from that example alone"
@@ -283,7 +294,10 @@ def _one_at_a_time(outputs: Tensor, weights: Tensor, leaves: Mapping[str, Tensor
         else:
             found = torch.autograd.grad(output, list(leaves.values()), weight, retain_graph=True, allow_unused=True)
         rows.append(
-            {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(leaves.items(), found, strict=True)}
+            {
+                n: torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+                for (n, p), g in zip(leaves.items(), found, strict=True)
+            }
         )
     return rows
 
@@ -303,18 +317,26 @@ def _made_up_weights(taps: Taps, seed: int) -> dict[str, Tensor]:
     return made
 
 
-def made_up(blank: Sequence[Tensor], size: int, seed: int, device: torch.device) -> list[Tensor]:
+def made_up(
+    blank: Sequence[Tensor], size: int, seed: int, device: torch.device, raised: Sequence[int] = ()
+) -> list[Tensor]:
     """Examples of these shapes and types: numbers between 0 and 1, and zeros and ones, which are tokens, classes,
-    indices and masks in every range."""
+    indices and masks in every range; in the `raised` places ones and twos, which are lengths."""
     random = torch.Generator().manual_seed(seed)
     rows = []
-    for part in blank:
+    for place, part in enumerate(blank):
         shape = (size, *part.shape[1:])
         if part.is_floating_point():
             rows.append(torch.rand(shape, generator=random).to(device, torch.promote_types(part.dtype, torch.float32)))
         else:
-            rows.append(torch.randint(2, shape, generator=random).to(device, part.dtype))
+            rows.append((torch.randint(2, shape, generator=random) + (place in raised)).to(device, part.dtype))
     return rows
+
+
+def raisings(blank: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Which whole numbers to raise, until a model takes them: none, one of the tensors, all."""
+    whole = [place for place, part in enumerate(blank) if not (part.is_floating_point() or part.dtype == torch.bool)]
+    return list(dict.fromkeys([(), *((place,) for place in whole), tuple(whole)]))
 
 
 def _weights_like(outputs: Tensor) -> Tensor:
@@ -331,18 +353,6 @@ def _beside(part: Tensor, other: Tensor, how: float) -> Tensor:
 
 
 @contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    quiet = [m for m in model.modules() if m.training and "drop" in type(m).__name__.lower()]
-    try:
-        for module in quiet:
-            module.training = False
-        yield
-    finally:
-        for module in quiet:
-            module.training = True
-
-
-@contextmanager
 def _unrounded(taps: Taps) -> Iterator[None]:
     """Without autocast and TF32: what is tried out here must not be lost in rounding."""
     device = next(iter(taps.layout.parameters(taps.model).values())).device
@@ -351,38 +361,23 @@ def _unrounded(taps: Taps) -> Iterator[None]:
 
 
 @contextmanager
-def left_as_found(model: nn.Module) -> Iterator[None]:
-    """No random number and no buffer is spent on made-up examples."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def left_as_found(model: nn.Module) -> Iterator[Holdings]:
+    """Nothing is spent on made-up examples: no random number, no buffer and no parameter."""
+    held = Holdings(model)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices):
-            yield
+            yield held
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-        with torch.no_grad():
-            _restore(model, buffers)
-
-
-def _restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Buffers as they were; those that were not there go."""
-    for name, buffer in list(model.named_buffers()):
-        if name not in buffers:
-            owner, _, key = name.rpartition(".")
-            del model.get_submodule(owner)._buffers[key]
-        elif buffer.shape == buffers[name].shape and not _equal(buffer, buffers[name]):
-            buffer.copy_(buffers[name])
+        held.restore(held.changed())
 
 
 def _flat(outputs: Tensor, examples: int) -> Tensor:
     return outputs.reshape(len(outputs), -1) if len(outputs) else outputs.reshape(0, 1)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def _line(problem: BaseException) -> str:
+def first_line(problem: BaseException) -> str:
     return (str(problem).strip() or type(problem).__name__).splitlines()[0]

@@ -373,6 +373,15 @@ def expand(input: Any, *sizes: Any, **named: Any) -> Ruled:
     return input.value.expand(*plain, **named).clone(), (), settle
 
 
+def repeat(input: Any, *counts: Any) -> Ruled:
+    """The same in another spelling, where nothing but axes of one place is repeated."""
+    counts = tuple(counts[0]) if len(counts) == 1 and not isinstance(counts[0], int) else counts
+    shape = (1,) * (len(counts) - input.value.dim()) + tuple(input.value.shape)
+    if any(size != 1 != count for size, count in zip(shape, counts, strict=True)):
+        return None
+    return expand(input, *(size * count for size, count in zip(shape, counts, strict=True)))
+
+
 def expand_as(input: Any, other: Any) -> Ruled:
     return expand(input, *value_of(other).shape)
 
@@ -402,6 +411,7 @@ RULES: dict[Any, Rule] = {
     F.group_norm: group_norm,
     F.instance_norm: instance_norm,
     Tensor.expand: expand,
+    Tensor.repeat: repeat,
     torch.broadcast_to: lambda input, size: expand(input, *size),
     Tensor.expand_as: expand_as,
     Tensor.__rsub__: lambda input, other: subtract(other, input),

@@ -1,0 +1,79 @@
+"""What does a model hold? Its parameters and buffers, to see what a pass on made-up examples changed and to undo it.
+
+Values are compared, not counts of writes: what is written by way of `.data` is counted nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+Place = tuple[dict[str, Any], str]
+"""A dictionary of a module's, and the key there."""
+
+
+class Holdings:
+    """What a model held when this was made; the copies lie in the host's memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._then = {name: (store[key], _copied(store[key])) for name, (store, key) in _places(model).items()}
+
+    def changed(self) -> set[str]:
+        """What is another tensor now, or holds something else, or is new."""
+        now = _places(self._model)
+        same = {name for name, (store, key) in now.items() if name in self._then and self._as_it_was(name, store[key])}
+        return (now.keys() | self._then.keys()) - same
+
+    def _as_it_was(self, name: str, tensor: Tensor) -> bool:
+        before, copy = self._then[name]
+        return tensor is before and equal(tensor.detach(), copy.to(tensor.device))
+
+    def restore(self, names: Collection[str]) -> None:
+        """Put these back as they were; what was not there goes."""
+        now = _places(self._model)
+        for name in names:
+            if name not in self._then:
+                store, key = now[name]
+                del store[key]
+            elif name in now:
+                store, key = now[name]
+                store[key], copy = self._then[name]
+                if not self._as_it_was(name, store[key]):
+                    store[key].data = copy.to(store[key].device, copy=True)
+
+
+def describe(model: nn.Module, name: str) -> str:
+    owner, _, key = name.rpartition(".")
+    return f"{'parameter' if key in model.get_submodule(owner)._parameters else 'buffer'} {name!r}"
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Whether all numbers are the same; NaN is the same as NaN."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _places(model: nn.Module) -> dict[str, Place]:
+    return {
+        f"{prefix}.{key}" if prefix else key: (store, key)
+        for prefix, module in model.named_modules()
+        for store in (module._parameters, module._buffers)
+        for key, tensor in store.items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def current(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Copies of some of what a model holds now, as far as it is there."""
+    places = _places(model)
+    return {name: places[name][0][places[name][1]].detach().clone() for name in names if name in places}
+
+
+def buffers(model: nn.Module) -> set[str]:
+    return {name for name, (store, key) in _places(model).items() if not isinstance(store[key], nn.Parameter)}
