@@ -5,10 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import inf
+from math import inf, isfinite
+from numbers import Real
 
 SMALLEST_MULTIPLIER = 1e-100
 """Below this there is noise in name only, and the square of the multiplier is close to underflow."""
+
+
+def check_number(name: str, value: object, finite: bool = True) -> None:
+    """A number that is one: no text, no truth value."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    require(name, value, number, "be a number")
+    require(name, value, not finite or isfinite(value), "be finite")  # type: ignore[arg-type]
 
 
 def require(name: str, value: object, holds: bool, must: str) -> None:

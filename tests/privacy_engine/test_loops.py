@@ -281,21 +281,64 @@ def test_zero_grad_keeps_the_parts_that_a_step_has_closed():
     torch.testing.assert_close(flat(split), flat(whole), rtol=1e-4, atol=1e-6)
 
 
-def test_batches_may_be_skipped_and_looked_at():
+def test_a_batch_must_not_be_left_out():
+    """Whether it is could depend on what is in it: nothing is charged for it, and the number of steps would tell."""
+    _, model, optimizer, loader = engine_of()
+    skipped = 0
+    with pytest.raises(ValueError, match="in order and leaving none out"):
+        for x, y in loader:
+            if skipped != len(x) and not skipped:
+                skipped = len(x)
+                continue
+            LOSS(model(x), y).backward()
+            optimizer.step()
+    assert skipped
+
+
+def test_batches_may_be_looked_at():
     engine, model, optimizer, loader = engine_of()
-    for number, (x, y) in enumerate(loader):
+    for x, y in loader:
         model(x)
         with torch.no_grad():
             model(3 * x)
         model.eval()
         model(torch.randn(4, 5))
         model.train()
-        if number % 2:
-            continue
         optimizer.zero_grad()
         LOSS(model(x), y).backward()
         optimizer.step()
-    assert sum(n for _, _, n in engine.history) == 3
+    assert sum(n for _, _, n in engine.history) == 5
+
+
+@pytest.mark.parametrize(
+    ("loss", "seen"),
+    [
+        (lambda m, x, y, c: c(m(x), y), True),
+        (lambda m, x, y, c: c((o := m(x)) / o.detach().abs().max(), y), False),
+        (lambda m, x, y, c: c((o := m(x)) - o.mean(0), y), False),
+        (lambda m, x, y, c: LOSS((o := m(x)) - o.mean(0), y), False),
+        (lambda m, x, y, c: LOSS(m(x), y, reduction="none").topk(2)[0].mean(), False),
+        (lambda m, x, y, c: LOSS(m(x), y), True),
+    ],
+)
+def test_a_loss_that_may_mix_rows_is_assumed_not_to(loss, seen):
+    engine, model, optimizer, loader = engine_of()
+    criterion = engine.criterion(nn.CrossEntropyLoss())
+    for x, y in loader:
+        loss(model, x, y, criterion).backward()
+        optimizer.step()
+    assert any("divisor" in line for line in engine.guarantee(1e-5).assumptions) == (not seen)
+
+
+def test_of_a_criterion_of_ones_own_it_is_assumed():
+    engine, model, optimizer, loader = engine_of()
+    batch = {}
+    criterion = engine.criterion(lambda out, y: LOSS(out * batch["x"].abs().max(), y))
+    for x, y in loader:
+        batch["x"] = x
+        criterion(model(x), y).backward()
+        optimizer.step()
+    assert any("divisor" in line for line in engine.guarantee(1e-5).assumptions)
 
 
 def test_without_poisson_sampling_there_is_no_epsilon():

@@ -27,8 +27,8 @@ ASSUMPTIONS = (
 
 
 OPAQUE_LOSS = (
-    "the loss of a batch is the mean (or the sum, as was said) of its examples' losses, with a divisor that no example "
-    "decides"
+    "the loss of a batch is the mean (or the sum, as was said) of its examples' losses, each computed from that "
+    "example's outputs alone, with a divisor that no example decides"
 )
 
 

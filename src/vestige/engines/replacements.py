@@ -16,9 +16,10 @@ OF_BATCH_NORM = (*STATISTICS, "num_features", "momentum", "track_running_stats",
 def fix(model: nn.Module) -> nn.Module:
     """Replace, in place, the layers that cannot be trained privately and have a counterpart that can; returns `model`.
 
-    BatchNorm becomes GroupNorm. Its number of groups is the largest divisor of the channels that is at most 32; after
-    BatchNorm1d it is one, because a channel may be a single number there, and groups of one or two numbers would be
-    normalised to constants. SyncBatchNorm is taken for a norm of images. InstanceNorm stops tracking statistics.
+    BatchNorm becomes GroupNorm. Its number of groups is the largest divisor of the channels that is at most 32 and
+    leaves at least four channels to a group; after BatchNorm1d it is one, because a channel may be a single number
+    there, and groups of one or two numbers would be normalised to constants. SyncBatchNorm is taken for a norm of
+    images. InstanceNorm stops tracking statistics.
 
     A layer frozen by `.eval()` and `requires_grad_(False)` is left alone. So is a subclass with a forward pass of its
     own, or a parametrised weight: it stays refused by name.
@@ -71,7 +72,8 @@ def _becomes(module: Norm) -> str:
 def _groups(module: Norm) -> int:
     if isinstance(module, nn.BatchNorm1d):  # a channel may be a single number, as after a linear layer
         return 1
-    return max(groups for groups in range(1, MOST_GROUPS + 1) if module.num_features % groups == 0)
+    most = max(1, min(MOST_GROUPS, module.num_features // 4))
+    return max(groups for groups in range(1, most + 1) if module.num_features % groups == 0)
 
 
 def _become_group_norm(module: Norm) -> None:

@@ -59,6 +59,12 @@ def batch_mean(loss: BatchLoss) -> BatchLoss:
     return mean
 
 
+def of_torch(loss: Any) -> bool:
+    """Whether a loss is one of torch's own, which sees what it is given and nothing else."""
+    loss = loss.func if isinstance(loss, partial) else loss
+    return (type(loss) if isinstance(loss, nn.Module) else loss).__module__ in ("torch.nn.modules.loss", F.__name__)
+
+
 def _known(loss: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
     """One of torch's classification losses, and its options; None for any other."""
     if type(loss) in MODULES:

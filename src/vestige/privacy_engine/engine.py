@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader, default_collate
 
 from vestige import accounting
 from vestige.accounting.ledger import Ledger, LedgerError, read
-from vestige.checks import check_delta, check_multiplier, check_steps, renamed
+from vestige.checks import check_delta, check_multiplier, check_number, check_steps, renamed
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.taps import floating
 from vestige.engines.processes import require_one_process
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
-from vestige.mechanism.criteria import batch_mean
+from vestige.mechanism.criteria import batch_mean, of_torch
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Rule
@@ -113,6 +113,8 @@ class PrivacyEngine:
         refuse_others(others)
         if self._steps is not None:
             raise ValueError("make_private was called before: use a new PrivacyEngine for each model")
+        check_number("noise_multiplier", noise_multiplier, finite=False)
+        check_number("max_grad_norm", max_grad_norm)
         check_multiplier(noise_multiplier)
         check_steps(steps_per_batch, "steps_per_batch")
         if loss_reduction not in ("mean", "sum"):
@@ -189,9 +191,11 @@ class PrivacyEngine:
     def criterion(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The same loss, taken of each example by itself and averaged over the rows of the batch.
 
-        Class weights and ignored targets then decide about their own example only; the divisor is public.
+        Class weights and ignored targets then decide about their own example only; the divisor is public. Give it the
+        model's outputs as they are. Of a function of your own it stays an assumption that it sees nothing but them.
         """
-        return of_rows(batch_mean(loss))
+        mean = batch_mean(loss)
+        return of_rows(mean) if of_torch(loss) else mean
 
     def guarantee(self, delta: float) -> accounting.Guarantee:
         """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""

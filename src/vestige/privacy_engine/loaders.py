@@ -29,8 +29,13 @@ class PoissonBatches(Sampler[list[int]]):
     def __init__(
         self, population: int, rate: float, randomness: Randomness, steps: int, physical_batch: int | None, parts: Parts
     ) -> None:
-        self.population, self.rate, self.steps, self.physical_batch = population, rate, steps, physical_batch
+        self.population, self._rate, self.steps, self.physical_batch = population, rate, steps, physical_batch
         self._randomness, self._draws, self.parts = randomness, 0, parts
+
+    @property
+    def rate(self) -> float:
+        """As it is priced: it cannot be set."""
+        return self._rate
 
     def __len__(self) -> int:
         return self.steps
@@ -40,7 +45,7 @@ class PoissonBatches(Sampler[list[int]]):
         for _ in range(self.steps):
             draw = self._draws
             self._draws += 1
-            joined = Poisson(self.rate).draw(self.population, draw, self._randomness).tolist()
+            joined = Poisson(self._rate).draw(self.population, draw, self._randomness).tolist()
             size = self.physical_batch or max(1, len(joined))
             pieces = [joined[i : i + size] for i in range(0, len(joined), size)] or [[]]
             for number, piece in enumerate(pieces):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from vestige.engines.per_example.expressions import Tap
 from vestige.privacy_engine.undivided import MEAN, NLL, undivided
@@ -179,15 +180,28 @@ def _of_likelihood(node: Any, rows: int, kind: str | None) -> Reduction:
 
 
 def of_rows(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A criterion of ours, which takes the mean of losses of single rows: nothing need be assumed of it."""
+    """A criterion that takes the mean of losses of single rows, each by a function of torch's: nothing need be assumed
+    of it, where it is given the outputs themselves."""
 
     def taken(outputs: Any, targets: Tensor) -> Tensor:
         value = criterion(outputs, targets)
-        if value.grad_fn is not None:
+        if value.grad_fn is not None and _themselves(outputs):
             value.grad_fn.metadata[OF_ROWS] = True  # type: ignore[index]
         return value
 
     return taken
+
+
+def _themselves(outputs: Any) -> bool:
+    """Whether these are outputs of private models, row by row, and nothing was made of several rows before."""
+    for leaf in tree_flatten(outputs)[0]:
+        if not isinstance(leaf, Tensor) or leaf.grad_fn is None:
+            continue
+        ends, passed = _below(leaf.grad_fn)
+        between = [node for node in passed if type(node) is not End._backward_cls]  # type: ignore[attr-defined]
+        if len(ends) != 1 or leaf._backward_hooks or not all(_keeps_rows(node, ends[0].rows) for node in between):
+            return False
+    return True
 
 
 def _seen(top: Any, rows: int) -> bool:

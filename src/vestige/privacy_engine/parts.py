@@ -51,12 +51,12 @@ class Parts:
     def take(self, rows: int) -> Part | None:
         """The part that a pass over so many rows is about: the one in use, or the next one drawn.
 
-        A loop may skip batches, and take several before it uses the first; it uses them in order.
+        A loop may take several before it uses the first, but it uses them in order and leaves none out: whether a
+        batch is used could depend on what is in it, and no noise would cover that.
         """
         if self.current is not None and self.current.rows == rows:
             return self.current
-        place = next((place for place, part in enumerate(self._drawn) if part.rows == rows), None)
-        return None if place is None else self._drawn[place]
+        return self._drawn[0] if self._drawn and self._drawn[0].rows == rows else None
 
     def waiting(self) -> list[Part]:
         """The parts that a pass may be about."""

@@ -303,7 +303,7 @@ class Passes:
         if part is None or not self.parts.usable(part):
             raise ValueError(
                 f"this pass of the model is about {opened.now.examples} rows, but {self.parts.expected()}: train on "
-                "the batches of the loader that make_private returned, each in one step"
+                "the batches of the loader that make_private returned, each in one step, in order and leaving none out"
             )
         self.assumed = self.assumed or not reduction.seen
         opened.now.going_back = True

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from vestige import accounting
-from vestige.checks import check_delta, check_multiplier, check_rate, check_steps, renamed
+from vestige.checks import check_delta, check_multiplier, check_number, check_rate, check_steps, renamed
 from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.questions import Question
@@ -83,6 +83,10 @@ def plan(
     steps are planned as the budget affords.
     """
     rate, steps, delta, epsilon = request.sample_rate, request.steps, request.delta, request.epsilon
+    for name in ("sample_rate", "delta", "epsilon", "noise_multiplier", "lr"):
+        value = getattr(request, name)
+        if value is not None and (name, value) != ("lr", "auto"):
+            check_number(name, value, finite=name == "lr")
     check_rate(rate)
     check_delta(delta, population)
     noise_multiplier = _one_noise(request.noise_multiplier, method.noise_multiplier)

@@ -106,6 +106,8 @@ def train(
         sample_rate=sample_rate, steps=steps, delta=delta, epsilon=epsilon, noise_multiplier=noise_multiplier, lr=lr
     )
     chosen = build(method) if isinstance(method, str) else method
+    if not isinstance(chosen, Method):
+        raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
     folder = RunFolder(out) if out is not None else None
     if resume and folder is not None:
         public_facts = folder.request()["public"]
