@@ -181,7 +181,7 @@ def skip_grams(n):
 
 CASES = [
     Case(name="embeddings averaged by hand", model=lambda: Averaged(padding_idx=0), data=tokens(6)),
-    Case(name="embedding bag, mean", model=Bag, data=tokens(6), daily=True),
+    Case(name="embedding bag, mean", model=Bag, data=tokens(6)),
     Case(name="embedding bag, sum", model=lambda: Bag(mode="sum", padding_idx=0), data=tokens(6)),
     Case(name="embedding bag, max", model=lambda: Bag(mode="max"), data=tokens(6)),
     Case(name="embedding bag with weights", model=WeightedBag, data=weighted),
@@ -198,7 +198,7 @@ CASES = [
         data=tokens(6),
         refused="max_norm",
     ),
-    Case(name="embedding and head tied", model=Tied, data=language(5), daily=True),
+    Case(name="embedding and head tied", model=Tied, data=language(5)),
     Case(name="skip-gram", model=SkipGram, data=skip_grams, loss=F.binary_cross_entropy_with_logits, outlying=()),
     Case(name="matrix factorisation", model=Factors, data=with_number(ids(9, 8)), loss=F.mse_loss),
     Case(name="difference of embeddings", model=Difference, data=with_class(ids(5, 5, length=7)), daily=True),
