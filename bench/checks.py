@@ -20,8 +20,8 @@ from engines import CASES, Step, privacy_engine, whole_step
 from noise import timed
 
 PATCHED = {
-    "vestige.engines.buffers.Buffers.versions": dict,
-    "vestige.engines.buffers.Buffers.require_unchanged": lambda *arguments: None,
+    "vestige.engines.writes.Writes.versions": dict,
+    "vestige.engines.writes.Writes.require_unchanged": lambda *arguments: None,
     "vestige.engines.bookkeeping.require_independent": lambda model: None,
     "vestige.privacy_engine.passes.require_independent": lambda model: None,
     "vestige.privacy_engine.passes.require_noised": lambda *arguments: None,

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from vestige.devices import slack
-from vestige.engines.buffers import Buffers
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import full_precision
@@ -38,6 +37,7 @@ from vestige.engines.per_example.rehearsal import (
 )
 from vestige.engines.per_example.taps import Doubt, Taps, eagerly, gradients
 from vestige.engines.reference import Reference
+from vestige.engines.writes import Writes
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.criteria import example_losses
@@ -50,7 +50,7 @@ class BookKeeping:
         self.model, self.loss, self.layout = model, loss, layout
         self.reference = Reference(model, loss, layout)
         self._taps: dict[bool, Taps | None] = {}
-        self._buffers, self._changing = Buffers(model), frozenset[str]()
+        self._writes, self._changing = Writes(model), frozenset[str]()
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
@@ -78,9 +78,9 @@ class BookKeeping:
 
     def gradients(self, taps: Taps, batch: Batch, parameters: Parameters) -> dict[str, Gradient]:
         """SENSITIVE: every parameter's per-example gradients at this point."""
-        values, before = {name: value.detach() for name, value in parameters.items()}, self._buffers.versions()
+        values, before = {name: value.detach() for name, value in parameters.items()}, self._writes.versions()
         found = gradients(taps, partial(self._losses, batch), len(batch[0]), values)
-        self._buffers.require_unchanged(before, self._changing)
+        self._writes.require_unchanged(before, self._changing)
         return found
 
     def _losses(self, batch: Rows) -> Tensor:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from vestige.engines.per_example.rehearsal import left_as_found
 
 
 @dataclass(frozen=True)
@@ -118,3 +122,16 @@ def _fitted(call: Callable[[], object]) -> bool:
             raise
         return False
     return True
+
+
+@contextmanager
+def tried_out(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """The model is left as it was found, the memory is freed, and no warning is shown."""
+    try:
+        with left_as_found(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()

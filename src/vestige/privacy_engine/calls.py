@@ -105,7 +105,7 @@ def form_of(module: nn.Module, layout: Layout, call: Call, rows: int) -> CallFor
 
 def _require_constant(module: nn.Module, form: CallForm, call: Call, left: Sequence[int]) -> None:
     """A tensor as long as the batch holds no examples only if the model cannot run with more rows of it."""
-    shown = _shown(call)
+    shown = _shown(call, form.rows(call))
     for place in left:
         longer = list(shown.leaves)
         longer[place] = torch.cat([longer[place], longer[place][:1]])
@@ -121,15 +121,17 @@ def _require_constant(module: nn.Module, form: CallForm, call: Call, left: Seque
         )
 
 
-def _shown(call: Call) -> Call:
-    """The call with made-up numbers."""
-    constants = [
-        torch.rand(leaf.shape, generator=torch.Generator().manual_seed(3)).to(leaf.device, leaf.dtype)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        else leaf
-        for leaf in call.leaves
-    ]
-    return Call(constants, call.tree)
+def _shown(call: Call, rows: int) -> Call:
+    """The call with made-up numbers, and zeros for whole numbers that may be of examples."""
+    return Call([_made_up_leaf(leaf, rows) for leaf in call.leaves], call.tree)
+
+
+def _made_up_leaf(leaf: Any, rows: int) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.is_floating_point():
+        return torch.rand(leaf.shape, generator=torch.Generator().manual_seed(3)).to(leaf.device, leaf.dtype)
+    return torch.zeros_like(leaf) if leaf.dim() and len(leaf) == rows else leaf
 
 
 def _guesses(places: list[int]) -> Iterator[tuple[int, ...]]:
@@ -148,7 +150,7 @@ def _tried(module: nn.Module, taps: Taps, call: Call, batched: tuple[int, ...]) 
     problems: list[Exception] = []
     for raised in raisings([call.leaves[place] for place in batched]):
         try:
-            return _with_numbers(module, taps, _shown(call), batched, raised)
+            return _with_numbers(module, taps, _shown(call, len(call.leaves[batched[0]])), batched, raised)
         except (Dependent, Unwatchable):
             raise
         except Exception as problem:

@@ -20,11 +20,11 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.buffers import Buffers, Versions
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.expressions import ANCHOR, Pass
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import floating
+from vestige.engines.writes import Versions, Writes
 from vestige.layout import Grouping, Layout
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm, form_of
@@ -85,7 +85,7 @@ class Passes:
         """The draw that they belong to."""
         self.assumed = False
         """Whether a loss was met of which something must be assumed."""
-        self._buffers = Buffers(module)
+        self._writes = Writes(module)
         self._pending: list[Pending] = []
         self._forms: dict[Any, CallForm] = {}
         self._open: Open | None = None
@@ -247,7 +247,7 @@ class Passes:
         now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses))
         now.inside = False
         stack = ExitStack()
-        opened = self._open = Open(now, form, stack, self._buffers.versions())
+        opened = self._open = Open(now, form, stack, self._writes.versions())
         stack.enter_context(form.taps.watching(now))
 
     # --- it ends ------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ class Passes:
             opened.dropped = True
             raise ValueError(f"this pass of the model cannot be made private: {opened.now.doubt}")
         try:
-            self._buffers.require_unchanged(opened.buffers, opened.form.rehearsal.changing)
+            self._writes.require_unchanged(opened.buffers, opened.form.rehearsal.changing)
         except ValueError:
             opened.dropped = True
             raise

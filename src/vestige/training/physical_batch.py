@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, sqrt
 from typing import Any, Literal
@@ -13,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vestige.engines.memory import DeviceMemory, memory_of
+from vestige.engines.memory import DeviceMemory, memory_of, tried_out
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat, GradientEngine, Loss, Parameters, Transform, one_after
 from vestige.methods.base import Method
@@ -61,7 +58,7 @@ def largest_part(
     def run(size: int) -> None:
         engine(made_up(blank, size, device), point, Flat(1.0), total, transform)
 
-    with _left_as_found(model, device):
+    with tried_out(model, device):
         try:
             run(1)  # warm-up: kernels, workspaces and the rehearsal
         except Exception as problem:
@@ -182,21 +179,3 @@ def _transform(model: nn.Module, layout: Layout, method: Method, population: int
     for _ in range(2):  # some probes ask more after their first step
         state = method.probe.ask(listener, point, state)[1]
     return one_after(method.augment, next((t for t in listener.heard if t is not None), None))
-
-
-@contextmanager
-def _left_as_found(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the random state and the buffers afterwards, free the memory, and show no warnings."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    cuda = [device] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-        if cuda:
-            gc.collect()
-            torch.cuda.empty_cache()

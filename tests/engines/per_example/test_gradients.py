@@ -148,6 +148,17 @@ def test_terms_that_cancel_in_float32_lift_no_share_over_the_bound(form):
     assert (norms.double() > 2 * exact).any(), "nothing cancelled here"
 
 
+def test_products_in_tf32_carry_a_margin_too(monkeypatch):
+    torch.manual_seed(5)
+    outer = Outer(torch.randn(3, 7, 4), torch.randn(3, 7, 5))
+    tied = Tied(Lookup(torch.zeros(3, 2, dtype=torch.long), torch.randn(3, 2, 5), 4), outer)
+    lengths = (outer.left.norm(dim=2) * outer.right.norm(dim=2)).sum(dim=1)
+    bare = outer.norms(2.0**-23), tied.norms(2.0**-23)
+    monkeypatch.setattr(gradients, "multiplies_in_tf32", lambda tensor: True)
+    close(outer.norms(2.0**-23), bare[0] + devices.MARGIN * lengths)
+    assert (tied.norms(2.0**-23) >= bare[1] + devices.MARGIN * lengths).all()
+
+
 def doubled(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 

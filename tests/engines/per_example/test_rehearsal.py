@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine_checks import ask, close, silent, square, targets
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured
+from vestige.engines.per_example import rehearsal
 from vestige.engines.per_example.rehearsal import Dependent
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
@@ -117,3 +118,33 @@ def test_dropout_differs_by_example_and_the_rehearsal_draws_nothing():
     model.eval()
     norms = ask(engine, batch, parameters, Flat(0.1), layout)[1]
     close(norms, norms[:1].expand_as(norms))
+
+
+def test_frozen_weights_in_bfloat16_round_more_and_mix_nothing():
+    torch.manual_seed(0)
+    frozen = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]).bfloat16().requires_grad_(False)
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.head = frozen, nn.Linear(64, 3)
+
+        def forward(self, x):
+            return self.head(self.frozen(x.bfloat16()).float())
+
+    tolerances = []
+    original = rehearsal._Rehearsing._check_independent
+
+    def seen(self, three):
+        tolerances.append(self.tolerance)
+        return original(self, three)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal._Rehearsing, "_check_independent", seen)
+        model = Adapted()
+        layout = Layout.of(model)
+        batch = torch.randn(5, 64), torch.randint(3, (5,))
+        BookKeeping(model, nn.functional.cross_entropy, layout)(
+            batch, layout.parameters(model), Flat(1.0), torch.zeros(layout.size)
+        )
+    assert tolerances == [8 * torch.finfo(torch.bfloat16).eps]

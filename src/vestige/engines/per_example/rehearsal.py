@@ -84,8 +84,8 @@ class _Rehearsing:
         self.environment = _made_up_weights(taps, seed)
         self.weights = {name: value.clone() for name, value in self.environment.items()}
         self.held, self.moving = held, set[str]()
-        coarsest = max(torch.finfo(value.dtype).eps for value in self.environment.values())
-        self.tolerance = max(TOLERANCE, 8 * coarsest)  # of a model whose weights are in bfloat16
+        held_in = {each.dtype for each in (*taps.model.parameters(), *taps.model.buffers()) if each.is_floating_point()}
+        self.tolerance = max(TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in held_in))  # frozen bfloat16, say
 
     def found(self) -> Rehearsal:
         three = [part.clone() for part in self.made(3, self.seed)]

@@ -106,15 +106,7 @@ def convolution(
         input = F.pad(input, [side for size in reversed(whole) for side in (size // 2, size - size // 2)])
     around = (0,) * rank if isinstance(padding, str) else _tuple(padding, rank)
     output = function(input, value_of(weight), value_of(bias), stride, around, dilation, groups)
-    geometry = Geometry(kernel, stride, around, dilation, groups)
-
-    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        signal = _folded(kind, signals[0], examples)
-        if isinstance(weight, Operand):
-            yield weight, patches(_folded(kind, saved[0], examples), signal, geometry, examples)
-        if isinstance(bias, Operand):
-            yield bias, Dense(_per_channel(signal, examples))
-
+    settle = _of_convolution(weight, bias, Geometry(kernel, stride, around, dilation, groups), transposed=False)
     return output, (input,) if isinstance(weight, Operand) else (), settle
 
 
@@ -138,15 +130,20 @@ def transposed_convolution(
         input, value_of(weight), value_of(bias), stride, padding, _tuple(output_padding, rank), groups, dilation
     )
     geometry = Geometry(tuple(value_of(weight).shape[2:]), stride, padding, dilation, groups)
+    settle = _of_convolution(weight, bias, geometry, transposed=True)
+    return output, (input,) if isinstance(weight, Operand) else (), settle
 
+
+def _of_convolution(weight: Any, bias: Any, geometry: Geometry, transposed: bool) -> Settle:
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
         signal = _folded(kind, signals[0], examples)
         if isinstance(weight, Operand):
-            yield weight, patches(signal, _folded(kind, saved[0], examples), geometry, examples)
+            image, out = _folded(kind, saved[0], examples), signal
+            yield weight, patches(*((out, image) if transposed else (image, out)), geometry, examples)
         if isinstance(bias, Operand):
             yield bias, Dense(_per_channel(signal, examples))
 
-    return output, (input,) if isinstance(weight, Operand) else (), settle
+    return settle
 
 
 def patches(image: Tensor, signal: Tensor, geometry: Geometry, examples: int) -> Gradient:

@@ -13,8 +13,8 @@ Versions = dict[tuple[str, str], tuple[int, int]]
 """Which tensor each buffer and parameter is, and how often it was written to."""
 
 
-class Buffers:
-    """The buffers and parameters of a model, found once: also those that its modules will have later."""
+class Writes:
+    """How often the buffers and parameters of a model were written to; also those that its modules will have later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
