@@ -426,3 +426,30 @@ def test_a_parameter_frozen_later_stays_where_it_is():
         optimizer.step()
         stays = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
         assert stays == ([True, True, False, False] if number == 1 else [False] * 4)
+
+
+class WithItsLoss(nn.Module):
+    """As models for fine-tuning are: the loss of the batch beside the logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x, labels):
+        logits = self.linear(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_loss_of_the_whole_batch_can_be_looked_at_but_not_trained_on():
+    _, model, optimizer, loader = private(WithItsLoss())
+    own = nn.functional.cross_entropy
+    for number, (x, y) in enumerate(loader):
+        outputs = model(x, labels=y)
+        assert float(outputs["loss"]) == pytest.approx(float(own(outputs["logits"], y)), rel=1e-5)
+        if number == 0:
+            for loss in (outputs["loss"], own(outputs["logits"], y) + 0.1 * outputs["loss"]):
+                with pytest.raises(ValueError, match="no row for each example"):
+                    loss.backward(retain_graph=True)
+            outputs = model(x, labels=y)
+        own(outputs["logits"], y).backward()
+        optimizer.step()

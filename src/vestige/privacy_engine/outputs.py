@@ -90,6 +90,21 @@ class End(torch.autograd.Function):
         return (None, None, None, None, *back)
 
 
+class Rowless(torch.autograd.Function):
+    """An output of a private model that is not its examples', row by row: it can be looked at, but not trained on."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, output: Tensor) -> Any:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *signals: Tensor) -> Any:
+        raise ValueError(
+            "the loss uses an output of the model that has no row for each example, such as a loss of the whole batch "
+            "that the model computed itself: compute the loss from the outputs that have (the logits, say)"
+        )
+
+
 def watch_backward_passes() -> None:
     """See every backward pass before it runs: afterwards the graph has let go of what it saved."""
     original = getattr(torch.autograd, "_engine_run_backward", None)

@@ -29,7 +29,7 @@ from vestige.layout import Grouping, Layout
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm, form_of
 from vestige.privacy_engine.coverage import require_noised
-from vestige.privacy_engine.outputs import End, Reduction, watch_backward_passes
+from vestige.privacy_engine.outputs import End, Reduction, Rowless, watch_backward_passes
 from vestige.privacy_engine.parts import Part, Parts
 
 Uses = dict[str, list[Gradient]]
@@ -275,7 +275,7 @@ class Passes:
             raise ValueError(f"the model's outputs are not as rehearsed: each must have {rows} rows")
         for place in floating(found):
             if place not in places:
-                found[place] = found[place].detach()
+                found[place] = Rowless.apply(ANCHOR, found[place].detach())
         part = self.parts.take(rows)
         reached = partial(self._reached, opened, part)
         ends = End.apply(reached, ANCHOR, rows, self._said, *(found[place] for place in places))
