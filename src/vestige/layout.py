@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +84,19 @@ class Layout:
         """A new flat vector with a copy of the named tensors, [*lead, size]; `lead` are their common leading axes."""
         return torch.cat([tensors[s.name].detach().reshape(*lead, -1) for s in self.segments], dim=-1)
 
+    @cached_property
+    def _paths(self) -> list[tuple[str, list[str], str]]:
+        return [(s.name, s.name.split(".")[:-1], s.name.rpartition(".")[2]) for s in self.segments]
+
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        named = dict(model.named_parameters())
-        return {s.name: named[s.name] for s in self.segments}
+        """By their names; asked several times a step, so they are looked up and not searched for."""
+        found: dict[str, Any] = {}
+        for name, path, key in self._paths:
+            owner: Any = model
+            for part in path:
+                owner = owner._modules[part]
+            found[name] = owner._parameters[key]
+        return found
 
     def expand(self, per_group: Tensor) -> Tensor:
         """A value per group, repeated over that group's coordinates: [..., groups] -> [..., size].
@@ -96,6 +107,17 @@ class Layout:
         lengths = torch.tensor([s.stop - s.start for s in self.segments], device=per_group.device)
         owners = torch.tensor([s.group for s in self.segments], device=per_group.device)
         return per_group[..., owners].repeat_interleave(lengths, dim=-1)
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Every module of a model, each once; asked at every step, so faster than `model.modules()`."""
+    modules, met = [model], {id(model)}
+    for module in modules:  # which grows meanwhile
+        for child in module._modules.values():
+            if child is not None and id(child) not in met:
+                met.add(id(child))
+                modules.append(child)
+    return modules
 
 
 def _group_of(trainable: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> dict[str, int]:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vestige.engines import cuda_graphs
+from vestige.engines import recording
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.cuda_graphs import LITTLE, Captured, Padded, Unsteady, padded_size, standing
+from vestige.engines.cuda_graphs import LITTLE, Captured, Padded, padded_size
 from vestige.engines.reference import Reference
+from vestige.engines.steady import Unsteady, standing
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Automatic, Counted
 from vestige.mechanism.clipping import Flat
@@ -69,7 +70,7 @@ def test_padding_adds_nothing(name, clip):
     first = draw(shape, 16)
     engine = BookKeeping(model, F.cross_entropy, layout)
     taps = engine.taps(first)
-    padded = Padded(engine, taps, first, parameters, clip)
+    padded = Padded(engine, taps, first, parameters, clip, 16)
     for count, seed in ((16, 0), (9, 1), (13, 2)):  # the rows of the batch before stay behind as padding
         batch = draw(shape, count, seed=seed)
         got, want = torch.full((layout.size,), 0.5), torch.zeros(layout.size)
@@ -87,7 +88,7 @@ def test_not_even_what_is_not_finite_passes_from_the_padding():
     batch[0][10:] = torch.nan
     engine = BookKeeping(model, F.cross_entropy, layout)
     taps = engine.taps(batch)
-    padded, into = Padded(engine, taps, batch, parameters, clip), torch.zeros(layout.size)
+    padded, into = Padded(engine, taps, batch, parameters, clip, 16), torch.zeros(layout.size)
     assert padded(batch, clip, into).isinf().squeeze(1).tolist() == [False] * 10 + [True] * 2
     for count in (12, 10):  # the broken rows, then the same rows as padding
         into, want = torch.zeros(layout.size), torch.zeros(layout.size)
@@ -102,7 +103,7 @@ def test_a_bound_may_change_from_step_to_step():
     parameters, batch = layout.parameters(model), draw(shape, 8)
     engine = BookKeeping(model, F.cross_entropy, layout)
     taps = engine.taps(batch)
-    padded = Padded(engine, taps, batch, parameters, Flat(1.0))
+    padded = Padded(engine, taps, batch, parameters, Flat(1.0), 8)
     for bound in (0.5, 0.01, 100.0):
         into, want = torch.zeros(layout.size), torch.zeros(layout.size)
         padded(batch, Flat(bound), into)
@@ -119,7 +120,7 @@ def test_a_model_that_draws_random_numbers_is_noticed():
     taps = engine.taps(batch)
     for training in (True, False):
         model.train(training)
-        padded, state = Padded(engine, taps, batch, parameters, Flat(1.0)), torch.get_rng_state()
+        padded, state = Padded(engine, taps, batch, parameters, Flat(1.0), 8), torch.get_rng_state()
         with pytest.raises(Unsteady) if training else nullcontext():
             padded(batch, Flat(1.0), torch.zeros(layout.size))
         assert torch.equal(torch.get_rng_state(), state)  # as if it had not been tried
@@ -224,7 +225,7 @@ def test_a_model_that_changes_itself_is_noticed():
     engine = BookKeeping(model, F.cross_entropy, layout)
     taps = engine.taps(batch)
     with pytest.raises(Unsteady):
-        Padded(engine, taps, batch, parameters, Flat(1.0))(batch, Flat(1.0), torch.zeros(layout.size))
+        Padded(engine, taps, batch, parameters, Flat(1.0), 8)(batch, Flat(1.0), torch.zeros(layout.size))
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -365,13 +366,13 @@ def test_steps_on_another_device_than_the_current_one_are_recorded_there():
 
 def test_nothing_is_collected_while_a_step_is_recorded():
     assert gc.isenabled()
-    with pytest.raises(KeyError), cuda_graphs._no_collection():
+    with pytest.raises(KeyError), recording._no_collection():
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled()
     gc.disable()
     try:
-        with cuda_graphs._no_collection():
+        with recording._no_collection():
             pass
         assert not gc.isenabled(), "whoever turned it off has his reasons"
     finally:

@@ -1,22 +1,16 @@
 """How does a small model's step shed its launches? Recorded once as a CUDA graph, and replayed.
 
-A small model's step is a hundred kernels, each of which takes less time than the host needs to launch one. A recording
-has a fixed shape, but a Poisson sample has none: a batch is padded to one of a few sizes, and a padding row is treated
-as what the engine already knows how to leave out, an example without a usable gradient.
+A small model's step is a hundred kernels, each of which takes less time than the host needs to launch one. What may be
+recorded is said in `steady`, how in `recording`.
 """
 
 from __future__ import annotations
 
-import gc
-import random
+import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +18,8 @@ from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.taps import Doubt, Taps
+from vestige.engines.recording import SECONDS, recorded
+from vestige.engines.steady import Unsteady, require_steady, standing
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 
@@ -31,24 +27,28 @@ SMALL = 1 << 25
 """How many numbers a step may save and still be all launches: to read them ten times takes a large GPU a third of a
 millisecond, which is what launching the step takes. Such a step does not mind padding; a larger one gets little."""
 MUCH, LITTLE = 3, 6
-MOST = 32
+MOST = 48
 """Recordings kept; what is met after that runs unrecorded."""
 
 
 class Captured:
     """The fast engine; on a GPU its steps are recorded and replayed.
 
-    What a model's forward pass decides in Python (which layer to skip, say) would be frozen in a recording. A model
-    that draws random numbers is therefore never recorded, nor one that looks at its data or changes itself; and what
-    the model and the loss hold in Python (`standing`) is part of what is recorded.
+    Batches of the sizes that were announced (`expect`) are recorded ahead, when the first of them comes; others when
+    they come for the second time.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
         self.engine = BookKeeping(model, loss, layout)
         self.model, self.layout = model, layout
+        self._sizes: tuple[int, ...] = ()
         self._padded: dict[Hashable, Padded] = {}
         self._padding, self._records = MUCH, True
         self._pool: Any = None
+
+    def expect(self, sizes: Sequence[int]) -> None:
+        """Batches will be at most of these sizes, mostly: record steps for them, largest first."""
+        self._sizes = tuple(sizes)
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
@@ -78,33 +78,59 @@ class Captured:
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         modes = tf32_products(), tf32_convolutions(), autocast
         kept = standing(self.model, self.engine.loss)
-        key = padded_size(len(batch[0]), self._padding), shapes, places, bound, modes, kept
-        if key in self._padded or len(self._padded) >= MOST:
-            return self._padded.get(key)
+        key = shapes, places, bound, modes, kept
+        rows = self._size(len(batch[0]))
+        if (rows, key) in self._padded or len(self._padded) >= MOST:
+            return self._padded.get((rows, key))
         return self._meet(key, batch, parameters, clip)
 
+    def _size(self, count: int) -> int:
+        """What a batch is padded to."""
+        fits = [size for size in self._sizes if size >= count]
+        return fits[-1] if fits else padded_size(count, self._padding)
+
     def _meet(self, key: Hashable, batch: Batch, parameters: Parameters, clip: Clip) -> Padded | None:
-        taps = self.engine.taps(batch)
+        taps, rows = self.engine.taps(batch), self._size(len(batch[0]))
         self._records = taps is not None
         if taps is None:
             return None
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        padded = Padded(self.engine, taps, batch, parameters, clip, self._padding, self._pool)
+        if rows in self._sizes:
+            self._record_ahead(key, taps, batch, parameters, clip)
+            return self._padded[self._size(len(batch[0])), key]
+        padded = Padded(self.engine, taps, batch, parameters, clip, rows, self._pool)
         if not self._padded and self._padding == MUCH and padded.rehearse(batch) > SMALL:
             self._padding = LITTLE
             return self._like(batch, parameters, clip)
-        self._padded[key] = padded
+        self._padded[rows, key] = padded
         return padded
 
-
-class Unsteady(Exception):
-    """The model draws random numbers, or is not after a pass what it was before."""
+    def _record_ahead(self, key: Hashable, taps: Taps, batch: Batch, parameters: Parameters, clip: Clip) -> None:
+        """All expected sizes, in one memory, as long as there is time; the first batch stands in for what will come."""
+        start, largest = time.monotonic(), self._sizes[0]
+        first = Padded(self.engine, taps, batch, parameters, clip, largest, self._pool)
+        tried: list[Padded] = []
+        for rows in self._sizes:  # kernels are chosen, compiled and loaded before anything is recorded
+            if time.monotonic() - start > SECONDS / 2:
+                break
+            each = (
+                first
+                if rows == largest
+                else Padded(self.engine, taps, batch, parameters, clip, rows, self._pool, within=first)
+            )
+            each.rehearse([part[:rows] for part in batch])
+            tried.append(each)
+        for each in tried:
+            each.record()
+        self._sizes = tuple(each.rows for each in tried)
+        self._padded |= {(each.rows, key): each for each in tried}
 
 
 class Padded:
     """SENSITIVE: it keeps its last batch, sum and norms.
 
-    Steps on batches of up to so many examples, all at the same addresses: run once, then recorded, then replayed.
+    Steps on batches of up to so many examples, all at the same addresses: run once, then recorded, then replayed. Of
+    several in one memory (`within` that of the largest) only one can be at work.
 
     What runs unrecorded is padded all the same, so that a resumed run meets the same shapes and rounds alike.
     """
@@ -116,18 +142,30 @@ class Padded:
         batch: Batch,
         parameters: Parameters,
         clip: Clip,
-        padding: int = MUCH,
+        rows: int,
         pool: Any = None,
+        within: Padded | None = None,
     ) -> None:
         self.engine, self.taps, self.parameters, self.pool = engine, taps, parameters, pool
-        device, self.rows = batch[0].device, padded_size(len(batch[0]), padding)
-        self.batch = [part.new_zeros(self.rows, *part.shape[1:]) for part in batch]
-        self.place, self.count = torch.arange(self.rows, device=device), torch.zeros((), device=device)
-        self.clip, self.bound = clip, None
-        if clip.flat_bound is not None:
-            self.bound = torch.ones((), dtype=torch.float64, device=device)
-            self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
-        self.total = torch.zeros(engine.layout.size, device=device)
+        device, self.rows = batch[0].device, rows
+        self.batch: list[Tensor]
+        self.place: Tensor
+        self.count: Tensor
+        self.total: Tensor
+        self.clip: Clip
+        self.bound: Tensor | None
+        if within is not None:
+            self.batch = [part[:rows] for part in within.batch]
+            self.place, self.count, self.total = within.place[:rows], within.count, within.total
+            self.clip, self.bound = within.clip, within.bound
+        else:
+            self.batch = [part.new_zeros(rows, *part.shape[1:]) for part in batch]
+            self.place, self.count = torch.arange(rows, device=device), torch.zeros((), device=device)
+            self.total = torch.zeros(engine.layout.size, device=device)
+            self.clip, self.bound = clip, None
+            if clip.flat_bound is not None:
+                self.bound = torch.ones((), dtype=torch.float64, device=device)
+                self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
         self.norms: Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -141,22 +179,20 @@ class Padded:
         elif self.norms is None or not into.is_cuda:
             self.rehearse(batch)
         else:
-            self.graph = self._recorded()
+            self.record()
+            assert self.graph is not None
             self.graph.replay()
         into.add_(self.total)
         assert self.norms is not None
         return self.norms[: len(batch[0])].clone()
 
+    def record(self) -> None:
+        self.graph = recorded(self._run, self.pool, self.total.device)
+
     def rehearse(self, batch: Batch) -> int:
-        """Run unrecorded; how many numbers the step saved. Raises `Unsteady`, and draws nothing, if the model draws."""
+        """Run unrecorded; how many numbers the step saved. Raises `Unsteady` if the model is not steady."""
         self._load(batch)
-        before, kept = _random_states(), standing(self.engine.model, self.engine.loss)
-        saved = self._run()
-        if _random_states() != before:
-            _restore(before)
-            raise Unsteady
-        if standing(self.engine.model, self.engine.loss) != kept:
-            raise Unsteady
+        saved: int = require_steady(self._run, self.engine.model, self.engine.loss)
         return saved
 
     def _load(self, batch: Batch) -> None:
@@ -175,39 +211,6 @@ class Padded:
         self.norms = add_weighted(gradients, self.clip, self.engine.layout, self.total, self.rows, real)
         return sum(saved)
 
-    def _recorded(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self.total.device.index]
-        spare = generator.clone_state()
-        # cuBLAS keeps a workspace for each stream. The recording's own must not outlive its memory pool, and the one
-        # that it replaces would lie idle.
-        torch._C._cuda_clearCublasWorkspaces()
-        try:
-            with _no_collection(), torch.cuda.graph(graph, pool=self.pool):
-                self._run()
-        except RuntimeError:
-            # A recording that breaks off leaves the generator unusable, and, before torch 2.12, the allocator in the
-            # belief that it goes on, so that no cached memory is ever given back.
-            generator.graphsafe_set_state(spare)
-            with suppress(RuntimeError, AttributeError):
-                torch._C._cuda_endAllocateToPool(self.total.device.index, self.pool)
-            raise
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
-        return graph
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """What Python's collector frees while a step is recorded, an older recording above all, would break it off."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
 
 def padded_size(examples: int, padding: int = MUCH) -> int:
     """The next multiple of a power of two that is at most 2 / 2**padding of it, so that there are few sizes."""
@@ -215,90 +218,5 @@ def padded_size(examples: int, padding: int = MUCH) -> int:
     return -(-examples // step) * step
 
 
-def _random_states() -> tuple[Any, ...]:
-    """Of every generator that a forward pass may draw from without saying so."""
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
-    gpu = torch.cuda.get_rng_state().tolist() if torch.cuda.is_available() else []
-    return torch.get_rng_state().tolist(), gpu, random.getstate(), numpy["state"]["key"].tolist(), numpy["state"]["pos"]
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    cpu, gpu, python, key, position = states
-    torch.set_rng_state(torch.tensor(cpu, dtype=torch.uint8))
-    if gpu:
-        torch.cuda.set_rng_state(torch.tensor(gpu, dtype=torch.uint8))
-    random.setstate(python)
-    np.random.set_state(cast(Any, ("MT19937", key, position)))  # noqa: NPY002
-
-
 def _capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
-
-
-# --- what a recorded step takes for granted ---------------------------------------------------------------------------
-
-PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType})
-
-
-SEEN = PLAIN | {Tensor, nn.Parameter}
-
-
-def standing(model: nn.Module, loss: Callable[..., Any]) -> tuple[Hashable, ...]:
-    """Modes, numbers, functions and hooks of every module, and where its tensors lie: a step recorded under other
-    ones is another step. Of the loss also what it closes over, its defaults and the globals it names.
-
-    What is deeper (a list in a module, a variable that the forward pass of a module names) is not seen.
-    """
-    return (*_of_module(model), *_of_callable(loss, 3))
-
-
-def _of_module(model: nn.Module) -> list[Hashable]:
-    found: list[Any] = []
-    modules, met = [model], {id(model)}
-    for module in modules:  # which grows meanwhile; asked at every step, so faster than model.modules()
-        found += (type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
-        found += _plain(vars(module).values())
-        found += [None if t is None else t.data_ptr() for t in module._parameters.values()]
-        found += [None if t is None else t.data_ptr() for t in module._buffers.values()]
-        for child in module._modules.values():
-            if child is not None and id(child) not in met:
-                met.add(id(child))
-                modules.append(child)
-    return found
-
-
-def _plain(values: Iterable[Any]) -> list[Hashable]:
-    return [value if type(value) in PLAIN else value.data_ptr() for value in values if type(value) in SEEN]
-
-
-def _of_callable(thing: Any, depth: int) -> Iterator[Hashable]:
-    if isinstance(thing, nn.Module):
-        yield from _of_module(thing)
-        return
-    held = list(_held(thing))
-    yield from _plain(held)
-    for value in held if depth else ():
-        if type(value) not in SEEN or isinstance(value, FunctionType):
-            yield from _of_callable(value, depth - 1)
-
-
-def _held(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, partial):
-        yield from (thing.func, *thing.args, *thing.keywords.values())
-    elif isinstance(thing, MethodType):
-        yield from (thing.__self__, thing.__func__)
-    elif isinstance(thing, FunctionType):
-        yield from (_content(cell) for cell in thing.__closure__ or ())
-        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
-        if (thing.__module__ or "").partition(".")[0] != "torch":
-            named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
-            yield from (value for value in named if type(value) in SEEN and not isinstance(value, FunctionType))
-    elif not isinstance(thing, type | ModuleType):
-        yield from getattr(thing, "__dict__", {}).values()
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None

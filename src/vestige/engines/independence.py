@@ -6,6 +6,8 @@ from typing import TypeGuard
 
 from torch import nn
 
+from vestige.layout import modules_of
+
 Norm = nn.modules.batchnorm._NormBase
 BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
@@ -50,6 +52,5 @@ def _fault(module: nn.Module) -> str:
 
 
 def require_independent(model: nn.Module) -> None:
-    found = mixing_layers(model)
-    if found:
-        raise ValueError(found[0])
+    if any(refused(module) for module in modules_of(model)):
+        raise ValueError(mixing_layers(model)[0])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from vestige.layout import modules_of
 
 FOREIGN = (
     "optimizer holds a parameter that is not the module's and would move without noise: make it from "
@@ -30,10 +32,14 @@ def require_own(optimizer: Optimizer, own: Iterable[Tensor]) -> None:
         raise ValueError(FOREIGN)
 
 
-def require_noised(module: nn.Module, released: Container[str]) -> None:
+def require_noised(module: nn.Module, released: Mapping[str, Tensor]) -> None:
     """Before a pass: a parameter that has no place in the release would get its gradient, and move, without noise."""
+    known = {id(parameter) for parameter in released.values()}
+    held = (p for each in modules_of(module) for p in each._parameters.values() if p is not None and p.requires_grad)
+    if all(id(parameter) in known for parameter in held):
+        return
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and name not in released:
+        if parameter.requires_grad and id(parameter) not in known:
             raise ValueError(
                 f"parameter {name!r} became trainable after make_private and would move without noise: let it "
                 "require gradients when make_private is called, and freeze it afterwards"

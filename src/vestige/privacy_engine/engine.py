@@ -22,6 +22,7 @@ from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.taps import floating
 from vestige.engines.processes import require_one_process
+from vestige.engines.recording import sizes_of
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.criteria import batch_mean, of_torch
@@ -72,8 +73,10 @@ class PrivacyEngine:
         reproducible: int | None = None,
         accountant: str = "pld",
         secure_mode: bool = True,
+        record: bool = True,
     ) -> None:
-        """`secure_mode=False` adds noise in float32 instead of integers, which rests on one more assumption."""
+        """`secure_mode=False` adds noise in float32 instead of integers, which rests on one more assumption;
+        `record=False` runs the model's passes on a GPU launch by launch."""
         if accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant={accountant!r} is not offered; choose from {', '.join(ACCOUNTANTS)}")
         if resume and ledger is None:
@@ -85,6 +88,7 @@ class PrivacyEngine:
             noise="secret" if reproducible is None else "seeded", arithmetic="lattice" if secure_mode else "float32"
         )
         self._steps: PrivateSteps | None = None
+        self._record = record
         self._population = 0
         self._run = secrets.token_hex(8)
 
@@ -133,10 +137,11 @@ class PrivacyEngine:
             chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(optimizer)))
         rate, parts = rate_of(data_loader), Parts(steps_per_batch) if poisson_sampling else AnyRows()
         self._population = len(data_loader.dataset)  # type: ignore[arg-type]
-        size = Layout.of(module).size
+        size, expected = Layout.of(module).size, max(1, round(rate * self._population))
         self._facts = replace(self._facts, sampling="poisson" if poisson_sampling else "shuffled", coordinates=size)
         self._open(chosen, rate, noise_multiplier)
-        passes = Passes(module, chosen.grouping, chosen.clip, loss_reduction, parts)
+        sizes = sizes_of(self._population, rate, max_physical_batch_size) if poisson_sampling else [expected]
+        passes = Passes(module, chosen.grouping, chosen.clip, loss_reduction, parts, sizes if self._record else ())
         planned = SampledGaussian(rate, noise_multiplier)
         self._steps = PrivateSteps(
             passes,

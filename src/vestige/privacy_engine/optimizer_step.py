@@ -34,11 +34,12 @@ class LoopMover:
 
     def __init__(self, passes: Passes, optimizer: Optimizer, original: Callable[..., Any]) -> None:
         self.gradient = torch.zeros(passes.layout.size, device=passes.device)
+        self._views = passes.layout.views(self.gradient)
         self._passes, self._optimizer, self._original = passes, optimizer, original
 
     def step(self, pace: Value) -> None:
         parameters = self._passes.parameters()
-        for name, view in self._passes.layout.views(self.gradient).items():
+        for name, view in self._views.items():
             parameters[name].grad = view if parameters[name].requires_grad else None  # what was frozen since stays
         try:
             self._original()

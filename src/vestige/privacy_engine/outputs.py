@@ -69,7 +69,7 @@ class End(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, reached: Callable[[Reduction], None], anchor: Tensor, rows: int, said: str, *outputs: Tensor
+        ctx: Any, reached: Callable[[Reduction], Any], anchor: Tensor, rows: int, said: str, *outputs: Tensor
     ) -> Any:
         ctx.reached, ctx.rows, ctx.said = reached, rows, said
         ctx.types = [output.dtype for output in outputs]
@@ -83,11 +83,15 @@ class End(torch.autograd.Function):
                 f"loss_reduction={ctx.said!r}, but the loss is a {reduction.kind} over the batch: "
                 f"say loss_reduction={reduction.kind!r}"
             )
-        ctx.reached(reduction)
+        goes_on = ctx.reached(reduction)
         said = ctx.rows if ctx.said == "mean" else 1
         factor = 1 if reduction.undivided else said if reduction.factor is None else reduction.factor
-        back = [(signal * factor).to(dtype) for signal, dtype in zip(signals, ctx.types, strict=True)]
-        return (None, None, None, None, *back)
+        whole = signals if type(factor) is int and factor == 1 else [signal * factor for signal in signals]
+        back = [signal.to(dtype) for signal, dtype in zip(whole, ctx.types, strict=True)]
+        if goes_on is None:
+            return (None, None, None, None, *back)
+        goes_on(back)
+        return (None, None, None, None, *[None] * len(back))
 
 
 class Rowless(torch.autograd.Function):

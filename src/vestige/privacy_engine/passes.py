@@ -7,7 +7,7 @@ private loader, is refused before anything is released.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,8 +31,9 @@ from vestige.privacy_engine.calls import Call, CallForm, form_of
 from vestige.privacy_engine.coverage import require_noised
 from vestige.privacy_engine.outputs import End, Reduction, Rowless, watch_backward_passes
 from vestige.privacy_engine.parts import Part, Parts
+from vestige.privacy_engine.recordings import Recorder, Replay, Uses
 
-Uses = dict[str, list[Gradient]]
+Signals = Sequence[Tensor]
 
 
 @dataclass
@@ -42,6 +43,18 @@ class Pending:
     part: Part
     examples: int
     uses: Uses = field(default_factory=dict)
+    replay: Replay | None = None
+    """Where they were left instead, if the pass was a recorded one."""
+
+    def add(self, uses: Uses) -> None:
+        for name, gradients in uses.items():
+            self.uses.setdefault(name, []).extend(gradients)
+
+    def unroll(self) -> None:
+        """Take the gradients out of the recordings' memory: more are to be added to them."""
+        if self.replay is not None:
+            replay, self.replay = self.replay, None
+            self.add(replay.unrolled())
 
 
 @dataclass
@@ -52,20 +65,36 @@ class Open:
     form: CallForm
     stack: ExitStack
     buffers: Versions
-    tasks: dict[int, Uses] = field(default_factory=dict)
-    """What each backward pass through it has brought so far."""
+    replay: Replay | None = None
+    """The recorded pass that takes its place."""
+    tasks: dict[int, Uses | None] = field(default_factory=dict)
+    """What each backward pass through it has brought so far; None if that is in the recordings' memory."""
     dropped: bool = False
 
 
 @dataclass(frozen=True)
-class Uncompiled:
-    """Calls a module as it is where gradients are asked of it, and its compiled form elsewhere."""
+class Entrance:
+    """Calls of a private module: as it is where gradients are asked of it, by its compiled form elsewhere."""
 
-    module: nn.Module
-    compiled: Callable[..., Any]
+    passes: Passes
+    compiled: Callable[..., Any] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module._call_impl(*args, **kwargs) if asks(self.module) else self.compiled(*args, **kwargs)
+        module = self.passes.module
+        if not asks(module):
+            return (self.compiled or module._call_impl)(*args, **kwargs)
+        if self.passes.busy:
+            return module._call_impl(*args, **kwargs)
+        attributes, forward = vars(module), module.forward
+        own = attributes.get("forward")
+        attributes["forward"] = self.passes.entered(forward)
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            if own is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = own
 
 
 def asks(module: nn.Module) -> bool:
@@ -76,8 +105,18 @@ def asks(module: nn.Module) -> bool:
 class Passes:
     """Follows the training passes of a module, and adds up the clipped gradients of the parts that they are about."""
 
-    def __init__(self, module: nn.Module, grouping: Grouping | None, clip: Clip, reduction: str, parts: Parts) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        grouping: Grouping | None,
+        clip: Clip,
+        reduction: str,
+        parts: Parts,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        """`sizes` are those of batches to record passes for."""
         self.module, self.layout = module, Layout.of(module, grouping)
+        self._recorder = Recorder(module, self.layout, clip, sizes)
         self._clip, self._said, self.parts = clip, reduction, parts
         self.total: RunningSum | None = None
         """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
@@ -89,8 +128,9 @@ class Passes:
         self._pending: list[Pending] = []
         self._forms: dict[Any, CallForm] = {}
         self._open: Open | None = None
+        self._forward = module.forward
         self._recomputing: list[ExitStack] = []
-        self._busy = False
+        self.busy = False
         watch_backward_passes()
         parts.listener = self._uncompile
         self.settle()
@@ -124,10 +164,11 @@ class Passes:
         self._uncompile()
 
     def _uncompile(self) -> None:
-        """`module.compile()` puts a compiled graph around our hooks too; private passes go past it, others do not."""
+        """Calls of the module come here first. `module.compile()` puts a compiled graph around our hooks too; private
+        passes go past it, others do not."""
         compiled: Any = self.module._compiled_call_impl
-        if compiled is not None and not isinstance(compiled, Uncompiled):
-            self.module._compiled_call_impl = Uncompiled(self.module, compiled)  # type: ignore[assignment]
+        if not isinstance(compiled, Entrance):
+            self.module._compiled_call_impl = Entrance(self, compiled)  # type: ignore[assignment]
 
     # --- what has come back -------------------------------------------------------------------------------------------
 
@@ -154,7 +195,11 @@ class Passes:
             self.total, self._closed = RunningSum(self.layout.size, self.device), draws[0]
         last = self._pending[-1].part.last
         for each in self._pending:
-            if each.part.size and each.uses:
+            if each.replay is not None:
+                if each.part.size:
+                    each.replay.clip(self.total.place(each.examples))
+                each.replay.over()
+            elif each.part.size and each.uses:
                 with torch.no_grad():
                     self._add({name: combine(parts) for name, parts in each.uses.items()}, each.examples)
         self._pending = []
@@ -179,14 +224,18 @@ class Passes:
         self.total = self._closed = None
         return found
 
-    def _finished(self, part: Part, examples: int, uses: Uses) -> None:
+    def _finished(self, part: Part, examples: int, uses: Uses | None, replay: Replay | None) -> None:
         """A backward pass is complete. Several about one part add up before they are clipped: each example once."""
         self.parts.use(part)
         if not (self._pending and self._pending[-1].part is part):
-            self._pending.append(Pending(part, examples))
-        held = self._pending[-1].uses
-        for name, gradients in uses.items():
-            held.setdefault(name, []).extend(gradients)
+            self._pending.append(Pending(part, examples, replay=replay if uses is None else None))
+            uses = uses or {}
+        held = self._pending[-1]
+        if uses:
+            held.unroll()
+            held.add(uses)
+        elif uses is None and replay is not None:
+            held.add(replay.unrolled())
 
     # --- a forward pass begins ----------------------------------------------------------------------------------------
 
@@ -196,7 +245,7 @@ class Passes:
             if asked:
                 raise ValueError("module is a copy of a private model: load its state_dict into a new one to train it")
             return None
-        if self._busy:
+        if self.busy:
             return None
         if self._open is not None:
             self._abandon()
@@ -214,12 +263,12 @@ class Passes:
             )
         call = Call(leaves, tree)
         form = self._form(call)
-        self._begin(form, form.rows(call))
+        self._begin(form, call)
         return None
 
     def _require_usable(self) -> None:
         require_independent(self.module)  # as it is now: its modes may have changed
-        require_noised(self.module, {segment.name for segment in self.layout.segments})
+        require_noised(self.module, self.parameters())
         kind = self.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             raise ValueError(
@@ -233,22 +282,37 @@ class Passes:
             rows = {part.rows for part in self.parts.waiting()}
             candidates = [len(leaf) for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.dim()]
             length = next((each for each in candidates if each in rows), candidates[0] if candidates else 0)
-            self._busy = True
+            self.busy = True
             try:
                 self._forms[key] = form_of(self.module, self.layout, call, length)
             finally:
-                self._busy = False
+                self.busy = False
         return self._forms[key]
 
-    def _begin(self, form: CallForm, rows: int) -> None:
+    def entered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for the module's forward pass in a call: a replay, where a recorded pass takes its place."""
+        self._forward = forward
+        return partial(self._passed, forward)
+
+    def _passed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        opened = self._open
+        return forward(*args, **kwargs) if opened is None or opened.replay is None else opened.replay.outputs()
+
+    def _begin(self, form: CallForm, call: Call) -> None:
+        rows = form.rows(call)
         if rows == 0:
             raise ValueError("the tensors that the model was called with have different numbers of rows")
         opened: Open
-        now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses))
+        replay = self._recorder.begin(self._forward, form, call, rows)
+        if replay is None:
+            now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses))
+        else:  # nothing is delivered, and nobody but the user's graph holds on to what is opened
+            now = form.taps.start(rows, {}, lambda uses: None)
         now.inside = False
         stack = ExitStack()
-        opened = self._open = Open(now, form, stack, self._writes.versions())
-        stack.enter_context(form.taps.watching(now))
+        opened = self._open = Open(now, form, stack, self._writes.versions(), replay)
+        if replay is None:
+            stack.enter_context(form.taps.watching(now))
 
     # --- it ends ------------------------------------------------------------------------------------------------------
 
@@ -260,7 +324,7 @@ class Passes:
             self._open = None
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
-        if self._busy or self._open is None or module is not self.module:
+        if self.busy or self._open is None or module is not self.module:
             return outputs
         opened, self._open = self._open, None
         opened.stack.close()
@@ -296,8 +360,8 @@ class Passes:
 
     # --- the way back -------------------------------------------------------------------------------------------------
 
-    def _reached(self, opened: Open, part: Part | None, reduction: Reduction) -> None:
-        """A backward pass has come to the outputs of the model."""
+    def _reached(self, opened: Open, part: Part | None, reduction: Reduction) -> Callable[[Signals], None] | None:
+        """A backward pass has come to the outputs of the model; if the pass was recorded, what takes it on."""
         if opened.dropped:
             raise ValueError("this backward pass goes through a forward pass of the model that was broken off")
         if part is None or not self.parts.usable(part):
@@ -315,17 +379,25 @@ class Passes:
         Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
             partial(self._finish, opened, part, task)
         )
+        return None if opened.replay is None else partial(self._back, opened, opened.replay, task)
+
+    def _back(self, opened: Open, replay: Replay, task: int, signals: Signals) -> None:
+        if replay.went_back:  # the recordings' memory is for one backward pass
+            for each in self._pending:
+                each.unroll()
+        opened.tasks[task] = replay.back(signals)
 
     def _deliver(self, opened: Open, uses: Mapping[str, Gradient]) -> None:
         """Sorted by backward pass; one that fails leaves nothing."""
         held = opened.tasks[torch._C._current_graph_task_id()]
+        assert held is not None, "a recorded pass delivers nothing"
         for name, gradient in uses.items():
             held.setdefault(name, []).append(gradient)
 
     def _finish(self, opened: Open, part: Part, task: int) -> None:
         opened.stack.close()
         self._recomputing = [stack for stack in self._recomputing if stack is not opened.stack]
-        self._finished(part, opened.now.examples, opened.tasks.pop(task))
+        self._finished(part, opened.now.examples, opened.tasks.pop(task), opened.replay)
 
 
 def _has_rows(output: Any, rows: int) -> bool:

@@ -20,6 +20,8 @@ from torch import Tensor
 from vestige.randomness import rounded_gaussian as law
 from vestige.randomness.streams import Stream
 
+TERMS = 18
+"""Of the exponential series."""
 LANES = 64
 """Blocks of ChaCha20 to a program; each serves four coordinates. Reproducible runs depend on it."""
 
@@ -66,7 +68,7 @@ def _launch(
         _add[(triton.cdiv(total.numel(), 4 * LANES),)](
             total, spacings, total if noise is None else noise, *_table(total.device), *_key(stream), total.numel(),
             total.shape[-1], min(more, 62), LANES=LANES, EACH=each, KEEPS=noise is not None, WIDTH=law.WIDTH,
-            COLUMN=law.COLUMN, ALWAYS=always, num_warps=2, enable_fp_fusion=False,
+            COLUMN=law.COLUMN, ALWAYS=always, TERMS=TERMS, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -75,9 +77,16 @@ def _wide(spacing: Tensor, total: Tensor) -> Tensor:
 
 
 @cache
-def _table(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _table(device: torch.device) -> tuple[Tensor, ...]:
+    """The law's table, and the shares 1/18, 1/17, ... 1/2 in two words each."""
     made = law.table()
-    words = (made.threshold.view(np.int64), made.rest.view(np.int64), made.alias.astype(np.int32))
+    shares = np.array([half for n in range(TERMS, 1, -1) for half in divmod(2**128 // n, 2**64)], dtype=np.uint64)
+    words = (
+        made.threshold.view(np.int64),
+        made.rest.view(np.int64),
+        made.alias.astype(np.int32),
+        shares.view(np.int64),
+    )
     return tuple(torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in words)
 
 
@@ -151,18 +160,24 @@ def _product(a1, a0, b1, b0):
 
 
 @triton.jit
-def _likely(gain):
-    """exp(-t) in 128 bits, for t = gain 2^-61 (1 - 2^-60 / 12): the law of `rounded_gaussian`."""
+def _likely(gain, shares, TERMS: tl.constexpr):
+    """exp(-t) in 128 bits, for t = gain 2^-61 (1 - 2^-60 / 12): the law of `rounded_gaussian`.
+
+    A loop that stays one: written out, it took the compiler half a minute.
+    """
     correction = (gain * 128) // 12
     t1, t0 = (gain << 3) - (correction > 0).to(tl.uint64), 0 - correction
     one = ~(gain * 0)
     e1, e0 = one, one
-    for k in tl.static_range(18):  # 1 - t (1 - t / 2 (1 - t / 3 ...)), from the inside
+    for k in tl.range(0, TERMS - 1, loop_unroll_factor=1):  # 1 - t (1 - t / 2 (1 - t / 3 ...)), from the inside
         e1, e0 = _product(t1, t0, e1, e0)
-        if k < 17:
-            e1, e0 = _product(e1, e0, gain * 0 + (2**128 // (18 - k) >> 64), gain * 0 + (2**128 // (18 - k) % 2**64))
+        high, low = tl.load(shares + 2 * k), tl.load(shares + 2 * k + 1)
+        e1, e0 = _product(
+            e1, e0, gain * 0 + high.to(tl.uint64, bitcast=True), gain * 0 + low.to(tl.uint64, bitcast=True)
+        )
         e1, e0 = one - e1, one - e0
-    return e1, e0
+    e1, e0 = _product(t1, t0, e1, e0)
+    return one - e1, one - e0
 
 
 @triton.jit
@@ -195,17 +210,17 @@ def _place(word, chosen, WIDTH: tl.constexpr, ALWAYS: tl.constexpr):
 
 
 @triton.jit
-def _decided(kept, unclear, toss, gain, word):
+def _decided(kept, unclear, toss, gain, word, shares, TERMS: tl.constexpr):
     """The same toss with 64 more bits."""
-    e1, e0 = _likely(gain)
+    e1, e0 = _likely(gain, shares, TERMS)
     high, low = e1 >> 23, (e1 << 41) | (e0 >> 23)
     return tl.where(unclear, (toss < high) | ((toss == high) & (word < low)), kept)
 
 
 @triton.jit
 def _tossed(
-    w0, w1, w2, w3, b0, b1, b2, b3, k0, k1, k2, k3, k4, k5, k6, k7, counter, high, attempt,
-    WIDTH: tl.constexpr, ALWAYS: tl.constexpr,
+    w0, w1, w2, w3, b0, b1, b2, b3, k0, k1, k2, k3, k4, k5, k6, k7, counter, high, attempt, shares,
+    WIDTH: tl.constexpr, ALWAYS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """One attempt at all four coordinates of every lane."""
     x0, y0, u0, a0, t0, g0 = _place(w0, b0, WIDTH, ALWAYS)
@@ -214,16 +229,16 @@ def _tossed(
     x3, y3, u3, a3, t3, g3 = _place(w3, b3, WIDTH, ALWAYS)
     if tl.max((u0 | u1 | u2 | u3).to(tl.int32), axis=0) > 0:  # once in 2^39 numbers
         m0, m1, m2, m3, _, _, _, _ = _chacha(k0, k1, k2, k3, k4, k5, k6, k7, counter, high, attempt, 1)
-        y0, y1 = _decided(y0, u0, t0, g0, m0), _decided(y1, u1, t1, g1, m1)
-        y2, y3 = _decided(y2, u2, t2, g2, m2), _decided(y3, u3, t3, g3, m3)
+        y0, y1 = _decided(y0, u0, t0, g0, m0, shares, TERMS), _decided(y1, u1, t1, g1, m1, shares, TERMS)
+        y2, y3 = _decided(y2, u2, t2, g2, m2, shares, TERMS), _decided(y3, u3, t3, g3, m3, shares, TERMS)
     return x0, x1, x2, x3, y0 & a0, y1 & a1, y2 & a2, y3 & a3
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "more"])
+@triton.jit(do_not_specialize=["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "size", "width", "more"])
 def _add(
-    total, spacings, noise, threshold, rest, alias, k0, k1, k2, k3, k4, k5, k6, k7, size, width, more,
+    total, spacings, noise, threshold, rest, alias, shares, k0, k1, k2, k3, k4, k5, k6, k7, size, width, more,
     LANES: tl.constexpr, EACH: tl.constexpr, KEEPS: tl.constexpr, WIDTH: tl.constexpr, COLUMN: tl.constexpr,
-    ALWAYS: tl.constexpr,
+    ALWAYS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     lane = block * LANES + tl.arange(0, LANES)
@@ -238,14 +253,36 @@ def _add(
         b0, b1 = tl.where(e0 & (m0 < r0), c0, b0), tl.where(e1 & (m1 < r1), c1, b1)
         b2, b3 = tl.where(e2 & (m2 < r2), c2, b2), tl.where(e3 & (m3 < r3), c3, b3)
     x0, x1, x2, x3, y0, y1, y2, y3 = _tossed(
-        w1, w3, w5, w7, b0, b1, b2, b3, k0, k1, k2, k3, k4, k5, k6, k7, counter, high, 0, WIDTH, ALWAYS
+        w1, w3, w5, w7, b0, b1, b2, b3, k0, k1, k2, k3, k4, k5, k6, k7, counter, high, 0, shares, WIDTH, ALWAYS, TERMS
     )
     attempt = 1
     left = tl.max((~(y0 & y1 & y2 & y3)).to(tl.int32), axis=0)
     while left > 0:  # one lane in a hundred and fifty
         v0, v1, v2, v3, _, _, _, _ = _chacha(k0, k1, k2, k3, k4, k5, k6, k7, counter, high, attempt, 0)
         n0, n1, n2, n3, z0, z1, z2, z3 = _tossed(
-            v0, v1, v2, v3, b0, b1, b2, b3, k0, k1, k2, k3, k4, k5, k6, k7, counter, high, attempt, WIDTH, ALWAYS
+            v0,
+            v1,
+            v2,
+            v3,
+            b0,
+            b1,
+            b2,
+            b3,
+            k0,
+            k1,
+            k2,
+            k3,
+            k4,
+            k5,
+            k6,
+            k7,
+            counter,
+            high,
+            attempt,
+            shares,
+            WIDTH,
+            ALWAYS,
+            TERMS,
         )
         x0, x1 = tl.where(y0, x0, n0), tl.where(y1, x1, n1)
         x2, x3 = tl.where(y2, x2, n2), tl.where(y3, x3, n3)
@@ -259,7 +296,7 @@ def _add(
     _store(total, spacings, noise, x3, place + 3 * LANES, size, width, more, EACH, KEEPS)
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7"])
+@triton.jit(do_not_specialize=["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "size"])
 def _uniform(drawn, k0, k1, k2, k3, k4, k5, k6, k7, size, LANES: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     lane = block * LANES + tl.arange(0, LANES)

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget
 from vestige.accounting.ledger import Ledger
+from vestige.engines.cuda_graphs import Captured
 from vestige.engines.independence import require_independent
 from vestige.engines.processes import require_one_process
+from vestige.engines.recording import sizes_of
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
-from vestige.mechanism.clipping import Loss
+from vestige.mechanism.clipping import LARGEST_SUM, Loss
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.examples import Data, Examples
@@ -185,9 +187,12 @@ class Training:
             part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
         key = Randomness.secret() if settings.seed is None else Randomness.reproducible(settings.seed)
         charges, scores = Charges(self.ledger.ask), (losses_of(model, loss), right_answers(model))
+        engine = make(model, loss, self.layout)
+        if isinstance(engine, Captured):
+            engine.expect(sizes_of(examples.population, rate, min(part or LARGEST_SUM, LARGEST_SUM)))
         return Curator(
             examples,
-            make(model, loss, self.layout),
+            engine,
             self.layout,
             self._sampling,
             key,

@@ -1,0 +1,266 @@
+"""What do the first steps of training cost in a user's own loop? Models of other people's, Poisson batches, from the
+first step on.
+
+The plain loop draws batches of the same law from the same data. What is done once, before the first step (trying the
+model out, compiling, recording), is set-up and is told apart.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from others import OTHERS, Batch, Other, called
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import vestige
+from vestige import PrivacyEngine
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import Poisson
+
+TIMES = 20
+"""How many expected batches the data hold."""
+Step = Callable[[], object]
+
+
+class Rows(Dataset[Any]):
+    """Rows that lie on the device and are fetched together: what a loader itself costs is not the question here."""
+
+    def __init__(self, parts: Batch) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(next(iter(self.parts.values())))
+
+    def __getitem__(self, row: int) -> Batch:
+        return self.__getitems__([row])
+
+    def __getitems__(self, rows: list[int]) -> Batch:
+        place = torch.tensor(rows, dtype=torch.long, device=next(iter(self.parts.values())).device)
+        return {name: part[place] for name, part in self.parts.items()}
+
+
+def as_fetched(rows: Any) -> Any:
+    return rows
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def poisson(data: Batch) -> DataLoader[Any]:
+    """Batches of the sizes that private training has."""
+    rows, key = Rows(data), Randomness.reproducible(1)
+    samples = [Poisson(1 / TIMES).draw(len(rows), step, key).tolist() or [0] for step in range(64)]
+    return DataLoader(rows, batch_sampler=samples, collate_fn=as_fetched)
+
+
+def plain(other: Other, model: nn.Module, data: Batch) -> Step:
+    return _loop(other, model, torch.optim.AdamW(trainable(model), lr=1e-4), poisson(data))
+
+
+def privacy_engine(other: Other, model: nn.Module, data: Batch, record: bool = True) -> Step:
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-4)
+    loader = DataLoader(Rows(data), batch_size=len(Rows(data)) // TIMES, collate_fn=as_fetched)
+    _, _, loader = PrivacyEngine(record=record).make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    return _loop(other, model, optimizer, loader)
+
+
+def unrecorded(other: Other, model: nn.Module, data: Batch) -> Step:
+    return privacy_engine(other, model, data, record=False)
+
+
+def opacus(mode: str) -> Callable[[Other, nn.Module, Batch], Step]:
+    def build(other: Other, model: nn.Module, data: Batch) -> Step:
+        from opacus import PrivacyEngine as Opacus
+
+        optimizer: Any = torch.optim.AdamW(trainable(model), lr=1e-4)
+        loader: Any = poisson(data)  # Opacus's own loader takes no rows with names
+        made = Opacus(accountant="rdp").make_private(
+            module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+            grad_sample_mode=mode, criterion=Criterion(other), poisson_sampling=False,
+        )  # fmt: skip
+        model, optimizer, criterion = made[:3] if mode == "ghost" else (*made[:2], Criterion(other))
+        batches = chain.from_iterable(repeat(loader))
+
+        def step() -> None:
+            batch = next(batches)
+            optimizer.zero_grad()
+            criterion(called(model, batch), batch).backward()
+            optimizer.step()
+
+        return step
+
+    return build
+
+
+class Criterion(nn.Module):
+    """A loss as Opacus wants it."""
+
+    reduction = "mean"
+
+    def __init__(self, other: Other) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, outputs: Any, batch: Batch) -> Tensor:
+        return self.other.loss(outputs, batch)
+
+
+class Positional(nn.Module):
+    """A model that is called by names, for `vestige.train`, which calls by position."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        outputs = called(self.model, dict(zip(self.names, inputs, strict=True)))
+        return outputs if isinstance(outputs, Tensor) else outputs.logits
+
+
+def whole(other: Other, model: nn.Module, data: Batch) -> Step:
+    """`vestige.train`: sampling, the step, the ledger and the record."""
+    names = [name for name in data if name != "labels"]
+    target = "labels" if "labels" in data else "input_ids"
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return other.loss(outputs, {target: targets})
+
+    options: dict[str, Any] = {"method": "dp-adamw", "noise_multiplier": 1.0, "delta": 1e-5, "lr": 1e-4}
+    parts = (*(data[name] for name in names), data[target])
+    run = vestige.train(Positional(model, names), loss, parts, sample_rate=1 / TIMES, steps=10**6, **options)
+    records = iter(run)
+    return lambda: next(records)
+
+
+def _loop(other: Other, model: nn.Module, optimizer: Any, loader: Any) -> Step:
+    batches = chain.from_iterable(repeat(loader))
+
+    def step() -> None:
+        batch = next(batches)
+        optimizer.zero_grad()
+        other.loss(called(model, batch), batch).backward()
+        optimizer.step()
+
+    return step
+
+
+LOOPS: dict[str, Callable[[Other, nn.Module, Batch], Step]] = {
+    "plain": plain,
+    "Opacus hooks": opacus("hooks"),
+    "Opacus ghost": opacus("ghost"),
+    "ours, PrivacyEngine": privacy_engine,
+    "ours, PrivacyEngine(record=False)": unrecorded,
+    "ours, vestige.train": whole,
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of the first steps: milliseconds a step, set-up apart, and GiB at the highest point."""
+
+    ms: float
+    first_ms: float
+    setup_s: float
+    gib: float | None
+
+
+def measure(name: str, loop: str, device: str, steps: int, share: int = 1, small: bool = False) -> Cost:
+    """The first so many steps of a loop on a model, at its batch or a share of it."""
+    other = OTHERS[name]
+    torch.manual_seed(0)
+    batch = max(1, other.batch // share)
+    with torch.device(device):
+        model, data = other.build(small).train(), other.examples(TIMES * batch, small)
+    model.to(device)
+    step = LOOPS[loop](other, model, {key: part.to(device) for key, part in data.items()})
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    with set_up(device) as spent:
+        start = time.perf_counter()
+        step()
+        _wait(device)
+        first = time.perf_counter() - start - spent[0]
+        for _ in range(steps - 1):
+            step()
+        _wait(device)
+        total = time.perf_counter() - start
+    gib = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None
+    return Cost(1e3 * (total - spent[0]) / steps, 1e3 * first, spent[0], gib)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def set_up(device: str) -> Iterator[list[float]]:
+    """What trying out and recording take, in seconds: functions that run once are timed."""
+    from vestige.engines import bookkeeping, cuda_graphs
+    from vestige.privacy_engine import passes, recordings
+    from vestige.randomness import lattice
+
+    spent, nested = [0.0], [0]
+    places = [
+        (passes, "form_of"), (recordings.Recorder, "_recordings"), (bookkeeping.BookKeeping, "_rehearsed"),
+        (cuda_graphs.Captured, "_record_ahead"), (lattice, "warm"),
+    ]  # fmt: skip
+    before = [(place, key, getattr(place, key)) for place, key in places if hasattr(place, key)]
+
+    def timed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            _wait(device)
+            start = time.perf_counter()
+            nested[0] += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                _wait(device)
+                nested[0] -= 1
+                if not nested[0]:
+                    spent[0] += time.perf_counter() - start
+
+        return run
+
+    try:
+        for place, key, original in before:
+            setattr(place, key, timed(original))
+        yield spent
+    finally:
+        for place, key, original in before:
+            setattr(place, key, original)
+
+
+def costs(name: str, loops: list[str], device: str, steps: int, share: int = 1) -> Iterator[dict[str, Any]]:
+    """A row for each loop, over the first of them."""
+    base: Cost | None = None
+    for loop in loops:
+        row: dict[str, Any] = {"model": name, "loop": loop, "batch": max(1, OTHERS[name].batch // share)}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                cost = measure(name, loop, device, steps, share)
+            base = base or cost
+            row |= {**vars(cost), "time": cost.ms / base.ms}
+            row["memory"] = cost.gib / base.gib if cost.gib and base.gib else None
+        except ImportError as problem:
+            row["failed"] = f"not installed: {problem.name}"
+        except Exception as problem:  # of another library, anything
+            row["failed"] = f"{type(problem).__name__}: {(str(problem).splitlines() or [''])[0][:100]}"
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        yield row

@@ -1,0 +1,110 @@
+"""What must stay as it is for a recorded step to be the same step? Modes, numbers, functions, places, and chance.
+
+What a model's forward pass decides in Python (which layer to skip, say) is frozen in a recording. So a model that draws
+random numbers on the host is never recorded, nor one that changes itself; and what the model and the loss hold in
+Python (`standing`) is part of what is recorded. Numbers that are drawn on the GPU itself are drawn anew in every
+replay, and Python cannot decide by them without waiting for them, which ends a recording.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vestige.layout import modules_of
+
+
+class Unsteady(Exception):
+    """The model draws random numbers on the host, or is not after a pass what it was before."""
+
+
+def host_draws() -> tuple[Any, ...]:
+    """The state of every generator on the host that a forward pass may draw from without saying so."""
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+    return torch.get_rng_state().tolist(), random.getstate(), numpy["state"]["key"].tolist(), numpy["state"]["pos"]
+
+
+def restore_host_draws(states: tuple[Any, ...]) -> None:
+    cpu, python, key, position = states
+    torch.set_rng_state(torch.tensor(cpu, dtype=torch.uint8))
+    random.setstate(python)
+    np.random.set_state(cast(Any, ("MT19937", key, position)))  # noqa: NPY002
+
+
+def require_steady(run: Callable[[], Any], model: nn.Module, loss: Callable[..., Any] | None = None) -> Any:
+    """What `run` gives. Raises `Unsteady`, and has drawn nothing on the host, if the model draws there or changes."""
+    before, kept = host_draws(), standing(model, loss)
+    found = run()
+    if host_draws() != before:
+        restore_host_draws(before)
+        raise Unsteady
+    if standing(model, loss) != kept:
+        raise Unsteady
+    return found
+
+
+PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType})
+SEEN = PLAIN | {Tensor, nn.Parameter}
+
+
+def standing(model: nn.Module, loss: Callable[..., Any] | None = None) -> tuple[Hashable, ...]:
+    """Modes, numbers, functions and hooks of every module, and where its tensors lie: a step recorded under other
+    ones is another step. Of the loss also what it closes over, its defaults and the globals it names.
+
+    What is deeper (a list in a module, a variable that the forward pass of a module names) is not seen.
+    """
+    return (*_of_module(model), *(() if loss is None else _of_callable(loss, 3)))
+
+
+def _of_module(model: nn.Module) -> list[Hashable]:
+    found: list[Any] = []
+    for module in modules_of(model):
+        found += (type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        found += _plain(vars(module).values())
+        found += [None if t is None else t.data_ptr() for t in module._parameters.values()]
+        found += [None if t is None else t.data_ptr() for t in module._buffers.values()]
+    return found
+
+
+def _plain(values: Iterable[Any]) -> list[Hashable]:
+    return [value if type(value) in PLAIN else value.data_ptr() for value in values if type(value) in SEEN]
+
+
+def _of_callable(thing: Any, depth: int) -> Iterator[Hashable]:
+    if isinstance(thing, nn.Module):
+        yield from _of_module(thing)
+        return
+    held = list(_held(thing))
+    yield from _plain(held)
+    for value in held if depth else ():
+        if type(value) not in SEEN or isinstance(value, FunctionType):
+            yield from _of_callable(value, depth - 1)
+
+
+def _held(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, MethodType):
+        yield from (thing.__self__, thing.__func__)
+    elif isinstance(thing, FunctionType):
+        yield from (_content(cell) for cell in thing.__closure__ or ())
+        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
+        if (thing.__module__ or "").partition(".")[0] != "torch":
+            named = (thing.__globals__.get(name) for name in thing.__code__.co_names)
+            yield from (value for value in named if type(value) in SEEN and not isinstance(value, FunctionType))
+    elif not isinstance(thing, type | ModuleType):
+        yield from getattr(thing, "__dict__", {}).values()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

@@ -1,0 +1,401 @@
+"""How does a pass of the user's shed its launches? On a GPU it is recorded at a few sizes, ahead, and replayed.
+
+The model's forward pass, its backward pass and the clipping that follows are a recording each, because what lies
+between them is the user's. All recordings of a form of call work in the same memory, so only one pass at a time can be
+in it; while one is, others run as they are, and so does whatever was not foreseen: a second backward pass through a
+recorded forward pass, or a second pass about the same examples.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from vestige.devices import tf32_convolutions, tf32_products
+from vestige.engines.bookkeeping import add_weighted
+from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
+from vestige.engines.per_example.gradients import Gradient, change, combine
+from vestige.engines.recording import SECONDS, recorded
+from vestige.engines.steady import Unsteady, require_steady, standing
+from vestige.layout import Layout
+from vestige.mechanism.clipping import LARGEST_SUM, Clip
+from vestige.privacy_engine.calls import Call, CallForm
+
+Uses = dict[str, list[Gradient]]
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+MOST_FORMS = 4
+PATIENCE = 8
+"""How often a further form of call is met before it is recorded: sequences may have any length."""
+
+
+class Withheld:
+    """Stands for an output that is neither a tensor nor plain, such as a cache: a replayed pass has none of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name!r} of an output that is no tensor: a recorded pass does not keep it. Say "
+            "PrivacyEngine(record=False) to train without recordings"
+        )
+
+
+@dataclass(frozen=True)
+class End:
+    """Stands for an output that holds the examples: which of `Recordings.ends` it is."""
+
+    index: int
+
+
+@dataclass
+class Tape:
+    """The recordings of one size."""
+
+    rows: int
+    forward: Any
+    backward: Any
+    clip: Any
+    outputs: list[Any]
+    """What the pass gave, flat."""
+    tree: TreeSpec
+
+
+@dataclass(eq=False)
+class Replay:
+    """SENSITIVE: one pass of the user's in the memory of the recordings, from its forward pass until it is clipped."""
+
+    recordings: Recordings
+    tape: Tape
+    rows: int
+    draws: Tensor | None
+    """The state of the GPU's generator before it."""
+    went_back: bool = False
+
+    def back(self, signals: Sequence[Tensor]) -> Uses | None:
+        """What came back to the outputs; None if it stays in the recordings' memory, else the gradients."""
+        if self.recordings.within is not self:
+            raise ValueError("this backward pass goes through a forward pass of the model that is over")
+        self.recordings.load_signals(signals, self.rows, self.tape.rows)
+        if self.went_back:
+            return self.unrolled()
+        self.went_back = True
+        self.tape.backward.replay()
+        return None
+
+    def outputs(self) -> Any:
+        return self.recordings.outputs(self)
+
+    def clip(self, into: Tensor) -> None:
+        self.tape.clip.replay()
+        into.add_(self.recordings.total)
+
+    def unrolled(self) -> Uses:
+        """The same pass, run again as it is: its gradients in factored form, of the examples alone."""
+        return self.recordings.again(self)
+
+    def over(self) -> None:
+        if self.recordings.within is self:
+            self.recordings.within = None
+
+
+class Recordings:
+    """The recordings of one form of call, for batches of up to `sizes[0]` rows."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        layout: Layout,
+        clip: Clip,
+        form: CallForm,
+        call: Call,
+        sizes: Sequence[int],
+    ) -> None:
+        self.module, self.layout, self._clip, self.form = module, layout, clip, form
+        self._device = next(module.parameters()).device
+        self._forward, self._tapes, self._pool = forward, list[Tape](), _pool(self._device)
+        self._inputs = [_buffer(call.leaves[place], sizes[0]) for place in form.batched]
+        self._fixed = [p for p, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and p not in form.batched]
+        leaves = list(call.leaves)
+        for place in self._fixed:
+            leaves[place] = leaves[place].clone()
+        self._call = Call(leaves, call.tree)
+        self.ends: list[Tensor] = []
+        self._places, self._count = torch.arange(sizes[0], device=self._device), torch.zeros((), device=self._device)
+        self.total = torch.zeros(layout.size, device=self._device)
+        self._within: weakref.ref[Replay] | None = None
+        self._live: tuple[Pass, list[Tensor], Uses] | None = None
+        self.draws = False
+        self._point = {name: p.detach() for name, p in layout.parameters(module).items()}
+        self._record(sizes)
+
+    # --- replaying ----------------------------------------------------------------------------------------------------
+
+    @property
+    def within(self) -> Replay | None:
+        """The pass that is in the memory, as long as somebody can come back to it."""
+        return None if self._within is None else self._within()
+
+    @within.setter
+    def within(self, replay: Replay | None) -> None:
+        self._within = None if replay is None else weakref.ref(replay)
+
+    def begin(self, call: Call, rows: int) -> Replay | None:
+        """The pass over this call, if it fits and the memory is free."""
+        tape = next((tape for tape in reversed(self._tapes) if tape.rows >= rows), None)
+        if tape is None or self.within is not None:
+            return None
+        for mine, place in zip(self._inputs, self.form.batched, strict=True):
+            mine[:rows].copy_(call.leaves[place])
+        for place in self._fixed:
+            self._call.leaves[place].copy_(call.leaves[place])
+        self._count.fill_(rows)
+        draws = torch.cuda.get_rng_state(self._device) if self.draws else None
+        replay = Replay(self, tape, rows, draws)
+        self.within = replay
+        return replay
+
+    def outputs(self, replay: Replay) -> Any:
+        """The outputs of the forward pass as the user gets them: of the examples alone, and in memory of their own."""
+        replay.tape.forward.replay()
+        leaves = replay.tape.outputs
+        found = [self.ends[leaf.index][: replay.rows].clone() if isinstance(leaf, End) else leaf for leaf in leaves]
+        return tree_unflatten(found, replay.tape.tree)
+
+    def load_signals(self, signals: Sequence[Tensor], rows: int, padded: int) -> None:
+        for end, signal in zip(self.ends, signals, strict=True):
+            end[:rows].copy_(signal)
+            end[rows:padded].zero_()
+
+    def again(self, replay: Replay) -> Uses:
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            if replay.draws is not None:
+                torch.cuda.set_rng_state(replay.draws, self._device)
+            signals = [end[: replay.tape.rows].clone() for end in self.ends]
+            self._run_forward(replay.tape.rows)
+            found = self._run_backward(signals)
+            self._live = None
+            self.load_signals(signals, replay.tape.rows, replay.tape.rows)
+        few = itemgetter(slice(replay.rows))
+        return {name: [change(gradient, few) for gradient in uses] for name, uses in found.items()}
+
+    # --- recording ----------------------------------------------------------------------------------------------------
+
+    def _record(self, sizes: Sequence[int]) -> None:
+        """At every size, largest first, as long as there is time. Raises where the pass cannot be recorded."""
+        start = time.monotonic()
+        self.draws = self._tried(sizes[0])
+        tried = [sizes[0]]
+        for rows in sizes[1:]:  # kernels are chosen, compiled and loaded before anything is recorded
+            if time.monotonic() - start > SECONDS / 2:
+                break
+            self._run_all(rows)
+            tried.append(rows)
+        self._free()
+        self._tapes = [self._recorded(rows) for rows in tried]
+        self._require_alike(self._tapes[0])
+        self._free()
+
+    def _tried(self, rows: int) -> bool:
+        """Run once on made-up rows, unrecorded; whether the model draws numbers on the GPU. Raises `Unsteady`."""
+        before = _device_draws(self._device)
+        self._load_made_up(rows)
+        require_steady(lambda: self._run_all(rows), self.module)
+        drawn = not torch.equal(before, _device_draws(self._device))
+        _restore_device_draws(before, self._device)
+        return drawn
+
+    def _load_made_up(self, rows: int) -> None:
+        for mine, made in zip(self._inputs, self.form.made(rows, 5), strict=True):
+            mine[:rows].copy_(made)
+        self._count.fill_(rows)
+
+    def _recorded(self, rows: int) -> Tape:
+        shown: list[Any] = []
+        forward = recorded(lambda: shown.append(self._run_forward(rows)), self._pool, self._device)
+        backward = recorded(lambda: self._run_backward([end[:rows] for end in self.ends]), self._pool, self._device)
+        clip = recorded(lambda: self._run_clip(rows), self._pool, self._device)
+        self._live = None
+        leaves, tree = tree_flatten(shown[0])
+        places = {place: End(index) for index, place in enumerate(self.form.outputs)}
+        kept = [places.get(place, leaf if isinstance(leaf, PLAIN) else Withheld()) for place, leaf in enumerate(leaves)]
+        return Tape(rows, forward, backward, clip, kept, tree)
+
+    def _require_alike(self, tape: Tape) -> None:
+        """A replay gives what the pass itself gives, on made-up rows."""
+        self._load_made_up(tape.rows)
+        draws = _device_draws(self._device)
+        replay = Replay(self, tape, tape.rows, draws if self.draws else None)
+        tape.forward.replay()
+        signals = [torch.rand_like(end[: tape.rows]) / end[0].numel() for end in self.ends]
+        self.load_signals(signals, tape.rows, tape.rows)
+        tape.backward.replay()
+        tape.clip.replay()
+        got = self.total.clone()
+        uses, want = self.again(replay), torch.zeros_like(got)
+        add_weighted({name: combine(parts) for name, parts in uses.items()}, self._clip, self.layout, want, tape.rows)
+        _restore_device_draws(draws, self._device)
+        if not bool(torch.linalg.vector_norm(got - want) <= 1e-2 * torch.linalg.vector_norm(want) + 1e-12):
+            raise Unsteady
+
+    def _run_all(self, rows: int) -> None:
+        self._run_forward(rows)
+        for end in self.ends:
+            end[:rows].fill_(1 / rows)
+        self._run_backward([end[:rows] for end in self.ends])
+        self._run_clip(rows)
+        self._live = None
+
+    def _run_forward(self, rows: int) -> Any:
+        uses: Uses = {}
+
+        def deliver(found: Any) -> None:
+            for name, gradient in found.items():
+                uses.setdefault(name, []).append(gradient)
+
+        now = self.form.taps.start(rows, self._point, deliver)
+        args, kwargs = self._call.with_rows([each[:rows] for each in self._inputs], self.form.batched)
+        with self.form.taps.watching(now), torch.enable_grad(), _without_cache(self._device):
+            outputs = self._forward(*args, **kwargs)
+        if now.doubt is not None or now.recomputes:
+            raise Unsteady
+        found = tree_flatten(outputs)[0]
+        held = [found[place] for place in self.form.outputs]
+        if len(held) < sum(isinstance(leaf, Tensor) for leaf in found):
+            raise Unsteady  # of an output that has no row for each example, padding would be a part
+        self.ends = self.ends or [_buffer(each, len(self._places)) for each in held]
+        for end, output in zip(self.ends, held, strict=True):
+            end[:rows].copy_(output.detach())
+        self._live = now, held, uses
+        return outputs
+
+    def _run_backward(self, signals: Sequence[Tensor]) -> Uses:
+        assert self._live is not None
+        now, held, uses = self._live
+        now.going_back = True
+        reached = [(output, signal) for output, signal in zip(held, signals, strict=True) if output.requires_grad]
+        outputs, back = zip(*reached, strict=True)
+        torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
+        return uses
+
+    def _run_clip(self, rows: int) -> None:
+        assert self._live is not None
+        uses = self._live[2]
+        self.total.zero_()
+        with torch.no_grad(), full_precision(self.total):
+            gradients = {name: combine(parts) for name, parts in uses.items()}
+        real = self._places[:rows] < self._count
+        add_weighted(gradients, self._clip, self.layout, self.total, rows, real)
+
+    def _free(self) -> None:
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+@dataclass
+class Recorder:
+    """Which passes of a module are recorded: none on a CPU, none where something speaks against it."""
+
+    module: nn.Module
+    layout: Layout
+    clip: Clip
+    sizes: Sequence[int]
+    """Of batches, largest first; none if nothing is to be recorded."""
+    _known: dict[Hashable, Recordings | None] = field(default_factory=dict)
+    _met: dict[Hashable, int] = field(default_factory=dict)
+
+    def begin(self, forward: Callable[..., Any], form: CallForm, call: Call, rows: int) -> Replay | None:
+        """This pass in the memory of recordings, made if need be; None if it is to run as it is."""
+        if not self.sizes or rows > self.sizes[0] or not can_record(self.module, self.sizes[0]):
+            return None
+        key = self._key(form, call)
+        if key is None:
+            return None
+        if key not in self._known and not self._meet(key, forward, form, call):
+            return None
+        found = self._known[key]
+        return None if found is None else found.begin(call, rows)
+
+    def _key(self, form: CallForm, call: Call) -> Hashable | None:
+        """What a recording takes for granted; None if it cannot be told."""
+        kinds: list[Hashable] = []
+        for place, leaf in enumerate(call.leaves):
+            if isinstance(leaf, Tensor):
+                kinds.append((leaf.shape[1:] if place in form.batched else leaf.shape, leaf.dtype, leaf.device))
+            elif isinstance(leaf, PLAIN):
+                kinds.append(leaf)
+            else:
+                return None
+        kind = next(self.module.parameters()).device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return id(form), tuple(kinds), autocast, tf32_products(), tf32_convolutions(), standing(self.module)
+
+    def _meet(self, key: Hashable, forward: Callable[..., Any], form: CallForm, call: Call) -> bool:
+        self._met[key] = self._met.get(key, 0) + 1
+        if self._known and (self._met[key] < PATIENCE or len(self._known) >= MOST_FORMS):
+            return False
+        self._known[key] = self._recordings(forward, form, call)
+        return True
+
+    def _recordings(self, forward: Callable[..., Any], form: CallForm, call: Call) -> Recordings | None:
+        if form.rehearsal.changing or _hooked(self.module):
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return Recordings(self.module, forward, self.layout, self.clip, form, call, self.sizes)
+        except Exception as problem:  # of somebody else's model, anything
+            gc.collect()
+            if not isinstance(problem, Unsteady):
+                why = str(problem).splitlines()[0]
+                warnings.warn(f"the model's passes cannot be recorded ({why}): they run launch by launch", stacklevel=2)
+            return None
+
+
+def can_record(module: nn.Module, rows: int) -> bool:
+    return next(module.parameters()).is_cuda and rows <= LARGEST_SUM and not torch.cuda.is_current_stream_capturing()
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether somebody waits inside the model, and would wait in vain in a replay."""
+    stores = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    inner = (each for each in module.modules() if each is not module)
+    return any(getattr(each, store) for each in inner for store in stores)
+
+
+def _buffer(like: Tensor, rows: int) -> Tensor:
+    return like.new_zeros(rows, *like.shape[1:], requires_grad=False)
+
+
+def _pool(device: torch.device) -> Any:
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def _device_draws(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _restore_device_draws(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _without_cache(device: torch.device) -> Any:
+    """Autocast as it is, but no copy of a weight made before the recording is read in it."""
+    stack = ExitStack()
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        stack.enter_context(torch.autocast(device.type, dtype=dtype, cache_enabled=False))
+    return stack
