@@ -17,11 +17,11 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
-from others import OTHERS, Batch, Other, called
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import vestige
+from others import OTHERS, Batch, Other, called
 from vestige import PrivacyEngine
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson
