@@ -26,6 +26,7 @@ from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.taps import Doubt, Taps
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
+from vestige.mechanism.transforms import only_mean, terms_of
 
 SMALL = 1 << 25
 """How many numbers a step may save and still be all launches: to read them ten times takes a large GPU a third of a
@@ -53,20 +54,22 @@ class Captured:
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
-        if self._records and into.is_cuda and transform is None and len(batch[0]) and not _capturing():
+        terms = terms_of(transform, parameters, batch) if len(batch[0]) else None
+        mean = only_mean(terms or ())
+        if self._records and into.is_cuda and mean is not None and not _capturing():
             try:
                 with torch.cuda.device(into.device):  # a recording is one of the current device's stream
-                    padded = self._like(batch, parameters, clip)
+                    padded = self._like(mean.batch, mean.point, clip, mean.views)
                     if padded is not None:
-                        return padded(batch, clip, into)
+                        return padded(mean.batch, clip, into)
             except (Doubt, Unsteady, RuntimeError) as problem:
                 if not isinstance(problem, Unsteady):
                     warnings.warn(f"the step cannot be recorded ({problem}); it runs unrecorded", stacklevel=2)
                 self._records = False
                 self._padded.clear()
-        return self.engine(batch, parameters, clip, into, transform)
+        return self.engine(batch, parameters, clip, into, transform, terms)
 
-    def _like(self, batch: Batch, parameters: Parameters, clip: Clip) -> Padded | None:
+    def _like(self, batch: Batch, parameters: Parameters, clip: Clip, views: int) -> Padded | None:
         """What was met or recorded for a batch like this one; None if it is to run unrecorded."""
         bound = clip.recording
         own = self.layout.parameters(self.model)
@@ -78,21 +81,21 @@ class Captured:
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         modes = tf32_products(), tf32_convolutions(), autocast
         kept = standing(self.model, self.engine.loss)
-        key = padded_size(len(batch[0]), self._padding), shapes, places, bound, modes, kept
+        key = padded_size(len(batch[0]) // views, self._padding), views, shapes, places, bound, modes, kept
         if key in self._padded or len(self._padded) >= MOST:
             return self._padded.get(key)
-        return self._meet(key, batch, parameters, clip)
+        return self._meet(key, batch, parameters, clip, views)
 
-    def _meet(self, key: Hashable, batch: Batch, parameters: Parameters, clip: Clip) -> Padded | None:
-        taps = self.engine.taps(batch)
+    def _meet(self, key: Hashable, batch: Batch, parameters: Parameters, clip: Clip, views: int) -> Padded | None:
+        taps = self.engine.taps(batch, views)
         self._records = taps is not None
         if taps is None:
             return None
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        padded = Padded(self.engine, taps, batch, parameters, clip, self._padding, self._pool)
+        padded = Padded(self.engine, taps, batch, parameters, clip, self._padding, self._pool, views)
         if not self._padded and self._padding == MUCH and padded.rehearse(batch) > SMALL:
             self._padding = LITTLE
-            return self._like(batch, parameters, clip)
+            return self._like(batch, parameters, clip, views)
         self._padded[key] = padded
         return padded
 
@@ -104,7 +107,8 @@ class Unsteady(Exception):
 class Padded:
     """SENSITIVE: it keeps its last batch, sum and norms.
 
-    Steps on batches of up to so many examples, all at the same addresses: run once, then recorded, then replayed.
+    Steps on batches of up to so many examples, all at the same addresses: run once, then recorded, then replayed. Where
+    an example has several views, they are drawn before, and are rows of the batch.
 
     What runs unrecorded is padded all the same, so that a resumed run meets the same shapes and rounds alike.
     """
@@ -118,10 +122,11 @@ class Padded:
         clip: Clip,
         padding: int = MUCH,
         pool: Any = None,
+        views: int = 1,
     ) -> None:
-        self.engine, self.taps, self.parameters, self.pool = engine, taps, parameters, pool
-        device, self.rows = batch[0].device, padded_size(len(batch[0]), padding)
-        self.batch = [part.new_zeros(self.rows, *part.shape[1:]) for part in batch]
+        self.engine, self.taps, self.parameters, self.pool, self.views = engine, taps, parameters, pool, views
+        device, self.rows = batch[0].device, padded_size(len(batch[0]) // views, padding)
+        self.batch = [part.new_zeros(self.rows * views, *part.shape[1:]) for part in batch]
         self.place, self.count = torch.arange(self.rows, device=device), torch.zeros((), device=device)
         self.clip, self.bound = clip, None
         if clip.flat_bound is not None:
@@ -145,7 +150,7 @@ class Padded:
             self.graph.replay()
         into.add_(self.total)
         assert self.norms is not None
-        return self.norms[: len(batch[0])].clone()
+        return self.norms[: len(batch[0]) // self.views].clone()
 
     def rehearse(self, batch: Batch) -> int:
         """Run unrecorded; how many numbers the step saved. Raises `Unsteady`, and draws nothing, if the model draws."""
@@ -163,11 +168,11 @@ class Padded:
         count = len(batch[0])
         for mine, part in zip(self.batch, batch, strict=True):
             mine[:count].copy_(part)
-        self.count.fill_(count)
+        self.count.fill_(count // self.views)
 
     def _run(self) -> int:
         self.total.zero_()
-        gradients = self.engine.gradients(self.taps, self.batch, self.parameters)
+        gradients = self.engine.gradients(self.taps, self.batch, self.parameters, self.views)
         saved: list[int] = []
         for gradient in gradients.values():
             change(gradient, lambda tensor: saved.append(tensor.numel()) or tensor)  # type: ignore[func-returns-value]
