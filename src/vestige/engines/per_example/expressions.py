@@ -139,8 +139,8 @@ class Derived:
         value, back = vjp(self.value, own)[:2]
         dense = gradient.dense().to(value.dtype)
         chunk = max(1, LARGEST // max(1, value.numel()))
-        with quietly():
-            found = vmap(lambda each: back(each)[0], chunk_size=chunk)(dense)
+        with quietly():  # in one piece where that may be: pieces are copied together
+            found = vmap(lambda each: back(each)[0], chunk_size=chunk if len(dense) > chunk else None)(dense)
         return {name: Dense(each) for name, each in found.items()}
 
 
