@@ -124,6 +124,9 @@ class Derived:
     function: Callable[..., Tensor]
     same: bool = False
     """Whether it only casts or copies one expression, whose gradient is then its own."""
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    """The name of its outermost function, and the shape of its value."""
 
     @property
     def names(self) -> tuple[str, ...]:
