@@ -35,7 +35,7 @@ from vestige.engines.per_example import kernels
 from vestige.engines.per_example.gradients import Geometry, Patches
 from vestige.engines.reference import Reference
 from vestige.layout import Layout, Segment
-from vestige.mechanism.clipping import Flat, GradientEngine
+from vestige.mechanism.clipping import Flat, GradientEngine, Transform
 from vestige.optim.memory import HISTORIES, Blend, Identity
 from vestige.randomness.gaussian import add_noise
 from vestige.randomness.keys import Randomness
@@ -168,7 +168,7 @@ def opacus_ghost(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
 
 
 def private(
-    make: Callable[..., GradientEngine], memory: bool = False
+    make: Callable[..., GradientEngine], memory: bool = False, transform: Transform | None = None
 ) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Step]:
     """Clip and sum, add noise, remember, move: the parts of `training.advance`, on a given batch."""
 
@@ -189,7 +189,7 @@ def private(
 
         def step() -> None:
             total = torch.zeros(layout.size, device=device)
-            engine(batch, parameters, clip, total)
+            engine(batch, parameters, clip, total, transform)
             std, _ = add_noise(BoundedSum(total, BOUND), MULTIPLIER, randomness.stream("noise", next(steps)))
             direction = remember.step(Release(total, std, expected, RATE), state, parameters).direction
             torch.mul(direction, 1 / expected, out=gradient)

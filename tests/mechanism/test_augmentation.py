@@ -1,15 +1,20 @@
 """Are the views of an example flips and crops, clipped together as one?"""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from method_runs import LOSS, run
+import vestige
+from method_runs import LOSS, flat, run
+from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
+from vestige.methods.registry import build
 
 
 def images(count=12):
@@ -51,3 +56,47 @@ def test_views_are_flips_and_crops_and_an_example_with_many_is_still_clipped_onc
     assert float(into.norm()) == pytest.approx(0.5, rel=1e-4)
     with pytest.raises(ValueError, match="flips and crops images"):
         list(run(Method(name="x", augment=Augment(2))))
+
+
+def test_every_view_is_of_its_own_example_with_coins_of_its_own():
+    images = torch.arange(1.0, 6.0).view(5, 1, 1, 1) * torch.arange(1.0, 65.0).view(1, 1, 8, 8)
+    labels = torch.arange(5)
+    torch.manual_seed(3)
+    (term,) = Augment(40, padding=2).terms({}, (images, labels))
+    assert torch.equal(term.batch[1], labels.repeat_interleave(40))
+    views = term.batch[0].unflatten(0, (5, 40))
+    for own, image in zip(views, images, strict=True):
+        assert set(own.unique().tolist()) <= {0.0, *image.unique().tolist()}
+        assert len({tuple(view.ravel().tolist()) for view in own}) > 15
+    assert len({tuple((own[0] / image.max()).ravel().tolist()) for own, image in zip(views, images, strict=True)}) > 1
+
+
+def test_the_fast_engine_and_the_reference_draw_the_same_views():
+    model, batch = images(6)
+    layout = Layout.of(model)
+    point, sums = {name: p.detach() for name, p in model.named_parameters()}, []
+    for engine in (Reference, BookKeeping):
+        for _ in range(2):
+            torch.manual_seed(9)
+            into = torch.zeros(layout.size)
+            engine(model, LOSS, layout)(batch, point, Flat(0.5), into, Augment(4))
+            sums.append(into)
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[2], sums[3])
+    torch.testing.assert_close(sums[2], sums[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dp-sgd", "disk"])
+def test_training_with_views_needs_no_reference_engine(name, monkeypatch):
+    options = {"extrapolation": "0.5"} if name == "disk" else {}
+    method = replace(build(name, **options), augment=Augment(3))
+
+    def trained(engine):
+        model, data = images(20)
+        limits = {"sample_rate": 0.4, "steps": 4, "noise_multiplier": 1.0, "delta": 1e-5, "lr": 0.1}
+        list(vestige.train(model, LOSS, data, method=method, reproducible=4, engine=engine, **limits))
+        return flat(model)
+
+    want = trained("reference")
+    monkeypatch.setattr(Reference, "__call__", lambda *_: pytest.fail("the reference engine was called"))
+    torch.testing.assert_close(trained("bookkeeping"), want, rtol=1e-4, atol=1e-5)

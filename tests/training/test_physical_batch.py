@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.memory import DeviceMemory
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
+from vestige.mechanism.augmentation import Augment
 from vestige.methods.registry import build
 from vestige.training import physical_batch as fitting
 from vestige.training.physical_batch import largest_part, largest_that_fits, made_up, plausible_sample
@@ -195,6 +197,18 @@ def test_the_transforms_of_a_method_are_tried_too(monkeypatch):
     )
     assert heard
     assert all(transform is not None for transform in heard)
+
+
+def test_every_view_of_an_example_is_tried(monkeypatch):
+    monkeypatch.setattr(fitting, "largest_that_fits", lambda takes, most, limit: max(5, takes(5) * 0))
+    model, seen = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(18, 3)), []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    data = torch.rand(60, 1, 5, 5), torch.randint(3, (60,))
+    options = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.4, "steps": 4}
+    method = replace(build("dp-sgd"), augment=Augment(7))
+    training = vestige.train(model, LOSS, data, method=method, physical_batch="auto", **options)
+    assert training.physical_batch == 5
+    assert max(seen) == 5 * 7
 
 
 def test_the_users_loop_in_parts_that_fit(monkeypatch):

@@ -12,7 +12,7 @@ is left to the reference engine, and that is said.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -35,12 +35,13 @@ from vestige.engines.per_example.rehearsal import (
     raisings,
     rehearsed,
 )
-from vestige.engines.per_example.taps import Doubt, Taps, eagerly, gradients
+from vestige.engines.per_example.taps import Doubt, Sweep, Taps, eagerly, gradients
 from vestige.engines.reference import Reference
 from vestige.engines.writes import Writes
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.criteria import example_losses
+from vestige.mechanism.transforms import Term, terms_of
 
 
 class BookKeeping:
@@ -49,45 +50,61 @@ class BookKeeping:
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
         self.model, self.loss, self.layout = model, loss, layout
         self.reference = Reference(model, loss, layout)
-        self._taps: dict[bool, Taps | None] = {}
+        self._taps: dict[tuple[bool, bool], Taps | None] = {}
         self._writes, self._changing = Writes(model), frozenset[str]()
 
     def __call__(
-        self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
+        self,
+        batch: Batch,
+        parameters: Parameters,
+        clip: Clip,
+        into: Tensor,
+        transform: Transform | None = None,
+        terms: Sequence[Term] | None = None,
     ) -> Tensor:
+        """As any engine; `terms` are those of the transform, where they are drawn already."""
+        if terms is None and len(batch[0]):
+            terms = terms_of(transform, parameters, batch)
         with eagerly():
-            taps = None if transform is not None or len(batch[0]) == 0 else self.taps(batch)
-            if taps is None:
+            taps = None if terms is None else self.taps(terms[0].batch, max(term.views for term in terms))
+            if taps is None or terms is None:
                 return self.reference(batch, parameters, clip, into, transform)
             try:
-                found = self.gradients(taps, batch, parameters)
+                found = self._added_up(taps, terms)
             except Doubt as doubt:
                 self._require_reference(batch, str(doubt))
                 warnings.warn(f"{doubt}; this batch is left to the reference engine", stacklevel=2)
-                return self.reference(batch, parameters, clip, into)
+                return self.reference(batch, parameters, clip, into, transform)
         return add_weighted(found, clip, self.layout, into, len(batch[0]))
 
-    def taps(self, blank: Batch) -> Taps | None:
+    def taps(self, blank: Batch, views: int = 1) -> Taps | None:
         """How this model is watched in its present mode, rehearsed on made-up examples of these shapes; None if it
         cannot be."""
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
-        mode = self.model.training
+        mode = self.model.training, views > 1
         if mode not in self._taps:
-            self._taps[mode] = self._rehearsed(blank)
+            self._taps[mode] = self._rehearsed(blank, views)
         return self._taps[mode]
 
-    def gradients(self, taps: Taps, batch: Batch, parameters: Parameters) -> dict[str, Gradient]:
-        """SENSITIVE: every parameter's per-example gradients at this point."""
-        values, before = {name: value.detach() for name, value in parameters.items()}, self._writes.versions()
-        found = gradients(taps, partial(self._losses, batch), len(batch[0]), values)
+    def gradients(self, taps: Taps, batch: Batch, parameters: Parameters, views: int = 1) -> dict[str, Gradient]:
+        """SENSITIVE: every parameter's per-example gradients at this point, each the mean over an example's views."""
+        return self._added_up(taps, [Term(1.0, parameters, batch, views)])
+
+    def _added_up(self, taps: Taps, terms: Sequence[Term]) -> dict[str, Gradient]:
+        before = self._writes.versions()
+        found = gradients(taps, [self._sweep(term) for term in terms], len(terms[0].batch[0]) // terms[0].views)
         self._writes.require_unchanged(before, self._changing)
         return found
+
+    def _sweep(self, term: Term) -> Sweep:
+        values = {name: value.detach() for name, value in term.point.items()}
+        return Sweep(partial(self._losses, term.batch), values, term.views, term.weight / term.views)
 
     def _losses(self, batch: Rows) -> Tensor:
         *inputs, targets = batch
         return example_losses(self.loss, self.model(*inputs), targets)
 
-    def _rehearsed(self, blank: Batch) -> Taps | None:
+    def _rehearsed(self, blank: Batch, views: int) -> Taps | None:
         taps = Taps(self.model, self.layout)
         if _compiled(self.model):
             warnings.warn(
@@ -96,7 +113,7 @@ class BookKeeping:
                 stacklevel=4,
             )
         try:
-            found = self._tried(taps, blank)
+            found = self._tried(taps, blank, views)
         except (Unwatchable, Unclear) as problem:
             self._require_reference(blank, str(problem))
             warnings.warn(
@@ -109,12 +126,13 @@ class BookKeeping:
         self._changing |= found.changing
         return taps
 
-    def _tried(self, taps: Taps, blank: Batch) -> Rehearsal:
+    def _tried(self, taps: Taps, blank: Batch, views: int) -> Rehearsal:
         """A rehearsal with whole numbers that the model takes."""
         problems: list[Exception] = []
         for raised in raisings(blank):
             try:
-                return rehearsed(taps, self._losses, partial(made_up, blank, device=blank[0].device, raised=raised))
+                made = partial(made_up, blank, device=blank[0].device, raised=raised)
+                return rehearsed(taps, self._losses, made, views)
             except (Dependent, Unwatchable):
                 raise
             except Exception as problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
@@ -18,16 +19,17 @@ from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.taps import Doubt, Taps
-from vestige.engines.recording import SECONDS, recorded
+from vestige.engines.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.steady import Unsteady, require_steady, standing
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
+from vestige.mechanism.transforms import only_mean, terms_of
 
 SMALL = 1 << 25
 """How many numbers a step may save and still be all launches: to read them ten times takes a large GPU a third of a
 millisecond, which is what launching the step takes. Such a step does not mind padding; a larger one gets little."""
 MUCH, LITTLE = 3, 6
-MOST = 48
+MOST = 64
 """Recordings kept; what is met after that runs unrecorded."""
 
 
@@ -42,8 +44,9 @@ class Captured:
         self.engine = BookKeeping(model, loss, layout)
         self.model, self.layout = model, layout
         self._sizes: tuple[int, ...] = ()
-        self._padded: dict[Hashable, Padded] = {}
+        self._padded: dict[tuple[int, Hashable], Padded] = {}
         self._padding, self._records = MUCH, True
+        self._met: Counter[Hashable] = Counter()
         self._pool: Any = None
 
     def expect(self, sizes: Sequence[int]) -> None:
@@ -53,20 +56,22 @@ class Captured:
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
-        if self._records and into.is_cuda and transform is None and len(batch[0]) and not _capturing():
+        terms = terms_of(transform, parameters, batch) if len(batch[0]) else None
+        mean = only_mean(terms or ())
+        if self._records and into.is_cuda and mean is not None and not _capturing():
             try:
                 with torch.cuda.device(into.device):  # a recording is one of the current device's stream
-                    padded = self._like(batch, parameters, clip)
+                    padded = self._like(mean.batch, mean.point, clip, mean.views)
                     if padded is not None:
-                        return padded(batch, clip, into)
+                        return padded(mean.batch, clip, into)
             except (Doubt, Unsteady, RuntimeError) as problem:
                 if not isinstance(problem, Unsteady):
                     warnings.warn(f"the step cannot be recorded ({problem}); it runs unrecorded", stacklevel=2)
                 self._records = False
                 self._padded.clear()
-        return self.engine(batch, parameters, clip, into, transform)
+        return self.engine(batch, parameters, clip, into, transform, terms)
 
-    def _like(self, batch: Batch, parameters: Parameters, clip: Clip) -> Padded | None:
+    def _like(self, batch: Batch, parameters: Parameters, clip: Clip, views: int) -> Padded | None:
         """What was met or recorded for a batch like this one; None if it is to run unrecorded."""
         bound = clip.recording
         own = self.layout.parameters(self.model)
@@ -78,47 +83,50 @@ class Captured:
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         modes = tf32_products(), tf32_convolutions(), autocast
         kept = standing(self.model, self.engine.loss)
-        key = shapes, places, bound, modes, kept
-        rows = self._size(len(batch[0]))
-        if (rows, key) in self._padded or len(self._padded) >= MOST:
+        key = views, shapes, places, bound, modes, kept
+        rows = self._size(len(batch[0]) // views)
+        if (rows, key) in self._padded or len(self._padded) >= MOST or self._waits(key):
             return self._padded.get((rows, key))
-        return self._meet(key, batch, parameters, clip)
+        return self._meet(key, batch, parameters, clip, views)
+
+    def _waits(self, key: Hashable) -> bool:
+        """Whether a further form of batches, of another length say, is not worth recording yet."""
+        self._met[key] += 1
+        forms = {form for _, form in self._padded} - {key}
+        return bool(self._sizes and forms) and (self._met[key] < PATIENCE or len(forms) >= MOST_FORMS)
 
     def _size(self, count: int) -> int:
         """What a batch is padded to."""
         fits = [size for size in self._sizes if size >= count]
         return fits[-1] if fits else padded_size(count, self._padding)
 
-    def _meet(self, key: Hashable, batch: Batch, parameters: Parameters, clip: Clip) -> Padded | None:
-        taps, rows = self.engine.taps(batch), self._size(len(batch[0]))
+    def _meet(self, key: Hashable, batch: Batch, parameters: Parameters, clip: Clip, views: int) -> Padded | None:
+        taps, rows = self.engine.taps(batch, views), self._size(len(batch[0]) // views)
         self._records = taps is not None
         if taps is None:
             return None
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         if rows in self._sizes:
-            self._record_ahead(key, taps, batch, parameters, clip)
-            return self._padded[self._size(len(batch[0])), key]
-        padded = Padded(self.engine, taps, batch, parameters, clip, rows, self._pool)
+            self._record_ahead(key, taps, batch, parameters, clip, views)
+            return self._padded[self._size(len(batch[0]) // views), key]
+        padded = Padded(self.engine, taps, batch, parameters, clip, rows, self._pool, views)
         if not self._padded and self._padding == MUCH and padded.rehearse(batch) > SMALL:
             self._padding = LITTLE
-            return self._like(batch, parameters, clip)
+            return self._like(batch, parameters, clip, views)
         self._padded[rows, key] = padded
         return padded
 
-    def _record_ahead(self, key: Hashable, taps: Taps, batch: Batch, parameters: Parameters, clip: Clip) -> None:
+    def _record_ahead(
+        self, key: Hashable, taps: Taps, batch: Batch, parameters: Parameters, clip: Clip, views: int
+    ) -> None:
         """All expected sizes, in one memory, as long as there is time; the first batch stands in for what will come."""
-        start, largest = time.monotonic(), self._sizes[0]
-        first = Padded(self.engine, taps, batch, parameters, clip, largest, self._pool)
-        tried: list[Padded] = []
+        start, tried = time.monotonic(), list[Padded]()
         for rows in self._sizes:  # kernels are chosen, compiled and loaded before anything is recorded
             if time.monotonic() - start > SECONDS / 2:
                 break
-            each = (
-                first
-                if rows == largest
-                else Padded(self.engine, taps, batch, parameters, clip, rows, self._pool, within=first)
-            )
-            each.rehearse([part[:rows] for part in batch])
+            largest = tried[0] if tried else None
+            each = Padded(self.engine, taps, batch, parameters, clip, rows, self._pool, views, within=largest)
+            each.rehearse([part[: rows * views] for part in batch])
             tried.append(each)
         for each in tried:
             each.record()
@@ -130,7 +138,8 @@ class Padded:
     """SENSITIVE: it keeps its last batch, sum and norms.
 
     Steps on batches of up to so many examples, all at the same addresses: run once, then recorded, then replayed. Of
-    several in one memory (`within` that of the largest) only one can be at work.
+    several in one memory (`within` that of the largest) only one can be at work. Where an example has several views,
+    they are drawn before, and are rows of the batch.
 
     What runs unrecorded is padded all the same, so that a resumed run meets the same shapes and rounds alike.
     """
@@ -144,9 +153,10 @@ class Padded:
         clip: Clip,
         rows: int,
         pool: Any = None,
+        views: int = 1,
         within: Padded | None = None,
     ) -> None:
-        self.engine, self.taps, self.parameters, self.pool = engine, taps, parameters, pool
+        self.engine, self.taps, self.parameters, self.pool, self.views = engine, taps, parameters, pool, views
         device, self.rows = batch[0].device, rows
         self.batch: list[Tensor]
         self.place: Tensor
@@ -155,11 +165,11 @@ class Padded:
         self.clip: Clip
         self.bound: Tensor | None
         if within is not None:
-            self.batch = [part[:rows] for part in within.batch]
+            self.batch = [part[: rows * views] for part in within.batch]
             self.place, self.count, self.total = within.place[:rows], within.count, within.total
             self.clip, self.bound = within.clip, within.bound
         else:
-            self.batch = [part.new_zeros(rows, *part.shape[1:]) for part in batch]
+            self.batch = [part.new_zeros(rows * views, *part.shape[1:]) for part in batch]
             self.place, self.count = torch.arange(rows, device=device), torch.zeros((), device=device)
             self.total = torch.zeros(engine.layout.size, device=device)
             self.clip, self.bound = clip, None
@@ -184,7 +194,7 @@ class Padded:
             self.graph.replay()
         into.add_(self.total)
         assert self.norms is not None
-        return self.norms[: len(batch[0])].clone()
+        return self.norms[: len(batch[0]) // self.views].clone()
 
     def record(self) -> None:
         self.graph = recorded(self._run, self.pool, self.total.device)
@@ -199,11 +209,11 @@ class Padded:
         count = len(batch[0])
         for mine, part in zip(self.batch, batch, strict=True):
             mine[:count].copy_(part)
-        self.count.fill_(count)
+        self.count.fill_(count // self.views)
 
     def _run(self) -> int:
         self.total.zero_()
-        gradients = self.engine.gradients(self.taps, self.batch, self.parameters)
+        gradients = self.engine.gradients(self.taps, self.batch, self.parameters, self.views)
         saved: list[int] = []
         for gradient in gradients.values():
             change(gradient, lambda tensor: saved.append(tensor.numel()) or tensor)  # type: ignore[func-returns-value]

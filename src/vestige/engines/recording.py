@@ -18,6 +18,9 @@ SECONDS = 40.0
 """How long recording ahead may take; a size that was not reached is padded to the next one."""
 MOST_SIZES = 16
 """Sizes at which a step is recorded ahead."""
+MOST_FORMS, PATIENCE = 4, 8
+"""Forms of batches for which sizes are recorded ahead, and how often a further one is met before it is: sequences may
+have any length."""
 DEVIATIONS = 3
 """So far from its mean, in standard deviations, a sample is still of a recorded size; one in a thousand is not."""
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from vestige.mechanism.clipping import Field, Parameters
+from vestige.mechanism.clipping import Batch, Parameters
+from vestige.mechanism.transforms import Linear, Term
 
 
 @dataclass(frozen=True)
-class Augment:
+class Augment(Linear):
     """The mean gradient of `copies` views of each image, flipped and shifted at random (De et al. 2022).
 
     Images are [channels, height, width]; each copy is flipped with probability one half and cropped at a random place
@@ -32,15 +33,16 @@ class Augment:
         if not (isinstance(self.padding, int) and self.padding >= 0):
             raise ValueError(f"padding={self.padding} must be a whole number of pixels, 0 or more")
 
-    def __call__(self, field: Field) -> Field:
-        def averaged(parameters: Parameters, image: Tensor, *rest: Tensor) -> Parameters:
-            def one_view(_: Tensor) -> Parameters:
-                return field(parameters, self.view(image), *rest)
+    def terms(self, point: Parameters, batch: Batch) -> list[Term]:
+        def views(image: Tensor) -> Tensor:
+            return vmap(lambda _: self.view(image), randomness="different")(
+                torch.arange(self.copies, device=image.device)
+            )
 
-            views = vmap(one_view, randomness="different")(torch.arange(self.copies, device=image.device))
-            return {name: gradient.mean(0) for name, gradient in views.items()}
-
-        return averaged
+        images, *rest = batch
+        seen = vmap(views, randomness="different")(images).flatten(0, 1)
+        alike = [part.unsqueeze(1).expand(-1, self.copies, *part.shape[1:]).flatten(0, 1) for part in rest]
+        return [Term(1.0, point, [seen, *alike], self.copies)]
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Refuse examples that are not images."""

@@ -207,14 +207,7 @@ class GradientEngine(Protocol):
 
 
 Transform = Callable[[Field], Field]
-"""Takes each example's gradient elsewhere than at `parameters` (see `probes`)."""
-
-
-def one_after(first: Transform | None, second: Transform | None) -> Transform | None:
-    """The composition of both transforms, either of which may be None."""
-    if first is None or second is None:
-        return first or second
-    return lambda field: second(first(field))
+"""What is clipped of each example in place of its gradient at `parameters` (see `transforms`)."""
 
 
 def usable_norms(squares: Tensor) -> Tensor:

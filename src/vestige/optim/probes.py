@@ -11,7 +11,8 @@ from torch import Tensor
 
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Thinned
-from vestige.mechanism.clipping import Clip, Field, Parameters, Transform
+from vestige.mechanism.clipping import Batch, Clip, Field, Parameters, Transform
+from vestige.mechanism.transforms import Linear, Term
 from vestige.questions import SampledGaussian
 from vestige.randomness.release import Release
 
@@ -210,6 +211,17 @@ class Ascent:
 
 
 @dataclass(frozen=True)
+class Forecast(Linear):
+    """weight * gradient(ahead) + (1 - weight) * gradient(here), of each example."""
+
+    ahead: Parameters
+    weight: float
+
+    def terms(self, point: Parameters, batch: Batch) -> list[Term]:
+        return [Term(self.weight, self.ahead, batch), Term(1 - self.weight, point, batch)]
+
+
+@dataclass(frozen=True)
 class AlongLastStep:
     """Two gradients of each example, here and further along the last update, combined before clipping (DiSK).
 
@@ -249,14 +261,7 @@ class AlongLastStep:
         if self.weight == 1:
             return gradient(At(ahead)), after
 
-        def forecast(field: Field) -> Field:
-            def combined(parameters: Parameters, *example: Tensor) -> Parameters:
-                far, near = field(ahead, *example), field(parameters, *example)
-                return {k: self.weight * far[k] + (1 - self.weight) * near[k] for k in near}
-
-            return combined
-
-        return gradient(At(point, transform=forecast)), after
+        return gradient(At(point, transform=Forecast(ahead, self.weight))), after
 
     questions, period = _one_question, _every_step
 

@@ -26,7 +26,7 @@ from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
-from vestige.engines.recording import SECONDS, recorded
+from vestige.engines.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.steady import Unsteady, require_steady, standing
 from vestige.layout import Layout
 from vestige.mechanism.clipping import LARGEST_SUM, Clip
@@ -34,9 +34,6 @@ from vestige.privacy_engine.calls import Call, CallForm
 
 Uses = dict[str, list[Gradient]]
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-MOST_FORMS = 4
-PATIENCE = 8
-"""How often a further form of call is met before it is recorded: sequences may have any length."""
 
 
 class Withheld:

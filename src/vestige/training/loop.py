@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Clip, Parameters, one_after
+from vestige.mechanism.clipping import Clip, Parameters
 from vestige.mechanism.curator import Curator
+from vestige.mechanism.transforms import one_after
 from vestige.methods.base import Method
 from vestige.optim.gates import Attempt
 from vestige.optim.learner import Learner, OptimizerMover

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from vestige.engines.memory import DeviceMemory, memory_of, tried_out
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Flat, GradientEngine, Loss, Parameters, Transform, one_after
+from vestige.mechanism.clipping import Flat, GradientEngine, Loss, Parameters, Transform
+from vestige.mechanism.transforms import one_after
 from vestige.methods.base import Method
 from vestige.optim.probes import At
 from vestige.questions import SampledGaussian

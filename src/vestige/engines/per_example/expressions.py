@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -124,6 +124,9 @@ class Derived:
     function: Callable[..., Tensor]
     same: bool = False
     """Whether it only casts or copies one expression, whose gradient is then its own."""
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    """The name of its outermost function, and the shape of its value."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,8 +142,8 @@ class Derived:
         value, back = vjp(self.value, own)[:2]
         dense = gradient.dense().to(value.dtype)
         chunk = max(1, LARGEST // max(1, value.numel()))
-        with quietly():
-            found = vmap(lambda each: back(each)[0], chunk_size=chunk)(dense)
+        with quietly():  # in one piece where that may be: pieces are copied together
+            found = vmap(lambda each: back(each)[0], chunk_size=chunk if len(dense) > chunk else None)(dense)
         return {name: Dense(each) for name, each in found.items()}
 
 
@@ -165,12 +168,14 @@ class Axis:
 
     place: int = 0
     minor: bool = False
+    views: int = 1
+    """How many rows of a batch, side by side, are views of one example: to each example, so many more positions."""
 
     def first(self, tensor: Tensor, examples: int) -> Tensor:
         """[examples, positions, ...], the other axes in their order."""
         moved = tensor.movedim(self.place, 0) if self.place else tensor
         if self.minor:
-            return moved.unflatten(0, (-1, examples)).transpose(0, 1)
+            return moved.unflatten(0, (-1, examples, self.views)).transpose(0, 1).flatten(1, 2)
         return moved.unflatten(0, (examples, -1))
 
     def alone(self, tensor: Tensor, examples: int) -> Tensor:
@@ -192,6 +197,13 @@ class Kind:
     outputs: tuple[Axis, ...] = (Axis(),)
     operands: tuple[Axis | None, ...] = ()
     """Of the other tensors among its arguments: None where they hold no examples."""
+
+    def seen(self, views: int) -> Kind:
+        """The same, where each example is so many rows of the batch."""
+        if views == 1:
+            return self
+        outputs = tuple(replace(axis, views=views) for axis in self.outputs)
+        return Kind(outputs, tuple(axis and replace(axis, views=views) for axis in self.operands))
 
 
 Key = tuple[str, tuple[str, ...], int]
@@ -231,6 +243,8 @@ class Pass:
     """Whether the engine itself runs the pass; not if its user does."""
     going_back: bool = False
     """Whether the backward pass is under way: a use seen now is one that is recomputed, and has been counted."""
+    views: int = 1
+    """Rows of the batch to an example."""
 
     def key(self, function: str, names: tuple[str, ...]) -> Key:
         if self.going_back:
@@ -282,7 +296,7 @@ def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Se
             now.observed[key].signals += signals
             return
         with torch.no_grad(), full_precision(signals[0]):
-            for operand, gradient in settle(kind, now.examples, saved, signals):
+            for operand, gradient in settle(kind.seen(now.views), now.examples, saved, signals):
                 now.deliver(operand.expression.pull(gradient, now.environment))
 
     record.inside = now.inside  # type: ignore[attr-defined]
@@ -293,7 +307,7 @@ def _unfit(now: Pass, kind: Kind, outputs: Sequence[Tensor]) -> str | None:
     if now.observed is None and not now.going_back:
         for output, axis in zip(outputs, kind.outputs, strict=True):
             size = output.shape[axis.place] if output.dim() > axis.place else 0
-            if size == 0 or size % now.examples:
+            if size == 0 or size % (now.examples * now.views):
                 return "did not give every example as many rows as every other"
     return None
 

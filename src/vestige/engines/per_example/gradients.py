@@ -178,7 +178,10 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Patches:
-    """A convolution's weight: image [examples, in, *space], signal [examples, out, *positions]."""
+    """A convolution's weight: image [examples, in, *space], signal [examples, out, *positions].
+
+    Where an example is several rows of the convolution's batch, they have an axis of their own after the examples'.
+    """
 
     image: Tensor
     signal: Tensor
@@ -186,7 +189,30 @@ class Patches:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.signal.shape[1], self.image.shape[1] // self.geometry.groups, *self.geometry.kernel)
+        rank = len(self.geometry.kernel)
+        return (self.signal.shape[~rank], self.image.shape[~rank] // self.geometry.groups, *self.geometry.kernel)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the convolution's batch to an example."""
+        return self.image.shape[1] if self._has_rows() else 1
+
+    @property
+    def positions(self) -> int:
+        """Of all rows of an example."""
+        return self.rows * self.signal.shape[-len(self.geometry.kernel) :].numel()
+
+    def _has_rows(self) -> bool:
+        return self.image.dim() == len(self.geometry.kernel) + 3
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        """[rows of all examples, channels, ...], as a convolution takes it."""
+        return wide(tensor.flatten(0, 1) if self._has_rows() else tensor)
+
+    def _by_group(self, tensor: Tensor) -> Tensor:
+        """[examples * groups, channels of a group, rows, ...], of [rows of all examples, channels, ...]."""
+        apart = tensor.unflatten(1, (self.geometry.groups, -1)).unflatten(0, (-1, self.rows))
+        return apart.movedim(1, 3).flatten(0, 1)
 
     def norms(self, unit: float) -> Tensor:
         lengths = self._lengths()
@@ -196,55 +222,57 @@ class Patches:
     def _lengths(self) -> Tensor:
         """The sum over positions of the norms of the outer products that the gradient is the sum of: [examples]."""
         groups, kernel = self.geometry.groups, self.geometry.kernel
-        outputs = torch.linalg.vector_norm(wide(self.signal).unflatten(1, (groups, -1)), dim=2)
-        pixels = torch.linalg.vector_norm(wide(self.image).unflatten(1, (groups, -1)), dim=2).square()
+        outputs = torch.linalg.vector_norm(self._flat(self.signal).unflatten(1, (groups, -1)), dim=2)
+        pixels = torch.linalg.vector_norm(self._flat(self.image).unflatten(1, (groups, -1)), dim=2).square()
         g, ones = self.geometry, pixels.new_ones(groups, 1, *kernel)
         arguments = (None, g.stride, g.padding, g.dilation, False, [0] * len(kernel), groups)
         patches = torch.ops.aten.convolution(pixels, ones, *arguments).sqrt()
-        return (outputs * patches).flatten(1).sum(dim=1)
+        return (outputs * patches).view(len(self.image), -1).sum(dim=1)
 
     def _norms(self) -> Tensor:
         if self._ghost_cost() < self._direct_cost():
             return self._ghost_squares().sqrt()
         if self._fuses():
-            return kernels.convolution_gradients(self.image, self.signal, self._shape(), keep=False)[1].sqrt()
-        parts = self._parts(prod(self.shape) + prod(self.shape[1:]) * self.signal.shape[2:].numel())
+            return self._fused(keep=False)[1].sqrt()
+        parts = self._parts(prod(self.shape) + prod(self.shape[1:]) * self.positions)
         return torch.cat([Dense(part.dense()).norms() for part in parts])
 
     def _ghost_cost(self) -> int:
         """Multiplications per example, counting a number moved to or from memory as several."""
-        positions, pixels = self.signal.shape[2:].numel(), self._padded_size()
+        positions, pixels = self.positions, self.rows * self._padded_size()
         moved = pixels**2 + sum(3 * (size - 1) for size in self.geometry.kernel) * positions * pixels + 4 * positions**2
-        products = pixels**2 * self.image.shape[1] + positions**2 * self.signal.shape[1]
+        products = pixels**2 * self.shape[1] * self.geometry.groups + positions**2 * self.shape[0]
         return products + _move_cost(self.image) * moved * self.geometry.groups
 
     def _direct_cost(self) -> int:
-        positions, size = self.signal.shape[2:].numel(), prod(self.shape)
+        positions, size = self.positions, prod(self.shape)
         if self._fuses():
             return 2 * positions * size
-        columns = self.image.shape[1] * prod(self.geometry.kernel) * positions
+        columns = prod(self.shape[1:]) * self.geometry.groups * positions
         return positions * size + 2 * _move_cost(self.image) * (columns + size)
 
     def _fuses(self) -> bool:
-        return kernels.can_fuse_convolution(self.image, self.signal, self.geometry.groups)
+        row = (self.image[:, 0], self.signal[:, 0]) if self._has_rows() else (self.image, self.signal)
+        return kernels.can_fuse_convolution(*row, self.geometry.groups)
 
-    def _shape(self) -> Any:
-        return tuple(vars(self.geometry).values())
+    def _fused(self, keep: bool) -> tuple[Tensor, Tensor]:
+        shape: Any = tuple(vars(self.geometry).values())
+        return kernels.convolution_gradients(self._flat(self.image), self._flat(self.signal), shape, keep, self.rows)
 
     def _padded_size(self) -> int:
-        return prod(size + 2 * p for size, p in zip(self.image.shape[2:], self.geometry.padding, strict=True))
+        space = self.image.shape[-len(self.geometry.kernel) :]
+        return prod(size + 2 * p for size, p in zip(space, self.geometry.padding, strict=True))
 
     def _ghost_squares(self) -> Tensor:
         """From inner products of pixels, never of patches: patches overlap, so theirs are sums of few pixels' ones."""
         examples, groups = len(self.image), self.geometry.groups
-        image, signal = self._padded(), wide(self.signal)
+        image, signal = self._padded(), self._flat(self.signal)
         space, positions = image.shape[2:], signal.shape[2:]
-        pixels = image.reshape(examples * groups, -1, space.numel())
-        outputs = signal.reshape(examples * groups, -1, positions.numel())
-        inner = torch.bmm(pixels.transpose(1, 2), pixels).view(-1, *space, *space)
+        pixels, outputs = self._by_group(image).flatten(2), self._by_group(signal).flatten(2)
+        inner = torch.bmm(pixels.transpose(1, 2), pixels).view(-1, self.rows, *space, self.rows, *space)
         for axis, size in enumerate(positions):
             inner = self._window_sum(inner, axis, size)
-        inner = inner.reshape(len(pixels), positions.numel(), positions.numel())
+        inner = inner.reshape(len(pixels), self.positions, self.positions)
         squares, lengths = kernels.gram_squares(inner, torch.bmm(outputs.transpose(1, 2), outputs))
         return kernels.norms_of(squares, lengths).view(examples, groups).square().sum(dim=1)
 
@@ -255,26 +283,26 @@ class Patches:
         for offset in range(self.geometry.kernel[axis]):
             index: list[slice] = [slice(None)] * inner.dim()
             both = slice(offset * gap, offset * gap + (size - 1) * step + 1, step)
-            index[1 + axis] = index[1 + axis + len(self.geometry.kernel)] = both
+            index[2 + axis] = index[3 + axis + len(self.geometry.kernel)] = both
             terms.append(inner[tuple(index)])
         return reduce(Tensor.add, terms)
 
     def _padded(self) -> Tensor:
-        return F.pad(wide(self.image), [p for p in reversed(self.geometry.padding) for _ in range(2)])
+        return F.pad(self._flat(self.image), [p for p in reversed(self.geometry.padding) for _ in range(2)])
 
     def add(self, into: Tensor, factors: Tensor) -> None:
         g = self.geometry
-        image = wide(self.image)
-        signal = wide(self.signal) * factors.view(-1, *([1] * (self.signal.dim() - 1)))
+        image = self._flat(self.image)
+        signal = self._flat(wide(self.signal) * factors.view(-1, *([1] * (self.signal.dim() - 1))))
         weight = image.new_empty(1).expand(self.shape)  # only its shape is read
         arguments = (None, g.stride, g.padding, g.dilation, False, [0] * len(g.stride), g.groups, [False, True, False])
         into.add_(torch.ops.aten.convolution_backward(signal, image, weight, *arguments)[1])
 
     def dense(self) -> Tensor:
         if self._fuses():
-            gradients, _ = kernels.convolution_gradients(self.image, self.signal, self._shape(), keep=True)
+            gradients, _ = self._fused(keep=True)
             return gradients.view(len(gradients), *self.shape)
-        parts = self._parts(prod(self.shape[1:]) * self.geometry.groups * self.signal.shape[2:].numel())
+        parts = self._parts(prod(self.shape[1:]) * self.geometry.groups * self.positions)
         out = wide(self.image[:0]).new_empty(len(self.image), *self.shape)
         for part, place in zip(parts, out.split([len(part.image) for part in parts]), strict=True):
             part._materialise(place)
@@ -291,11 +319,12 @@ class Patches:
         windows = self._padded()
         for axis, (size, step, gap) in enumerate(zip(g.kernel, g.stride, g.dilation, strict=True)):
             windows = windows.unfold(2 + axis, gap * (size - 1) + 1, step)[..., ::gap]
-        rank, examples, positions = len(g.kernel), len(self.image), self.signal.shape[2:].numel()
-        windows = windows.permute(0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank))
-        columns = windows.reshape(examples * g.groups, -1, positions)
-        signal = wide(self.signal).reshape(examples * g.groups, -1, positions)
-        torch.bmm(signal, columns.transpose(1, 2), out=out.view(examples * g.groups, -1, columns.shape[1]))
+        rank, blocks = len(g.kernel), len(self.image) * g.groups
+        windows = self._by_group(windows)  # [blocks, channels of a group, rows, *positions, *kernel]
+        windows = windows.permute(0, 1, *range(3 + rank, 3 + 2 * rank), *range(2, 3 + rank))
+        columns = windows.reshape(blocks, -1, self.positions)
+        signal = self._by_group(self._flat(self.signal)).reshape(blocks, -1, self.positions)
+        torch.bmm(signal, columns.transpose(1, 2), out=out.view(blocks, -1, columns.shape[1]))
 
 
 def _move_cost(tensor: Tensor) -> int:
@@ -307,6 +336,9 @@ def combine(uses: Sequence[Gradient]) -> Gradient:
     """One gradient of a parameter used several times in a pass: an example's uses add up before its norm is taken."""
     if len(uses) == 1:
         return uses[0]
+    alike = _joined_patches(uses)
+    if alike is not None:
+        return alike
     lookups = [use for use in uses if isinstance(use, Lookup)]
     outers = [use for use in uses if isinstance(use, Outer)]
     if len(lookups) + len(outers) < len(uses):
@@ -315,6 +347,23 @@ def combine(uses: Sequence[Gradient]) -> Gradient:
         lookup = replace(lookups[0], index=_joined(u.index for u in lookups), rows=_joined(u.rows for u in lookups))
         return Tied(lookup, _joined_outer(outers)) if outers else lookup
     return _joined_outer(outers)
+
+
+def cheaper(patches: Patches) -> Gradient:
+    """Materialised where that is hardly larger than what it is made of."""
+    size = 4 * prod(patches.shape) * len(patches.image)
+    return Dense(patches.dense()) if size <= 5 * (patches.image.numel() + patches.signal.numel()) else patches
+
+
+def _joined_patches(uses: Sequence[Gradient]) -> Gradient | None:
+    """Convolutions of one geometry, of images of one size: their rows lie side by side; None for anything else."""
+    patches = [use for use in uses if isinstance(use, Patches)]
+    rank = len(patches[0].geometry.kernel) if patches else 0
+    if len(patches) < len(uses) or len({(use.geometry, use.image.shape[~rank:]) for use in patches}) > 1:
+        return None
+    images = (use.image if use._has_rows() else use.image[:, None] for use in patches)
+    signals = (use.signal if use._has_rows() else use.signal[:, None] for use in patches)
+    return cheaper(Patches(_joined(images), _joined(signals), patches[0].geometry))
 
 
 def _joined_outer(outers: Sequence[Outer]) -> Outer:

@@ -69,16 +69,16 @@ def can_fuse_convolution(image: Tensor, signal: Tensor, groups: int) -> bool:
 
 
 def convolution_gradients(
-    image: Tensor, signal: Tensor, shape: tuple[Pair, Pair, Pair, Pair, int], keep: bool
+    image: Tensor, signal: Tensor, shape: tuple[Pair, Pair, Pair, Pair, int], keep: bool, rows: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Per-example weight gradients [examples, out, in / groups * kernel] (if kept), and their squared norms.
 
-    From image [examples, in, height, width] and the gradient of the output. `shape` is kernel, stride, padding and
-    dilation, each (height, width), and groups.
+    From image [examples * rows, in, height, width] and the gradient of the output; the rows of an example, side by
+    side, add up. `shape` is kernel, stride, padding and dilation, each (height, width), and groups.
     """
     from vestige.engines.per_example import triton_kernels
 
-    return triton_kernels.convolution_gradients(image.float(), signal.float(), shape, keep)
+    return triton_kernels.convolution_gradients(image.float(), signal.float(), shape, keep, rows)
 
 
 def blanked(tensor: Tensor, rows: Tensor, in_place: bool = False) -> Tensor:

@@ -63,14 +63,14 @@ class Rehearsal:
     """Buffers and parameters that a forward pass changes, but never by what it is given: caches, counters of steps."""
 
 
-def rehearsed(taps: Taps, run: Run, made: Made) -> Rehearsal:
-    """Try a model out; raises `Dependent`, `Unwatchable` or `Unclear`."""
+def rehearsed(taps: Taps, run: Run, made: Made, views: int = 1) -> Rehearsal:
+    """Try a model out, where each example is so many rows; raises `Dependent`, `Unwatchable` or `Unclear`."""
     problem: Unclear | None = None
     for seed in (0, 1, 2):
         try:
             with left_as_found(taps.model) as held, warnings.catch_warnings(), torch.enable_grad(), _unrounded(taps):
                 warnings.simplefilter("ignore")
-                return _Rehearsing(taps, run, made, seed, held).found()
+                return _Rehearsing(taps, run, made, seed, held).found(views)
         except Unclear as error:
             problem = error
     assert problem is not None
@@ -87,13 +87,15 @@ class _Rehearsing:
         held_in = {each.dtype for each in (*taps.model.parameters(), *taps.model.buffers()) if each.is_floating_point()}
         self.tolerance = max(TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in held_in))  # frozen bfloat16, say
 
-    def found(self) -> Rehearsal:
+    def found(self, views: int) -> Rehearsal:
         three = [part.clone() for part in self.made(3, self.seed)]
         self._check_finite(three)
         changing = self._changing(three)
         self._check_independent(three)
         kinds = self._kinds(three)
         self._check_gradients(three, kinds)
+        if views > 1:  # two tell whether views add up: (a, b), (c, c), (b, a)
+            self._check_gradients([torch.cat([part, part.flip(0)]) for part in three], kinds, views=2)
         return Rehearsal(kinds, changing)
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -116,7 +118,12 @@ class _Rehearsing:
             return _flat(self._run(rows), len(rows[0]))
 
     def _watched(
-        self, rows: Rows, kinds: Mapping[Key, Kind | None], weights: Tensor | None, observing: bool = True
+        self,
+        rows: Rows,
+        kinds: Mapping[Key, Kind | None],
+        weights: Tensor | None,
+        observing: bool = True,
+        views: int = 1,
     ) -> tuple[Tensor, dict[Key, Observation], dict[str, list[Gradient]], Pass]:
         uses: dict[str, list[Gradient]] = {}
 
@@ -124,7 +131,7 @@ class _Rehearsing:
             for name, gradient in found.items():
                 uses.setdefault(name, []).append(gradient)
 
-        now = Pass(len(rows[0]), self.environment, kinds, deliver, {} if observing else None)
+        now = Pass(len(rows[0]) // views, self.environment, kinds, deliver, {} if observing else None, views=views)
         with self._again(), self.taps.watching(now):
             try:
                 outputs = _flat(self._run(rows), len(rows[0]))
@@ -215,23 +222,23 @@ class _Rehearsing:
         found = {key: kind and _located(key, kind, observed[key]) for key, kind in kinds.items()}
         return {**found, **_further(found)}
 
-    def _check_gradients(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
+    def _check_gradients(self, rows: Rows, kinds: Mapping[Key, Kind | None], views: int = 1) -> None:
         """Watched gradients against ordinary autograd's, example by example."""
         leaves = {name: value.detach().requires_grad_() for name, value in self.environment.items()}
         with self._again(), self.taps.installed(leaves):
-            plain = _flat(self._run(three), 3)
+            plain = _flat(self._run(rows), len(rows[0]))
             weights = _weights_like(plain.detach())
             wanted = _one_at_a_time(plain, weights, leaves)  # in here: activations may be recomputed
-        outputs, _, uses, now = self._watched(three, kinds, weights, observing=False)
+        outputs, _, uses, now = self._watched(rows, kinds, weights, observing=False, views=views)
         if now.doubt is not None:
             raise Unwatchable(now.doubt)
         if not bool(((outputs - plain).abs() <= 10 * self.tolerance * plain.abs().max().clamp(min=1e-6)).all()):
             raise Unwatchable("the model's outputs change when its parameters are watched")
         with torch.no_grad():
             found = {name: combine(parts).dense() for name, parts in uses.items()}
-        sizes = [torch.stack([gradient.square().sum() for gradient in rows.values()]).sum().sqrt() for rows in wanted]
+        sizes = [torch.stack([gradient.square().sum() for gradient in each.values()]).sum().sqrt() for each in wanted]
         for name in leaves:
-            want = torch.stack([rows[name].reshape(-1) for rows in wanted])
+            want = torch.stack([each[name].reshape(-1) for each in wanted]).unflatten(0, (-1, views)).sum(dim=1)
             got = found[name].reshape(want.shape).to(want.dtype) if name in found else torch.zeros_like(want)
             off, size = torch.linalg.vector_norm(got - want, dim=1), torch.linalg.vector_norm(want, dim=1)
             if not bool(

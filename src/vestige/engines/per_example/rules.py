@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import Axis, Kind, Operand, Pulled, Settle, value_of
-from vestige.engines.per_example.gradients import Dense, Geometry, Gradient, Lookup, Outer, Patches, wide
+from vestige.engines.per_example.gradients import Dense, Geometry, Gradient, Lookup, Outer, Patches, cheaper, wide
 
 Ruled = tuple[Tensor, tuple[Tensor, ...], Settle] | None
 """The output, what is saved, and how gradients are made of it; None where the rule does not apply."""
@@ -147,11 +147,9 @@ def _of_convolution(weight: Any, bias: Any, geometry: Geometry, transposed: bool
 
 
 def patches(image: Tensor, signal: Tensor, geometry: Geometry, examples: int) -> Gradient:
-    found = Patches(image, signal, geometry)
-    several = len(signal) != examples  # the model folded another axis into the batch axis
-    if several or 4 * prod(found.shape) * examples <= 5 * (image.numel() + signal.numel()):
-        return Dense(found.dense().view(examples, -1, *found.shape).sum(dim=1))
-    return found
+    if len(signal) != examples:  # views of each, or the model folded another axis into the batch axis
+        image, signal = image.unflatten(0, (examples, -1)), signal.unflatten(0, (examples, -1))
+    return cheaper(Patches(image, signal, geometry))
 
 
 def _tuple(value: Any, rank: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,8 +36,14 @@ class Taps:
         found = ((module, composite_of(module)) for module in model.modules())
         self._spelled = [(vars(module), partial(forward, module)) for module, forward in found if forward is not None]
 
-    def start(self, examples: int, environment: Environment, deliver: Callable[[Mapping[str, Gradient]], None]) -> Pass:
-        return Pass(examples, environment, self.kinds, deliver)
+    def start(
+        self,
+        examples: int,
+        environment: Environment,
+        deliver: Callable[[Mapping[str, Gradient]], None],
+        views: int = 1,
+    ) -> Pass:
+        return Pass(examples, environment, self.kinds, deliver, views=views)
 
     @contextmanager
     def watching(self, now: Pass) -> Iterator[None]:
@@ -69,12 +76,21 @@ class Taps:
                     attributes["forward"] = own
 
 
-def gradients(
-    taps: Taps, outputs_of: Callable[[], Tensor], examples: int, environment: Environment
-) -> dict[str, Gradient]:
-    """One forward pass and one backward pass from the sum of its outputs: each parameter's per-example gradients.
+@dataclass(frozen=True)
+class Sweep:
+    """A forward pass at some point, and a backward pass from its outputs times `weight`; each example has so many rows,
+    side by side, whose gradients add up."""
 
-    Raises `Doubt` where the pass was not what the rehearsal said.
+    outputs: Callable[[], Tensor]
+    environment: Environment
+    views: int = 1
+    weight: float = 1.0
+
+
+def gradients(taps: Taps, sweeps: Sequence[Sweep], examples: int) -> dict[str, Gradient]:
+    """Each parameter's per-example gradients, added up over the sweeps.
+
+    Raises `Doubt` where a pass was not what the rehearsal said.
     """
     uses: dict[str, list[Gradient]] = {}
 
@@ -82,14 +98,16 @@ def gradients(
         for name, gradient in found.items():
             uses.setdefault(name, []).append(gradient)
 
-    now = taps.start(examples, environment, deliver)
-    with taps.watching(now), torch.enable_grad():
-        outputs = outputs_of()
-        if now.doubt is not None:
-            raise Doubt(now.doubt)
-        now.going_back = True
-        if outputs.requires_grad:
-            torch.autograd.grad(outputs, [ANCHOR], torch.ones_like(outputs), allow_unused=True)
+    for sweep in sweeps:
+        now = taps.start(examples, sweep.environment, deliver, sweep.views)
+        with taps.watching(now), torch.enable_grad():
+            outputs = sweep.outputs()
+            if now.doubt is not None:
+                raise Doubt(now.doubt)
+            now.going_back = True
+            if outputs.requires_grad:
+                seed = torch.full_like(outputs, sweep.weight)
+                torch.autograd.grad(outputs, [ANCHOR], seed, allow_unused=True)
     with torch.no_grad(), full_precision(outputs):
         return {name: combine(parts) for name, parts in uses.items()}
 

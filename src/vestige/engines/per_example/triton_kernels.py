@@ -99,10 +99,13 @@ def _outer_squares(
         tl.store(squares + example * tiles * tiles + pair, total)
 
 
-def convolution_gradients(image: Tensor, signal: Tensor, shape: ConvolutionShape, keep: bool) -> tuple[Tensor, Tensor]:
+def convolution_gradients(
+    image: Tensor, signal: Tensor, shape: ConvolutionShape, keep: bool, views: int = 1
+) -> tuple[Tensor, Tensor]:
     """See `kernels.convolution_gradients`: patches are read where they lie in the image, never written out."""
     image, signal = image.contiguous(), signal.contiguous()
-    (examples, channels, *space), (_, outputs, *positions) = image.shape, signal.shape
+    (_, channels, *space), (_, outputs, *positions) = image.shape, signal.shape
+    examples = len(image) // views
     kernel, stride, padding, dilation, groups = shape
     columns = channels // groups * kernel[0] * kernel[1]
     rows = outputs // groups
@@ -115,9 +118,10 @@ def convolution_gradients(image: Tensor, signal: Tensor, shape: ConvolutionShape
         _convolution_gradients[(examples * groups, tiles)](
             image, signal, gradients, squares,
             channels, space[0], space[1], outputs, positions[1], positions[0] * positions[1],
-            columns, column_tiles, tiles,
+            columns, column_tiles, tiles, views * positions[0] * positions[1],
             stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1],
             GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep, ALIKE=stride == (1, 1) and space == positions,
+            VIEWED=views > 1,
             ROWS=row_tile, COLUMNS=column_tile, DEPTH=32, PRECISION=_precision(image, tf32_convolutions()),
             num_warps=8 if row_tile == 128 else 4,
         )  # fmt: skip
@@ -131,32 +135,38 @@ def _side(size: int, largest: int) -> int:
 @triton.jit
 def _convolution_gradients(
     image, signal, gradients, squares,
-    channels, height, width, outputs, position_width, positions, columns, column_tiles, tiles,
+    channels, height, width, outputs, position_width, positions, columns, column_tiles, tiles, all_positions,
     stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
     GROUPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KEEP: tl.constexpr, ALIKE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    VIEWED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     example, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
     tile = tl.program_id(1)
     row = (tile // column_tiles) * ROWS + tl.arange(0, ROWS)
     column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     rows = outputs // GROUPS
-    signal_rows = signal + (example * outputs + group * rows + row) * positions
+    first = example * (all_positions // positions)
+    signal_rows = signal + (first * outputs + group * rows + row) * positions
     channel = group * (channels // GROUPS) + column // (HEIGHT * WIDTH)
-    image_columns = image + (example * channels + channel) * height * width
+    image_columns = image + (first * channels + channel) * height * width
     offset_h = (column // WIDTH) % HEIGHT * dilation_h - padding_h
     offset_w = column % WIDTH * dilation_w - padding_w
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, positions, DEPTH):
+    for start in range(0, all_positions, DEPTH):
         place = start + tl.arange(0, DEPTH)
-        inside = place < positions
-        coming = tl.load(signal_rows[:, None] + place[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        inside = place < all_positions
+        signal_place, skipped = place, 0
+        if VIEWED:  # the positions of an example's views are one long row
+            view, place = place // positions, place % positions
+            signal_place, skipped = place + view * outputs * positions, (view * channels * height * width)[:, None]
+        real_signal = (row < rows)[:, None] & inside[None, :]
+        coming = tl.load(signal_rows[:, None] + signal_place[None, :], mask=real_signal, other=0.0)
         h = (place // position_width * stride_h)[:, None] + offset_h[None, :]
         w = (place % position_width * stride_w)[:, None] + offset_w[None, :]
         real = inside[:, None] & (column < columns)[None, :] & (h >= 0) & (h < height) & (w >= 0) & (w < width)
         # The first form is the second where it applies, and shows the compiler that neighbours lie side by side.
         offset = place[:, None] + (offset_h * width + offset_w)[None, :] if ALIKE else h * width + w
-        patch = tl.load(image_columns[None, :] + offset, mask=real, other=0.0)
+        patch = tl.load(image_columns[None, :] + (offset + skipped), mask=real, other=0.0)
         total = tl.dot(coming, patch, total, input_precision=PRECISION)
     tl.store(squares + example * GROUPS * tiles + group * tiles + tile, tl.sum(total * total))
     if KEEP:

@@ -34,6 +34,7 @@ from vestige.engines.per_example.expressions import (
 )
 from vestige.engines.per_example.gradients import Dense
 from vestige.engines.per_example.rules import RULES, Rule, Ruled
+from vestige.engines.per_example.standardised import standardised
 
 CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
 """What is read of a parameter without its gradient."""
@@ -223,9 +224,16 @@ def _expression(function: Any, name: str, args: Sequence[Any], kwargs: dict[str,
     found, shape = tree_flatten(function(*_plain(args), **_plain_named(kwargs)))
     for place, leaf in enumerate(found):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            whole = Derived(parents, lambda *values, place=place: outputs_of(*values)[place], name in COPIES)
-            found[place] = Watched.of(_shorter(name, leaves[operands[0]], leaf) or whole, leaf, now)
+            one = partial(_one_of, outputs_of, place)
+            whole = Derived(parents, one, name in COPIES, name, tuple(leaf.shape))
+            shorter = _shorter(name, leaves[operands[0]], leaf)
+            found[place] = Watched.of(shorter or standardised(whole, now.environment), leaf, now)
     return tree_unflatten(found, shape)
+
+
+def _one_of(outputs_of: Callable[..., list[Any]], place: int, *values: Tensor) -> Tensor:
+    found: Tensor = outputs_of(*values)[place]
+    return found
 
 
 def _shorter(name: str, operand: Operand, result: Tensor) -> Expression | None:

@@ -1,0 +1,129 @@
+"""How is the gradient of a standardised weight pulled back? Through the few numbers that each of its filters has.
+
+A weight that is used as h(w, s), number by number, where every filter has its own s_1, ..., s_r (a mean, a spread, a
+gain), is pulled back by
+
+    dh/dw * g + sum_k ds_k/dw <dh/ds_k, g>
+
+filter by filter. That is one product to make the r inner products of all examples and another to add them up, in place
+of a pass over every example's gradient for every operation that the weight is made with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from vestige.engines.per_example.expressions import Derived, Environment, Expression, Whole, quietly
+from vestige.engines.per_example.gradients import Dense, Gradient
+
+NUMBER_BY_NUMBER = frozenset(
+    {"add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "neg", "__add__", "__radd__"}
+    | {"__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__", "__pow__", "pow"}
+    | {"square", "sqrt", "rsqrt", "reciprocal", "clamp", "clamp_min", "maximum"}
+)
+OVER_A_FILTER = frozenset({"var_mean", "std_mean", "var", "std", "mean", "sum", "norm", "linalg_vector_norm"})
+
+
+@dataclass(frozen=True, eq=False)
+class Standardised(Derived):
+    """A weight as h(w, s): see above."""
+
+    weight: str = ""
+    scales: tuple[Expression, ...] = ()
+
+    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
+        dense = gradient.dense().to(environment[self.weight].dtype)
+        slopes, moves = self._slopes(environment)
+        flat, (own, *others) = dense.flatten(2), (each.flatten(1) for each in slopes)
+        inner = torch.bmm(flat.transpose(0, 1), torch.stack(others, dim=2))  # [filters, examples, scales]
+        pulled = flat * own
+        pulled.transpose(0, 1).baddbmm_(inner, torch.stack([each.flatten(1) for each in moves], dim=1))
+        return {self.weight: Dense(pulled.view_as(dense)), **self._of_others(inner, environment)}
+
+    def _slopes(self, environment: Environment) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """dh/dw, then dh/ds_k, number by number; and ds_k/dw."""
+        weight, fixed = environment[self.weight].detach(), {n: environment[n].detach() for n in self.names}
+
+        def used(weight: Tensor, *scales: Tensor) -> Tensor:
+            return _value(self, self.weight, weight, dict(zip(self.scales, scales, strict=True)))
+
+        scales = [scale.value(fixed).expand_as(weight) for scale in self.scales]
+        output, back = vjp(used, weight, *scales)[:2]
+        moves = []
+        for scale in self.scales:
+            value, home = vjp(lambda w, scale=scale: scale.value({**fixed, self.weight: w}), weight)[:2]
+            moves.append(home(torch.ones_like(value))[0])
+        return back(torch.ones_like(output)), moves
+
+    def _of_others(self, inner: Tensor, environment: Environment) -> dict[str, Gradient]:
+        """The gradients of what else the scales are made of: gains."""
+        fixed = {name: environment[name].detach() for name in self.names}
+        others = {name: value for name, value in fixed.items() if name != self.weight}
+        if not others:
+            return {}
+
+        def scales(own: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+            return tuple(scale.value({**fixed, **own}) for scale in self.scales)
+
+        values, back = vjp(scales, others)[:2]
+        signals = tuple(each.t().reshape(-1, *v.shape) for each, v in zip(inner.unbind(2), values, strict=True))
+        with quietly():
+            found = vmap(lambda *each: back(each)[0])(*signals)
+        return {name: Dense(each) for name, each in found.items()}
+
+
+def standardised(whole: Derived, environment: Environment) -> Derived:
+    """The same expression in the shorter form, where it has one."""
+    scales: dict[Expression, None] = {}
+    weights: set[str] = set()
+    if len(whole.shape) < 2 or not _split(whole, whole.shape, environment, weights, scales):
+        return whole
+    if len(weights) != 1 or not scales:
+        return whole
+    (weight,) = weights
+    if not all(_filter_by_filter(scale, weight, whole.shape) for scale in scales):
+        return whole
+    return Standardised(whole.of, whole.function, whole.same, whole.name, whole.shape, weight, tuple(scales))
+
+
+def _split(
+    node: Expression,
+    shape: tuple[int, ...],
+    environment: Environment,
+    weights: set[str],
+    scales: dict[Expression, None],
+) -> bool:
+    """Find the weight and the scales that an expression of this shape is made of, number by number."""
+    if isinstance(node, Whole) and tuple(environment[node.names[0]].shape) == shape:
+        weights.add(node.names[0])
+        return True
+    if not isinstance(node, Derived):
+        return False
+    if node.shape == (shape[0], *[1] * (len(shape) - 1)) != shape:
+        scales[node] = None
+        return True
+    by_number = node.name in NUMBER_BY_NUMBER and node.shape == shape
+    return by_number and all(_split(each, shape, environment, weights, scales) for each in node.of)
+
+
+def _filter_by_filter(node: Expression, weight: str, shape: tuple[int, ...]) -> bool:
+    """Whether each filter's part of an expression is made of that filter of the weight alone."""
+    if weight not in node.names or isinstance(node, Whole):
+        return True
+    if not isinstance(node, Derived) or len(node.shape) != len(shape) or node.shape[0] != shape[0]:
+        return False
+    reduced = node.name in OVER_A_FILTER and set(node.shape[1:]) == {1}
+    return (reduced or node.name in NUMBER_BY_NUMBER) and all(_filter_by_filter(n, weight, shape) for n in node.of)
+
+
+def _value(node: Expression, name: str, weight: Tensor, scales: Mapping[Expression, Tensor]) -> Tensor:
+    if node in scales:
+        return scales[node]
+    if isinstance(node, Derived):
+        return node.function(*(_value(each, name, weight, scales) for each in node.of))
+    return weight

@@ -1,0 +1,98 @@
+"""What is clipped of an example, where it is not its gradient at the parameters? A transform of the gradient.
+
+Those that are weighted sums of gradients say of which (`Linear`): an engine need not take them one example at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+from torch.func import vmap
+
+from vestige.mechanism.clipping import Batch, Field, Parameters, Transform
+
+
+@dataclass(frozen=True)
+class Term:
+    """`weight` times the mean gradient of an example's views, at `point`.
+
+    The rows of `batch` are the views, those of one example side by side: [examples * views, ...].
+    """
+
+    weight: float
+    point: Parameters
+    batch: Batch
+    views: int = 1
+
+
+class Linear(ABC):
+    """A transform that gives each example a weighted sum of gradients: at several points, of several views.
+
+    Formal guarantees: a view is computed from its own example and fresh random numbers alone, so the sum is one vector
+    of one example, whose clip bounds its influence.
+    """
+
+    @abstractmethod
+    def terms(self, point: Parameters, batch: Batch) -> Sequence[Term]:
+        """What is added up, for a batch of examples whose gradients are asked at `point`."""
+
+    def __call__(self, field: Field) -> Field:
+        def total(parameters: Parameters, *example: Tensor) -> Parameters:
+            terms = self.terms(parameters, [part.unsqueeze(0) for part in example])
+            first, *others = ((term.weight, _mean(field, term)) for term in terms)
+            found = {name: first[0] * gradient for name, gradient in first[1].items()}
+            for weight, gradients in others:
+                found = {name: found[name] + weight * gradient for name, gradient in gradients.items()}
+            return found
+
+        return total
+
+
+def _mean(field: Field, term: Term) -> Parameters:
+    """The mean gradient of one example's views."""
+    if term.views == 1:
+        return field(term.point, *(part.squeeze(0) for part in term.batch))
+    views = vmap(partial(field, term.point), randomness="different")(*term.batch)
+    return {name: gradient.mean(0) for name, gradient in views.items()}
+
+
+@dataclass(frozen=True)
+class _Nested(Linear):
+    inner: Linear
+    outer: Linear
+
+    def terms(self, point: Parameters, batch: Batch) -> Sequence[Term]:
+        pairs = (
+            (outer, inner)
+            for outer in self.outer.terms(point, batch)
+            for inner in self.inner.terms(outer.point, outer.batch)
+        )
+        return [
+            Term(outer.weight * inner.weight, inner.point, inner.batch, outer.views * inner.views)
+            for outer, inner in pairs
+        ]
+
+
+def one_after(first: Transform | None, second: Transform | None) -> Transform | None:
+    """The composition of both transforms, either of which may be None."""
+    if first is None or second is None:
+        return first or second
+    if isinstance(first, Linear) and isinstance(second, Linear):
+        return _Nested(first, second)
+    return lambda field: second(first(field))
+
+
+def terms_of(transform: Transform | None, point: Parameters, batch: Batch) -> Sequence[Term] | None:
+    """Of which gradients each example's vector is the sum; None where it is no such sum."""
+    if transform is None:
+        return [Term(1.0, point, batch)]
+    return transform.terms(point, batch) if isinstance(transform, Linear) else None
+
+
+def only_mean(terms: Sequence[Term]) -> Term | None:
+    """The one term where there is no other and no weight: an ordinary gradient, or the mean over views."""
+    return terms[0] if len(terms) == 1 and terms[0].weight == 1 else None

@@ -1,0 +1,127 @@
+"""Is the gradient of a standardised weight pulled back as autograd does it, by the short way where there is one?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine_checks import silent, targets
+from vestige.engines.per_example import uses
+from vestige.engines.per_example.expressions import Derived
+from vestige.engines.per_example.standardised import Standardised, standardised
+from vestige.tasks.models import StandardisedConv2d
+
+EACH = (1, 2, 3)
+
+
+def centred(weight: Tensor, gain: Tensor) -> Tensor:
+    return weight - weight.mean(dim=EACH, keepdim=True)
+
+
+def only_a_gain(weight: Tensor, gain: Tensor) -> Tensor:
+    return gain.view(-1, 1, 1, 1) * weight
+
+
+def weight_norm(weight: Tensor, gain: Tensor) -> Tensor:
+    return weight / torch.linalg.vector_norm(weight, dim=EACH, keepdim=True) * gain[:, None, None, None]
+
+
+def by_hand(weight: Tensor, gain: Tensor) -> Tensor:
+    """Every operation by itself, and the weight inside a scale once more."""
+    inside = weight - weight.mean(dim=EACH, keepdim=True)
+    spread = (inside**2).mean(dim=EACH, keepdim=True)
+    return (gain[:, None, None, None] * inside / torch.sqrt(spread + 1e-3)) ** 3 + weight
+
+
+def over_all(weight: Tensor, gain: Tensor) -> Tensor:
+    """A scale that all filters share."""
+    return weight / weight.norm() * gain[:, None, None, None]
+
+
+def over_inputs(weight: Tensor, gain: Tensor) -> Tensor:
+    """A mean over the filters: the wrong axis."""
+    return weight - weight.mean(dim=0, keepdim=True)
+
+
+def neighbours(weight: Tensor, gain: Tensor) -> Tensor:
+    """Each filter is scaled by another one's spread."""
+    return weight * weight.std(dim=EACH, keepdim=True).flip(0)
+
+
+SHORT, LONG = [centred, only_a_gain, weight_norm, by_hand], [over_all, over_inputs, neighbours]
+
+
+class Made(nn.Module):
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.randn(6, 2, 3, 3)), nn.Parameter(0.5 + torch.rand(6))
+        self.make, self.head = make, nn.Linear(6, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        images = F.conv2d(input, self.make(self.weight, self.gain), padding=1)
+        return self.head(torch.tanh(images).mean(dim=(2, 3)))
+
+
+@pytest.mark.parametrize("make", [*SHORT, *LONG])
+def test_weights_of_every_make(make, monkeypatch):
+    torch.manual_seed(31)
+    made: list[Derived] = []
+
+    def seen(*arguments):
+        made.append(standardised(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(uses, "standardised", seen)
+    silent(Made(make), (torch.randn(4, 2, 5, 5), targets(4)), shift=True)
+    assert isinstance(made[-1], Standardised) == (make in SHORT)
+
+
+def test_a_linear_weight_and_one_used_twice():
+    torch.manual_seed(32)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.gain = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.rand(4, 1))
+
+        def forward(self, input: Tensor) -> Tensor:
+            weight = (self.weight - self.weight.mean(dim=1, keepdim=True)) * (2 * self.gain)
+            return F.linear(torch.tanh(F.linear(input, weight)), weight)
+
+    silent(Twice(), (torch.randn(5, 4), targets(5, 4)))
+    silent(Twice(), (torch.randn(5, 3, 4), torch.randn(5, 3, 4)))
+
+
+class Written(TorchDispatchMode):
+    """Counts operations that write as many numbers as this, or more."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.count = numbers, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() >= self.numbers and not function.is_view:
+            self.count += 1
+        return result
+
+
+def test_few_passes_over_every_examples_gradient(monkeypatch):
+    """Their gradients are written twice, not once for each operation that the weight is made with."""
+    torch.manual_seed(33)
+    model = nn.Sequential(StandardisedConv2d(2, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(150, 2))
+    original, counts = Standardised.pull, []
+
+    def counted(self, gradient, environment):
+        with Written(gradient.dense().numel()) as written:
+            found = original(self, gradient, environment)
+        counts.append(written.count)
+        return found
+
+    monkeypatch.setattr(Standardised, "pull", counted)
+    silent(model, (torch.randn(4, 2, 5, 5), targets(4)))
+    assert counts
+    assert max(counts) == 2
