@@ -366,7 +366,7 @@ def on_device(step: Step, repeats: int = 50) -> float:
 
 def plainly(on: bool) -> mock._patch[Any]:
     """Inside, memory and noise run without the fused kernels, where `on`."""
-    return mock.patch.multiple("vestige.optim.recall", triton_available=lambda: not on)
+    return mock.patch.multiple("vestige.optim.window", triton_available=lambda: not on)
 
 
 def memory_rows(window: int, size: int, history: Any, bandwidth: float) -> Iterator[dict[str, Any]]:

@@ -98,12 +98,11 @@ def test_one_pass_against_float64(path, keeps, dtype, depth, size, count, follow
         close(ring.products, products, rtol=1e-5, atol=1e-3)
 
 
-@fused
 @pytest.mark.parametrize("count", [1, 4, 7, 9])
 @pytest.mark.parametrize(
     "kernel", [FractionalWeights(), FractionalWeights(0.3, 0.0, 2.0, 1e-6, 5.0, 1.0), FractionalWeights(1, 0, 0)]
 )
-def test_fused_weights_are_the_kernels_own(kernel, count):
+def test_the_weights_of_a_single_run_at_once_are_the_kernels_own(kernel, count):
     ring = made(7, 400, count, torch.float32, True)
     trend_norm, distances = ring.compared()
     weights, confidence = kernel.weigh(ring.lags, distances, trend_norm, 30.0)

@@ -18,6 +18,7 @@ GammaEma = Annotated[float, "weight of the newest release in the running mean"]
 WarmUp = Annotated[int | None, "steps over which the memory sets in; 0: at once (default: one epoch)"]
 NormCap = Annotated[str | float, "largest factor when the memory is matched to the running mean's norm; off: factor 1"]
 Refresh = Annotated[int | None, "steps between two spectra of the weights (default: one epoch)"]
+SpectrumLag = Annotated[int, "steps after which a spectrum is used, found meanwhile; 0: at once, and training waits"]
 Reading = Annotated[str, "a convolution as one matrix (flatten) or one per kernel position (per-position)"]
 GateName = Annotated[str, "paper; disjoint: even lags against odd ones, no noise in common; open: none"]
 
@@ -34,6 +35,7 @@ GateName = Annotated[str, "paper; disjoint: even lags against odd ones, no noise
         "smoothing": "gamma_ema",
         "largest_scale": "norm_cap",
         "refresh": "refresh_spectrum",
+        "lag": "spectrum_lag",
     },
 )
 def sma_dp_sgd(
@@ -49,6 +51,7 @@ def sma_dp_sgd(
     warm_up: WarmUp = None,
     norm_cap: NormCap = 1.0,
     refresh_spectrum: Refresh = None,
+    spectrum_lag: SpectrumLag = 4,
     convention: Reading = "flatten",
     gate: GateName = "paper",
 ) -> Method:
@@ -66,6 +69,7 @@ def sma_dp_sgd(
         refresh_spectrum,
         convention,  # type: ignore[arg-type]
         gate,  # type: ignore[arg-type]
+        spectrum_lag,
     )
     return Method(clip=PerGroup(clip), memory=memory, rule=sgd(momentum), grouping=Layers())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vestige.checks import require
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
-from vestige.optim.window import Ring, fused, recall
+from vestige.optim.window import Ring, at_once, fused, recall, tempered
 from vestige.randomness.release import Release
 
 MemoryState = dict[str, Any]
@@ -98,8 +98,8 @@ class Kernel(Protocol):
 
     @property
     def weigh_fused(self) -> Callable[[Ring, float], tuple[Tensor, Tensor, Tensor, Tensor]] | None:
-        """`weigh` from a ring on a GPU in one launch, where there is a kernel for it: the weights, their mean lag, the
-        confidence and the norm of the trend."""
+        """`weigh` from the ring of a single run, where that can be had at once (see `at_once`): the weights, their mean
+        lag, the confidence and the norm of the trend."""
         ...
 
     def weigh(
@@ -178,11 +178,13 @@ class FractionalWeights:
         return torch.softmax(torch.addcmul(prior, pull[..., None] * distances, lags, value=-1), dim=-1), confidence
 
     def weigh_fused(self, ring: Ring, noise_norm: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `Kernel.weigh_fused`."""
-        from vestige.optim import triton_recall
-
+        """See `Kernel.weigh_fused`: one launch on a GPU, a few numbers in Python on a CPU."""
         floor = float(self._floor(noise_norm))
         constants = self.order, self.baseline, self.inconsistency, self.smallest_scale, floor
+        if not fused(ring):
+            return tempered(ring, *map(float, constants))
+        from vestige.optim import triton_recall
+
         return triton_recall.tempered(ring, *map(float, constants))
 
     def _floor(self, noise_norm: float | Tensor) -> float | Tensor:
@@ -271,18 +273,18 @@ class Blend:
 
     def _weigh(self, release: Release, ring: Ring) -> tuple[Tensor, dict[str, Tensor]]:
         """Weights over the lags 1, 2, ..., and their diagnostics."""
-        lags, lead = ring.lags, ring.past.shape[:-2]
+        lead = ring.past.shape[:-2]
         if not self._follows_trend:
-            nothing = torch.zeros(lead, dtype=torch.float64, device=lags.device)
+            lags, nothing = ring.lags, torch.zeros(lead, dtype=torch.float64, device=ring.past.device)
             weights, _ = self.kernel.weigh(lags, nothing[..., None], nothing, 0.0)
             weights = weights.expand(*lead, len(lags))
             return weights, {"weights": weights, "effective_depth": weights @ lags}
         noise_norm = release.noise_norm * self.fresh_share
-        if fused(ring) and self.kernel.weigh_fused is not None and isinstance(noise_norm, float):
+        if at_once(ring) and self.kernel.weigh_fused is not None and isinstance(noise_norm, float):
             weights, depth, confidence, trend_norm = self.kernel.weigh_fused(ring, noise_norm)
         else:
             trend_norm, distances = ring.compared()
-            weights, confidence = self.kernel.weigh(lags, distances, trend_norm, noise_norm)
-            depth = weights @ lags
+            weights, confidence = self.kernel.weigh(ring.lags, distances, trend_norm, noise_norm)
+            depth = weights @ ring.lags
         numbers = {"confidence": confidence, "trend_norm": trend_norm}
         return weights, {"weights": weights, "effective_depth": depth, **numbers}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
+from math import ceil, exp
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vestige.checks import require
 from vestige.layout import Layout
@@ -34,8 +36,12 @@ class Spectral:
     tempers nothing. The gate is how far `recalled` points along the trend (a running mean of all blends), the scale
     shrinks it to the trend's norm, and the warmth grows from 0 to 1 over `warm_up` steps (None: one epoch; 0: at once).
 
-    `refresh` is the number of steps between spectra (None: one epoch). `gate="disjoint"` compares even lags with odd
-    ones instead, which have no noise in common; "open" is always 1. `largest_scale=None` leaves the scale at 1.
+    `refresh` is the number of steps between spectra (None: one epoch). A spectrum is used from `lag` steps after the
+    parameters it is of, so that it can be found while training goes on; until then the one before it is, and the first
+    is never late. Which spectrum a step uses depends on its number alone. With a lag of 0 training waits for each.
+
+    `gate="disjoint"` compares even lags with odd ones instead, which have no noise in common; "open" is always 1.
+    `largest_scale=None` leaves the scale at 1.
 
     Formal guarantees: none needed. It sees only releases and the parameters computed from them: post-processing.
     """
@@ -51,6 +57,7 @@ class Spectral:
     refresh: int | None = None
     convention: Convention = "flatten"
     gate: GateKind = "paper"
+    lag: int = 4
     stackable = True
     knows_noise = False
     noise_std = unknown_noise
@@ -68,6 +75,7 @@ class Spectral:
         require("largest_scale", cap, cap is None or cap >= 0, "be at least 0, or 'off'")
         require("refresh", self.refresh, self.refresh is None or self.refresh >= 1, "be at least 1 step")
         require("convention", self.convention, self.convention in get_args(Convention), "be flatten or per-position")
+        require("lag", self.lag, isinstance(self.lag, int) and self.lag >= 0, "be a number of steps, 0 or more")
         require("gate", self.gate, self.gate in get_args(GateKind), "be paper, disjoint or open")
         if self.gate == "disjoint" and self.window < 3:
             raise ValueError(f"window={self.window} leaves the disjoint gate no even lag; it needs 3 or more")
@@ -87,7 +95,10 @@ class Spectral:
 
     @property
     def copies(self) -> float:
-        return float(self.window) if self.window > 1 else 0.0
+        """The window's rows and the trend, and the parameters whose spectrum is awaited (an epoch is not shorter than
+        the lag, where `refresh` is one)."""
+        awaited = ceil(self.lag / (self.refresh or max(1, self.lag)))
+        return float((self.window if self.window > 1 else 0) + awaited)
 
     def init(self, layout: Layout, device: torch.device) -> MemoryState:
         depth = self.window - 1
@@ -105,12 +116,11 @@ class Spectral:
     def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         fresh, count, depth = release.total, state["count"], self.window - 1
         epoch = max(1, round(1 / release.sample_rate))
-        refreshed = count % (self.refresh or epoch) == 0
-        if refreshed:
-            found = group_exponents(parameters, state["groups"], self.convention, fresh.shape[:-1])
+        found = self._due(state, parameters, self.refresh or epoch, fresh.shape[:-1])
+        if found is not None:
             state["exponent"] = found.to(fresh.device)
             state["tempering"] = self.tempering(state["exponent"])
-        if refreshed or count <= depth:  # otherwise the weights have not changed
+        if found is not None or count <= depth:  # otherwise the weights have not changed
             state["weights"] = self.weigh(state["tempering"], min(count, depth))
         gate = scale = ratio = torch.zeros_like(state["exponent"])
         direction = fresh * self.fresh_weight
@@ -140,6 +150,23 @@ class Spectral:
             "tempering": state["tempering"],
         }
         return Filtered(direction, state, seen)
+
+    def _due(self, state: MemoryState, parameters: Parameters, every: int, lead: tuple[int, ...]) -> Tensor | None:
+        """The exponents that this step is the first to use, if any; and the next ones are begun where it is time."""
+        count, groups = state["count"], state["groups"]
+        begins = count % every == 0
+        if not self.lag or not count:
+            return group_exponents(parameters, groups, self.convention, lead) if begins else None
+        if "awaited" not in state:
+            slots = ceil(self.lag / every)
+            state["awaited"] = torch.zeros(*lead, slots, sum(state["lengths"]), device=state["exponent"].device)
+        spectra = Awaited(state["awaited"], every, parameters, groups, self.convention)
+        spectra.go_on()
+        begun = count - self.lag
+        found = spectra.take(begun) if begun > 0 and begun % every == 0 else None
+        if begins:
+            spectra.begin(count)
+        return found
 
     def tempering(self, exponents: Tensor) -> Tensor:
         """In [0, 1): 0 for an exponent inside the interval, or undefined; rising with its distance from it."""
@@ -196,17 +223,81 @@ def group_exponents(
     """The exponent of each group at these parameters, [*lead, groups] in float64: the mean over its weights of two or
     more dimensions whose exponent is defined, NaN where there is none. `lead` are the leading axes of a stack of
     runs."""
+    weights, owners = _weights(parameters, groups, lead)
+    return _by_group(spectrum.exponents(weights, convention), owners, 1 + max(groups), lead)
+
+
+def _weights(parameters: Parameters, groups: Sequence[int], lead: tuple[int, ...]) -> tuple[list[Tensor], list[int]]:
+    """Each run's weights of two or more dimensions, run after run for each of them, and the groups these belong to."""
     members = [(w, group) for w, group in zip(parameters.values(), groups, strict=True) if w.dim() >= 2 + len(lead)]
-    total = torch.zeros(*lead, 1 + max(groups), dtype=torch.float64)
-    if not members:
-        return total / 0
     alone = [matrix for weight, _ in members for matrix in weight.reshape(-1, *weight.shape[len(lead) :])]
-    each = spectrum.exponents(alone, convention).view(len(members), *lead).movedim(0, -1)
-    total = total.to(each.device)
-    owners = torch.tensor([group for _, group in members], device=each.device)
+    return alone, [group for _, group in members]
+
+
+def _by_group(exponents: Tensor, owners: Sequence[int], groups: int, lead: tuple[int, ...]) -> Tensor:
+    """The mean of the defined exponents of each group: [weights and runs] -> [*lead, groups]."""
+    total = torch.zeros(*lead, groups, dtype=torch.float64, device=exponents.device)
+    each = exponents.view(len(owners), *lead).movedim(0, -1)
+    places = torch.tensor(owners, dtype=torch.long, device=each.device)
     defined = each.isfinite()
-    number = total.index_add(-1, owners, defined.double())
-    return total.index_add(-1, owners, torch.where(defined, each, 0.0)) / number
+    number = total.index_add(-1, places, defined.double())
+    return total.index_add(-1, places, torch.where(defined, each, 0.0)) / number
+
+
+_begun = WeakTensorKeyDictionary()
+"""Spectra that are being found, by the tensor that holds their parameters, the process and the step they are of."""
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Spectra that later steps will use. Their parameters lie in `ring`, [*lead, slots, size], while they are found.
+
+    The ring is all that a checkpoint holds of them. Whoever has a copy of it, after a rollback or in another process,
+    has no spectrum begun, and finds it when it is taken: the same one.
+    """
+
+    ring: Tensor
+    every: int
+    point: Parameters
+    """The parameters at this step."""
+    groups: Sequence[int]
+    convention: Convention
+
+    def begin(self, step: int) -> None:
+        """Keep the parameters of this step, and start to find their spectrum."""
+        flat = [p.detach().reshape(*self._lead, -1) for p in self.point.values()]
+        torch.cat(flat, dim=-1, out=self._row(step))
+        self._begun[os.getpid(), step] = self._find(step)
+
+    def go_on(self) -> None:
+        for found in self._begun.values():
+            found.go_on()
+
+    def take(self, step: int) -> Tensor:
+        """The exponents of the groups at the parameters that an earlier step kept; waits until they are found."""
+        found = self._begun.pop((os.getpid(), step), None) or self._find(step)
+        _, owners = _weights(self.point, self.groups, self._lead)
+        return _by_group(found.result(), owners, 1 + max(self.groups), self._lead)
+
+    def _find(self, step: int) -> spectrum.Background:
+        each = zip(self.point.items(), self._row(step).split(self._lengths, dim=-1), strict=True)
+        kept = {name: part.view(now.shape) for (name, now), part in each}
+        return spectrum.Background(_weights(kept, self.groups, self._lead)[0], self.convention)
+
+    def _row(self, step: int) -> Tensor:
+        return self.ring[..., step // self.every % self.ring.shape[-2], :]
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        return self.ring.shape[:-2]
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [p.shape[len(self._lead) :].numel() for p in self.point.values()]
+
+    @property
+    def _begun(self) -> dict[tuple[int, int], spectrum.Background]:
+        return _begun.setdefault(self.ring, {})
 
 
 def _sections(lengths: Sequence[int], groups: Sequence[int]) -> Sections:

@@ -1,8 +1,16 @@
-"""How heavy is the tail of a layer's spectrum? The power-law exponent of its weights, as WeightWatcher fits it."""
+"""How heavy is the tail of a layer's spectrum? The power-law exponent of its weights, as WeightWatcher fits it.
+
+`exponents` finds them at once; `Background` finds them on threads of the CPU, while training goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from itertools import chain, islice
+from threading import Barrier
 from typing import Literal
 
 import torch
@@ -22,6 +30,9 @@ NARROWEST = 1e-4
 PROBES = 24
 CHUNK = 1 << 21
 
+Apply = Callable[[Callable[[Tensor], Tensor], Iterable[Tensor]], Iterable[Tensor]]
+"""`map`, or one that works on several threads; results come in order."""
+
 
 def exponent(weight: Tensor, convention: Convention = "flatten", floor: float = FLOOR) -> float:
     """The exponent of one weight; NaN where it is undefined."""
@@ -38,33 +49,48 @@ def exponents(weights: Sequence[Tensor], convention: Convention = "flatten", flo
     Formal guarantees: none needed. It is a function of the weights alone, so of past releases: computing it, however
     often, costs no privacy.
     """
-    spectra = _spectra(weights, convention)
-    if not spectra:
+    return _exponents(_grams(weights, convention), floor)
+
+
+def _exponents(grams: Sequence[Tensor], floor: float, apply: Apply = map, pieces: int = 1) -> Tensor:
+    if not grams:
         return torch.empty(0, dtype=torch.float64)
+    spectra = _spectra(grams, apply, pieces)
     longest = max(map(len, spectra))
     return _fit(torch.stack([torch.nn.functional.pad(s, (longest - len(s), 0)) for s in spectra]), floor)
 
 
-def _spectra(weights: Sequence[Tensor], convention: Convention) -> list[Tensor]:
-    """The squared singular values of each weight, ascending, in float64; NaN if the weight is not finite.
+def _spectra(grams: Sequence[Tensor], apply: Apply = map, pieces: int = 1) -> list[Tensor]:
+    """The squared singular values of each weight, ascending, from its Gram matrices; NaN if it is not finite.
+
+    Matrices of one size are decomposed together, or in so many pieces, the largest size first.
+    """
+    by_size: dict[int, list[int]] = {}
+    for index in sorted(range(len(grams)), key=lambda index: -grams[index].shape[-1]):
+        by_size.setdefault(grams[index].shape[-1], []).append(index)
+    parts = [torch.cat([grams[index] for index in members]).chunk(pieces) for members in by_size.values()]
+    found = iter(apply(_eigenvalues, chain(*parts)))
+    spectra: dict[int, Tensor] = {}
+    for members, mine in zip(by_size.values(), parts, strict=True):
+        values = torch.cat(list(islice(found, len(mine)))).split([len(grams[index]) for index in members])
+        spectra |= {index: part.flatten().sort().values for index, part in zip(members, values, strict=True)}
+    return [spectra[index] for index in range(len(grams))]
+
+
+def _eigenvalues(grams: Tensor) -> Tensor:
+    """[..., n, n] -> [..., n]; NaN where a matrix is not finite, at which LAPACK would stop."""
+    usable = grams.isfinite().all(dim=-1).all(dim=-1)[:, None]
+    values = torch.linalg.eigvalsh(torch.where(usable[..., None], grams, 0.0))
+    return torch.where(usable, values, torch.nan)
+
+
+def _grams(weights: Sequence[Tensor], convention: Convention, apply: Apply = map) -> list[Tensor]:
+    """The Gram matrices of each weight, [how many, n, n] in float64.
 
     A convolution [out, in, *kernel] is one matrix [out, in * kernel] ("flatten"), or one matrix [out, in] per kernel
-    position whose eigenvalues are pooled ("per-position", WeightWatcher's own reading). Gram matrices of one size are
-    decomposed together.
+    position whose eigenvalues are pooled ("per-position", WeightWatcher's own reading).
     """
-    grams = [_gram(_matrices(weight, convention)) for weight in weights]
-    by_size: dict[int, list[int]] = {}
-    for index, gram in enumerate(grams):
-        by_size.setdefault(gram.shape[-1], []).append(index)
-    spectra: dict[int, Tensor] = {}
-    for members in by_size.values():
-        lengths = [len(grams[index]) for index in members]
-        stacked = torch.cat([grams[index] for index in members])
-        usable = stacked.isfinite().all(dim=-1).all(dim=-1)[:, None]
-        values = torch.linalg.eigvalsh(torch.where(usable[..., None], stacked, 0.0))  # LAPACK stops at a NaN
-        values = torch.where(usable, values, torch.nan).split(lengths)
-        spectra |= {index: part.flatten().sort().values for index, part in zip(members, values, strict=True)}
-    return [spectra[index] for index in range(len(weights))]
+    return list(apply(lambda weight: _gram(_matrices(weight, convention)), weights))
 
 
 def _matrices(weight: Tensor, convention: Convention) -> Tensor:
@@ -153,3 +179,84 @@ def _measure(distances: Tensor, logs: Tensor, slopes: Tensor, rows: Tensor, star
 def _deviation(gaps: Tensor, slopes: Tensor, empirical: Tensor) -> Tensor:
     """|power law's distribution function - the share of the tail strictly below|, `gaps` being ln(x / tail's start)."""
     return (-torch.expm1(-slopes * gaps) - empirical).abs()
+
+
+# --- while training goes on -------------------------------------------------------------------------------------------
+
+AT_ONCE = 4
+"""Spectra that are worked on at once."""
+
+
+class Background:
+    """`exponents`, found on threads of the CPU. The weights must stay as they are until `result` has returned.
+
+    Each thread uses one core, so the result is the same, bit for bit, on any number of them and in any order. Of
+    weights on a GPU the Gram matrices are taken there, and only these travel: the eigenvalues of a few hundred rows are
+    a long chain of tiny steps, which a core does faster, and other cores for other matrices meanwhile.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], convention: Convention = "flatten", floor: float = FLOOR) -> None:
+        self._floor = floor
+        self._future: Future[Tensor] | None = None
+        self._landed: torch.cuda.Event | None = None
+        self._grams: Callable[[Apply], list[Tensor]] | None = lambda apply: _grams(weights, convention, apply)
+        if weights and weights[0].is_cuda:
+            sent = self._send(_grams(weights, convention))
+            self._grams = lambda apply: sent
+        else:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Hand the work to the threads if they have not got it: from a GPU, once the matrices have arrived.
+
+        Called on the training's own thread, so that no other one calls CUDA: that would break off a recording.
+        """
+        if self._grams is not None:
+            if self._landed is not None:
+                self._landed.synchronize()
+            self._future = _threads(os.getpid()).submit(self._grams, self._floor)
+            self._grams = None  # and with it the weights
+
+    def result(self) -> Tensor:
+        """The exponents, on the CPU."""
+        self.go_on()
+        assert self._future is not None
+        return self._future.result()
+
+    def _send(self, grams: Sequence[Tensor]) -> list[Tensor]:
+        """Where the matrices lie in the host's memory once `_landed` is over."""
+        flat = torch.cat([gram.flatten() for gram in grams])
+        here = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+        self._landed = torch.cuda.Event()
+        self._landed.record(torch.cuda.current_stream(flat.device))
+        parts = here.split([gram.numel() for gram in grams])
+        return [part.view(gram.shape) for part, gram in zip(parts, grams, strict=True)]
+
+
+class _Threads:
+    """As many threads as torch uses, less the training's own, for eigenvalues; a few more that fit what they find."""
+
+    def __init__(self) -> None:
+        self._count = max(1, torch.get_num_threads() - 1)
+        self._solving, self._fitting = _single(self._count), _single(AT_ONCE)
+
+    def submit(self, grams: Callable[[Apply], list[Tensor]], floor: float) -> Future[Tensor]:
+        return self._fitting.submit(self._found, grams, floor)
+
+    def _found(self, grams: Callable[[Apply], list[Tensor]], floor: float) -> Tensor:
+        return _exponents(grams(self._solving.map), floor, self._solving.map, self._count)
+
+
+@cache
+def _threads(process: int) -> _Threads:
+    """The threads of this process: a forked one has none of its parent's."""
+    return _Threads()
+
+
+def _single(count: int) -> ThreadPoolExecutor:
+    """Threads in each of which torch uses one core."""
+    usual, all_there = torch.get_num_threads(), Barrier(count)
+    pool = ThreadPoolExecutor(count, "spectrum", torch.set_num_threads, (1,))
+    list(pool.map(lambda _: all_there.wait(), range(count)))
+    torch.set_num_threads(usual)  # which is also what threads that start later begin with
+    return pool

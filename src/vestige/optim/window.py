@@ -6,16 +6,19 @@ the window of a single run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
+from math import exp, log1p, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vestige.devices import triton_available
 
-CACHED = 2**19
+CACHED = 2**21
 """Numbers that stay in a CPU's cache between two reads: a window is read in blocks of columns of this size."""
 MOST_ROWS = 128
 """The fused kernel holds its columns of every row in registers; a longer window is left to plain PyTorch."""
@@ -95,8 +98,12 @@ def inner_products(rows: Tensor, vector: Tensor) -> Tensor:
     return torch.mv(rows, vector) if rows.dim() == 2 else (rows @ vector.unsqueeze(-1)).squeeze(-1)
 
 
-def dot(one: Tensor, other: Tensor) -> Tensor:
-    return one @ other if one.dim() == 1 else torch.linalg.vecdot(one, other)
+def dot(one: Tensor, other: Tensor) -> float | Tensor:
+    """Inner products along the last axis, to be added up in float64: on a CPU one is cheapest as a Python number."""
+    if one.dim() > 1:
+        return torch.linalg.vecdot(one, other).double()
+    found = torch.dot(one, other)
+    return found.double() if one.is_cuda else found.item()
 
 
 def recall(
@@ -121,40 +128,82 @@ def fused(ring: Ring) -> bool:
     return ring.past.is_cuda and ring.past.dim() == 2 and ring.depth <= MOST_ROWS and triton_available()
 
 
+def at_once(ring: Ring) -> bool:
+    """Whether the numbers of a single run are at hand: on a CPU, or for a fused kernel."""
+    return fused(ring) or (ring.past.dim() == 2 and ring.past.device.type == "cpu")
+
+
 def plain_recall(
     ring: Ring, fresh: Tensor, weights: Tensor, blend: Tensor, fresh_weight: float, pace: float, keep: Tensor
 ) -> Tensor:
     """The same, a block of columns at a time: what was just read is still in the cache when it is read again."""
-    by_slot = weights[..., ring.slots].to(fresh.dtype)
-    width = _block(ring)
-    scratch = torch.empty_like(fresh[..., :width])
-    trends = ring.trend.split(width, dim=-1) if ring.trend is not None else repeat(None)
-    blocks = (part.split(width, dim=-1) for part in (ring.past, fresh, blend, keep))
-    scalars, products = [], []
-    for (rows, new, mixed, kept), trend in zip(zip(*blocks, strict=True), trends, strict=False):
-        window, recalled = rows.to(new.dtype), scratch[..., : new.shape[-1]]
-        weighted_sum(window[..., : ring.filled, :], by_slot, out=recalled)
+    by_slot = weights.index_select(-1, ring.slots).to(fresh.dtype)
+    slot, filled, width = ring.slot, ring.filled, _block(ring)
+    scratch = fresh.new_empty(*fresh.shape[:-1], min(width, fresh.shape[-1]))
+    recalled_square = blend_square = kept_square = trend_square = 0.0  # type: float | Tensor
+    products: list[Tensor] = []
+    for rows, new, mixed, kept, trend in _blocks(width, ring.past, fresh, blend, keep, ring.trend):
+        window, recalled = rows.to(new.dtype), _first(scratch, -1, new.shape[-1])
+        weighted_sum(_first(window, -2, filled), by_slot, out=recalled)
         torch.lerp(recalled, new, fresh_weight, out=mixed)
-        square = dot(mixed, mixed)
-        scalars += [dot(recalled, recalled), square]
-        written = rows[..., ring.slot, :]
+        recalled_square, square = recalled_square + dot(recalled, recalled), dot(mixed, mixed)
+        blend_square = blend_square + square
+        written = rows[..., slot, :]
         if written.data_ptr() != kept.data_ptr():
-            window[..., ring.slot, :] = written.copy_(kept)
-            square = dot(window[..., ring.slot, :], window[..., ring.slot, :])
+            window[..., slot, :] = written.copy_(kept)
+            square = dot(window[..., slot, :], window[..., slot, :])
         if trend is not None:
             trend.lerp_(kept, pace)
-            scalars += [square, dot(trend, trend)]
+            kept_square, trend_square = kept_square + square, trend_square + dot(trend, trend)
             products.append(inner_products(window, trend))
-    numbers = torch.stack(scalars).unflatten(0, (-1, 4 if products else 2)).sum(0, dtype=torch.float64)
     if ring.squares is not None and ring.products is not None:
-        ring.squares[..., ring.slot] = numbers[2]
-        ring.products[..., -1] = numbers[3]
-        ring.products[..., :-1] = torch.stack(products).sum(0, dtype=torch.float64)
-    return (1 - fresh_weight) * (numbers[0] / numbers[1].clamp(min=1e-300)).sqrt()
+        ring.squares[..., slot] = kept_square
+        ring.products[..., -1] = trend_square
+        ring.products[..., :-1] = products[0] if len(products) == 1 else sum(each.double() for each in products)
+    share = (1 - fresh_weight) * (recalled_square / (blend_square + 1e-300)) ** 0.5
+    return torch.as_tensor(share, dtype=torch.float64)
+
+
+def _first(tensor: Tensor, axis: int, count: int) -> Tensor:
+    """The first so many along an axis: the tensor itself, without another view, if these are all."""
+    return tensor if tensor.shape[axis] == count else tensor.narrow(axis, 0, count)
+
+
+def _blocks(width: int, *parts: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Blocks of columns of each of them, side by side; None where there is None."""
+    size = next(part.shape[-1] for part in parts if part is not None)
+    if size <= width:
+        yield parts
+        return
+    yield from zip(*(repeat(None) if part is None else part.split(width, dim=-1) for part in parts), strict=False)
+
+
+def tempered(
+    ring: Ring, order: float, baseline: float, inconsistency: float, smallest_scale: float, floor: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`triton_recall.tempered` on a CPU: a few numbers cost less in Python than an operation of torch for each."""
+    assert ring.squares is not None
+    assert ring.products is not None
+    squares, (*products, square) = ring.squares.tolist(), ring.products.tolist()
+    square = max(square, 0.0)
+    norm = sqrt(square)
+    confidence = norm / max(norm + floor, 1e-300)
+    pull = confidence * inconsistency / (max(norm, smallest_scale) + 1e-12)
+    scores, count, depth = [], ring.count, ring.depth
+    for lag in range(1, ring.filled + 1):
+        row = (count - lag) % depth
+        distance = sqrt(max(squares[row] - 2 * products[row] + square, 0.0))
+        scores.append((order - 1) * log1p(lag) - baseline * lag - pull * distance * lag)
+    top = max(scores, default=0.0)
+    raw = [exp(score - top) for score in scores]
+    total = sum(raw)
+    mean_lag = sum(lag * each for lag, each in enumerate(raw, 1)) / max(total, 1e-300)
+    shown = torch.tensor([*(each / total for each in raw), mean_lag, confidence, norm], dtype=torch.float64)
+    return shown[: len(raw)], shown[-3], shown[-2], shown[-1]
 
 
 def _block(ring: Ring) -> int:
     """Columns that are read together: all of them on a GPU, where each block would need its own kernel launches."""
     if ring.past.is_cuda:
         return ring.past.shape[-1]
-    return max(2**14, CACHED // ring.past[..., 0].numel())
+    return max(2**14, CACHED // ring.past.shape[:-1].numel())

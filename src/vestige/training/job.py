@@ -22,6 +22,7 @@ from vestige.optim import averaging
 from vestige.optim.rules import named
 from vestige.records import RunResult
 from vestige.training.loop import Record, accuracy
+from vestige.training.persistence import NEWER_OPTIONS
 from vestige.training.planning import paper_groups
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
@@ -201,8 +202,11 @@ def load(folder: RunFolder) -> Job:
         raise ValueError(
             f"{str(folder.path)!r} was started from Python: continue it there, by the same call with `resume=True`"
         )
-    job = request["job"]
-    return Job(**{**job, "options": {key: inf if value == "inf" else value for key, value in job["options"].items()}})
+    job, method = request["job"], request["public"]["method"]
+    begun_with = {} if isinstance(method, str) else method["options"]
+    options = {key: value for key, value in NEWER_OPTIONS.get(job["method"], {}).items() if key not in begun_with}
+    options |= {key: inf if value == "inf" else value for key, value in job["options"].items()}
+    return Job(**{**job, "options": options})
 
 
 def _written(option: Any) -> Any:

@@ -80,6 +80,8 @@ def _open(run: Persistent, folder: RunFolder | None, public: dict[str, Any]) -> 
 
 NEWER = {"arithmetic": "float32"}
 """What runs did that were written before a key was: 0.1 added noise in float32."""
+NEWER_OPTIONS = {"sma-dp-sgd": {"spectrum_lag": 0}}
+"""The same for options of methods: until 0.2 every step waited for its spectrum."""
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -91,6 +93,8 @@ def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
         if key == "method" and isinstance(was, str):
             # Before 0.2 a method was stored as its repr, with class names: only its own name can be compared.
             was = {**value, "name": (re.findall(r"name='([^']+)'", was) or [was])[0]}
+        elif key == "method" and was is not None:
+            was = {**was, "options": {**NEWER_OPTIONS.get(was["name"], {}), **was["options"]}}
         if was != value:
             raise ValueError(f"resume: {key} is {value!r} now but was {was!r}; resume with the same settings")
 
