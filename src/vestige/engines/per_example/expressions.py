@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.func import vjp, vmap
 
-from vestige.engines.per_example.gradients import Dense, Gradient, Lookup, Outer
+from vestige.engines.per_example.gradients import Gradient
 
 Environment = Mapping[str, Tensor]
 """The parameters' values by name."""
-LARGEST = 1 << 27
+LARGEST = 1 << 26
 """Numbers that a piece of work may hold, where per-example gradients must be materialised."""
 
 
@@ -49,99 +47,6 @@ class Whole:
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
         return {self.names[0]: gradient}
-
-
-@dataclass(frozen=True, eq=False)
-class Transposed:
-    """The transpose of a matrix; a factored gradient stays factored."""
-
-    of: Expression
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.of.names
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.of.value(environment).t()
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        if isinstance(gradient, Outer):
-            return self.of.pull(Outer(gradient.right, gradient.left), environment)
-        return self.of.pull(Dense(gradient.dense().transpose(1, 2)), environment)
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Some rows of a parameter, from `start` on; a factored gradient stays factored."""
-
-    of: Expression
-    start: int
-    stop: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.of.names
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.of.value(environment)[self.start : self.stop]
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        after = len(self.of.value(environment)) - self.stop
-        if isinstance(gradient, Outer):
-            left = F.pad(gradient.left, (self.start, after))
-            return self.of.pull(Outer(left, gradient.right), environment)
-        dense = gradient.dense()
-        whole = F.pad(dense, (*(0, 0) * (dense.dim() - 2), self.start, after))
-        return self.of.pull(Dense(whole), environment)
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows of a table that no example chooses, such as an embedding of positions."""
-
-    of: Expression
-    index: Tensor
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.of.names
-
-    def value(self, environment: Environment) -> Tensor:
-        return torch.nn.functional.embedding(self.index, self.of.value(environment))
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        rows = gradient.dense()
-        rows = rows.reshape(len(rows), -1, rows.shape[-1])
-        index = self.index.reshape(1, -1).expand(len(rows), -1)
-        return self.of.pull(Lookup(index, rows, len(self.of.value(environment))), environment)
-
-
-@dataclass(frozen=True, eq=False)
-class Derived:
-    """Any other function of parameters alone; its per-example gradients are materialised and pulled back."""
-
-    of: tuple[Expression, ...]
-    function: Callable[..., Tensor]
-    same: bool = False
-    """Whether it only casts or copies one expression, whose gradient is then its own."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for each in self.of for name in each.names))
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.function(*(each.value(environment) for each in self.of))
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        if self.same:
-            return self.of[0].pull(gradient, environment)
-        own = {name: environment[name].detach() for name in self.names}
-        value, back = vjp(self.value, own)[:2]
-        dense = gradient.dense().to(value.dtype)
-        chunk = max(1, LARGEST // max(1, value.numel()))
-        with quietly():
-            found = vmap(lambda each: back(each)[0], chunk_size=chunk)(dense)
-        return {name: Dense(each) for name, each in found.items()}
 
 
 @dataclass(frozen=True, eq=False)

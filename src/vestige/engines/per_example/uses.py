@@ -10,15 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.per_example.expressions import (
     LARGEST,
-    Block,
-    Derived,
     Expression,
     Key,
     Kind,
@@ -26,21 +23,16 @@ from vestige.engines.per_example.expressions import (
     Operand,
     Pass,
     Pulled,
-    Rows,
-    Transposed,
     quietly,
     tapped,
     value_of,
 )
+from vestige.engines.per_example.forms import expressed
 from vestige.engines.per_example.gradients import Dense
 from vestige.engines.per_example.rules import RULES, Rule, Ruled
 
 CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
 """What is read of a parameter without its gradient."""
-COPIES = frozenset(
-    {"to", "type", "float", "bfloat16", "half", "double", "clone", "contiguous", "type_as", "cpu", "cuda"}
-)
-TRANSPOSES = frozenset({"t", "T", "mT", "transpose", "swapaxes", "permute", "adjoint"})
 
 
 class Misfit(Exception):
@@ -206,36 +198,8 @@ def _settle(
 
 def _expression(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], now: Pass) -> Any:
     """A function of parameters alone: watched again, each tensor that it gives."""
-    leaves, spec = tree_flatten((list(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, Operand))
-    operands = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Operand)]
-    parents = tuple(leaves[place].expression for place in operands)
-
-    def outputs_of(*values: Tensor) -> list[Any]:
-        filled = list(leaves)
-        for place, tensor in zip(operands, values, strict=True):
-            filled[place] = tensor
-        args, kwargs = tree_unflatten(filled, spec)
-        return tree_flatten(function(*args, **kwargs))[0]
-
-    if function is F.embedding and isinstance(args[0], Tensor):
-        rows = Rows(parents[0], args[0])
-        return Watched.of(rows, F.embedding(args[0], args[1].value), now)
-    found, shape = tree_flatten(function(*_plain(args), **_plain_named(kwargs)))
+    found, shape = expressed(function, name, args, kwargs)
     for place, leaf in enumerate(found):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            whole = Derived(parents, lambda *values, place=place: outputs_of(*values)[place], name in COPIES)
-            found[place] = Watched.of(_shorter(name, leaves[operands[0]], leaf) or whole, leaf, now)
+        if isinstance(leaf, Operand):
+            found[place] = Watched.of(leaf.expression, leaf.value, now)
     return tree_unflatten(found, shape)
-
-
-def _shorter(name: str, operand: Operand, result: Tensor) -> Expression | None:
-    """A form that keeps factored gradients factored, where the result is a view that has one."""
-    value = operand.value
-    if name in TRANSPOSES and value.dim() == 2 and result.shape == value.shape[::-1]:
-        return Transposed(operand.expression) if result.stride() == value.stride()[::-1] else None
-    rows = result.dim() == value.dim() > 0 and result.shape[1:] == value.shape[1:] and result.stride() == value.stride()
-    if rows and result.data_ptr() and result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-        start, rest = divmod(int(result.storage_offset() - value.storage_offset()), max(1, value.stride(0)))
-        if rest == 0 and start >= 0 and start + len(result) <= len(value):
-            return Block(operand.expression, start, start + len(result))
-    return None
