@@ -156,8 +156,8 @@ def convnext(small: bool) -> nn.Module:
     return convnext_tiny()
 
 
-def pixels(size: int, small: bool) -> Batch:
-    side = 32 if small else 224
+def pixels(size: int, small: bool, tiny: int = 32) -> Batch:
+    side = tiny if small else 224
     return {"pixel_values": torch.randn(size, 3, side, side), "labels": torch.randint(10, (size,))}
 
 
@@ -170,7 +170,7 @@ OTHERS = {
     "T5-small": Other(t5, partial(sentence_pairs, 128, 32128), next_token_loss, 32),
     "Whisper-tiny": Other(whisper, partial(speech, 64, 51865), next_token_loss, 16),
     "ViT-B/16": Other(vit, pixels, class_loss, 64),
-    "ResNet-50 GN": Other(resnet50, pixels, class_loss, 64),
+    "ResNet-50 GN": Other(resnet50, partial(pixels, tiny=64), class_loss, 64),
     "ConvNeXt-T": Other(convnext, pixels, class_loss, 64),
 }
 

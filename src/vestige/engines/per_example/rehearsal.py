@@ -94,7 +94,21 @@ class _Rehearsing:
         self._check_independent(three)
         kinds = self._kinds(three)
         self._check_gradients(three, kinds)
-        return Rehearsal(kinds, changing)
+        return Rehearsal({**kinds, **self._unmasked(three, kinds)}, changing)
+
+    def _unmasked(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> dict[Key, Kind | None]:
+        """Uses that are met only where every whole number is a one, as in a mask that hides nothing."""
+        ones = [part if part.is_floating_point() else torch.ones_like(part) for part in three]
+        if all(one is part for one, part in zip(ones, three, strict=True)):
+            return {}
+        try:
+            if self._watched(ones, kinds, None)[1].keys() <= kinds.keys():
+                return {}
+            found = {**self._kinds(ones), **kinds}
+            self._check_gradients(ones, found)
+        except Exception:
+            return {}  # a model may refuse such numbers; what was not met here is a doubt later
+        return {key: kind for key, kind in found.items() if key not in kinds}
 
     # --- running ------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -27,12 +28,21 @@ from vestige.engines.per_example.expressions import (
     tapped,
     value_of,
 )
-from vestige.engines.per_example.forms import expressed
+from vestige.engines.per_example.forms import COPIES, expressed
 from vestige.engines.per_example.gradients import Dense
 from vestige.engines.per_example.rules import RULES, Rule, Ruled
 
 CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
 """What is read of a parameter without its gradient."""
+
+VIEWS = frozenset(
+    {
+        *("t", "T", "mT", "H", "mH", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint"),
+        *("view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"),
+        *("chunk", "split", "tensor_split", "unbind", "narrow", "select", "diagonal"),
+    }
+)
+"""The same numbers in another shape: there are examples in none of them."""
 
 
 class Misfit(Exception):
@@ -53,8 +63,25 @@ class Watched(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            args, kwargs = _given_to_each(args, kwargs or {})
+            if not any(isinstance(each, Watched) for each in (*args, *kwargs.values())):
+                return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return _use(function, args, kwargs or {})
+
+
+def _given_to_each(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of attention, such as a bias by distance that parameters make: each example gets a copy of its own,
+    where its gradient is seen."""
+    others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and not isinstance(each, Watched)]
+
+    def given(each: Any) -> Any:
+        if not isinstance(each, Watched) or not others or each.dim() != others[0].dim():
+            return each
+        return each.expand(len(others[0]), *[-1] * (each.dim() - 1))
+
+    return [given(each) for each in args], {key: given(each) for key, each in kwargs.items()}
 
 
 def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -69,6 +96,8 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return True
     names = tuple(name for each in watched for name in each.operand.expression.names)
     rule = RULES.get(function)
+    if name in COPIES or (rule is None and name in VIEWS):
+        return _expression(function, name, args, kwargs, now)  # of parameters alone, whatever the examples are
     ruled = None if rule is None else _ruled(rule, name, names, args, kwargs)
     if ruled is None:
         return _without_rule(function, name, names, args, kwargs, now)
