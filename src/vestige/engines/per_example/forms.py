@@ -89,21 +89,25 @@ class Rows:
 class Joined:
     """Several expressions side by side along an axis, or stacked along a new one."""
 
-    of: tuple[Expression, ...]
+    of: tuple[Expression | Tensor, ...]
+    """A tensor is a constant among them."""
     function: Callable[..., Tensor]
     axis: int
     stacked: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        return _names(self.of)
+        return _names(self._expressions())
+
+    def _expressions(self) -> list[Expression]:
+        return [each for each in self.of if not isinstance(each, Tensor)]
 
     def value(self, environment: Environment) -> Tensor:
-        return self.function(*(each.value(environment) for each in self.of))
+        return self.function(*(each.value(environment) for each in self._expressions()))
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
         """By the slices that come from each; factors are cut along their own axis."""
-        sizes = [1 if self.stacked else each.value(environment).shape[self.axis] for each in self.of]
+        sizes = [1 if self.stacked else _valued(each, environment).shape[self.axis] for each in self.of]
         if isinstance(gradient, Outer) and not self.stacked:
             left, right = gradient.left, gradient.right
             if self.axis == 0:
@@ -113,7 +117,8 @@ class Joined:
         else:
             slices = gradient.dense().split(sizes, dim=1 + self.axis)
             cut = [Dense(part.squeeze(1 + self.axis) if self.stacked else part) for part in slices]
-        return _added(each.pull(part, environment) for each, part in zip(self.of, cut, strict=True))
+        pairs = [(each, part) for each, part in zip(self.of, cut, strict=True) if not isinstance(each, Tensor)]
+        return _added(each.pull(part, environment) for each, part in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,11 +145,13 @@ class Product:
             if not isinstance(self.right, Tensor):
                 found.append(self.right.pull(Outer(one @ left, other), environment))
             return _added(found)
-        dense = wide(gradient.dense())
+        numbers = left.shape[0] * right.shape[1]
         if not isinstance(self.left, Tensor):
-            found.append(self.left.pull(Dense(dense @ right.t()), environment))
+            back = carried(gradient, lambda dense: wide(dense) @ right.t(), numbers, left.numel())
+            found.append(self.left.pull(back, environment))
         if not isinstance(self.right, Tensor):
-            found.append(self.right.pull(Dense(left.t() @ dense), environment))
+            back = carried(gradient, lambda dense: left.t() @ wide(dense), numbers, right.numel())
+            found.append(self.right.pull(back, environment))
         return _added(found)
 
 
@@ -171,17 +178,17 @@ class Elementwise:
             slopes = torch.autograd.grad(output, leaves, torch.ones_like(output))
         found = []
         for each, value, slope in zip(self.of, values, slopes, strict=True):
-            found.append(each.pull(_slope_times(gradient, slope, value.shape), environment))
+            back = partial(_slope_times, slope, value.shape)
+            found.append(each.pull(carried(gradient, back, slope.numel(), value.numel()), environment))
         return _added(found)
 
 
-def _slope_times(gradient: Gradient, slope: Tensor, shape: Sequence[int]) -> Gradient:
-    """[examples, *shape], summed over what was broadcast."""
-    dense = wide(gradient.dense()) * slope
-    return Dense(_summed(dense, shape))
+def _slope_times(slope: Tensor, shape: Sequence[int], dense: Tensor) -> Tensor:
+    return _summed(wide(dense) * slope, shape)
 
 
 def _summed(dense: Tensor, shape: Sequence[int]) -> Tensor:
+    """[examples, *shape], summed over what was broadcast."""
     extra = dense.dim() - 1 - len(shape)
     over = [*range(1, 1 + extra), *(1 + extra + i for i, n in enumerate(shape) if n == 1 != dense.shape[1 + extra + i])]
     return (dense.sum(dim=over) if over else dense).reshape(len(dense), *shape)
@@ -206,9 +213,10 @@ class Scaled:
         return self.function(self.of.value(environment))
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        if not isinstance(gradient, Outer):
-            return self.of.pull(Dense(wide(gradient.dense()) * self.factor), environment)
         factor = self.factor
+        if not isinstance(gradient, Outer):
+            numbers = self.of.value(environment).numel()
+            return self.of.pull(carried(gradient, lambda dense: wide(dense) * factor, numbers, numbers), environment)
         if not isinstance(factor, Tensor) or factor.numel() == 1:
             number = factor if not isinstance(factor, Tensor) else factor.reshape(())
             return self.of.pull(Outer(wide(gradient.left) * number, gradient.right), environment)
@@ -250,8 +258,8 @@ class WeightNorm:
 
         return _added(
             (
-                self.direction.pull(carried(gradient, across, direction.numel()), environment),
-                self.length.pull(carried(gradient, along, direction.numel()), environment),
+                self.direction.pull(carried(gradient, across, direction.numel(), direction.numel()), environment),
+                self.length.pull(carried(gradient, along, direction.numel(), length.numel()), environment),
             )
         )
 
@@ -275,24 +283,29 @@ class Derived:
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
         if self.same:
             return self.of[0].pull(gradient, environment)
-        own = {name: environment[name].detach() for name in self.names}
-        value, back = vjp(self.value, own)[:2]
+        values = [each.value(environment).detach() for each in self.of]
+        result, back = vjp(self.function, *values)[:2]
 
-        def pulled(name: str, dense: Tensor) -> Tensor:
+        def pulled(place: int, dense: Tensor) -> Tensor:
             with quietly():
-                found: Tensor = vmap(lambda each: back(each)[0][name])(dense.to(value.dtype))
+                found: Tensor = vmap(lambda each: back(each)[place])(dense.to(result.dtype))
             return found
 
-        largest = max(value.numel(), *(each.numel() for each in own.values()))
-        return {name: carried(gradient, partial(pulled, name), largest) for name in own}
+        found = []
+        for place, (each, value) in enumerate(zip(self.of, values, strict=True)):
+            carried_on = carried(gradient, partial(pulled, place), result.numel(), value.numel())
+            found.append(each.pull(carried_on, environment))
+        return _added(found)
 
 
-def carried(gradient: Gradient, back: Callable[[Tensor], Tensor], numbers: int) -> Gradient:
-    """What `back` makes of a gradient with so many numbers an example: now, or later and a few at a time."""
+def carried(gradient: Gradient, back: Callable[[Tensor], Tensor], numbers: int, fewer: int) -> Gradient:
+    """What `back` makes of a gradient: an example has so many numbers before, and so many after. Where all of them
+    would be too many, a few examples at a time; and where what is made would be, later."""
     examples = examples_of(gradient)
-    if numbers * examples <= LARGEST:
+    if examples * max(numbers, fewer) <= LARGEST:
         return Dense(back(gradient.dense()))
-    return Deferred(gradient, back, max(1, LARGEST // numbers))
+    later = Deferred(gradient, back, max(1, LARGEST // max(numbers, fewer)))
+    return Dense(later.dense()) if examples * fewer <= LARGEST else later
 
 
 def _names(expressions: Iterable[Expression]) -> tuple[str, ...]:
@@ -338,7 +351,17 @@ ELEMENTWISE = frozenset(
         ),
         *("tanh", "sigmoid", "logsigmoid", "softplus", "relu", "gelu", "silu", "elu", "leaky_relu"),
         *("clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "expand", "expand_as", "broadcast_to"),
-        *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
+        *(
+            "__add__",
+            "__radd__",
+            "__sub__",
+            "__rsub__",
+            "__mul__",
+            "__rmul__",
+            "__truediv__",
+            "__rtruediv__",
+            "__rdiv__",
+        ),
         *("__neg__", "__pow__", "__rpow__", "__abs__"),
     }
 )
@@ -396,11 +419,12 @@ def _form(
         if axis != -1:
             return WeightNorm(parents[0], parents[1], axis)
         return Derived(parents, function)
-    if name in ("cat", "concat", "concatenate", "stack", "vstack") and _only_operands(args[0]):
+    if name in ("cat", "concat", "concatenate", "stack", "vstack") and isinstance(args[0], list | tuple):
         axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         stacked = name == "stack"
         if name != "vstack" or all(operand.value.dim() > 1 for operand in operands):
-            return Joined(parents, function, axis % result.dim(), stacked)
+            parts = tuple(each.expression if isinstance(each, Operand) else each for each in args[0])
+            return Joined(parts, function, axis % result.dim(), stacked)
     if name in ELEMENTWISE:
         return Elementwise(parents, function)
     return Derived(parents, function)
@@ -467,7 +491,3 @@ def _product(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Produ
     shape = tuple(args[1].value.shape)
     turned = View(right, Tensor.t, right, shape, Place(shape[::-1], (1, shape[1])))
     return Product(left, turned)
-
-
-def _only_operands(parts: Any) -> bool:
-    return isinstance(parts, list | tuple) and all(isinstance(part, Operand) for part in parts)

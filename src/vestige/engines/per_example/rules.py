@@ -95,9 +95,6 @@ def _stacked_matmul(input: Any, other: Any) -> Ruled:
     first = "k" if one == 1 else stack[len(stack) - (one - 2) :] + "ik"
     second = "k" if two == 1 else stack[len(stack) - (two - 2) :] + "kj"
     output = stack + ("i" if one > 1 else "") + ("j" if two > 1 else "")
-    shapes = dict(zip(first, value_of(input).shape, strict=True)), dict(zip(second, value_of(other).shape, strict=True))
-    if any(shapes[0][label] != shapes[1][label] for label in shapes[0].keys() & shapes[1].keys()):
-        return None  # broadcast along an axis of one place
     return einsum(f"{first},{second}->{output}", input, other)
 
 
@@ -133,7 +130,10 @@ def einsum(equation: Any, *operands: Any) -> Ruled:
     mine = [place for place, each in enumerate(operands) if isinstance(each, Operand)]
     if labelled is None or len(mine) != 1:
         return None
-    inputs, output = labelled
+    unbroadcast = _unbroadcast(operands, labelled[0])
+    if unbroadcast is None:
+        return None
+    (operands, inputs), output = unbroadcast, labelled[1]
     parameter, own = operands[mine[0]], inputs[mine[0]]
     others = [
         (each, labels) for place, (each, labels) in enumerate(zip(operands, inputs, strict=True)) if place != mine[0]
@@ -208,13 +208,24 @@ def _labels(equation: Any, values: Sequence[Any]) -> tuple[list[str], str] | Non
     for labels, value in zip(inputs, values, strict=True):
         extra = value.dim() - len(labels) + 3
         filled.append(labels.replace("...", "".join(dots[len(dots) - extra :] if extra > 0 else [])))
-    sizes: dict[str, set[int]] = {}
-    for labels, value in zip(filled, values, strict=True):
-        for label, size in zip(labels, value.shape, strict=True):
-            sizes.setdefault(label, set()).add(size)
-    if any(len(found) > 1 for found in sizes.values()):
-        return None  # broadcast along an axis of one place
     return filled, output.replace("...", "".join(dots))
+
+
+def _unbroadcast(operands: Sequence[Any], inputs: Sequence[str]) -> tuple[tuple[Any, ...], list[str]] | None:
+    """Without the axes of one place along which a factor without parameters is broadcast."""
+    sizes: dict[str, int] = {}
+    for each, labels in zip(operands, inputs, strict=True):
+        for label, size in zip(labels, value_of(each).shape, strict=True):
+            sizes[label] = max(size, sizes.get(label, 0))
+    factors, found = [], []
+    for each, labels in zip(operands, inputs, strict=True):
+        shape = value_of(each).shape
+        over = [place for place, label in enumerate(labels) if shape[place] != sizes[label]]
+        if over and isinstance(each, Operand):
+            return None
+        factors.append(each.squeeze(over) if over else each)
+        found.append("".join(label for place, label in enumerate(labels) if place not in over))
+    return tuple(factors), found
 
 
 def routed(input: Tensor, weight: Any, index: Tensor) -> Tensor:
