@@ -29,6 +29,7 @@ from vestige.engines.per_example.rehearsal import (
     Rows,
     Unclear,
     Unwatchable,
+    WrongRule,
     first_line,
     left_as_found,
     made_up,
@@ -51,6 +52,8 @@ class BookKeeping:
         self.reference = Reference(model, loss, layout)
         self._taps: dict[bool, Taps | None] = {}
         self._writes, self._changing = Writes(model), frozenset[str]()
+        self._doubted = self._said_compiled = False
+        """What was said is not said again: a doubt is met at every step, and in every layer."""
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
@@ -63,7 +66,9 @@ class BookKeeping:
                 found = self.gradients(taps, batch, parameters)
             except Doubt as doubt:
                 self._require_reference(batch, str(doubt))
-                warnings.warn(f"{doubt}; this batch is left to the reference engine", stacklevel=2)
+                if not self._doubted:
+                    warnings.warn(f"{doubt}; such batches are left to the reference engine", stacklevel=2)
+                self._doubted = True
                 return self.reference(batch, parameters, clip, into)
         return add_weighted(found, clip, self.layout, into, len(batch[0]))
 
@@ -89,7 +94,8 @@ class BookKeeping:
 
     def _rehearsed(self, blank: Batch) -> Taps | None:
         taps = Taps(self.model, self.layout)
-        if _compiled(self.model):
+        if _compiled(self.model) and not self._said_compiled:
+            self._said_compiled = True
             warnings.warn(
                 "the model is compiled, but private steps run it uncompiled: a compiled graph would run past the uses "
                 "that are watched",
@@ -115,7 +121,7 @@ class BookKeeping:
         for raised in raisings(blank):
             try:
                 return rehearsed(taps, self._losses, partial(made_up, blank, device=blank[0].device, raised=raised))
-            except (Dependent, Unwatchable):
+            except (Dependent, Unwatchable, WrongRule):
                 raise
             except Exception as problem:
                 problems.append(problem)

@@ -20,6 +20,7 @@ from vestige.engines.per_example.rehearsal import (
     Made,
     Rehearsal,
     Unwatchable,
+    WrongRule,
     first_line,
     left_as_found,
     made_up,
@@ -95,7 +96,7 @@ def form_of(module: nn.Module, layout: Layout, call: Call, rows: int) -> CallFor
         except Exception as problem:  # a call that is not meant so may raise anything
             problems.append(problem)
     first = problems[0]
-    if isinstance(first, Dependent):
+    if isinstance(first, Dependent | WrongRule):
         raise first
     raise ValueError(
         f"the model cannot be made private in this loop: tried out on made-up examples of these shapes, "
@@ -151,7 +152,7 @@ def _tried(module: nn.Module, taps: Taps, call: Call, batched: tuple[int, ...]) 
     for raised in raisings([call.leaves[place] for place in batched]):
         try:
             return _with_numbers(module, taps, _shown(call, len(call.leaves[batched[0]])), batched, raised)
-        except (Dependent, Unwatchable):
+        except (Dependent, Unwatchable, WrongRule):
             raise
         except Exception as problem:
             problems.append(problem)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.optim import SGD
@@ -34,7 +36,8 @@ def test_a_step_of_a_loop(name):
     )
     _, model, optimizer, loader = private(model, tuple(batch.values()), batch=4, optimizer=lambda p, lr: SGD(p, lr=FAR))
     before = flat(model)
-    with nothing_replayed():
+    with nothing_replayed(), warnings.catch_warnings():
+        warnings.simplefilter("error")
         for rows in loader:
             given = dict(zip(names, rows, strict=True))
             other.loss(called(model, given), given).backward()

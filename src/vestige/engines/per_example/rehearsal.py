@@ -37,6 +37,8 @@ TOLERANCE = 1e-4
 """How far rounding may move an output in float32, relative to the largest."""
 GRADIENT_TOLERANCE = 1e-2
 """How far a watched gradient may be from autograd's: a use that was missed or misread is off by far more."""
+RULE_TOLERANCE = 1e-3
+"""How far one may be that a rule of the user's makes: it is the whole of what bounds an example there."""
 ROUNDS = 6
 BESIDE = (1.0, 1e3, 1e30, torch.inf, -torch.inf, torch.nan)
 """What made-up examples are multiplied by, to stand beside another: none of them may be seen there."""
@@ -44,6 +46,10 @@ BESIDE = (1.0, 1e3, 1e30, torch.inf, -torch.inf, torch.nan)
 
 class Unwatchable(Exception):
     """The model's uses of its parameters cannot be watched; the message says why."""
+
+
+class WrongRule(ValueError):
+    """A rule of the user's for a module gives other gradients than autograd."""
 
 
 class Unclear(Exception):
@@ -94,7 +100,17 @@ class _Rehearsing:
         self._check_independent(three)
         kinds = self._kinds(three)
         self._check_gradients(three, kinds)
+        if self.taps.ruled:
+            self._check_rules(three, kinds)
         return Rehearsal({**kinds, **self._unmasked(three, kinds)}, changing)
+
+    def _check_rules(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
+        """A rule may have forgotten what numbers between 0 and 1 do not show."""
+        either_sign = [4 * part - 2 if part.is_floating_point() else part for part in three]
+        with torch.no_grad():
+            finite = bool(self.plainly(either_sign).isfinite().all())
+        if finite:
+            self._check_gradients(either_sign, kinds)
 
     def _unmasked(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> dict[Key, Kind | None]:
         """Uses that are met only where every whole number is a one, as in a mask that hides nothing."""
@@ -106,6 +122,8 @@ class _Rehearsing:
                 return {}
             found = {**self._kinds(ones), **kinds}
             self._check_gradients(ones, found)
+        except WrongRule:
+            raise
         except Exception:
             return {}  # a model may refuse such numbers; what was not met here is a doubt later
         return {key: kind for key, kind in found.items() if key not in kinds}
@@ -248,9 +266,13 @@ class _Rehearsing:
             want = torch.stack([rows[name].reshape(-1) for rows in wanted])
             got = found[name].reshape(want.shape).to(want.dtype) if name in found else torch.zeros_like(want)
             off, size = torch.linalg.vector_norm(got - want, dim=1), torch.linalg.vector_norm(want, dim=1)
-            if not bool(
-                (off <= max(GRADIENT_TOLERANCE, self.tolerance) * size + 1e-5 * torch.stack(sizes).max()).all()
-            ):
+            allowed = max(RULE_TOLERANCE if name in self.taps.ruled else GRADIENT_TOLERANCE, self.tolerance)
+            if not bool((off <= allowed * size + 1e-5 * torch.stack(sizes).max()).all()):
+                if name in self.taps.ruled:
+                    raise WrongRule(
+                        f"the rule for {self.taps.ruled[name]} gives another gradient of {name!r} than autograd does: "
+                        "correct it, or leave it out"
+                    )
                 raise Unwatchable(
                     f"parameter {name!r} is used where that cannot be watched (of activation checkpointing, the form "
                     "with use_reentrant=False can be)"

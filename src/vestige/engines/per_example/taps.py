@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vestige.engines.per_example.expressions import ANCHOR, Environment, Kinds, Pass, Whole, full_precision
 from vestige.engines.per_example.gradients import Gradient, combine
-from vestige.engines.per_example.sequences import composite_of
+from vestige.engines.per_example.sequences import composite_of, registered
 from vestige.engines.per_example.uses import Watched
 from vestige.layout import Layout
 
@@ -33,6 +33,8 @@ class Taps:
         self.model, self.layout, self.kinds = model, layout, dict(kinds or {})
         self._holders = _holders(model, layout)
         found = ((module, composite_of(module)) for module in model.modules())
+        self.ruled = _under_rules(model, layout)
+        """Parameters whose gradients a rule of the user's makes: by name, the class that has it."""
         self._spelled = [(vars(module), partial(forward, module)) for module, forward in found if forward is not None]
 
     def start(self, examples: int, environment: Environment, deliver: Callable[[Mapping[str, Gradient]], None]) -> Pass:
@@ -107,6 +109,17 @@ def _holders(model: nn.Module, layout: Layout) -> dict[str, list[Holder]]:
             if id(parameter) in names:
                 holders[names[id(parameter)]].append((module._parameters, key))  # type: ignore[arg-type]
     return holders
+
+
+def _under_rules(model: nn.Module, layout: Layout) -> dict[str, str]:
+    names = {id(parameter): name for name, parameter in layout.parameters(model).items()}
+    return {
+        names[id(parameter)]: type(module).__name__
+        for module in model.modules()
+        if registered(module)
+        for parameter in module.parameters()
+        if id(parameter) in names
+    }
 
 
 def eagerly() -> AbstractContextManager[object]:

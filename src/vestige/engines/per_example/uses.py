@@ -102,7 +102,7 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if ruled is None:
         return _without_rule(function, name, names, args, kwargs, now)
     key = now.key(name, names)
-    kind = _kind(now, key, _has_tensors(args, kwargs))
+    kind = known_kind(now, key, _has_tensors(args, kwargs))
     output, saved, settle = ruled
     if now.observed is not None and not now.going_back:
         now.observed[key] = Observation([tuple(output.shape)], [])
@@ -149,7 +149,7 @@ def _plain_named(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: _plain([argument])[0] for key, argument in kwargs.items()}
 
 
-def _kind(now: Pass, key: Key, examples: bool) -> Kind | None:
+def known_kind(now: Pass, key: Key, examples: bool) -> Kind | None:
     """What is known of a use; in a rehearsal it may be new, and is taken to hold examples if it looks so."""
     known = key if key in now.kinds else (*key[:2], -1)
     if known in now.kinds:
@@ -172,7 +172,7 @@ def _without_rule(
     if not outputs:
         return result
     key = now.key(name, names)
-    kind = _kind(now, key, bool(tensors))
+    kind = known_kind(now, key, bool(tensors))
     if now.observed is not None and not now.going_back:
         shapes = [tuple(found[place].shape) for place in outputs], [tuple(leaves[place].shape) for place in tensors]
         now.observed[key] = Observation(*shapes)
