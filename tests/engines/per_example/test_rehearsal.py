@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_checks import ask, close, silent, square, targets
+from engine_checks import ask, clipped, close, one_at_a_time, silent, square, targets
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured
 from vestige.engines.per_example import rehearsal
@@ -90,8 +92,18 @@ def test_rows_that_do_not_fit_later_are_noticed():
     inputs = torch.randn(5, 3)
     inputs[:3, 0], inputs[3:, 0] = 1.0, -1.0
     assert engine.taps((inputs[:3], targets(3))) is not None  # made-up numbers are all positive
-    with pytest.raises(ValueError, match="linear of some.* did not give every example as many rows.*vmap"):
-        engine((inputs, targets(5)), parameters, Flat(0.1), torch.zeros(layout.size))  # nor can vmap run it
+    batch, into = (inputs, targets(5)), torch.zeros(layout.size)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        norms = engine(batch, parameters, Flat(0.1), into)
+        for _ in range(3):
+            engine(batch, parameters, Flat(0.1), torch.zeros(layout.size))
+    (once,) = said
+    assert "linear of some" in str(once.message)
+    assert "did not give every example as many rows" in str(once.message)
+    total, expected = clipped(one_at_a_time(model, square, layout, batch, parameters), Flat(0.1), layout)
+    close(into, total)
+    close(norms, expected)
 
 
 class Regularised(nn.Module):

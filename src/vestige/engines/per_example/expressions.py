@@ -128,6 +128,7 @@ class Pass:
     observed: dict[Key, Observation] | None = None
     """In a rehearsal: what is seen of each use, for the first time or again."""
     counts: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
+    recounts: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
     doubt: str | None = None
     """Why the pass, though it ran, cannot be used."""
     recomputes: bool = False
@@ -138,11 +139,14 @@ class Pass:
     """Whether the backward pass is under way: a use seen now is one that is recomputed, and has been counted."""
 
     def key(self, function: str, names: tuple[str, ...]) -> Key:
-        if self.going_back:
-            return function, names, 0
-        place = self.counts.get((function, names), 0)
-        self.counts[function, names] = place + 1
-        return function, names, place
+        use = function, names
+        if self.going_back:  # in their order again, as far as they are recomputed together
+            place = self.recounts.get(use, 0)
+            self.recounts[use] = place + 1
+            return *use, place % self.counts.get(use, 1)
+        place = self.counts.get(use, 0)
+        self.counts[use] = place + 1
+        return *use, place
 
 
 Pulled = Iterator[tuple[Operand, Gradient]]
