@@ -36,7 +36,7 @@ from vestige.engines.per_example.rehearsal import (
     raisings,
     rehearsed,
 )
-from vestige.engines.per_example.taps import Doubt, Taps, eagerly, gradients
+from vestige.engines.per_example.taps import Doubt, Taps, eagerly, gradients, shapes_of
 from vestige.engines.reference import Reference
 from vestige.engines.writes import Writes
 from vestige.layout import Layout
@@ -84,7 +84,7 @@ class BookKeeping:
     def gradients(self, taps: Taps, batch: Batch, parameters: Parameters) -> dict[str, Gradient]:
         """SENSITIVE: every parameter's per-example gradients at this point."""
         values, before = {name: value.detach() for name, value in parameters.items()}, self._writes.versions()
-        found = gradients(taps, partial(self._losses, batch), len(batch[0]), values)
+        found = gradients(taps, partial(self._losses, batch), batch, values)
         self._writes.require_unchanged(before, self._changing)
         return found
 
@@ -111,7 +111,7 @@ class BookKeeping:
                 stacklevel=4,
             )
             return None
-        taps.kinds = dict(found.kinds)
+        taps.kinds, taps.shapes = dict(found.kinds), shapes_of(blank)
         self._changing |= found.changing
         return taps
 

@@ -27,7 +27,7 @@ from vestige.engines.per_example.rehearsal import (
     raisings,
     rehearsed,
 )
-from vestige.engines.per_example.taps import Taps, floating
+from vestige.engines.per_example.taps import Shapes, Taps, floating
 from vestige.layout import Layout
 
 MOST_GUESSES = 16
@@ -44,6 +44,11 @@ class Call:
     def kind(self) -> tuple[Any, ...]:
         """What calls of one form have in common: everything but how many rows they have."""
         return self.tree, tuple(_kind(leaf) for leaf in self.leaves)
+
+    def shapes(self, batched: Sequence[int]) -> Shapes:
+        """Of all tensors, without the axis of examples where there is one."""
+        tensors = [(place, leaf) for place, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        return tuple(tuple(leaf.shape[1:] if place in batched else leaf.shape) for place, leaf in tensors)
 
     def with_rows(self, tensors: Sequence[Tensor], places: Sequence[int]) -> tuple[Any, Any]:
         leaves = list(self.leaves)
@@ -180,7 +185,7 @@ def _with_numbers(
         return torch.cat([found[place].reshape(len(rows[0]), -1).float() for place in holding], dim=1)
 
     rehearsal = rehearsed(taps, run, made)
-    taps.kinds = dict(rehearsal.kinds)
+    taps.kinds, taps.shapes = dict(rehearsal.kinds), shown.shapes(batched)
     return CallForm(taps, batched, holding, rehearsal, made)
 
 

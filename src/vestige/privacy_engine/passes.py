@@ -214,7 +214,7 @@ class Passes:
             )
         call = Call(leaves, tree)
         form = self._form(call)
-        self._begin(form, form.rows(call))
+        self._begin(form, call)
         return None
 
     def _require_usable(self) -> None:
@@ -240,11 +240,12 @@ class Passes:
                 self._busy = False
         return self._forms[key]
 
-    def _begin(self, form: CallForm, rows: int) -> None:
+    def _begin(self, form: CallForm, call: Call) -> None:
+        rows = form.rows(call)
         if rows == 0:
             raise ValueError("the tensors that the model was called with have different numbers of rows")
         opened: Open
-        now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses))
+        now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses), call.shapes(form.batched))
         now.inside = False
         stack = ExitStack()
         opened = self._open = Open(now, form, stack, self._writes.versions())

@@ -106,6 +106,34 @@ def test_rows_that_do_not_fit_later_are_noticed():
     close(norms, expected)
 
 
+class Chosen(nn.Module):
+    """Runs a layer on the positive positions only, of all examples together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.flatten(0, 1)
+        chosen = (rows[:, 0] > 0).nonzero()[:, 0]
+        return self.head(torch.tanh(rows.index_add(0, chosen, self.some(rows[chosen]))).view_as(input).mean(dim=1))
+
+
+def test_rows_that_fit_by_accident_are_nobodys():
+    """Twelve positions for four examples, but not three for each."""
+    torch.manual_seed(30)
+    inputs = torch.rand(4, 6, 3)
+    inputs[:2, :, 0] *= -1
+    model = Chosen()
+    layout = Layout.of(model)
+    batch, parameters, into = (inputs, targets(4)), layout.parameters(model), torch.zeros(layout.size)
+    with pytest.warns(UserWarning, match="did not give every example as many rows"):
+        norms = BookKeeping(model, square, layout)(batch, parameters, Flat(0.1), into)
+    total, expected = clipped(one_at_a_time(model, square, layout, batch, parameters), Flat(0.1), layout)
+    close(into, total)
+    close(norms, expected)
+
+
 class Regularised(nn.Module):
     def __init__(self) -> None:
         super().__init__()

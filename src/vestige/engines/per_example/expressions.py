@@ -97,6 +97,8 @@ class Kind:
     outputs: tuple[Axis, ...] = (Axis(),)
     operands: tuple[Axis | None, ...] = ()
     """Of the other tensors among its arguments: None where they hold no examples."""
+    rows: tuple[int, ...] = field(default=(), compare=False)
+    """How many rows of each output an example has, where the inputs have the rehearsed shapes; empty if unknown."""
 
 
 Key = tuple[str, tuple[str, ...], int]
@@ -133,6 +135,8 @@ class Pass:
     """Why the pass, though it ran, cannot be used."""
     recomputes: bool = False
     """Whether activations are recomputed in the backward pass (checkpointing), where uses must be seen again."""
+    usual: bool = False
+    """Whether the inputs have the shapes that were rehearsed: an example then has as many rows as it had there."""
     inside: bool = True
     """Whether the engine itself runs the pass; not if its user does."""
     going_back: bool = False
@@ -200,9 +204,10 @@ def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Se
 
 def _unfit(now: Pass, kind: Kind, outputs: Sequence[Tensor]) -> str | None:
     if now.observed is None and not now.going_back:
-        for output, axis in zip(outputs, kind.outputs, strict=True):
+        rows = kind.rows if now.usual and kind.rows else (None,) * len(outputs)
+        for output, axis, usual in zip(outputs, kind.outputs, rows, strict=True):
             size = output.shape[axis.place] if output.dim() > axis.place else 0
-            if size == 0 or size % now.examples:
+            if size == 0 or size % now.examples or (usual is not None and size != usual * now.examples):
                 return "did not give every example as many rows as every other"
     return None
 

@@ -11,7 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -287,7 +287,9 @@ def _grown(key: Key, two: Observation, three: Observation) -> Kind | None:
         return None
     if not all(outputs):
         raise Unwatchable(f"{key[0]} of {', '.join(key[1])} has examples in some of its outputs only")
-    return Kind(tuple(Axis(axes[0]) for axes in outputs), tuple(Axis(axes[0]) if axes else None for axes in operands))
+    rows = tuple(shape[axes[0]] // 3 for shape, axes in zip(three.outputs, outputs, strict=True))
+    places = tuple(Axis(axes[0]) if axes else None for axes in operands)
+    return Kind(tuple(Axis(axes[0]) for axes in outputs), places, rows)
 
 
 def _growing(two: tuple[int, ...], three: tuple[int, ...]) -> list[int]:
@@ -311,7 +313,8 @@ def _located(key: Key, kind: Kind, seen: Observation) -> Kind:
             raise Unwatchable(f"in {key[0]} of {', '.join(key[1])} the examples cannot be told apart")
         outputs.append(chosen)
     minor = outputs[0].minor
-    return Kind(tuple(outputs), tuple(None if each is None else Axis(each.place, minor) for each in kind.operands))
+    operands = tuple(None if each is None else Axis(each.place, minor) for each in kind.operands)
+    return Kind(tuple(outputs), operands, kind.rows)
 
 
 def _further(kinds: Mapping[Key, Kind | None]) -> dict[Key, Kind | None]:
@@ -319,7 +322,8 @@ def _further(kinds: Mapping[Key, Kind | None]) -> dict[Key, Kind | None]:
     alike: dict[tuple[str, tuple[str, ...]], set[Kind | None]] = {}
     for (function, names, _), kind in kinds.items():
         alike.setdefault((function, names), set()).add(kind)
-    return {(*use, -1): next(iter(known)) for use, known in alike.items() if len(known) == 1}
+    single = {use: next(iter(known)) for use, known in alike.items() if len(known) == 1}
+    return {(*use, -1): kind and replace(kind, rows=()) for use, kind in single.items()}
 
 
 def _one_at_a_time(outputs: Tensor, weights: Tensor, leaves: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

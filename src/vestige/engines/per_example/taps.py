@@ -22,6 +22,8 @@ from vestige.engines.per_example.sequences import composite_of, registered
 from vestige.engines.per_example.uses import Watched
 from vestige.layout import Layout
 
+Shapes = tuple[tuple[int, ...], ...]
+"""Of inputs, without the axis of examples."""
 Holder = tuple[dict[str, Any], str]
 """Where a module keeps a parameter: its dictionary, and the key there."""
 
@@ -31,14 +33,22 @@ class Taps:
 
     def __init__(self, model: nn.Module, layout: Layout, kinds: Kinds | None = None) -> None:
         self.model, self.layout, self.kinds = model, layout, dict(kinds or {})
+        self.shapes: Shapes | None = None
+        """Of the inputs that were rehearsed."""
         self._holders = _holders(model, layout)
         found = ((module, composite_of(module)) for module in model.modules())
         self.ruled = _under_rules(model, layout)
         """Parameters whose gradients a rule of the user's makes: by name, the class that has it."""
         self._spelled = [(vars(module), partial(forward, module)) for module, forward in found if forward is not None]
 
-    def start(self, examples: int, environment: Environment, deliver: Callable[[Mapping[str, Gradient]], None]) -> Pass:
-        return Pass(examples, environment, self.kinds, deliver)
+    def start(
+        self,
+        examples: int,
+        environment: Environment,
+        deliver: Callable[[Mapping[str, Gradient]], None],
+        shapes: Shapes | None,
+    ) -> Pass:
+        return Pass(examples, environment, self.kinds, deliver, usual=shapes is not None and shapes == self.shapes)
 
     @contextmanager
     def watching(self, now: Pass) -> Iterator[None]:
@@ -72,7 +82,7 @@ class Taps:
 
 
 def gradients(
-    taps: Taps, outputs_of: Callable[[], Tensor], examples: int, environment: Environment
+    taps: Taps, outputs_of: Callable[[], Tensor], batch: Sequence[Tensor], environment: Environment
 ) -> dict[str, Gradient]:
     """One forward pass and one backward pass from the sum of its outputs: each parameter's per-example gradients.
 
@@ -84,7 +94,7 @@ def gradients(
         for name, gradient in found.items():
             uses.setdefault(name, []).append(gradient)
 
-    now = taps.start(examples, environment, deliver)
+    now = taps.start(len(batch[0]), environment, deliver, shapes_of(batch))
     with taps.watching(now), torch.enable_grad():
         outputs = outputs_of()
         if now.doubt is not None:
@@ -94,6 +104,10 @@ def gradients(
             torch.autograd.grad(outputs, [ANCHOR], torch.ones_like(outputs), allow_unused=True)
     with torch.no_grad(), full_precision(outputs):
         return {name: combine(parts) for name, parts in uses.items()}
+
+
+def shapes_of(batch: Sequence[Tensor]) -> Shapes:
+    return tuple(tuple(part.shape[1:]) for part in batch)
 
 
 class Doubt(Exception):
