@@ -46,7 +46,7 @@ class Taps:
         examples: int,
         environment: Environment,
         deliver: Callable[[Mapping[str, Gradient]], None],
-        shapes: Shapes | None,
+        shapes: Shapes | None = None,
     ) -> Pass:
         return Pass(examples, environment, self.kinds, deliver, usual=shapes is not None and shapes == self.shapes)
 
