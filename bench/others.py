@@ -105,7 +105,8 @@ def sentence_pairs(length: int, vocabulary: int, size: int, small: bool) -> Batc
 
 def speech(length: int, vocabulary: int, size: int, small: bool) -> Batch:
     sound = torch.randn(size, 8, 16) if small else torch.randn(size, 80, 3000)
-    return {"input_features": sound, "decoder_input_ids": torch.randint(97 if small else vocabulary, (size, 7))}
+    written = torch.randint(97 if small else vocabulary, (size, 7 if small else length))
+    return {"input_features": sound, "decoder_input_ids": written}
 
 
 def next_token_loss(outputs: Any, batch: Batch) -> Tensor:
@@ -166,7 +167,7 @@ OTHERS = {
     "BERT-base": Other(bert, partial(labelled_tokens, 128, 30522), class_loss, 32),
     "Llama 0.9B LoRA": Other(llama_lora, partial(tokens, 512, 32000), next_token_loss, 8),
     "Llama 0.9B DoRA": Other(partial(llama_lora, use_dora=True), partial(tokens, 512, 32000), next_token_loss, 8),
-    "Mixtral 0.3B": Other(mixtral, partial(tokens, 256, 32000), next_token_loss, 16),
+    "Mixtral 140M": Other(mixtral, partial(tokens, 256, 32000), next_token_loss, 16),
     "T5-small": Other(t5, partial(sentence_pairs, 128, 32128), next_token_loss, 32),
     "Whisper-tiny": Other(whisper, partial(speech, 64, 51865), next_token_loss, 16),
     "ViT-B/16": Other(vit, pixels, class_loss, 64),

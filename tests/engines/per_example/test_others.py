@@ -24,10 +24,12 @@ def test_norms_and_clipped_sum_in_the_engine(name):
     exact(*positional(name, 4))
 
 
-def step_of_a_loop(model, name, context=nullcontext):
+def step_of_a_loop(model, name, context=nullcontext, padded=0):
     """(the clipped sum that a step of a user's loop makes, the same by one example at a time in float64)"""
     other = OTHERS[name]
     batch = other.examples(4, True)
+    if padded:
+        batch["attention_mask"][1:, -padded:] = 0
 
     def loss(model, *example):
         given = dict(zip(batch, example, strict=True))
@@ -58,12 +60,15 @@ def test_a_step_of_a_loop(name):
     assert off(step_of_a_loop(built(name), name)) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["BERT-base", "T5-small", "Llama 0.9B LoRA"])
+def test_padded_sentences(name):
+    assert off(step_of_a_loop(built(name), name, padded=4)) < 1e-5
+
+
 # --- as people run them -----------------------------------------------------------------------------------------------
 
-TEXT = ["GPT-2 124M", "Llama 0.9B LoRA", "Llama 0.9B DoRA", "T5-small"]
 
-
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", ["GPT-2 124M", "Llama 0.9B DoRA", "T5-small"])
 def test_activation_checkpointing(name):
     model = built(name)
     model.gradient_checkpointing_enable()
@@ -72,15 +77,15 @@ def test_activation_checkpointing(name):
     assert off(step_of_a_loop(model, name)) < 1e-5
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["BERT-base", "T5-small"])
-def test_attention_either_way(name, attention):
+def test_attention_of_its_own_spelling(name):
     model = built(name)
-    model.set_attn_implementation(attention)
+    assert model.config._attn_implementation == "sdpa", "as the other tests have it"
+    model.set_attn_implementation("eager")
     assert off(step_of_a_loop(model, name)) < 1e-5
 
 
-@pytest.mark.parametrize("name", [*TEXT, "ViT-B/16", "ConvNeXt-T", "Mixtral 0.3B"])
+@pytest.mark.parametrize("name", ["GPT-2 124M", "Llama 0.9B LoRA", "T5-small", "ViT-B/16", "Mixtral 140M"])
 def test_bfloat16_autocast(name):
     found = step_of_a_loop(built(name), name, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
     assert 1e-5 < off(found) < 0.05, "rounded, and no more than that"
@@ -110,7 +115,7 @@ def test_dropout_and_stochastic_depth_stay_in_the_fast_path():
 
 
 def test_a_loss_that_balances_the_experts_over_the_batch_is_refused():
-    model, other = built("Mixtral 0.3B"), OTHERS["Mixtral 0.3B"]
+    model, other = built("Mixtral 140M"), OTHERS["Mixtral 140M"]
     model.config.output_router_logits = True
     batch = other.examples(4, True)
     _, model, _, loader = private(model, tuple(batch.values()), batch=4)
