@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vestige.engines.own_rules import register_rule
     from vestige.engines.replacements import fix
     from vestige.mechanism.groups import Layers, Patterns, PerGroup
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
@@ -36,6 +37,7 @@ __all__ = [
     "fix",
     "fo_dp_sgd",
     "post_fm",
+    "register_rule",
     "sma_dp_sgd",
     "train",
     "uniform_memory",
@@ -45,6 +47,7 @@ _MODULES = {
     "training.run": ("Training", "train"),
     "privacy_engine.engine": ("PrivacyEngine",),
     "engines.replacements": ("fix",),
+    "engines.own_rules": ("register_rule",),
     "mechanism.groups": ("Layers", "Patterns", "PerGroup"),
     "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import vestige
 from conftest import make_toy
 from loops import LOSS, private, same_step
-from vestige.engines.independence import mixing_layers
+from vestige.engines.independence import mixing
 from vestige.engines.replacements import replacements
 
 OPTIONS = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.2, "steps": 4, "lr": 0.1, "reproducible": 5}
@@ -88,7 +88,7 @@ def test_an_instance_norm_forgets_its_statistics(kind):
     assert repr(norm) == repr(kind(3, affine=True))
     for mode in (True, False):
         np.testing.assert_allclose(norm.train(mode)(x).detach(), expected, rtol=1e-9, atol=1e-9)
-    assert not mixing_layers(model.train())
+    assert not mixing(model.train())
     assert not replacements(model)
 
 
@@ -151,7 +151,7 @@ def test_a_frozen_layer_is_left_and_one_that_only_rests_is_not():
     assert "1.running_mean" in frozen.state_dict()
     resting = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).eval()
     assert type(vestige.fix(resting)[1]) is nn.GroupNorm
-    assert not mixing_layers(resting.train())
+    assert not mixing(resting.train())
 
 
 class Activated(nn.BatchNorm1d):
@@ -203,13 +203,13 @@ def test_lazy_layers_are_refused_by_name_before_anything_changes(lazy):
         vestige.fix(model)
     assert type(model[0]) is nn.BatchNorm2d
     model(torch.zeros(2, 4, 3, 3))
-    assert not mixing_layers(vestige.fix(model))
+    assert not mixing(vestige.fix(model))
 
 
 def test_refusals_name_the_way_out():
     model = nn.Sequential(nn.BatchNorm2d(4), nn.InstanceNorm2d(4, track_running_stats=True))
-    assert len(mixing_layers(model)) == 2
-    assert all("call model = vestige.fix(model), or" in line for line in mixing_layers(model))
+    assert len(mixing(model)) == 2
+    assert all("call model = vestige.fix(model), or" in line for _, line in mixing(model))
 
 
 def of_vectors():

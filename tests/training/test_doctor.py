@@ -76,6 +76,16 @@ def test_each_fault_is_named(model, level, words):
     assert any(got == level and all(word in line for word in words) for got, line in found), found
 
 
+def test_a_cause_is_said_once_however_many_layers_have_it():
+    layers = [each for _ in range(48) for each in (nn.Linear(5, 5), nn.ReLU(inplace=True), nn.BatchNorm1d(5))]
+    found = findings(nn.Sequential(*layers, nn.Linear(5, 3)))
+    assert len(found) == 2, found
+    assert (
+        "layer '2' (BatchNorm1d), layer '5' (BatchNorm1d) and 46 others like these: mixes the examples" in found[0][1]
+    )
+    assert "layer '1' (ReLU), layer '4' (ReLU) and 46 others like these: works in place" in found[1][1]
+
+
 def test_loaders_that_are_not_poisson_are_named():
     _, data = make_toy()
     for shuffle in (True, False):

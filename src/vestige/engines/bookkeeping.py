@@ -29,13 +29,14 @@ from vestige.engines.per_example.rehearsal import (
     Rows,
     Unclear,
     Unwatchable,
+    WrongRule,
     first_line,
     left_as_found,
     made_up,
     raisings,
     rehearsed,
 )
-from vestige.engines.per_example.taps import Doubt, Sweep, Taps, eagerly, gradients
+from vestige.engines.per_example.taps import Doubt, Sweep, Taps, eagerly, gradients, shapes_of
 from vestige.engines.reference import Reference
 from vestige.engines.writes import Writes
 from vestige.layout import Layout
@@ -52,6 +53,8 @@ class BookKeeping:
         self.reference = Reference(model, loss, layout)
         self._taps: dict[tuple[bool, bool], Taps | None] = {}
         self._writes, self._changing = Writes(model), frozenset[str]()
+        self._doubted = self._said_compiled = False
+        """What was said is not said again: a doubt is met at every step, and in every layer."""
 
     def __call__(
         self,
@@ -73,7 +76,9 @@ class BookKeeping:
                 found = self._added_up(taps, terms)
             except Doubt as doubt:
                 self._require_reference(batch, str(doubt))
-                warnings.warn(f"{doubt}; this batch is left to the reference engine", stacklevel=2)
+                if not self._doubted:
+                    warnings.warn(f"{doubt}; such batches are left to the reference engine", stacklevel=2)
+                self._doubted = True
                 return self.reference(batch, parameters, clip, into, transform)
         return add_weighted(found, clip, self.layout, into, len(batch[0]))
 
@@ -98,7 +103,8 @@ class BookKeeping:
 
     def _sweep(self, term: Term) -> Sweep:
         values = {name: value.detach() for name, value in term.point.items()}
-        return Sweep(partial(self._losses, term.batch), values, term.views, term.weight / term.views)
+        shapes, weight = shapes_of(term.batch), term.weight / term.views
+        return Sweep(partial(self._losses, term.batch), values, shapes, term.views, weight)
 
     def _losses(self, batch: Rows) -> Tensor:
         *inputs, targets = batch
@@ -106,7 +112,8 @@ class BookKeeping:
 
     def _rehearsed(self, blank: Batch, views: int) -> Taps | None:
         taps = Taps(self.model, self.layout)
-        if _compiled(self.model):
+        if _compiled(self.model) and not self._said_compiled:
+            self._said_compiled = True
             warnings.warn(
                 "the model is compiled, but private steps run it uncompiled: a compiled graph would run past the uses "
                 "that are watched",
@@ -122,7 +129,7 @@ class BookKeeping:
                 stacklevel=4,
             )
             return None
-        taps.kinds = dict(found.kinds)
+        taps.kinds, taps.shapes = dict(found.kinds), shapes_of(blank)
         self._changing |= found.changing
         return taps
 
@@ -133,7 +140,7 @@ class BookKeeping:
             try:
                 made = partial(made_up, blank, device=blank[0].device, raised=raised)
                 return rehearsed(taps, self._losses, made, views)
-            except (Dependent, Unwatchable):
+            except (Dependent, Unwatchable, WrongRule):
                 raise
             except Exception as problem:
                 problems.append(problem)

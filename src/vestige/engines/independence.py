@@ -32,10 +32,10 @@ def replaceable(module: nn.Module) -> TypeGuard[Norm]:
     return module._parameters.keys() == {"weight", "bias"}
 
 
-def mixing_layers(model: nn.Module) -> list[str]:
-    """Layers whose output for one example depends on the others, each with the way out."""
+def mixing(model: nn.Module) -> list[tuple[str, str]]:
+    """Layers whose output for one example depends on the others, each with what it does and the way out."""
     return [
-        f"layer {name!r} ({type(module).__name__}) {_fault(module)}"
+        (f"layer {name!r} ({type(module).__name__})", _fault(module))
         for name, module in model.named_modules()
         if refused(module)
     ]
@@ -53,4 +53,5 @@ def _fault(module: nn.Module) -> str:
 
 def require_independent(model: nn.Module) -> None:
     if any(refused(module) for module in modules_of(model)):
-        raise ValueError(mixing_layers(model)[0])
+        where, what = next(iter(mixing(model)))
+        raise ValueError(f"{where} {what}")

@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from vestige.engines.per_example.expressions import quietly
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.criteria import example_losses
 
 
 class Reference:
-    """The oracle: one gradient per example by vmap, materialised, clipped and summed."""
+    """The oracle: one gradient per example, by vmap or in turn, materialised, clipped and summed."""
 
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
         self.model, self.loss, self.layout = model, loss, layout
+        self._in_turn = False
+        """Whether the model cannot be run for all examples at once."""
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
         if len(batch[0]) == 0:
             return into.new_zeros(0, self.layout.groups, dtype=torch.float64)
-        field = grad(self.example_loss)
         if transform is not None:
-            field = transform(field)
-        gradients = vmap(field, in_dims=(None, *(0 for _ in batch)), randomness="different")(parameters, *batch)
-        return add_clipped(gradients, clip, self.layout, into)
+            return add_clipped(
+                self._at_once(transform(grad(self.example_loss)), batch, parameters), clip, self.layout, into
+            )
+        if not self._in_turn:
+            try:
+                return add_clipped(self._at_once(grad(self.example_loss), batch, parameters), clip, self.layout, into)
+            except RuntimeError as problem:  # a model that looks at its numbers, or an autograd.Function
+                if not any(word in str(problem) for word in ("vmap", "functorch")):
+                    raise
+                self._in_turn = True
+        return add_clipped(self._one_by_one(batch, parameters), clip, self.layout, into)
+
+    def _at_once(self, field: Callable[..., Parameters], batch: Batch, parameters: Parameters) -> Parameters:
+        with quietly():
+            return vmap(field, in_dims=(None, *(0 for _ in batch)), randomness="different")(parameters, *batch)
+
+    def _one_by_one(self, batch: Batch, parameters: Parameters) -> Parameters:
+        leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+        rows = []
+        for example in zip(*batch, strict=True):
+            with torch.enable_grad():
+                loss = self.example_loss(leaves, *example)
+                rows.append(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True))
+        return {name: torch.stack(each) for name, each in zip(leaves, zip(*rows, strict=True), strict=True)}
 
     def example_loss(self, parameters: Parameters, *example: Tensor) -> Tensor:
         *inputs, target = (part.unsqueeze(0) for part in example)

@@ -20,13 +20,14 @@ from vestige.engines.per_example.rehearsal import (
     Made,
     Rehearsal,
     Unwatchable,
+    WrongRule,
     first_line,
     left_as_found,
     made_up,
     raisings,
     rehearsed,
 )
-from vestige.engines.per_example.taps import Taps, floating
+from vestige.engines.per_example.taps import Shapes, Taps, floating
 from vestige.layout import Layout
 
 MOST_GUESSES = 16
@@ -43,6 +44,11 @@ class Call:
     def kind(self) -> tuple[Any, ...]:
         """What calls of one form have in common: everything but how many rows they have."""
         return self.tree, tuple(_kind(leaf) for leaf in self.leaves)
+
+    def shapes(self, batched: Sequence[int]) -> Shapes:
+        """Of all tensors, without the axis of examples where there is one."""
+        tensors = [(place, leaf) for place, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        return tuple(tuple(leaf.shape[1:] if place in batched else leaf.shape) for place, leaf in tensors)
 
     def with_rows(self, tensors: Sequence[Tensor], places: Sequence[int]) -> tuple[Any, Any]:
         leaves = list(self.leaves)
@@ -95,7 +101,7 @@ def form_of(module: nn.Module, layout: Layout, call: Call, rows: int) -> CallFor
         except Exception as problem:  # a call that is not meant so may raise anything
             problems.append(problem)
     first = problems[0]
-    if isinstance(first, Dependent):
+    if isinstance(first, Dependent | WrongRule):
         raise first
     raise ValueError(
         f"the model cannot be made private in this loop: tried out on made-up examples of these shapes, "
@@ -151,7 +157,7 @@ def _tried(module: nn.Module, taps: Taps, call: Call, batched: tuple[int, ...]) 
     for raised in raisings([call.leaves[place] for place in batched]):
         try:
             return _with_numbers(module, taps, _shown(call, len(call.leaves[batched[0]])), batched, raised)
-        except (Dependent, Unwatchable):
+        except (Dependent, Unwatchable, WrongRule):
             raise
         except Exception as problem:
             problems.append(problem)
@@ -179,7 +185,7 @@ def _with_numbers(
         return torch.cat([found[place].reshape(len(rows[0]), -1).float() for place in holding], dim=1)
 
     rehearsal = rehearsed(taps, run, made)
-    taps.kinds = dict(rehearsal.kinds)
+    taps.kinds, taps.shapes = dict(rehearsal.kinds), shown.shapes(batched)
     return CallForm(taps, batched, holding, rehearsal, made)
 
 

@@ -303,11 +303,12 @@ class Passes:
         if rows == 0:
             raise ValueError("the tensors that the model was called with have different numbers of rows")
         opened: Open
+        shapes = call.shapes(form.batched)
         replay = self._recorder.begin(self._forward, form, call, rows)
         if replay is None:
-            now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses))
+            now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses), shapes)
         else:  # nothing is delivered, and nobody but the user's graph holds on to what is opened
-            now = form.taps.start(rows, {}, lambda uses: None)
+            now = form.taps.start(rows, {}, lambda uses: None, shapes)
         now.inside = False
         stack = ExitStack()
         opened = self._open = Open(now, form, stack, self._writes.versions(), replay)

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from vestige.checks import check_rate
-from vestige.engines.independence import mixing_layers
+from vestige.engines.independence import mixing
 from vestige.engines.registry import ENGINES
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Loss
@@ -38,7 +38,7 @@ def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
     `data` is a tuple of tensors, a map-style dataset or a DataLoader. The findings are for the data's owner only: they
     are computed from data without noise.
     """
-    findings = [Finding("error", "model", line) for line in mixing_layers(model)]
+    findings = [Finding("error", where, what) for where, what in mixing(model)]
     findings += _trainable(model) + _inplace(model) + _tied(model)
     if isinstance(data, DataLoader):
         findings += _loader(data)
@@ -51,7 +51,20 @@ def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
         findings.append(
             Finding("warning", "data", f"only {count} examples: noise will drown them at any useful epsilon")
         )
-    return findings
+    return _each_cause_once(findings)
+
+
+def _each_cause_once(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding for all places that have the same one."""
+    places: dict[tuple[Literal["error", "warning"], str], list[str]] = {}
+    for finding in findings:
+        places.setdefault((finding.level, finding.what), []).append(finding.where)
+    return [Finding(level, _listed(where), what) for (level, what), where in places.items()]
+
+
+def _listed(places: Sequence[str]) -> str:
+    few = places if len(places) <= 3 else places[:2]
+    return ", ".join(few) + (f" and {len(places) - 2} others like these" if few is not places else "")
 
 
 def first_examples(data: Any, count: int) -> list[Tensor]:

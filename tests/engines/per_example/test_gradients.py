@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from engine_checks import Out, close, silent, targets
 from vestige import devices
 from vestige.engines.per_example import gradients
-from vestige.engines.per_example.gradients import Geometry, Gradient, Lookup, Outer, Patches, Tied, change
+from vestige.engines.per_example.gradients import Geometry, Gradient, Lookup, Outer, Patches, Routed, Tied, change
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2}, {"groups": 4, "dilation": 2}])
@@ -118,6 +118,8 @@ def cancelling_forms(form: str) -> Gradient:
     if form == "outer":
         return Outer(opposite(30, 20, 10), same)
     index = torch.zeros(30, 40, dtype=torch.long)
+    if form == "routed":
+        return Routed(index + 1, opposite(30, 20, 10), same, 3)
     if form == "lookup":
         return Lookup(index, opposite(30, 20, 20), 3)
     if form == "tied":  # what is looked up is what is multiplied by, with the other sign
@@ -132,7 +134,7 @@ def cancelling_forms(form: str) -> Gradient:
     return Patches(image, torch.randn(30, outputs, 1, 1) * checks, Geometry(*pairs, 1))
 
 
-@pytest.mark.parametrize("form", ["outer", "lookup", "tied", "pixels", "patches"])
+@pytest.mark.parametrize("form", ["outer", "routed", "lookup", "tied", "pixels", "patches"])
 def test_terms_that_cancel_in_float32_lift_no_share_over_the_bound(form):
     gradient = cancelling_forms(form)
     if isinstance(gradient, Patches):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_checks import ask, close, silent, square, targets
+from engine_checks import ask, clipped, close, one_at_a_time, silent, square, targets
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured
 from vestige.engines.per_example import rehearsal
@@ -90,8 +92,46 @@ def test_rows_that_do_not_fit_later_are_noticed():
     inputs = torch.randn(5, 3)
     inputs[:3, 0], inputs[3:, 0] = 1.0, -1.0
     assert engine.taps((inputs[:3], targets(3))) is not None  # made-up numbers are all positive
-    with pytest.raises(ValueError, match="linear of some.* did not give every example as many rows.*vmap"):
-        engine((inputs, targets(5)), parameters, Flat(0.1), torch.zeros(layout.size))  # nor can vmap run it
+    batch, into = (inputs, targets(5)), torch.zeros(layout.size)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        norms = engine(batch, parameters, Flat(0.1), into)
+        for _ in range(3):
+            engine(batch, parameters, Flat(0.1), torch.zeros(layout.size))
+    (once,) = said
+    assert "linear of some" in str(once.message)
+    assert "did not give every example as many rows" in str(once.message)
+    total, expected = clipped(one_at_a_time(model, square, layout, batch, parameters), Flat(0.1), layout)
+    close(into, total)
+    close(norms, expected)
+
+
+class Chosen(nn.Module):
+    """Runs a layer on the positive positions only, of all examples together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.flatten(0, 1)
+        chosen = (rows[:, 0] > 0).nonzero()[:, 0]
+        return self.head(torch.tanh(rows.index_add(0, chosen, self.some(rows[chosen]))).view_as(input).mean(dim=1))
+
+
+def test_rows_that_fit_by_accident_are_nobodys():
+    """Twelve positions for four examples, but not three for each."""
+    torch.manual_seed(30)
+    inputs = torch.rand(4, 6, 3)
+    inputs[:2, :, 0] *= -1
+    model = Chosen()
+    layout = Layout.of(model)
+    batch, parameters, into = (inputs, targets(4)), layout.parameters(model), torch.zeros(layout.size)
+    with pytest.warns(UserWarning, match="did not give every example as many rows"):
+        norms = BookKeeping(model, square, layout)(batch, parameters, Flat(0.1), into)
+    total, expected = clipped(one_at_a_time(model, square, layout, batch, parameters), Flat(0.1), layout)
+    close(into, total)
+    close(norms, expected)
 
 
 class Regularised(nn.Module):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_checks import silent, targets
 from vestige.engines.per_example import uses
-from vestige.engines.per_example.expressions import Derived
+from vestige.engines.per_example.forms import Derived
 from vestige.engines.per_example.standardised import Standardised, standardised
 from vestige.tasks.models import StandardisedConv2d
 

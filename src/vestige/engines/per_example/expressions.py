@@ -13,15 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.func import vjp, vmap
 
-from vestige.engines.per_example.gradients import Dense, Gradient, Lookup, Outer
+from vestige.engines.per_example.gradients import Gradient
 
 Environment = Mapping[str, Tensor]
 """The parameters' values by name."""
-LARGEST = 1 << 27
+LARGEST = 1 << 26
 """Numbers that a piece of work may hold, where per-example gradients must be materialised."""
 
 
@@ -49,102 +47,6 @@ class Whole:
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
         return {self.names[0]: gradient}
-
-
-@dataclass(frozen=True, eq=False)
-class Transposed:
-    """The transpose of a matrix; a factored gradient stays factored."""
-
-    of: Expression
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.of.names
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.of.value(environment).t()
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        if isinstance(gradient, Outer):
-            return self.of.pull(Outer(gradient.right, gradient.left), environment)
-        return self.of.pull(Dense(gradient.dense().transpose(1, 2)), environment)
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Some rows of a parameter, from `start` on; a factored gradient stays factored."""
-
-    of: Expression
-    start: int
-    stop: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.of.names
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.of.value(environment)[self.start : self.stop]
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        after = len(self.of.value(environment)) - self.stop
-        if isinstance(gradient, Outer):
-            left = F.pad(gradient.left, (self.start, after))
-            return self.of.pull(Outer(left, gradient.right), environment)
-        dense = gradient.dense()
-        whole = F.pad(dense, (*(0, 0) * (dense.dim() - 2), self.start, after))
-        return self.of.pull(Dense(whole), environment)
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows of a table that no example chooses, such as an embedding of positions."""
-
-    of: Expression
-    index: Tensor
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.of.names
-
-    def value(self, environment: Environment) -> Tensor:
-        return torch.nn.functional.embedding(self.index, self.of.value(environment))
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        rows = gradient.dense()
-        rows = rows.reshape(len(rows), -1, rows.shape[-1])
-        index = self.index.reshape(1, -1).expand(len(rows), -1)
-        return self.of.pull(Lookup(index, rows, len(self.of.value(environment))), environment)
-
-
-@dataclass(frozen=True, eq=False)
-class Derived:
-    """Any other function of parameters alone; its per-example gradients are materialised and pulled back."""
-
-    of: tuple[Expression, ...]
-    function: Callable[..., Tensor]
-    same: bool = False
-    """Whether it only casts or copies one expression, whose gradient is then its own."""
-    name: str = ""
-    shape: tuple[int, ...] = ()
-    """The name of its outermost function, and the shape of its value."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for each in self.of for name in each.names))
-
-    def value(self, environment: Environment) -> Tensor:
-        return self.function(*(each.value(environment) for each in self.of))
-
-    def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        if self.same:
-            return self.of[0].pull(gradient, environment)
-        own = {name: environment[name].detach() for name in self.names}
-        value, back = vjp(self.value, own)[:2]
-        dense = gradient.dense().to(value.dtype)
-        chunk = max(1, LARGEST // max(1, value.numel()))
-        with quietly():  # in one piece where that may be: pieces are copied together
-            found = vmap(lambda each: back(each)[0], chunk_size=chunk if len(dense) > chunk else None)(dense)
-        return {name: Dense(each) for name, each in found.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +99,8 @@ class Kind:
     outputs: tuple[Axis, ...] = (Axis(),)
     operands: tuple[Axis | None, ...] = ()
     """Of the other tensors among its arguments: None where they hold no examples."""
+    rows: tuple[int, ...] = field(default=(), compare=False)
+    """How many rows of each output an example has, where the inputs have the rehearsed shapes; empty if unknown."""
 
     def seen(self, views: int) -> Kind:
         """The same, where each example is so many rows of the batch."""
@@ -235,10 +139,13 @@ class Pass:
     observed: dict[Key, Observation] | None = None
     """In a rehearsal: what is seen of each use, for the first time or again."""
     counts: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
+    recounts: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
     doubt: str | None = None
     """Why the pass, though it ran, cannot be used."""
     recomputes: bool = False
     """Whether activations are recomputed in the backward pass (checkpointing), where uses must be seen again."""
+    usual: bool = False
+    """Whether the inputs have the shapes that were rehearsed: an example then has as many rows as it had there."""
     inside: bool = True
     """Whether the engine itself runs the pass; not if its user does."""
     going_back: bool = False
@@ -247,11 +154,14 @@ class Pass:
     """Rows of the batch to an example."""
 
     def key(self, function: str, names: tuple[str, ...]) -> Key:
-        if self.going_back:
-            return function, names, 0
-        place = self.counts.get((function, names), 0)
-        self.counts[function, names] = place + 1
-        return function, names, place
+        use = function, names
+        if self.going_back:  # in their order again, as far as they are recomputed together
+            place = self.recounts.get(use, 0)
+            self.recounts[use] = place + 1
+            return *use, place % self.counts.get(use, 1)
+        place = self.counts.get(use, 0)
+        self.counts[use] = place + 1
+        return *use, place
 
 
 Pulled = Iterator[tuple[Operand, Gradient]]
@@ -305,9 +215,11 @@ def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Se
 
 def _unfit(now: Pass, kind: Kind, outputs: Sequence[Tensor]) -> str | None:
     if now.observed is None and not now.going_back:
-        for output, axis in zip(outputs, kind.outputs, strict=True):
+        rows = kind.rows if now.usual and kind.rows else (None,) * len(outputs)
+        for output, axis, usual in zip(outputs, kind.outputs, rows, strict=True):
             size = output.shape[axis.place] if output.dim() > axis.place else 0
-            if size == 0 or size % (now.examples * now.views):
+            examples = now.examples * now.views
+            if size == 0 or size % examples or (usual is not None and size != usual * examples):
                 return "did not give every example as many rows as every other"
     return None
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import lru_cache, reduce
+from itertools import pairwise
 from math import prod
+from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -51,7 +53,15 @@ def change(gradient: AnyGradient, function: Callable[[Tensor], Tensor]) -> AnyGr
             changed[field.name] = function(value)
         elif hasattr(value, "norms"):
             changed[field.name] = change(value, function)
+        elif isinstance(value, tuple) and any(hasattr(each, "norms") for each in value):
+            changed[field.name] = tuple(change(each, function) for each in value)
     return replace(gradient, **changed)  # type: ignore[type-var]
+
+
+def examples_of(gradient: Gradient) -> int:
+    sizes: list[int] = []
+    change(gradient, lambda tensor: sizes.append(len(tensor)) or tensor)  # type: ignore[func-returns-value]
+    return sizes[0]
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,10 @@ class Dense:
         return torch.linalg.vector_norm(self._rows(), dim=1)
 
     def add(self, into: Tensor, factors: Tensor) -> None:
-        into.view(-1).addmv_(self._rows().t(), factors)
+        if into.is_contiguous():
+            into.view(-1).addmv_(self._rows().t(), factors)
+        else:
+            into.add_((factors @ self._rows()).view(into.shape))
 
     def dense(self) -> Tensor:
         return self.value
@@ -163,6 +176,141 @@ class Tied:
 
     def dense(self) -> Tensor:
         return self.lookup.dense() + self.outer.dense()
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Outer products into a stack of matrices, each into the one that its position was sent to: index [examples,
+    positions], left [examples, positions, out], right [examples, positions, in], as a mixture of experts has them."""
+
+    index: Tensor
+    left: Tensor
+    right: Tensor
+    height: int
+
+    def norms(self, unit: float) -> Tensor:
+        chunk = max(1, 2**24 // self.index.shape[1] ** 2)
+        parts = zip(*(each.split(chunk) for each in (self.index, self.left, self.right)), strict=True)
+        return torch.cat([Routed(index, left, right, self.height)._norms(unit) for index, left, right in parts])
+
+    def _norms(self, unit: float) -> Tensor:
+        left, right = wide(self.left), wide(self.right)
+        apart = self.index[:, :, None] != self.index[:, None, :]
+        first = torch.bmm(left, left.transpose(1, 2)).masked_fill_(apart, 0.0)
+        squares, lengths = kernels.gram_squares(first, torch.bmm(right, right.transpose(1, 2)))
+        norms = kernels.at_most_hidden(kernels.norms_of(squares, lengths), lengths, unit)
+        return norms + MARGIN * lengths if multiplies_in_tf32(self.left) else norms
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        order = self.index.flatten().argsort()
+        counts = self.index.flatten().bincount(minlength=self.height).tolist()
+        left = (wide(self.left) * factors[:, None, None]).flatten(0, 1)[order].split(counts)
+        right = wide(self.right).flatten(0, 1)[order].split(counts)
+        for place, one, other in zip(into, left, right, strict=True):
+            place.addmm_(one.t(), other)
+
+    def dense(self) -> Tensor:
+        chosen = F.one_hot(self.index, self.height).to(wide(self.left).dtype)
+        return torch.einsum("nte,nto,nti->neoi", chosen, wide(self.left), wide(self.right))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the numbers of a view lie among those of a contiguous tensor, none of them twice."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    @classmethod
+    def of_view(cls, view: Tensor, base: Tensor) -> Place | None:
+        """Where a view lies in what it is a view of; None if a number is in it more than once."""
+        usual = contiguous_strides(view.shape)
+        stride = tuple(s if n > 1 else u for n, s, u in zip(view.shape, view.stride(), usual, strict=True))
+        reach = 0
+        for step, size in sorted((s, n) for n, s in zip(view.shape, stride, strict=True) if n > 1):
+            if step <= reach:
+                return None
+            reach += (size - 1) * step
+        return cls(tuple(view.shape), stride, int(view.storage_offset() - base.storage_offset()))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+    @property
+    def end(self) -> int:
+        return self.offset + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True)) + 1
+
+    @property
+    def contiguous(self) -> bool:
+        return self.stride == contiguous_strides(self.size)
+
+
+def contiguous_strides(size: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(size[place + 1 :]) for place in range(len(size)))
+
+
+@dataclass(frozen=True)
+class Within:
+    """A gradient of some of a parameter's numbers, or of all in another shape; the others have none."""
+
+    of: Gradient
+    place: Place
+    shape: tuple[int, ...]
+
+    def norms(self, unit: float) -> Tensor:
+        return self.of.norms(unit)
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        self.of.add(self.place.of(into), factors)
+
+    def dense(self) -> Tensor:
+        dense = self.of.dense()
+        whole = dense.new_zeros(len(dense), *self.shape)
+        steps = (prod(self.shape), *self.place.stride)
+        whole.as_strided((len(dense), *self.place.size), steps, self.place.offset).copy_(dense)
+        return whole
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Gradients of different numbers of one parameter, each within its place."""
+
+    parts: tuple[Gradient, ...]
+
+    def norms(self, unit: float) -> Tensor:
+        return torch.linalg.vector_norm(torch.stack([part.norms(unit) for part in self.parts]), dim=0)
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        for part in self.parts:
+            part.add(into, factors)
+
+    def dense(self) -> Tensor:
+        return torch.stack([part.dense() for part in self.parts]).sum(dim=0)
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A gradient that is made of another one's numbers by `back`, for a few examples at a time and for each use anew:
+    all of them at once would not fit."""
+
+    of: Gradient
+    back: Callable[[Tensor], Tensor]
+    chunk: int
+
+    def norms(self, unit: float) -> Tensor:
+        return torch.cat([Dense(self.back(part.dense())).norms() for part in self._pieces()])
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        for part, few in zip(self._pieces(), factors.split(self.chunk), strict=True):
+            Dense(self.back(part.dense())).add(into, few)
+
+    def dense(self) -> Tensor:
+        return torch.cat([self.back(part.dense()) for part in self._pieces()])
+
+    def _pieces(self) -> list[Gradient]:
+        cuts = [slice(start, start + self.chunk) for start in range(0, examples_of(self.of), self.chunk)]
+        return [change(self.of, itemgetter(cut)) for cut in cuts]
 
 
 @dataclass(frozen=True)
@@ -339,6 +487,16 @@ def combine(uses: Sequence[Gradient]) -> Gradient:
     alike = _joined_patches(uses)
     if alike is not None:
         return alike
+    places: dict[Place | None, list[Gradient]] = {}
+    for use in uses:
+        places.setdefault(use.place if isinstance(use, Within) else None, []).append(use)
+    if len(places) > 1:
+        parts = tuple(combine(each) for each in places.values())
+        if None not in places and _disjoint(tuple(places)):  # type: ignore[arg-type]
+            return Parts(parts)
+        return Dense(torch.stack([part.dense() for part in parts]).sum(dim=0))
+    if isinstance(uses[0], Within):
+        return replace(uses[0], of=combine([use.of for use in uses if isinstance(use, Within)]))
     lookups = [use for use in uses if isinstance(use, Lookup)]
     outers = [use for use in uses if isinstance(use, Outer)]
     if len(lookups) + len(outers) < len(uses):
@@ -364,6 +522,18 @@ def _joined_patches(uses: Sequence[Gradient]) -> Gradient | None:
     images = (use.image if use._has_rows() else use.image[:, None] for use in patches)
     signals = (use.signal if use._has_rows() else use.signal[:, None] for use in patches)
     return cheaper(Patches(_joined(images), _joined(signals), patches[0].geometry))
+
+
+@lru_cache(maxsize=256)
+def _disjoint(places: tuple[Place, ...]) -> bool:
+    """Whether no number lies in two of these places."""
+    ordered = sorted(places, key=lambda place: place.offset)
+    if all(one.end <= other.offset for one, other in pairwise(ordered)):
+        return True
+    taken = torch.zeros(max(place.end for place in places), dtype=torch.int32)
+    for place in places:
+        place.of(taken).add_(1)
+    return int(taken.max()) <= 1
 
 
 def _joined_outer(outers: Sequence[Outer]) -> Outer:

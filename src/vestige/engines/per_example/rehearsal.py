@@ -11,7 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ TOLERANCE = 1e-4
 """How far rounding may move an output in float32, relative to the largest."""
 GRADIENT_TOLERANCE = 1e-2
 """How far a watched gradient may be from autograd's: a use that was missed or misread is off by far more."""
+RULE_TOLERANCE = 1e-3
+"""How far one may be that a rule of the user's makes: it is the whole of what bounds an example there."""
 ROUNDS = 6
 BESIDE = (1.0, 1e3, 1e30, torch.inf, -torch.inf, torch.nan)
 """What made-up examples are multiplied by, to stand beside another: none of them may be seen there."""
@@ -44,6 +46,10 @@ BESIDE = (1.0, 1e3, 1e30, torch.inf, -torch.inf, torch.nan)
 
 class Unwatchable(Exception):
     """The model's uses of its parameters cannot be watched; the message says why."""
+
+
+class WrongRule(ValueError):
+    """A rule of the user's for a module gives other gradients than autograd."""
 
 
 class Unclear(Exception):
@@ -96,7 +102,33 @@ class _Rehearsing:
         self._check_gradients(three, kinds)
         if views > 1:  # two tell whether views add up: (a, b), (c, c), (b, a)
             self._check_gradients([torch.cat([part, part.flip(0)]) for part in three], kinds, views=2)
-        return Rehearsal(kinds, changing)
+        if self.taps.ruled:
+            self._check_rules(three, kinds)
+        return Rehearsal({**kinds, **self._unmasked(three, kinds)}, changing)
+
+    def _check_rules(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
+        """A rule may have forgotten what numbers between 0 and 1 do not show."""
+        either_sign = [4 * part - 2 if part.is_floating_point() else part for part in three]
+        with torch.no_grad():
+            finite = bool(self.plainly(either_sign).isfinite().all())
+        if finite:
+            self._check_gradients(either_sign, kinds)
+
+    def _unmasked(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> dict[Key, Kind | None]:
+        """Uses that are met only where every whole number is a one, as in a mask that hides nothing."""
+        ones = [part if part.is_floating_point() else torch.ones_like(part) for part in three]
+        if all(one is part for one, part in zip(ones, three, strict=True)):
+            return {}
+        try:
+            if self._watched(ones, kinds, None)[1].keys() <= kinds.keys():
+                return {}
+            found = {**self._kinds(ones), **kinds}
+            self._check_gradients(ones, found)
+        except WrongRule:
+            raise
+        except Exception:
+            return {}  # a model may refuse such numbers; what was not met here is a doubt later
+        return {key: kind for key, kind in found.items() if key not in kinds}
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -241,9 +273,13 @@ class _Rehearsing:
             want = torch.stack([each[name].reshape(-1) for each in wanted]).unflatten(0, (-1, views)).sum(dim=1)
             got = found[name].reshape(want.shape).to(want.dtype) if name in found else torch.zeros_like(want)
             off, size = torch.linalg.vector_norm(got - want, dim=1), torch.linalg.vector_norm(want, dim=1)
-            if not bool(
-                (off <= max(GRADIENT_TOLERANCE, self.tolerance) * size + 1e-5 * torch.stack(sizes).max()).all()
-            ):
+            allowed = max(RULE_TOLERANCE if name in self.taps.ruled else GRADIENT_TOLERANCE, self.tolerance)
+            if not bool((off <= allowed * size + 1e-5 * torch.stack(sizes).max()).all()):
+                if name in self.taps.ruled:
+                    raise WrongRule(
+                        f"the rule for {self.taps.ruled[name]} gives another gradient of {name!r} than autograd does: "
+                        "correct it, or leave it out"
+                    )
                 raise Unwatchable(
                     f"parameter {name!r} is used where that cannot be watched (of activation checkpointing, the form "
                     "with use_reentrant=False can be)"
@@ -258,7 +294,9 @@ def _grown(key: Key, two: Observation, three: Observation) -> Kind | None:
         return None
     if not all(outputs):
         raise Unwatchable(f"{key[0]} of {', '.join(key[1])} has examples in some of its outputs only")
-    return Kind(tuple(Axis(axes[0]) for axes in outputs), tuple(Axis(axes[0]) if axes else None for axes in operands))
+    rows = tuple(shape[axes[0]] // 3 for shape, axes in zip(three.outputs, outputs, strict=True))
+    places = tuple(Axis(axes[0]) if axes else None for axes in operands)
+    return Kind(tuple(Axis(axes[0]) for axes in outputs), places, rows)
 
 
 def _growing(two: tuple[int, ...], three: tuple[int, ...]) -> list[int]:
@@ -282,7 +320,8 @@ def _located(key: Key, kind: Kind, seen: Observation) -> Kind:
             raise Unwatchable(f"in {key[0]} of {', '.join(key[1])} the examples cannot be told apart")
         outputs.append(chosen)
     minor = outputs[0].minor
-    return Kind(tuple(outputs), tuple(None if each is None else Axis(each.place, minor) for each in kind.operands))
+    operands = tuple(None if each is None else Axis(each.place, minor) for each in kind.operands)
+    return Kind(tuple(outputs), operands, kind.rows)
 
 
 def _further(kinds: Mapping[Key, Kind | None]) -> dict[Key, Kind | None]:
@@ -290,7 +329,8 @@ def _further(kinds: Mapping[Key, Kind | None]) -> dict[Key, Kind | None]:
     alike: dict[tuple[str, tuple[str, ...]], set[Kind | None]] = {}
     for (function, names, _), kind in kinds.items():
         alike.setdefault((function, names), set()).add(kind)
-    return {(*use, -1): next(iter(known)) for use, known in alike.items() if len(known) == 1}
+    single = {use: next(iter(known)) for use, known in alike.items() if len(known) == 1}
+    return {(*use, -1): kind and replace(kind, rows=()) for use, kind in single.items()}
 
 
 def _one_at_a_time(outputs: Tensor, weights: Tensor, leaves: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -14,10 +14,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import Axis, Kind, Operand, Pulled, Settle, value_of
-from vestige.engines.per_example.gradients import Dense, Geometry, Gradient, Lookup, Outer, Patches, cheaper, wide
+from vestige.engines.per_example.gradients import (
+    Dense,
+    Geometry,
+    Gradient,
+    Lookup,
+    Outer,
+    Patches,
+    Place,
+    Routed,
+    Within,
+    cheaper,
+    contiguous_strides,
+    wide,
+)
 
 Ruled = tuple[Tensor, tuple[Tensor, ...], Settle] | None
 """The output, what is saved, and how gradients are made of it; None where the rule does not apply."""
@@ -52,7 +66,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Ruled:
 def matmul(input: Any, other: Any) -> Ruled:
     """input @ other, where the second is a matrix of parameters."""
     if isinstance(input, Operand) or not isinstance(other, Operand) or other.value.dim() != 2 or input.dim() < 2:
-        return None
+        return _stacked_matmul(input, other)
     return addmm(None, input, other)
 
 
@@ -71,6 +85,169 @@ def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
             yield input, Dense(_broadcast(input, kind.outputs[0], signals[0], examples))
 
     return output, saved, settle
+
+
+def _stacked_matmul(input: Any, other: Any) -> Ruled:
+    """Where one side is a vector of parameters, or a stack of matrices of them."""
+    one, two = value_of(input).dim(), value_of(other).dim()
+    if isinstance(input, Operand) == isinstance(other, Operand) or max(one, two) > 8:
+        return None
+    stack = "ABCDEF"[: max(one, two, 2) - 2]
+    first = "k" if one == 1 else stack[len(stack) - (one - 2) :] + "ik"
+    second = "k" if two == 1 else stack[len(stack) - (two - 2) :] + "kj"
+    output = stack + ("i" if one > 1 else "") + ("j" if two > 1 else "")
+    return einsum(f"{first},{second}->{output}", input, other)
+
+
+def baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Ruled:
+    if isinstance(input, Operand) or beta != 1 or alpha != 1:
+        return None
+    ruled = _stacked_matmul(batch1, batch2)
+    return ruled and (input + ruled[0], *ruled[1:])
+
+
+def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Ruled:
+    if isinstance(input1, Operand) or isinstance(input2, Operand) or not isinstance(weight, Operand):
+        return None
+    ruled = einsum("...i,oij,...j->...o", input1, weight, input2)
+    if ruled is None or bias is None:
+        return ruled
+    output, saved, of_weight = ruled
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        yield from of_weight(kind, examples, saved, signals)
+        if isinstance(bias, Operand):
+            yield bias, Dense(_broadcast(bias, kind.outputs[0], wide(signals[0]), examples))
+
+    return output + value_of(bias), saved, settle
+
+
+def einsum(equation: Any, *operands: Any) -> Ruled:
+    """Any product in which one factor is made of parameters: its gradient is the product of the others and of the
+    gradient of the output, an example's by itself."""
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    labelled = _labels(equation, [value_of(each) for each in operands])
+    mine = [place for place, each in enumerate(operands) if isinstance(each, Operand)]
+    if labelled is None or len(mine) != 1:
+        return None
+    unbroadcast = _unbroadcast(operands, labelled[0])
+    if unbroadcast is None:
+        return None
+    (operands, inputs), output = unbroadcast, labelled[1]
+    parameter, own = operands[mine[0]], inputs[mine[0]]
+    others = [
+        (each, labels) for place, (each, labels) in enumerate(zip(operands, inputs, strict=True)) if place != mine[0]
+    ]
+    if len(set(own)) < len(own) or not set(own) <= set(output).union(*(labels for _, labels in others)):
+        return None
+    kept = tuple(each for each, _ in others)
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        axis = kind.outputs[0]
+        label = output[axis.place]
+        if label in own:
+            raise TypeError(f"a parameter of shape {tuple(parameter.value.shape)} holds something of each example")
+        parts, names = [], []
+        for tensor, labels in zip((*saved, signals[0]), (*(labels for _, labels in others), output), strict=True):
+            tensor = wide(tensor)
+            if label in labels:  # [examples, positions, the others]: the positions take the label's place
+                place = labels.index(label)
+                tensor = Axis(place, axis.minor).alone(tensor, examples)
+                labels = "Z" + labels
+            parts.append(tensor)
+            names.append(labels)
+        if len(parts) == 2:
+            found = _product_of(parts, names, own)
+            if found is not None:
+                yield parameter, found
+                return
+        yield parameter, Dense(torch.einsum(f"{','.join(names)}->Z{own}", *parts))
+
+    return torch.einsum(f"{','.join(inputs)}->{output}", *map(value_of, operands)), kept, settle
+
+
+def _product_of(parts: Sequence[Tensor], names: Sequence[str], own: str) -> Gradient | None:
+    """The factored form, where the parameter's axes are first all of one factor and then all of the other."""
+    for first, second in ((0, 1), (1, 0)):
+        cut = sum(label in names[first] and label not in names[second] for label in own)
+        rows, columns = own[:cut], own[cut:]
+        alone = all(label in names[first] and label not in names[second] for label in rows)
+        if not alone or not all(label in names[second] and label not in names[first] for label in columns):
+            continue
+        both = sorted(set(names[first] + names[second]) - set("Z" + own))
+        if any(label not in names[0] or label not in names[1] for label in both) or not (rows and columns):
+            return None
+        left, right = (
+            parts[one].permute([names[one].index(label) for label in ("Z", *both, *ending)])
+            .flatten(1 + len(both))
+            .reshape(len(parts[one]), -1, prod(parts[one].shape[names[one].index(label)] for label in ending))
+            for one, ending in ((first, rows), (second, columns))
+        )  # fmt: skip
+        found, size = product(left, right), dict(zip("".join(names), _sizes(parts), strict=True))
+        shape = tuple(size[label] for label in own)
+        if isinstance(found, Dense):
+            return Dense(found.value.view(len(left), *shape))
+        flat = (left.shape[2], right.shape[2])
+        return found if len(own) == 2 else Within(found, Place(flat, contiguous_strides(flat)), shape)
+    return None
+
+
+def _sizes(parts: Sequence[Tensor]) -> list[int]:
+    return [size for part in parts for size in part.shape]
+
+
+def _labels(equation: Any, values: Sequence[Any]) -> tuple[list[str], str] | None:
+    """The axes of every factor and of the output, one letter each; None where the equation is of another form."""
+    if not isinstance(equation, str) or "->" not in equation or any(each in equation for each in "XYZ"):
+        return None
+    left, output = equation.replace(" ", "").split("->")
+    inputs = left.split(",")
+    widest = max((v.dim() - len(i) + 3 for i, v in zip(inputs, values, strict=True) if "..." in i), default=0)
+    dots = [letter for letter in "ABCDEFGHIJKLMNOPQRSTUVW" if letter not in equation][:widest]
+    filled = []
+    for labels, value in zip(inputs, values, strict=True):
+        extra = value.dim() - len(labels) + 3
+        filled.append(labels.replace("...", "".join(dots[len(dots) - extra :] if extra > 0 else [])))
+    return filled, output.replace("...", "".join(dots))
+
+
+def _unbroadcast(operands: Sequence[Any], inputs: Sequence[str]) -> tuple[tuple[Any, ...], list[str]] | None:
+    """Without the axes of one place along which a factor without parameters is broadcast."""
+    sizes: dict[str, int] = {}
+    for each, labels in zip(operands, inputs, strict=True):
+        for label, size in zip(labels, value_of(each).shape, strict=True):
+            sizes[label] = max(size, sizes.get(label, 0))
+    factors, found = [], []
+    for each, labels in zip(operands, inputs, strict=True):
+        shape = value_of(each).shape
+        over = [place for place, label in enumerate(labels) if shape[place] != sizes[label]]
+        if over and isinstance(each, Operand):
+            return None
+        factors.append(each.squeeze(over) if over else each)
+        found.append("".join(label for place, label in enumerate(labels) if place not in over))
+    return tuple(factors), found
+
+
+def routed(input: Tensor, weight: Any, index: Tensor) -> Tensor:
+    """weight[index[row]] @ input[row] for every row, with weight [experts, out, in]: a mixture of experts' product."""
+    if has_torch_function((weight,)):
+        return handle_torch_function(routed, (weight,), input, weight, index)  # type: ignore[no-any-return]
+    order, counts = index.argsort(), index.bincount(minlength=len(weight)).tolist()
+    rows = input[order].split(counts)
+    sorted_rows = torch.cat([F.linear(some, matrix) for some, matrix in zip(rows, weight, strict=True)])
+    return sorted_rows[order.argsort()]
+
+
+def _routed(input: Any, weight: Any, index: Any) -> Ruled:
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        axis, height = kind.outputs[0], len(weight.value)
+        left, right = _rows(axis, signals[0], examples), _rows(axis, saved[0], examples)
+        found = Routed(axis.first(saved[1], examples).reshape(examples, -1), left, right, height)
+        small = prod(weight.value.shape) <= left.shape[1] * (left.shape[2] + right.shape[2])
+        yield weight, Dense(found.dense()) if small else found
+
+    return routed(input, weight.value, index), (input, index), settle
 
 
 def product(left: Tensor, right: Tensor) -> Gradient:
@@ -191,6 +368,34 @@ def embedding(
         yield weight, Lookup(index, rows, len(table))
 
     return output, (input,), settle
+
+
+def select(input: Any, index: Any) -> Ruled:
+    """Rows of a parameter of any shape, by a tensor of their numbers."""
+    if not isinstance(input, Operand):
+        return None
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    whole = isinstance(index, Tensor) and not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)
+    if not whole or index.dim() == 0 or not input.value.dim():
+        return None
+    value = input.value
+    flat = (len(value), value[0].numel())
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        rows = kind.outputs[0].first(signals[0], examples).reshape(examples, -1, flat[1])
+        chosen = kind.outputs[0].first(saved[0], examples).reshape(examples, -1)
+        found = Lookup(chosen, rows, flat[0])
+        yield (
+            input,
+            found if value.dim() == 2 else Within(found, Place(flat, contiguous_strides(flat)), tuple(value.shape)),
+        )
+
+    return value[index], (index % flat[0],), settle
+
+
+def index_select(input: Any, dim: int, index: Any) -> Ruled:
+    return select(input, index) if dim == 0 else None
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -344,9 +549,10 @@ def subtract(input: Any, other: Any, *, alpha: float = 1) -> Ruled:
 
 
 def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Ruled:
-    """By a parameter's value, not of one: that is left to `uses`."""
-    if not isinstance(input, Operand) or isinstance(other, Operand) or rounding_mode is not None:
+    if rounding_mode is not None:
         return None
+    if not isinstance(input, Operand) or isinstance(other, Operand):
+        return elementwise(torch.div, input, other)
     kept = (other,) if isinstance(other, Tensor) else ()
 
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
@@ -354,6 +560,52 @@ def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Ruled
         yield input, Dense(_broadcast(input, kind.outputs[0], signal, examples))
 
     return input.value / other, kept, settle
+
+
+def elementwise(function: Callable[..., Tensor], *args: Any, **named: Any) -> Ruled:
+    """Any function of numbers in the same place: its derivative by what is broadcast, then summed for each example."""
+    everything = (*args, *named.values())
+    if not all(isinstance(each, Operand | Tensor | int | float | str | None) for each in everything):
+        return None
+    tensors = [place for place, each in enumerate(everything) if isinstance(each, Tensor)]
+    operands = [place for place, each in enumerate(everything) if isinstance(each, Operand)]
+
+    def run(filled: Sequence[Any]) -> Tensor:
+        return function(*filled[: len(args)], **dict(zip(named, filled[len(args) :], strict=True)))
+
+    output = run([value_of(each) for each in everything])
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        filled: list[Any] = list(everything)
+        for place, tensor in zip(tensors, saved, strict=True):
+            filled[place] = tensor
+        leaves = [everything[place].value.expand(output.shape).detach() for place in operands]
+        with torch.enable_grad():
+            for place, leaf in zip(operands, leaves, strict=True):
+                filled[place] = leaf.requires_grad_()
+            found = torch.autograd.grad(run(filled), leaves, signals[0])
+        for place, gradient in zip(operands, found, strict=True):
+            operand = everything[place]
+            yield operand, Dense(_broadcast(operand, kind.outputs[0], wide(gradient), examples))
+
+    return output, tuple(everything[place] for place in tensors), settle
+
+
+def prelu(input: Any, weight: Any) -> Ruled:
+    """One slope for all, or for each channel, which is the second axis."""
+    if isinstance(input, Operand) or not isinstance(weight, Operand):
+        return None
+    rank = input.dim() - 2
+    output = F.prelu(input, weight.value)
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        below = wide(signals[0]) * saved[0].clamp(max=0.0)
+        if weight.value.numel() == 1 or rank < 0:
+            yield weight, Dense(_broadcast(weight, kind.outputs[0], below, examples))
+        else:
+            yield weight, Dense(_per_channel(_folded(kind, below, examples), examples))
+
+    return output, (input,), settle
 
 
 def expand(input: Any, *sizes: Any, **named: Any) -> Ruled:
@@ -409,10 +661,24 @@ RULES: dict[Any, Rule] = {
     Tensor.repeat: repeat,
     torch.broadcast_to: lambda input, size: expand(input, *size),
     Tensor.expand_as: expand_as,
+    F.bilinear: bilinear,
+    F.prelu: prelu,
+    torch.prelu: prelu,
+    torch.einsum: einsum,
+    Tensor.__getitem__: select,
+    routed: _routed,
+    Tensor.__rpow__: lambda input, other: elementwise(torch.pow, other, input),
     Tensor.__rsub__: lambda input, other: subtract(other, input),
     Tensor.__rtruediv__: lambda input, other: divide(other, input),
 }
 RULES |= {function: matmul for function in _torch("matmul", "mm", "__matmul__")}
+RULES |= {function: _stacked_matmul for function in _torch("bmm", "mv")}
+RULES |= {function: baddbmm for function in _torch("baddbmm")}
+RULES |= {function: index_select for function in _torch("index_select")}
+RULES |= {function: partial(elementwise, torch.pow) for function in _torch("pow", "__pow__")}
+RULES |= {
+    getattr(torch, name): partial(elementwise, getattr(torch, name)) for name in ("maximum", "minimum", "where", "lerp")
+}
 RULES |= {function: addmm for function in _torch("addmm")}
 RULES |= {function: multiply for function in _torch("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")}
 RULES |= {function: add for function in _torch("add", "add_", "__add__", "__radd__", "__iadd__")}

@@ -1,7 +1,7 @@
-"""How do recurrent layers and attention run when each of their linear maps is watched?
+"""How do recurrent layers, attention and mixtures of experts run when each of their linear maps is watched?
 
-torch runs these modules as one operation, which hides the linear maps inside. Here they are spelled out, with the same
-results, as plain functions of the module's parameters.
+torch runs these modules as one operation, which hides the linear maps inside; experts sort the positions of all
+examples. Here they are spelled out, with the same results, as plain functions of the module's parameters.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from vestige.engines.per_example.rules import routed
 
 HiddenState = tuple[Tensor, ...]
 
@@ -188,6 +190,34 @@ _STEPS: dict[str, Callable[[Tensor, Tensor, HiddenState], HiddenState]] = {
     "RNN_RELU": lambda input, hidden, state: ((input + hidden).relu(),),
 }
 
+
+def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of a layer of transformers' (`use_experts_implementation`), positions in their order throughout.
+
+    Which positions an expert gets depends on the examples, and so does their number; here a product says for each
+    position which expert it is of.
+    """
+    positions, several = top_k_index.shape
+    index = top_k_index.flatten()
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+    def linear(name: str, input: Tensor) -> Tensor:
+        weight = getattr(module, name)
+        output = routed(input, weight.transpose(1, 2) if module.is_transposed else weight, index)
+        return output + F.embedding(index, getattr(module, f"{name}_bias")) if module.has_bias else output
+
+    inside = linear(names[0], hidden_states.repeat_interleave(several, dim=0))
+    inside = module._apply_gate(inside) if module.has_gate else module.act_fn(inside)
+    output = linear(names[1], inside)
+    if getattr(module, "has_post_expert_norm", False):
+        output = module.post_expert_norm(output)
+    weighted = output * top_k_weights.reshape(-1, 1)
+    return weighted.view(positions, several, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+EXPERTS = ("has_gate", "has_bias", "is_transposed", "_apply_gate", "num_experts", "down_proj")
+"""What transformers' layers of experts have in common; their classes are as many as its models."""
+
 COMPOSITES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.MultiheadAttention: attention,
     nn.LSTM: recurrent,
@@ -199,8 +229,25 @@ COMPOSITES: dict[type[nn.Module], Callable[..., Any]] = {
 }
 
 
+REGISTERED: dict[type[nn.Module], Callable[..., Any]] = {}
+"""Modules with a rule of their user's (`engines.own_rules`)."""
+
+
+def registered(module: nn.Module) -> bool:
+    return _registered(module) is not None
+
+
+def _registered(module: nn.Module) -> Callable[..., Any] | None:
+    found = next((kind for kind in type(module).__mro__ if kind in REGISTERED), None)
+    return REGISTERED[found] if found is not None and type(module).forward is found.forward else None
+
+
 def composite_of(module: nn.Module) -> Callable[..., Any] | None:
     """The spelled-out form of a module, if there is one for all that this module does."""
+    if _registered(module) is not None:
+        return _registered(module)
+    if all(hasattr(module, name) for name in EXPERTS):
+        return experts if not getattr(module, "_is_expert_parallel", False) else None
     found = next((kind for kind in type(module).__mro__ if kind in COMPOSITES), None)
     if found is None or type(module).forward is not found.forward or "forward" in vars(module):
         return None

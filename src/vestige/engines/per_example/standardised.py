@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from vestige.engines.per_example.expressions import Derived, Environment, Expression, Whole, quietly
+from vestige.engines.per_example.expressions import Environment, Expression, Whole, quietly
+from vestige.engines.per_example.forms import Derived
 from vestige.engines.per_example.gradients import Dense, Gradient
 
 NUMBER_BY_NUMBER = frozenset(
@@ -77,8 +78,10 @@ class Standardised(Derived):
         return {name: Dense(each) for name, each in found.items()}
 
 
-def standardised(whole: Derived, environment: Environment) -> Derived:
+def standardised(whole: Expression, environment: Environment) -> Expression:
     """The same expression in the shorter form, where it has one."""
+    if not isinstance(whole, Derived):
+        return whole
     scales: dict[Expression, None] = {}
     weights: set[str] = set()
     if len(whole.shape) < 2 or not _split(whole, whole.shape, environment, weights, scales):
@@ -88,7 +91,7 @@ def standardised(whole: Derived, environment: Environment) -> Derived:
     (weight,) = weights
     if not all(_filter_by_filter(scale, weight, whole.shape) for scale in scales):
         return whole
-    return Standardised(whole.of, whole.function, whole.same, whole.name, whole.shape, weight, tuple(scales))
+    return Standardised(whole.of, whole.function, False, None, whole.name, whole.shape, weight, tuple(scales))
 
 
 def _split(

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from vestige.engines.per_example.expressions import ANCHOR, Environment, Kinds, Pass, Whole, full_precision
 from vestige.engines.per_example.gradients import Gradient, combine
-from vestige.engines.per_example.sequences import composite_of
+from vestige.engines.per_example.sequences import composite_of, registered
 from vestige.engines.per_example.uses import Watched
 from vestige.layout import Layout
 
+Shapes = tuple[tuple[int, ...], ...]
+"""Of inputs, without the axis of examples."""
 Holder = tuple[dict[str, Any], str]
 """Where a module keeps a parameter: its dictionary, and the key there."""
 
@@ -32,8 +34,12 @@ class Taps:
 
     def __init__(self, model: nn.Module, layout: Layout, kinds: Kinds | None = None) -> None:
         self.model, self.layout, self.kinds = model, layout, dict(kinds or {})
+        self.shapes: Shapes | None = None
+        """Of the inputs that were rehearsed."""
         self._holders = _holders(model, layout)
         found = ((module, composite_of(module)) for module in model.modules())
+        self.ruled = _under_rules(model, layout)
+        """Parameters whose gradients a rule of the user's makes: by name, the class that has it."""
         self._spelled = [(vars(module), partial(forward, module)) for module, forward in found if forward is not None]
 
     def start(
@@ -41,9 +47,11 @@ class Taps:
         examples: int,
         environment: Environment,
         deliver: Callable[[Mapping[str, Gradient]], None],
+        shapes: Shapes | None = None,
         views: int = 1,
     ) -> Pass:
-        return Pass(examples, environment, self.kinds, deliver, views=views)
+        usual = shapes is not None and shapes == self.shapes
+        return Pass(examples, environment, self.kinds, deliver, usual=usual, views=views)
 
     @contextmanager
     def watching(self, now: Pass) -> Iterator[None]:
@@ -83,6 +91,8 @@ class Sweep:
 
     outputs: Callable[[], Tensor]
     environment: Environment
+    shapes: Shapes | None = None
+    """Of the batch, but for its rows."""
     views: int = 1
     weight: float = 1.0
 
@@ -99,7 +109,7 @@ def gradients(taps: Taps, sweeps: Sequence[Sweep], examples: int) -> dict[str, G
             uses.setdefault(name, []).append(gradient)
 
     for sweep in sweeps:
-        now = taps.start(examples, sweep.environment, deliver, sweep.views)
+        now = taps.start(examples, sweep.environment, deliver, sweep.shapes, sweep.views)
         with taps.watching(now), torch.enable_grad():
             outputs = sweep.outputs()
             if now.doubt is not None:
@@ -110,6 +120,10 @@ def gradients(taps: Taps, sweeps: Sequence[Sweep], examples: int) -> dict[str, G
                 torch.autograd.grad(outputs, [ANCHOR], seed, allow_unused=True)
     with torch.no_grad(), full_precision(outputs):
         return {name: combine(parts) for name, parts in uses.items()}
+
+
+def shapes_of(batch: Sequence[Tensor]) -> Shapes:
+    return tuple(tuple(part.shape[1:]) for part in batch)
 
 
 class Doubt(Exception):
@@ -125,6 +139,17 @@ def _holders(model: nn.Module, layout: Layout) -> dict[str, list[Holder]]:
             if id(parameter) in names:
                 holders[names[id(parameter)]].append((module._parameters, key))  # type: ignore[arg-type]
     return holders
+
+
+def _under_rules(model: nn.Module, layout: Layout) -> dict[str, str]:
+    names = {id(parameter): name for name, parameter in layout.parameters(model).items()}
+    return {
+        names[id(parameter)]: type(module).__name__
+        for module in model.modules()
+        if registered(module)
+        for parameter in module.parameters()
+        if id(parameter) in names
+    }
 
 
 def eagerly() -> AbstractContextManager[object]:

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.per_example.expressions import (
     LARGEST,
-    Block,
-    Derived,
     Expression,
     Key,
     Kind,
@@ -26,22 +24,26 @@ from vestige.engines.per_example.expressions import (
     Operand,
     Pass,
     Pulled,
-    Rows,
-    Transposed,
     quietly,
     tapped,
     value_of,
 )
+from vestige.engines.per_example.forms import COPIES, expressed
 from vestige.engines.per_example.gradients import Dense
 from vestige.engines.per_example.rules import RULES, Rule, Ruled
 from vestige.engines.per_example.standardised import standardised
 
 CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
 """What is read of a parameter without its gradient."""
-COPIES = frozenset(
-    {"to", "type", "float", "bfloat16", "half", "double", "clone", "contiguous", "type_as", "cpu", "cuda"}
+
+VIEWS = frozenset(
+    {
+        *("t", "T", "mT", "H", "mH", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint"),
+        *("view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as"),
+        *("chunk", "split", "tensor_split", "unbind", "narrow", "select", "diagonal"),
+    }
 )
-TRANSPOSES = frozenset({"t", "T", "mT", "transpose", "swapaxes", "permute", "adjoint"})
+"""The same numbers in another shape: there are examples in none of them."""
 
 
 class Misfit(Exception):
@@ -62,8 +64,25 @@ class Watched(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            args, kwargs = _given_to_each(args, kwargs or {})
+            if not any(isinstance(each, Watched) for each in (*args, *kwargs.values())):
+                return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return _use(function, args, kwargs or {})
+
+
+def _given_to_each(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of attention, such as a bias by distance that parameters make: each example gets a copy of its own,
+    where its gradient is seen."""
+    others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and not isinstance(each, Watched)]
+
+    def given(each: Any) -> Any:
+        if not isinstance(each, Watched) or not others or each.dim() != others[0].dim():
+            return each
+        return each.expand(len(others[0]), *[-1] * (each.dim() - 1))
+
+    return [given(each) for each in args], {key: given(each) for key, each in kwargs.items()}
 
 
 def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -78,11 +97,13 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return True
     names = tuple(name for each in watched for name in each.operand.expression.names)
     rule = RULES.get(function)
+    if name in COPIES or (rule is None and name in VIEWS):
+        return _expression(function, name, args, kwargs, now)  # of parameters alone, whatever the examples are
     ruled = None if rule is None else _ruled(rule, name, names, args, kwargs)
     if ruled is None:
         return _without_rule(function, name, names, args, kwargs, now)
     key = now.key(name, names)
-    kind = _kind(now, key, _has_tensors(args, kwargs))
+    kind = known_kind(now, key, _has_tensors(args, kwargs))
     output, saved, settle = ruled
     if now.observed is not None and not now.going_back:
         now.observed[key] = Observation([tuple(output.shape)], [])
@@ -129,7 +150,7 @@ def _plain_named(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: _plain([argument])[0] for key, argument in kwargs.items()}
 
 
-def _kind(now: Pass, key: Key, examples: bool) -> Kind | None:
+def known_kind(now: Pass, key: Key, examples: bool) -> Kind | None:
     """What is known of a use; in a rehearsal it may be new, and is taken to hold examples if it looks so."""
     known = key if key in now.kinds else (*key[:2], -1)
     if known in now.kinds:
@@ -152,7 +173,7 @@ def _without_rule(
     if not outputs:
         return result
     key = now.key(name, names)
-    kind = _kind(now, key, bool(tensors))
+    kind = known_kind(now, key, bool(tensors))
     if now.observed is not None and not now.going_back:
         shapes = [tuple(found[place].shape) for place in outputs], [tuple(leaves[place].shape) for place in tensors]
         now.observed[key] = Observation(*shapes)
@@ -207,43 +228,8 @@ def _settle(
 
 def _expression(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], now: Pass) -> Any:
     """A function of parameters alone: watched again, each tensor that it gives."""
-    leaves, spec = tree_flatten((list(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, Operand))
-    operands = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Operand)]
-    parents = tuple(leaves[place].expression for place in operands)
-
-    def outputs_of(*values: Tensor) -> list[Any]:
-        filled = list(leaves)
-        for place, tensor in zip(operands, values, strict=True):
-            filled[place] = tensor
-        args, kwargs = tree_unflatten(filled, spec)
-        return tree_flatten(function(*args, **kwargs))[0]
-
-    if function is F.embedding and isinstance(args[0], Tensor):
-        rows = Rows(parents[0], args[0])
-        return Watched.of(rows, F.embedding(args[0], args[1].value), now)
-    found, shape = tree_flatten(function(*_plain(args), **_plain_named(kwargs)))
+    found, shape = expressed(function, name, args, kwargs)
     for place, leaf in enumerate(found):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            one = partial(_one_of, outputs_of, place)
-            whole = Derived(parents, one, name in COPIES, name, tuple(leaf.shape))
-            shorter = _shorter(name, leaves[operands[0]], leaf)
-            found[place] = Watched.of(shorter or standardised(whole, now.environment), leaf, now)
+        if isinstance(leaf, Operand):
+            found[place] = Watched.of(standardised(leaf.expression, now.environment), leaf.value, now)
     return tree_unflatten(found, shape)
-
-
-def _one_of(outputs_of: Callable[..., list[Any]], place: int, *values: Tensor) -> Tensor:
-    found: Tensor = outputs_of(*values)[place]
-    return found
-
-
-def _shorter(name: str, operand: Operand, result: Tensor) -> Expression | None:
-    """A form that keeps factored gradients factored, where the result is a view that has one."""
-    value = operand.value
-    if name in TRANSPOSES and value.dim() == 2 and result.shape == value.shape[::-1]:
-        return Transposed(operand.expression) if result.stride() == value.stride()[::-1] else None
-    rows = result.dim() == value.dim() > 0 and result.shape[1:] == value.shape[1:] and result.stride() == value.stride()
-    if rows and result.data_ptr() and result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-        start, rest = divmod(int(result.storage_offset() - value.storage_offset()), max(1, value.stride(0)))
-        if rest == 0 and start >= 0 and start + len(result) <= len(value):
-            return Block(operand.expression, start, start + len(result))
-    return None
