@@ -14,6 +14,7 @@ from vestige.mechanism.loss_difference import LossDifference, Scores
 from vestige.questions import SampledGaussian, Trial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import noised
+from vestige.randomness.sampling import joined
 from vestige.randomness.streams import Stream
 
 
@@ -71,8 +72,8 @@ class Comparisons:
         """The sample of the next comparison, and the stream of its noise."""
         index = self.asked
         self.asked += 1
-        joined = self._randomness.stream("comparison sample", index).random(self._examples.population) < rate
-        return torch.from_numpy(joined.nonzero()[0]), self._randomness.stream("comparison noise", index)
+        rows = joined(self._examples.population, rate, self._randomness.stream("comparison sample", index))
+        return torch.from_numpy(rows), self._randomness.stream("comparison noise", index)
 
     def _scores(self, scores: Scores, rows: Tensor, *models: Parameters) -> list[Tensor]:
         """SENSITIVE: each model's score of every row, all on the same examples, which are fetched once."""
