@@ -40,15 +40,15 @@ from vestige.engines.reference import Reference
 from vestige.engines.writes import Writes
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform, usable_norms, weights
-from vestige.mechanism.criteria import example_losses
+from vestige.mechanism.criteria import BY_PLACE, Form, example_losses
 
 
 class BookKeeping:
     """The fast engine: the signature and, to rounding, the results of `reference.Reference`."""
 
-    def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
-        self.model, self.loss, self.layout = model, loss, layout
-        self.reference = Reference(model, loss, layout)
+    def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
+        self.model, self.loss, self.layout, self.form = model, loss, layout, form
+        self.reference = Reference(model, loss, layout, form)
         self._taps: dict[bool, Taps | None] = {}
         self._writes, self._changing = Writes(model), frozenset[str]()
 
@@ -84,8 +84,8 @@ class BookKeeping:
         return found
 
     def _losses(self, batch: Rows) -> Tensor:
-        *inputs, targets = batch
-        return example_losses(self.loss, self.model(*inputs), targets)
+        args, named, targets = self.form.split(batch)
+        return example_losses(self.loss, self.model(*args, **named), targets)
 
     def _rehearsed(self, blank: Batch) -> Taps | None:
         taps = Taps(self.model, self.layout)

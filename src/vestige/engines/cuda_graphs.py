@@ -26,6 +26,7 @@ from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.taps import Doubt, Taps
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
+from vestige.mechanism.criteria import BY_PLACE, Form
 
 SMALL = 1 << 25
 """How many numbers a step may save and still be all launches: to read them ten times takes a large GPU a third of a
@@ -43,8 +44,8 @@ class Captured:
     the model and the loss hold in Python (`standing`) is part of what is recorded.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
-        self.engine = BookKeeping(model, loss, layout)
+    def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
+        self.engine = BookKeeping(model, loss, layout, form)
         self.model, self.layout = model, layout
         self._padded: dict[Hashable, Padded] = {}
         self._padding, self._records = MUCH, True

@@ -10,14 +10,14 @@ from torch.func import functional_call, grad, vmap
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
-from vestige.mechanism.criteria import example_losses
+from vestige.mechanism.criteria import BY_PLACE, Form, example_losses
 
 
 class Reference:
     """The oracle: one gradient per example by vmap, materialised, clipped and summed."""
 
-    def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
-        self.model, self.loss, self.layout = model, loss, layout
+    def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
+        self.model, self.loss, self.layout, self.form = model, loss, layout, form
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
@@ -31,8 +31,8 @@ class Reference:
         return add_clipped(gradients, clip, self.layout, into)
 
     def example_loss(self, parameters: Parameters, *example: Tensor) -> Tensor:
-        *inputs, target = (part.unsqueeze(0) for part in example)
-        return example_losses(self.loss, functional_call(self.model, parameters, tuple(inputs)), target).sum()
+        args, named, target = self.form.split([part.unsqueeze(0) for part in example])
+        return example_losses(self.loss, functional_call(self.model, parameters, args, named), target).sum()
 
 
 def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor) -> Tensor:

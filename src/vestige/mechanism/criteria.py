@@ -7,7 +7,8 @@ weight over the mean weight of a class, and ignored targets add nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,8 +27,34 @@ MODULES: dict[type[nn.Module], Callable[..., Tensor]] = {
 FIELDS = ("weight", "ignore_index", "reduction", "label_smoothing")
 
 
+@dataclass(frozen=True)
+class Form:
+    """How the tensors of a batch reach the model and the loss: one argument each, and the last is the target; or by
+    name, where the examples have names."""
+
+    names: tuple[str, ...] | None = None
+    target: str | None = None
+
+    def split(self, batch: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor]:
+        """Arguments and keyword arguments of the model, and the targets."""
+        *inputs, targets = batch
+        if self.names is None:
+            return tuple(inputs), {}, targets
+        return (), dict(zip(self.names, inputs, strict=True)), targets
+
+
+BY_PLACE = Form()
+
+
 def example_losses(loss: BatchLoss, outputs: Any, targets: Tensor) -> Tensor:
-    """The loss of each example, [examples]; outputs and targets have the examples on their first axis."""
+    """The loss of each example, [examples]; outputs and targets have the examples on their first axis.
+
+    Where a model returns its logits beside other things, torch's own losses are given the logits.
+    """
+    if not isinstance(outputs, Tensor) and of_torch(loss) and isinstance(getattr(outputs, "logits", None), Tensor):
+        outputs = outputs.logits
+        if outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
+            outputs = outputs.movedim(-1, 1)  # such models have the classes last, torch's losses second
     known = _known(loss)
     if known is not None and isinstance(outputs, Tensor) and outputs.dim() >= 2:
         return _by_class(*known, outputs, targets)
