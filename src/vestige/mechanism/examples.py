@@ -79,9 +79,9 @@ def _columns(data: Data) -> Any:
         return data.tensors
     if isinstance(data, Mapping) and all(isinstance(column, Tensor | np.ndarray | list) for column in data.values()):
         return data
-    if isinstance(data, tuple) or (isinstance(data, list) and all(isinstance(c, Tensor | np.ndarray) for c in data)):
-        return data
-    return None
+    if isinstance(data, list) and not (data and all(isinstance(column, Tensor | np.ndarray) for column in data)):
+        return None
+    return data if isinstance(data, tuple | list) else None
 
 
 def _dataset(data: Data) -> Any:

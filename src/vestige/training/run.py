@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Loss
 from vestige.mechanism.comparisons import Comparisons
+from vestige.mechanism.criteria import check_shifted
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.examples import Data, Examples
 from vestige.mechanism.loading import Loading, check_loader, rate_of
@@ -31,6 +32,7 @@ from vestige.mechanism.loss_difference import losses_of, right_answers
 from vestige.mechanism.moments import PrivateMoments, fill
 from vestige.methods.base import Method
 from vestige.methods.registry import build
+from vestige.optim.rules import Scheduling, grouped
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import ARITHMETICS
 from vestige.randomness.keys import Randomness
@@ -57,6 +59,8 @@ def train(
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     lr: float | Literal["auto"] = "auto",
+    lr_scheduler: Scheduling | None = None,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
     sampling: str = "poisson",
     noise: str = "lattice",
     physical_batch: PhysicalBatch = None,
@@ -83,9 +87,11 @@ def train(
     which the loss is given. `collate_fn`, `num_workers` and `pin_memory` are those of a DataLoader: workers read the
     next samples while one is computed, and every example is collated, and padded, by itself. Give `epsilon` (the noise
     follows), or `noise_multiplier` (epsilon follows), or both (training stops before epsilon is exceeded;
-    without `steps`, as many are planned as it affords). A step of a selective method is a trial, kept or not. `public`
-    are validation examples that need no protection, for schedules that look at them. `normalise` asks, before the
-    first step, for the moments that the model's first module standardises its inputs with (`with_moments`).
+    without `steps`, as many are planned as it affords). `lr_scheduler` makes a torch scheduler of the optimizer, and
+    `param_groups` are those of torch.optim: options by group, `lr` where a group gives none. A step of a selective
+    method is a trial, kept or not. `public` are validation examples that need no protection, for schedules that look at
+    them. `normalise` asks, before the first step, for the moments that the model's first module standardises its inputs
+    with (`with_moments`).
     `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds the
     largest that fits, on made-up examples. `noise="float32"` adds noise in floating point, which is faster on a CPU and
     rests on one more assumption. `reproducible=seed` makes noise and sampling predictable, for tests: such a
@@ -114,6 +120,8 @@ def train(
         engine=engine,
         loading=loading,
         target=target,
+        scheduling=lr_scheduler,
+        groups=None if param_groups is None else grouped(param_groups, Layout.of(model).parameters(model)),
         seed=reproducible,
         public=public,
         normalise=normalise,
@@ -164,6 +172,8 @@ class Settings:
     engine: str = "bookkeeping"
     loading: Loading = field(default_factory=Loading)
     target: str | None = None
+    scheduling: Scheduling | None = None
+    groups: list[dict[str, Any]] | None = None
     seed: int | None = None
     public: tuple[Tensor, Tensor] | None = None
     normalise: PrivateMoments | None = None
@@ -188,6 +198,8 @@ class Training:
         self.layout = Layout.of(model, method.grouping)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples = examples
+        if examples.form.names is not None:
+            check_shifted(model, loss)
         self.method = replace(method, gate=method.gate.at(examples.population))
         self.normalised = settings.normalise is None
         self._first = () if settings.normalise is None else settings.normalise.questions
@@ -195,7 +207,12 @@ class Training:
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
         self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=settings.seed is not None)
         self.curator = self._curator_of(examples, loss)
-        self.state = TrainingState(model, self.method, self.layout, self.plan.lr)
+        groups, scheduling = settings.groups, settings.scheduling
+        if groups is not None and method.rule.hears_noise:
+            raise ValueError(
+                f"param_groups: {method.rule.name} takes the noise of all parameters in their order; leave them out"
+            )
+        self.state = TrainingState(model, self.method, self.layout, self.plan.lr, groups=groups, scheduling=scheduling)
         adaptive = self.method.gate.adaptive
         self.facts = accounting.Facts(
             sampling=self._sampling.kind,
@@ -262,7 +279,18 @@ class Training:
             "groups": list(self.layout.group_names),
             "adjacency": "add/remove one example",
             "normalise": repr(self.settings.normalise),
+            **self._rates(),
         }
+
+    def _rates(self) -> dict[str, Any]:
+        """What is public of the learning rates besides the first: the scheduler's name, and the options by group."""
+        names = {id(p): name for name, p in self.state.parameters.items()}
+        groups = self.settings.groups and [
+            {key: [names[id(p)] for p in value] if key == "params" else repr(value) for key, value in group.items()}
+            for group in self.settings.groups
+        ]
+        scheduler = self.state.scheduler
+        return {"lr_scheduler": None if scheduler is None else type(scheduler).__name__, "param_groups": groups}
 
     @property
     def _planned(self) -> dict[Question, int]:
