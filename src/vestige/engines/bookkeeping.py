@@ -12,7 +12,7 @@ is left to the reference engine, and that is said.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache, partial
 
 import torch
@@ -34,6 +34,7 @@ from vestige.engines.per_example.rehearsal import (
     made_up,
     raisings,
     rehearsed,
+    single_axes,
 )
 from vestige.engines.per_example.taps import Doubt, Taps, eagerly, gradients
 from vestige.engines.reference import Reference
@@ -49,7 +50,7 @@ class BookKeeping:
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
         self.model, self.loss, self.layout, self.form = model, loss, layout, form
         self.reference = Reference(model, loss, layout, form)
-        self._taps: dict[bool, Taps | None] = {}
+        self._taps: dict[Hashable, Taps | None] = {}
         self._writes, self._changing = Writes(model), frozenset[str]()
 
     def __call__(
@@ -68,10 +69,10 @@ class BookKeeping:
         return add_weighted(found, clip, self.layout, into, len(batch[0]))
 
     def taps(self, blank: Batch) -> Taps | None:
-        """How this model is watched in its present mode, rehearsed on made-up examples of these shapes; None if it
-        cannot be."""
+        """How this model is watched in its present mode, rehearsed on made-up examples of the first shapes met; None if
+        it cannot be."""
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
-        mode = self.model.training
+        mode = self.model.training, single_axes(blank)
         if mode not in self._taps:
             self._taps[mode] = self._rehearsed(blank)
         return self._taps[mode]
