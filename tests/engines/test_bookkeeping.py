@@ -174,7 +174,7 @@ def test_the_model_is_left_as_it_was():
         ask(engine, batch, layout.parameters(model), Flat(0.1), layout)
     assert copy.deepcopy(model)(batch[0]).equal(model(batch[0]))
     assert all(isinstance(parameter, nn.Parameter) and parameter.grad is None for parameter in model.parameters())
-    wrong = (batch[0][:, :1], batch[1])
+    wrong = (batch[0].repeat(1, 2, 1, 1), batch[1])
     with pytest.raises(RuntimeError, match="channels"):
         engine(wrong, layout.parameters(model), Flat(0.1), torch.zeros(layout.size))
     assert not any("forward" in vars(module) for module in model.modules())
