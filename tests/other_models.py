@@ -85,7 +85,7 @@ def nothing_replayed() -> Iterator[None]:
         return settle(function, leaves, *rest)
 
     def pulled(self, gradient, environment):
-        if not self.same:
+        if not self.same and self.form is None:
             found.append(f"a function of {self.names}")
         return pull(self, gradient, environment)
 

@@ -174,7 +174,7 @@ def test_the_model_is_left_as_it_was():
         ask(engine, batch, layout.parameters(model), Flat(0.1), layout)
     assert copy.deepcopy(model)(batch[0]).equal(model(batch[0]))
     assert all(isinstance(parameter, nn.Parameter) and parameter.grad is None for parameter in model.parameters())
-    wrong = (batch[0][:, :1], batch[1])
+    wrong = (batch[0].repeat(1, 2, 1, 1), batch[1])
     with pytest.raises(RuntimeError, match="channels"):
         engine(wrong, layout.parameters(model), Flat(0.1), torch.zeros(layout.size))
     assert not any("forward" in vars(module) for module in model.modules())
@@ -306,3 +306,30 @@ def test_a_step_can_be_captured_in_a_cuda_graph(broken):
     close(into, want)
     close(norms[norms.isfinite()], want_norms[want_norms.isfinite()])
     assert bool(norms.isinf().any()) == broken
+
+
+class ByPosition(nn.Module):
+    """Puts positions before examples in one axis."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.map = nn.Linear(3, 4)
+
+    def forward(self, x):
+        by_position = torch.tanh(self.map(x.transpose(0, 1).reshape(-1, 3)))
+        return by_position.reshape(x.shape[1], len(x), 4).mean(0)
+
+
+def test_batches_of_other_lengths_are_read_right_whichever_came_first():
+    """Of one position, examples and positions in one axis look alike; of four, they do not."""
+    model, loss = ByPosition(), nn.functional.cross_entropy
+    layout = Layout.of(model)
+    parameters = layout.parameters(model)
+    engine, oracle = BookKeeping(model, loss, layout), Reference(model, loss, layout)
+    for positions in (1, 4, 1, 3):
+        batch = [torch.randn(5, positions, 3), torch.randint(4, (5,))]
+        found, norms = ask(engine, batch, parameters, Flat(0.05), layout)
+        wanted, wanted_norms = ask(oracle, batch, parameters, Flat(0.05), layout)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(norms, wanted_norms, rtol=1e-4, atol=1e-6)

@@ -453,3 +453,21 @@ def test_a_loss_of_the_whole_batch_can_be_looked_at_but_not_trained_on():
             outputs = model(x, labels=y)
         own(outputs["logits"], y).backward()
         optimizer.step()
+
+
+def test_a_first_batch_of_single_positions_does_not_decide_where_the_examples_are():
+    """Of one position, examples and positions in one axis look alike; of four, they do not."""
+
+    class ByPosition(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.map = nn.Linear(3, 4)
+
+        def forward(self, x):
+            by_position = torch.tanh(self.map(x.transpose(0, 1).reshape(-1, 3)))
+            return by_position.reshape(x.shape[1], len(x), 4).mean(0)
+
+    x, y = torch.randn(60, 4, 3), torch.randint(4, (60,))
+    _, model, optimizer, loader = private(ByPosition(), (x, y))
+    for positions, (inputs, targets) in zip((1, 4, 1, 3), loader, strict=False):
+        same_step(model, optimizer, inputs[:, :positions], targets)

@@ -34,6 +34,16 @@ _held: WeakValueDictionary[Path, Ledger] = WeakValueDictionary()
 """The ledgers that this process writes."""
 
 
+def _let_go() -> None:
+    """A forked process, one that reads data above all, must not keep the file locked when its parent is killed."""
+    for ledger in list(_held.values()):
+        ledger.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
 def _seal(row: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(row, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -12,7 +12,7 @@ is left to the reference engine, and that is said.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -35,23 +35,24 @@ from vestige.engines.per_example.rehearsal import (
     made_up,
     raisings,
     rehearsed,
+    single_axes,
 )
 from vestige.engines.per_example.taps import Doubt, Sweep, Taps, eagerly, gradients, shapes_of
 from vestige.engines.reference import Reference
 from vestige.engines.writes import Writes
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform, usable_norms, weights
-from vestige.mechanism.criteria import example_losses
+from vestige.mechanism.criteria import BY_PLACE, Form, example_losses
 from vestige.mechanism.transforms import Term, terms_of
 
 
 class BookKeeping:
     """The fast engine: the signature and, to rounding, the results of `reference.Reference`."""
 
-    def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
-        self.model, self.loss, self.layout = model, loss, layout
-        self.reference = Reference(model, loss, layout)
-        self._taps: dict[tuple[bool, bool], Taps | None] = {}
+    def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
+        self.model, self.loss, self.layout, self.form = model, loss, layout, form
+        self.reference = Reference(model, loss, layout, form)
+        self._taps: dict[Hashable, Taps | None] = {}
         self._writes, self._changing = Writes(model), frozenset[str]()
         self._doubted = self._said_compiled = False
         """What was said is not said again: a doubt is met at every step, and in every layer."""
@@ -83,10 +84,10 @@ class BookKeeping:
         return add_weighted(found, clip, self.layout, into, len(batch[0]))
 
     def taps(self, blank: Batch, views: int = 1) -> Taps | None:
-        """How this model is watched in its present mode, rehearsed on made-up examples of these shapes; None if it
-        cannot be."""
+        """How this model is watched in its present mode, rehearsed on made-up examples of the first shapes met; None if
+        it cannot be."""
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
-        mode = self.model.training, views > 1
+        mode = self.model.training, views > 1, single_axes(blank)
         if mode not in self._taps:
             self._taps[mode] = self._rehearsed(blank, views)
         return self._taps[mode]
@@ -107,8 +108,8 @@ class BookKeeping:
         return Sweep(partial(self._losses, term.batch), values, shapes, term.views, weight)
 
     def _losses(self, batch: Rows) -> Tensor:
-        *inputs, targets = batch
-        return example_losses(self.loss, self.model(*inputs), targets)
+        args, named, targets = self.form.split(batch)
+        return example_losses(self.loss, self.model(*args, **named), targets)
 
     def _rehearsed(self, blank: Batch, views: int) -> Taps | None:
         taps = Taps(self.model, self.layout)

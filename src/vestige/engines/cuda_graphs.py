@@ -23,6 +23,7 @@ from vestige.engines.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.steady import Unsteady, require_steady, standing
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
+from vestige.mechanism.criteria import BY_PLACE, Form
 from vestige.mechanism.transforms import only_mean, terms_of
 
 SMALL = 1 << 25
@@ -40,8 +41,8 @@ class Captured:
     they come for the second time.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
-        self.engine = BookKeeping(model, loss, layout)
+    def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
+        self.engine = BookKeeping(model, loss, layout, form)
         self.model, self.layout = model, layout
         self._sizes: tuple[int, ...] = ()
         self._padded: dict[tuple[int, Hashable], Padded] = {}

@@ -12,14 +12,14 @@ from torch.func import functional_call, grad, vmap
 from vestige.engines.per_example.expressions import quietly
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
-from vestige.mechanism.criteria import example_losses
+from vestige.mechanism.criteria import BY_PLACE, Form, example_losses
 
 
 class Reference:
     """The oracle: one gradient per example, by vmap or in turn, materialised, clipped and summed."""
 
-    def __init__(self, model: nn.Module, loss: Loss, layout: Layout) -> None:
-        self.model, self.loss, self.layout = model, loss, layout
+    def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
+        self.model, self.loss, self.layout, self.form = model, loss, layout, form
         self._in_turn = False
         """Whether the model cannot be run for all examples at once."""
 
@@ -55,8 +55,8 @@ class Reference:
         return {name: torch.stack(each) for name, each in zip(leaves, zip(*rows, strict=True), strict=True)}
 
     def example_loss(self, parameters: Parameters, *example: Tensor) -> Tensor:
-        *inputs, target = (part.unsqueeze(0) for part in example)
-        return example_losses(self.loss, functional_call(self.model, parameters, tuple(inputs)), target).sum()
+        args, named, target = self.form.split([part.unsqueeze(0) for part in example])
+        return example_losses(self.loss, functional_call(self.model, parameters, args, named), target).sum()
 
 
 def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor) -> Tensor:

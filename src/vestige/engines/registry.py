@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import nn
-
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import Captured
 from vestige.engines.reference import Reference
-from vestige.layout import Layout
-from vestige.mechanism.clipping import GradientEngine, Loss
 
-ENGINES: dict[str, Callable[[nn.Module, Loss, Layout], GradientEngine]] = {
+ENGINES: dict[str, type[Captured] | type[BookKeeping] | type[Reference]] = {
     "bookkeeping": Captured,
     "unrecorded": BookKeeping,
     "reference": Reference,
 }
 
 
-def engine_by_name(name: str) -> Callable[[nn.Module, Loss, Layout], GradientEngine]:
+def engine_by_name(name: str) -> type[Captured] | type[BookKeeping] | type[Reference]:
     if name not in ENGINES:
         raise ValueError(f"engine={name!r} is unknown; choose from {', '.join(ENGINES)}")
     return ENGINES[name]

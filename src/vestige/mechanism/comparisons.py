@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vestige.mechanism.charges import Charges
-from vestige.mechanism.clipping import Parameters
+from vestige.mechanism.clipping import Batch, Parameters
 from vestige.mechanism.examples import Examples
 from vestige.mechanism.loss_difference import LossDifference, Scores
 from vestige.questions import SampledGaussian, Trial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import noised
+from vestige.randomness.sampling import joined
 from vestige.randomness.streams import Stream
+
+Fetch = Callable[[int, Tensor], list[Batch]]
 
 
 class Comparisons:
@@ -34,6 +39,7 @@ class Comparisons:
         self.physical_batch = physical_batch
         self.asked = 0
         """Comparisons asked so far; they have random streams of their own, so they never shift a gradient's."""
+        self._fetch: Fetch | None = None
 
     def trial(self, question: Trial | None) -> AbstractContextManager[None]:
         return self._charges.trial(question)
@@ -71,13 +77,27 @@ class Comparisons:
         """The sample of the next comparison, and the stream of its noise."""
         index = self.asked
         self.asked += 1
-        joined = self._randomness.stream("comparison sample", index).random(self._examples.population) < rate
-        return torch.from_numpy(joined.nonzero()[0]), self._randomness.stream("comparison noise", index)
+        if self._fetch is None:
+            self._fetch = self._examples.ahead(partial(self._foreseen, rate))
+        return self._drawn(rate, index), self._randomness.stream("comparison noise", index)
+
+    def _drawn(self, rate: float, index: int) -> Tensor:
+        stream = self._randomness.stream("comparison sample", index)
+        return torch.from_numpy(joined(self._examples.population, rate, stream))
+
+    def _foreseen(self, rate: float, index: int) -> tuple[Sequence[Tensor], int | None]:
+        """The sample of a comparison at this rate, in parts, and a seed for whoever reads it in a reproducible run."""
+        return self._parts(self._drawn(rate, index)), self._randomness.seed("comparison rows", index)
+
+    def _parts(self, rows: Tensor) -> Sequence[Tensor]:
+        return rows.split(self.physical_batch or len(rows)) if len(rows) else ()
 
     def _scores(self, scores: Scores, rows: Tensor, *models: Parameters) -> list[Tensor]:
         """SENSITIVE: each model's score of every row, all on the same examples, which are fetched once."""
+        assert self._fetch is not None
         if len(rows) == 0:
             return [torch.zeros(0, device=self._examples.device) for _ in models]
-        batches = (self._examples.fetch(part) for part in rows.split(self.physical_batch or len(rows)))
+        fetched = (self._fetch(self.asked - 1, part) for part in self._parts(rows))
+        batches = (batch for group in fetched for batch in group)
         seen = zip(*([scores(batch, model) for model in models] for batch in batches), strict=True)
         return [torch.cat(parts) for parts in seen]

@@ -7,7 +7,8 @@ weight over the mean weight of a class, and ignored targets add nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,31 +24,64 @@ MODULES: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.CrossEntropyLoss: F.cross_entropy,
     nn.NLLLoss: F.nll_loss,
 }
+NEXT_TOKEN = ("ForCausalLM", "LMHeadModel")
+"""How such models are called."""
+CONSTANTS = (bool, int, float, str)
 FIELDS = ("weight", "ignore_index", "reduction", "label_smoothing")
 
 
+@dataclass(frozen=True)
+class Form:
+    """How the tensors of a batch reach the model and the loss: one argument each, and the last is the target; or by
+    name, where the examples have names."""
+
+    names: tuple[str, ...] | None = None
+    target: str | None = None
+
+    def split(self, batch: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor]:
+        """Arguments and keyword arguments of the model, and the targets."""
+        *inputs, targets = batch
+        if self.names is None:
+            return tuple(inputs), {}, targets
+        return (), dict(zip(self.names, inputs, strict=True)), targets
+
+
+BY_PLACE = Form()
+
+
 def example_losses(loss: BatchLoss, outputs: Any, targets: Tensor) -> Tensor:
-    """The loss of each example, [examples]; outputs and targets have the examples on their first axis."""
+    """The loss of each example, [examples]; outputs and targets have the examples on their first axis.
+
+    Where a model returns its logits beside other things, torch's own losses are given the logits.
+    """
+    if not isinstance(outputs, Tensor) and of_torch(loss) and isinstance(getattr(outputs, "logits", None), Tensor):
+        outputs = outputs.logits
+        if outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
+            outputs = outputs.movedim(-1, 1)  # such models have the classes last, torch's losses second
     known = _known(loss)
     if known is not None and isinstance(outputs, Tensor) and outputs.dim() >= 2:
         return _by_class(*known, outputs, targets)
 
-    def one(output: Any, target: Tensor) -> Tensor:
-        leaves, shape = tree_flatten(output)
-        return loss(tree_unflatten([leaf.unsqueeze(0) for leaf in leaves], shape), target.unsqueeze(0)).sum()
+    leaves, shape = tree_flatten(outputs)
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise ValueError(
+            f"the model returns a {type(outputs).__name__}, which cannot be taken apart into examples: return tensors, "
+            "or tuples or dictionaries of them"
+        )
+    kept = [leaf if isinstance(leaf, CONSTANTS) else None for leaf in leaves]  # a cache, say, is everybody's
 
+    def one(target: Tensor, *rows: Tensor) -> Tensor:
+        given = iter(rows)
+        own = [next(given).unsqueeze(0) if isinstance(leaf, Tensor) else kept[i] for i, leaf in enumerate(leaves)]
+        return loss(tree_unflatten(own, shape), target.unsqueeze(0)).sum()
+
+    each = (targets, *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
     try:
-        return vmap(one, randomness="different")(outputs, targets)
+        return vmap(one, randomness="different")(*each)
     except RuntimeError as problem:
         if "vmap" not in str(problem):
             raise
-    return _in_turn(one, outputs, targets)  # a loss that looks at its numbers
-
-
-def _in_turn(one: Callable[[Any, Tensor], Tensor], outputs: Any, targets: Tensor) -> Tensor:
-    leaves, shape = tree_flatten(outputs)
-    rows = zip(*leaves, strict=True)
-    return torch.stack([one(tree_unflatten(row, shape), target) for row, target in zip(rows, targets, strict=True)])
+    return torch.stack([one(*row) for row in zip(*each, strict=True)])  # a loss that looks at its numbers
 
 
 def batch_mean(loss: BatchLoss) -> BatchLoss:
@@ -63,6 +97,17 @@ def of_torch(loss: Any) -> bool:
     """Whether a loss is one of torch's own, which sees what it is given and nothing else."""
     loss = loss.func if isinstance(loss, partial) else loss
     return (type(loss) if isinstance(loss, nn.Module) else loss).__module__ in ("torch.nn.modules.loss", F.__name__)
+
+
+def check_shifted(model: nn.Module, loss: Any) -> None:
+    """Refuse to score a Hugging Face model of the next token by a loss that would compare each token with itself."""
+    name = type(model).__name__
+    if name.endswith(NEXT_TOKEN) and of_torch(loss):
+        raise ValueError(
+            f"loss: {name} predicts the next token, and torch's loss would compare its outputs with the tokens "
+            "themselves: give one that shifts, such as lambda outputs, labels: torch.nn.functional.cross_entropy("
+            "outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:])"
+        )
 
 
 def _known(loss: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:

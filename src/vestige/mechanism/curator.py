@@ -61,6 +61,7 @@ class Curator:
         self._examples, self.population, self._device = examples, examples.population, examples.device
         self._engine, self._layout, self._sampling = engine, layout, sampling
         self._randomness, self._charges = randomness, charges
+        self._fetch = examples.ahead(self._foreseen)
         self.physical_batch = physical_batch
         self._nonprivate_witness = nonprivate_witness
         self.expected_batch = sampling.rate * self.population
@@ -161,8 +162,9 @@ class Curator:
         running = RunningSum(self._layout.size, self._device)
         with self._model_randomness(index):
             seen = [
-                self._engine(self._examples.fetch(rows), parameters, clip, running.place(len(rows)), transform)
+                self._engine(batch, parameters, clip, running.place(len(batch[0])), transform)
                 for rows in self._parts(sample)
+                for batch in self._fetch(index, rows)
             ]
         norms = torch.cat(seen)
         self.nonprivate_broken_examples += norms.isinf().any(dim=1).sum()
@@ -224,10 +226,17 @@ class Curator:
         for part, bound in enumerate(bounds):
             self._charges.charge(Gaussian(multiplier), step=step, part=part, sensitivity=bound)
         everyone = torch.arange(self.population).split(self.physical_batch or 4096)
-        totals = torch.stack([bounded(self._examples.fetch(rows)) for rows in everyone]).sum(dim=0).double().cpu()
+        batches = (batch for rows in everyone for batch in self._examples.fetch(rows))
+        totals = torch.stack([bounded(batch) for batch in batches]).sum(dim=0).double().cpu()
         for part, bound in enumerate(bounds):
             lattice.add_noise(BoundedSum(totals[part], bound), multiplier, self._randomness.stream("sums", part))
         return totals
+
+    def _foreseen(self, index: int) -> tuple[Sequence[Tensor], int | None]:
+        """The sample that question number `index` will most likely be about, in parts, and a seed for whoever reads it
+        in a reproducible run."""
+        sample = self._sampling.draw(self.population, index, self._randomness)
+        return self._parts(sample), self._randomness.seed("rows", index)
 
     @contextlib.contextmanager
     def _model_randomness(self, index: int) -> Iterator[None]:

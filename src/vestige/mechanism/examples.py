@@ -1,43 +1,97 @@
-"""Where are the examples, and how is a sample of them fetched? Tensors, or any map-style dataset."""
+"""Where are the examples, and how is a sample of them fetched? Tensors on the device, or any dataset with indices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-Data = Sequence[Tensor] | Dataset[Sequence[Tensor]]
+from vestige.mechanism.clipping import Batch
+from vestige.mechanism.loading import Ahead, Loading, Rows, fields_of, form_of, labels_of, tensor_of
+
+Data = Any
+"""Tensors or arrays (inputs..., targets), or by name in a dictionary; or anything with rows that are such tuples or
+dictionaries: a list, a map-style dataset, one of Hugging Face, or a DataLoader, whose sampler is replaced."""
+Draw = Callable[[int], tuple[Sequence[Tensor], int | None]]
+"""The sample of a question, in parts, and a seed for workers; see `Ahead`."""
+IN_PROCESS = Loading()
 
 
 class Examples:
-    """SENSITIVE: the examples themselves, fetched by index onto a device."""
+    """SENSITIVE: the examples themselves, fetched by index onto a device, in batches of examples of one shape."""
 
-    def __init__(self, data: Data, device: torch.device) -> None:
-        self.device = device
-        self.fetch, self.population = _fetcher(data, device)
+    def __init__(
+        self, data: Data, device: torch.device, loading: Loading = IN_PROCESS, target: str | None = None
+    ) -> None:
+        self.device, self._loading, self._ahead = device, loading, list[Ahead]()
+        self._rows: Rows | None = None
+        self._columns: list[Tensor] = []
+        columns = _columns(data)
+        if columns is None:
+            self._rows = Rows(_dataset(data), loading.collate_fn, target)
+            self.form, self.population = self._rows.form, self._rows.population
+            return
+        if loading.collate_fn is not None:
+            raise ValueError("collate_fn is for rows that are read one by one: data are whole tensors, so leave it out")
+        self.form = form_of(columns, target)
+        named = zip(labels_of(self.form, len(columns)), fields_of(columns, self.form), strict=True)
+        self._columns = [tensor_of(*each).to(device) for each in named]
+        counts = {len(column) if column.dim() else 0 for column in self._columns}
+        if len(counts) != 1:
+            raise ValueError(f"data: the tensors hold {sorted(counts)} examples; inputs and targets must agree")
+        self.population = counts.pop()
 
-    def blank(self) -> Sequence[Tensor]:
+    def blank(self) -> Batch:
         """Tensors without rows, which carry only the shapes and dtypes of the examples."""
-        return self.fetch(torch.zeros(0, dtype=torch.long))
+        return self.fetch(torch.zeros(0, dtype=torch.long))[0]
+
+    def fetch(self, rows: Tensor) -> list[Batch]:
+        """These examples, read now."""
+        if self._rows is None:
+            here = rows.to(self.device)
+            return [[column[here] for column in self._columns]]
+        return self._on_device(self._rows.groups(rows.tolist()))
+
+    def ahead(self, draw: Draw) -> Callable[[int, Tensor], list[Batch]]:
+        """A way to fetch a part of the sample of a question, by the question's number, read ahead where workers do."""
+        if self._rows is None:
+            return lambda index, rows: self.fetch(rows)
+        reading = Ahead(self._rows, self._loading, draw)
+        self._ahead.append(reading)
+        return lambda index, rows: self._on_device(reading.take(index, rows))
+
+    def close(self) -> None:
+        """End all workers; whoever fetches again starts others."""
+        for reading in self._ahead:
+            reading.close()
+
+    def _on_device(self, groups: list[list[Tensor]]) -> list[Batch]:
+        return [[part.to(self.device, non_blocking=True) for part in group] for group in groups]
 
 
-def _fetcher(data: Data, device: torch.device) -> tuple[Callable[[Tensor], Sequence[Tensor]], int]:
+def _columns(data: Data) -> Any:
+    """Data that are whole columns, as a tuple or a dictionary; None where they are rows."""
     if isinstance(data, TensorDataset):
-        data = data.tensors
-    if isinstance(data, Dataset):
-        dataset = data
-        count = len(dataset)  # type: ignore[arg-type]
+        return data.tensors
+    if isinstance(data, Mapping) and all(isinstance(column, Tensor | np.ndarray | list) for column in data.values()):
+        return data
+    if isinstance(data, list) and not (data and all(isinstance(column, Tensor | np.ndarray) for column in data)):
+        return None
+    return data if isinstance(data, tuple | list) else None
 
-        def collate(indices: Tensor) -> Sequence[Tensor]:
-            # An empty sample still needs tensors of the right shape, so one example lends its shape and is dropped.
-            rows = [dataset[int(i)] for i in indices] or [dataset[0]]
-            return [part[: len(indices)].to(device) for part in default_collate(rows)]
 
-        return collate, count
-    tensors = [part.to(device) for part in data]
-    counts = {len(part) for part in tensors}
-    if len(counts) != 1:
-        raise ValueError(f"data: the tensors hold {sorted(counts)} examples; inputs and targets must agree")
-    return lambda indices: [part[indices.to(device)] for part in tensors], counts.pop()
+def _dataset(data: Data) -> Any:
+    if isinstance(data, DataLoader):
+        return data.dataset
+    if isinstance(data, Mapping):
+        raise ValueError(f"data is a dictionary of {', '.join(map(str, data))}: choose one, such as data['train']")
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise ValueError(
+            f"data is a {type(data).__name__}: a Poisson sample needs examples with indices: tensors, a list or a "
+            "dataset with __len__ and __getitem__"
+        )
+    return data

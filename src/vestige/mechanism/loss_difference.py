@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vestige.mechanism.clipping import Loss, Parameters
-from vestige.mechanism.criteria import example_losses
+from vestige.mechanism.criteria import BY_PLACE, Form, example_losses
 from vestige.questions import SampledGaussian
 
 Scores = Callable[[Sequence[Tensor], Parameters], Tensor]
@@ -66,26 +66,27 @@ class LossDifference:
         return float(change.clamp(-self.bound, self.bound))
 
 
-def losses_of(model: nn.Module, loss: Loss) -> Scores:
+def losses_of(model: nn.Module, loss: Loss, form: Form = BY_PLACE) -> Scores:
     """The loss of each example, as a function of the batch and the parameters."""
 
     @torch.no_grad()
     def losses(batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
-        *inputs, targets = batch
+        args, named, targets = form.split(batch)
         with _evaluating(model):
-            return example_losses(loss, functional_call(model, parameters, tuple(inputs)), targets)
+            return example_losses(loss, functional_call(model, parameters, args, named), targets)
 
     return losses
 
 
-def right_answers(model: nn.Module) -> Scores:
+def right_answers(model: nn.Module, form: Form = BY_PLACE) -> Scores:
     """1 where a classifier is correct, 0 where not."""
 
     @torch.no_grad()
     def right(batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
-        *inputs, targets = batch
+        args, named, targets = form.split(batch)
         with _evaluating(model):
-            return (functional_call(model, parameters, tuple(inputs)).argmax(-1) == targets).double()
+            outputs = functional_call(model, parameters, args, named)
+            return (getattr(outputs, "logits", outputs).argmax(-1) == targets).double()
 
     return right
 

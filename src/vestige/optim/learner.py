@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value
@@ -60,18 +61,33 @@ class Learner:
 
 
 class OptimizerMover:
-    """Moves the parameters of a layout by a torch optimizer; `lr` is the learning rate at pace 1."""
+    """Moves the parameters of a layout by a torch optimizer; its groups' learning rates are those at pace 1, which a
+    scheduler changes from step to step."""
 
-    def __init__(self, layout: Layout, parameters: Mapping[str, torch.nn.Parameter], optimizer: Optimizer, lr: float):
-        self.optimizer, self.lr = optimizer, lr
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+    ):
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self._rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
         self.gradient = torch.zeros(layout.size, device=next(iter(parameters.values())).device)
         for name, view in layout.views(self.gradient).items():
             parameters[name].grad = view
 
     def step(self, pace: Value) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * float(pace)
+        rates = self._rates if self.scheduler is None else self.scheduler.get_last_lr()
+        self._set(rates, float(pace))
         self.optimizer.step()
+        if self.scheduler is not None:
+            self._set(rates, 1.0)  # it goes on from its own rates
+            self.scheduler.step()
+
+    def _set(self, rates: Sequence[Any], pace: float) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * pace
 
     def hear(self, noise_std: float | Tensor) -> None:
         self.optimizer.hear(noise_std)  # type: ignore[attr-defined]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 AUTO_FLOOR = 0.1
 """The floor of AdamBC's second moment where it is "auto", in units of the noise variance."""
@@ -102,7 +103,8 @@ class Rule:
     def __repr__(self) -> str:
         return f"Rule({', '.join([self.name, *(f'{name}={value!r}' for name, value in self.options.items())])})"
 
-    def build(self, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    def build(self, parameters: Iterable[nn.Parameter] | list[dict[str, Any]], lr: float) -> Optimizer:
+        """The optimizer of these parameters, or groups of them as torch has them."""
         try:
             return self.optimizer(parameters, lr=lr, **self.options)  # type: ignore[call-arg]
         except TypeError as error:
@@ -187,3 +189,48 @@ def named(optimizer: str, options: Mapping[str, Any]) -> Rule:
     if kind is None:
         raise ValueError(f"optimizer={optimizer!r} is unknown; choose from {', '.join(sorted(OPTIMIZERS))}")
     return Rule(kind, dict(options))
+
+
+Scheduling = Callable[[Optimizer], LRScheduler]
+
+
+def scheduled(optimizer: Optimizer, scheduling: Scheduling | None) -> LRScheduler | None:
+    """The learning-rate scheduler that a user asks for: a function of the optimizer makes it."""
+    if scheduling is None:
+        return None
+    example = "such as lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500)"
+    if isinstance(scheduling, LRScheduler) or not callable(scheduling):
+        kind = type(scheduling).__name__
+        raise ValueError(f"lr_scheduler is a {kind}: give a function that makes one of the optimizer, {example}")
+    made = scheduling(optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise ValueError(
+            "lr_scheduler makes a ReduceLROnPlateau, which needs a loss, and a loss of the data is not released; give "
+            "one that follows the steps"
+        )
+    if not isinstance(made, LRScheduler) or made.optimizer is not optimizer:
+        raise ValueError(
+            f"lr_scheduler makes a {type(made).__name__}: it must make a scheduler of the optimizer that it is given, "
+            f"{example}"
+        )
+    return made
+
+
+def grouped(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """A user's parameter groups, as torch has them; every trainable parameter must be in one of them, once."""
+    names, left, found = {id(p): name for name, p in parameters.items()}, dict(parameters), []
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f"param_groups[{number}] must be a dictionary with 'params', as in torch.optim")
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        for parameter in members:
+            name = names.get(id(parameter))
+            if name is not None and left.pop(name, None) is None:
+                raise ValueError(f"param_groups[{number}] has parameter {name!r} once more: one group for each")
+        found.append({**group, "params": [p for p in members if id(p) in names]})
+    if left:
+        raise ValueError(
+            f"param_groups leave out parameter {next(iter(left))!r}: put it into a group, or freeze it with "
+            "requires_grad_(False)"
+        )
+    return [group for group in found if group["params"]]

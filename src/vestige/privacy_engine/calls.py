@@ -26,6 +26,7 @@ from vestige.engines.per_example.rehearsal import (
     made_up,
     raisings,
     rehearsed,
+    single_axes,
 )
 from vestige.engines.per_example.taps import Shapes, Taps, floating
 from vestige.layout import Layout
@@ -42,7 +43,7 @@ class Call:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What calls of one form have in common: everything but how many rows they have."""
+        """What calls of one form have in common: everything but how many rows they have, and how long these are."""
         return self.tree, tuple(_kind(leaf) for leaf in self.leaves)
 
     def shapes(self, batched: Sequence[int]) -> Shapes:
@@ -59,7 +60,7 @@ class Call:
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.dim(), leaf.dtype
+        return leaf.dim(), leaf.dtype, single_axes([leaf])
     return leaf if isinstance(leaf, bool | str | None) else type(leaf)
 
 

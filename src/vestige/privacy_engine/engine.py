@@ -26,11 +26,12 @@ from vestige.engines.recording import sizes_of
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.criteria import batch_mean, of_torch
+from vestige.mechanism.loading import check_loader, rate_of
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Rule
 from vestige.privacy_engine.coverage import require_covered
-from vestige.privacy_engine.loaders import CollateEmpty, check_loader, private_loader, rate_of
+from vestige.privacy_engine.loaders import CollateEmpty, private_loader
 from vestige.privacy_engine.optimizer_step import PrivateSteps
 from vestige.privacy_engine.outputs import of_rows
 from vestige.privacy_engine.parts import AnyRows, Parts

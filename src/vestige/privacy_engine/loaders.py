@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data import default_collate as torch_collate
-from torch.utils.data.distributed import DistributedSampler
-from torch.utils.data.sampler import BatchSampler
 
 from vestige.privacy_engine.parts import Part, Parts
 from vestige.randomness.keys import Randomness
@@ -71,34 +69,6 @@ def private_loader(
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
-
-
-def check_loader(loader: DataLoader[Any]) -> None:
-    """Refuse loaders whose own way of drawing would be lost without a word."""
-    if isinstance(loader.dataset, IterableDataset):
-        raise ValueError("data_loader has an IterableDataset: a Poisson sample needs a dataset with indices")
-    if isinstance(loader.sampler, DistributedSampler):
-        raise ValueError("data_loader has a DistributedSampler: private training runs on one process here")
-    if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler:
-        kind = type(loader.batch_sampler or loader.sampler).__name__
-        raise ValueError(
-            f"data_loader draws its batches by {kind}: they would be replaced by Poisson samples, in which every "
-            "example is as likely. Give it a batch_size; the sampling rate is batch_size / len(dataset)"
-        )
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
-        raise ValueError(
-            f"data_loader has a {type(loader.sampler).__name__}: its order or weights would be replaced by Poisson "
-            "samples, in which every example is as likely. Leave the sampler out; weigh classes in the loss instead"
-        )
-    if isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
-        raise ValueError("data_loader draws with replacement, which Poisson samples do not: leave replacement=True out")
-
-
-def rate_of(loader: DataLoader[Any]) -> float:
-    """Expected batch over dataset, exactly; not one over the number of batches."""
-    batches: Any = loader.batch_sampler
-    dataset: Any = loader.dataset
-    return min(1.0, (loader.batch_size or batches.batch_size) / len(dataset))
 
 
 class CollateEmpty:

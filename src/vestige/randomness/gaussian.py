@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -46,15 +44,6 @@ def normal(size: int, stream: Stream, device: torch.device) -> Tensor:
 
         return (triton_lattice.draw(size, stream, device) * 2.0**-STEPS).float()
     return torch.from_numpy((rounded_gaussian.draw(size, stream) * 2.0**-STEPS).astype(np.float32)).to(device)
-
-
-def uniform(shape: tuple[int, ...], stream: Stream, device: torch.device) -> Tensor:
-    """Numbers in [0, 1) of 53 bits, drawn on the device where they are needed: float64."""
-    if device.type == "cuda" and triton_available():
-        from vestige.randomness import triton_lattice
-
-        return triton_lattice.uniform(prod(shape), stream, device).view(shape)
-    return torch.from_numpy(stream.random(shape)).to(device)
 
 
 def add_noise(

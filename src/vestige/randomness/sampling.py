@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import frexp, prod
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vestige.checks import check_rate
+from vestige.devices import triton_available
+from vestige.randomness import binomial
 from vestige.randomness.keys import Randomness
+from vestige.randomness.streams import Stream
+
+DENSE = 1 / 32
+"""Above this rate every row is tossed for: that is cheaper than sorting so many of them."""
 
 
 class Sampling(Protocol):
@@ -26,7 +35,10 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True)
 class Poisson:
-    """Every example joins independently with probability `rate`: the sampling that amplification theorems assume."""
+    """Every example joins independently with probability `rate`: the sampling that amplification theorems assume.
+
+    Formal guarantees: exactly so, for the rate as float64 holds it, if the stream's words are uniform: see `joined`.
+    """
 
     kind: ClassVar[str] = "poisson"
     rate: float
@@ -35,8 +47,67 @@ class Poisson:
         check_rate(self.rate)
 
     def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
-        joined = randomness.stream("sample", index).random(population) < self.rate
-        return torch.from_numpy(joined.nonzero()[0])
+        return torch.from_numpy(joined(population, self.rate, randomness.stream("sample", index)))
+
+
+def joined(population: int, rate: float, stream: Stream) -> np.ndarray:
+    """Which of so many rows join, each independently with probability `rate`: their indices, in order.
+
+    Rows that join rarely are not tossed for one by one: how many join is binomial, and which ones is uniform, so a draw
+    costs what the sample costs, however many rows there are. Which way is taken depends on the rate alone.
+
+    Formal guarantees: each set S of rows has exactly the probability rate^|S| (1 - rate)^(population - |S|). Binomial
+    numbers and the tosses are exact (`binomial.draw`, `tossed`), and given its size every set is as likely.
+    """
+    if rate >= 1:
+        return np.arange(population)
+    if rate > DENSE:
+        return tossed((population,), rate, stream).nonzero()[0]
+    return places(population, binomial.draw(population, rate, stream), stream)
+
+
+def places(population: int, count: int, stream: Stream) -> np.ndarray:
+    """`count` different rows, every set of them as likely as any other.
+
+    As many are drawn as are missing, until none is. No row is treated otherwise than another, so renaming the rows does
+    not change the law of the set: it is uniform.
+    """
+    found = np.zeros(0, dtype=np.int64)
+    while len(found) < count:
+        rows = np.sort(np.concatenate([found, stream.integers(population, size=count - len(found))]))
+        found = rows[np.diff(rows, prepend=-1) > 0]
+    return found
+
+
+def tossed(shape: tuple[int, ...], rate: float, stream: Stream) -> np.ndarray:
+    """A toss for each place, true with probability `rate`, exactly."""
+    if rate >= 1:
+        return np.ones(shape, dtype=bool)
+    share, exponent = frexp(rate)
+    if exponent > -12:  # then the rate is a whole number of 2^-64
+        return (stream.words(prod(shape)) < np.uint64(int(rate * 2.0**64))).reshape(shape)
+    found = stream.random(shape) < share  # the share is a whole number of 2^-53, as are these
+    for bits in _fifties(-exponent):
+        found &= stream.random(shape) < 2.0**-bits
+    return found
+
+
+def tossed_on(device: torch.device, shape: tuple[int, ...], rate: float, stream: Stream) -> Tensor:
+    """The same on the device where it is needed."""
+    if device.type != "cuda" or not triton_available() or rate >= 1:
+        return torch.from_numpy(tossed(shape, rate, stream)).to(device)
+    from vestige.randomness.triton_lattice import uniform
+
+    share, exponent = frexp(rate)
+    found = uniform(prod(shape), stream, device) < share
+    for bits in _fifties(-exponent):
+        found &= uniform(prod(shape), stream, device) < 2.0**-bits
+    return found.view(shape)
+
+
+def _fifties(bits: int) -> list[int]:
+    """So many bits in parts that one uniform number of 53 bits has."""
+    return [min(53, bits - taken) for taken in range(0, bits, 53)]
 
 
 @dataclass(frozen=True)
@@ -60,12 +131,20 @@ class CyclicPoisson:
             )
 
     def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
-        joined = randomness.stream("sample", index).random(population) < self.rate * self.bands
-        if self.bands > 1:
-            # Each example's part is its own toss, so that other examples keep theirs when one is added or removed.
-            part = randomness.stream("part", 0, continues=True).integers(self.bands, size=population)
-            joined &= part == index % self.bands
-        return torch.from_numpy(joined.nonzero()[0])
+        stream = randomness.stream("sample", index)
+        if self.bands == 1:
+            return torch.from_numpy(joined(population, self.rate, stream))
+        members = parts(population, self.bands, randomness, randomness.moved)[index % self.bands]
+        return torch.from_numpy(members[joined(len(members), min(1.0, self.rate * self.bands), stream)])
+
+
+@lru_cache(maxsize=4)
+def parts(population: int, bands: int, randomness: Randomness, moved: bool) -> list[np.ndarray]:
+    """The members of each part. Each example's part is its own toss, so that other examples keep theirs when one is
+    added or removed. A key that moved into a forked process is another one, and has no parts."""
+    part = randomness.stream("part", 0, continues=True).integers(bands, size=population)
+    order = np.argsort(part, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(part, minlength=bands))[:-1])
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from vestige.methods.base import Method
 from vestige.optim.gates import Attempt
 from vestige.optim.learner import Learner, OptimizerMover
 from vestige.optim.probes import At
+from vestige.optim.rules import Scheduling, scheduled
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.release import Release
 from vestige.randomness.schedules import level
@@ -73,11 +74,21 @@ def copied(part: Any) -> Any:
 class TrainingState:
     """Everything that a step changes: parameters, optimizer, memory, and the count of steps and questions."""
 
-    def __init__(self, model: nn.Module, method: Method, layout: Layout, lr: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        layout: Layout,
+        lr: float,
+        *,
+        groups: list[dict[str, Any]] | None = None,
+        scheduling: Scheduling | None = None,
+    ) -> None:
         self.model, self.layout = model, layout
         self.parameters = layout.parameters(model)
-        self.optimizer = method.rule.build(list(self.parameters.values()), lr)
-        mover = OptimizerMover(layout, self.parameters, self.optimizer, lr)
+        self.optimizer = method.rule.build(groups or self.parameters.values(), lr)
+        self.scheduler = scheduled(self.optimizer, scheduling)
+        mover = OptimizerMover(layout, self.parameters, self.optimizer, self.scheduler)
         self.learner = Learner(method.memory, method.rule, method.average, layout, self.parameters, mover)
         self.gradient = mover.gradient
         self.probe = method.probe.init(layout, self.gradient.device)
@@ -90,6 +101,7 @@ class TrainingState:
             "step": self.step,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "scheduler": {} if self.scheduler is None else self.scheduler.state_dict(),
             "memory": self.learner.memory,
             "probe": self.probe,
             "gate": self.gate,
@@ -105,6 +117,8 @@ class TrainingState:
     def _load_moved(self, saved: dict[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
         self.learner.memory, self.learner.average = self._here(saved["memory"]), self._here(saved["average"])
         self.probe, self.clip = self._here(saved["probe"]), dict(saved["clip"])
 

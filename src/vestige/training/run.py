@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget
@@ -24,12 +26,15 @@ from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import LARGEST_SUM, Loss
 from vestige.mechanism.comparisons import Comparisons
+from vestige.mechanism.criteria import check_shifted
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.examples import Data, Examples
+from vestige.mechanism.loading import Loading, check_loader, rate_of
 from vestige.mechanism.loss_difference import losses_of, right_answers
 from vestige.mechanism.moments import PrivateMoments, fill
 from vestige.methods.base import Method
 from vestige.methods.registry import build
+from vestige.optim.rules import Scheduling, grouped
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import ARITHMETICS
 from vestige.randomness.keys import Randomness
@@ -50,16 +55,22 @@ def train(
     data: Data,
     *,
     method: Method | str = "fo-dp-sgd",
-    sample_rate: float,
+    sample_rate: float | None = None,
     steps: int | None = None,
     delta: float,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     lr: float | Literal["auto"] = "auto",
+    lr_scheduler: Scheduling | None = None,
+    param_groups: Sequence[Mapping[str, Any]] | None = None,
     sampling: str = "poisson",
     noise: str = "lattice",
     physical_batch: PhysicalBatch = None,
     engine: str = "bookkeeping",
+    target: str | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
     reproducible: int | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -72,11 +83,17 @@ def train(
     """Train `model` in place with differential privacy; iterate over the result to perform the steps.
 
     `loss(outputs, targets)` is any loss of a batch, such as `nn.functional.cross_entropy`; it is applied to one example
-    at a time. `data` is a tuple of tensors (inputs..., targets) or a map-style dataset of such tuples. Give `epsilon`
-    (the noise follows), or `noise_multiplier` (epsilon follows), or both (training stops before epsilon is exceeded;
-    without `steps`, as many are planned as it affords). A step of a selective method is a trial, kept or not. `public`
-    are validation examples that need no protection, for schedules that look at them. `normalise` asks, before the
-    first step, for the moments that the model's first module standardises its inputs with (`with_moments`).
+    at a time. `data` is a tuple of tensors or arrays (inputs..., targets), or anything with rows that are such tuples,
+    or dictionaries: a list, a map-style dataset, one of Hugging Face, a DataLoader (whose batches are replaced by
+    Poisson samples). The model is given the columns of a dictionary by name, but for `target` ("labels", unless said),
+    which the loss is given. `collate_fn`, `num_workers` and `pin_memory` are those of a DataLoader: workers read the
+    next samples while one is computed, and every example is collated, and padded, by itself. Give `epsilon` (the noise
+    follows), or `noise_multiplier` (epsilon follows), or both (training stops before epsilon is exceeded;
+    without `steps`, as many are planned as it affords). `lr_scheduler` makes a torch scheduler of the optimizer, and
+    `param_groups` are those of torch.optim: options by group, `lr` where a group gives none. A step of a selective
+    method is a trial, kept or not. `public` are validation examples that need no protection, for schedules that look at
+    them. `normalise` asks, before the first step, for the moments that the model's first module standardises its inputs
+    with (`with_moments`).
     `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds the
     largest that fits, on made-up examples. `noise="float32"` adds noise in floating point, which is faster on a CPU and
     rests on one more assumption. `reproducible=seed` makes noise and sampling predictable, for tests: such a
@@ -93,11 +110,20 @@ def train(
     if noise not in ARITHMETICS:
         raise ValueError(f"noise={noise!r} is unknown; choose from {', '.join(ARITHMETICS)}")
     check_physical_batch(physical_batch)
+    loading = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
+    if isinstance(data, DataLoader):
+        loading, sample_rate = _of_loader(data, loading, sample_rate)
+    if sample_rate is None:
+        raise ValueError("sample_rate=None: give the probability that an example joins a step, such as 256 / len(data)")
     settings = Settings(
         sampling=sampling,
         noise=noise,
         physical_batch=physical_batch,
         engine=engine,
+        loading=loading,
+        target=target,
+        scheduling=lr_scheduler,
+        groups=None if param_groups is None else grouped(param_groups, Layout.of(model).parameters(model)),
         seed=reproducible,
         public=public,
         normalise=normalise,
@@ -121,6 +147,23 @@ def train(
     return training
 
 
+def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None) -> tuple[Loading, float]:
+    """How a user's loader reads, and its rate unless another is given; its own way of drawing is replaced, and that is
+    said."""
+    check_loader(loader, "data")
+    if asked != Loading():
+        raise ValueError(
+            "data is a DataLoader, with a collate_fn, num_workers and pin_memory of its own: set them there"
+        )
+    rate = rate_of(loader) if rate is None else rate
+    warnings.warn(
+        f"data is a DataLoader: its batches are replaced by Poisson samples at sample_rate={rate:.4g}, in which every "
+        "example joins by a toss of its own",
+        stacklevel=3,
+    )
+    return Loading.of(loader), rate
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a run is made, apart from its budget."""
@@ -129,6 +172,10 @@ class Settings:
     noise: str = "lattice"
     physical_batch: PhysicalBatch = None
     engine: str = "bookkeeping"
+    loading: Loading = field(default_factory=Loading)
+    target: str | None = None
+    scheduling: Scheduling | None = None
+    groups: list[dict[str, Any]] | None = None
     seed: int | None = None
     public: tuple[Tensor, Tensor] | None = None
     normalise: PrivateMoments | None = None
@@ -151,7 +198,10 @@ class Training:
     ) -> None:
         self.model, self.folder, self.settings, self._identity = model, folder, settings, method.identity
         self.layout = Layout.of(model, method.grouping)
-        examples = Examples(data, next(model.parameters()).device)
+        examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
+        self._examples = examples
+        if examples.form.names is not None:
+            check_shifted(model, loss)
         self.method = replace(method, gate=method.gate.at(examples.population))
         self.normalised = settings.normalise is None
         self._first = () if settings.normalise is None else settings.normalise.questions
@@ -159,7 +209,12 @@ class Training:
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
         self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=settings.seed is not None)
         self.curator = self._curator_of(examples, loss)
-        self.state = TrainingState(model, self.method, self.layout, self.plan.lr)
+        groups, scheduling = settings.groups, settings.scheduling
+        if groups is not None and method.rule.hears_noise:
+            raise ValueError(
+                f"param_groups: {method.rule.name} takes the noise of all parameters in their order; leave them out"
+            )
+        self.state = TrainingState(model, self.method, self.layout, self.plan.lr, groups=groups, scheduling=scheduling)
         adaptive = self.method.gate.adaptive
         self.facts = accounting.Facts(
             sampling=self._sampling.kind,
@@ -181,12 +236,13 @@ class Training:
 
     def _curator_of(self, examples: Examples, loss: Loss) -> Curator:
         settings, model, rate = self.settings, self.model, self.plan.sample_rate
-        make, part = engine_by_name(settings.engine), settings.physical_batch
+        form, part = examples.form, settings.physical_batch
+        make = partial(engine_by_name(settings.engine), form=form)
         if part == "auto":
             blank, population = examples.blank(), examples.population
             part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
         key = Randomness.secret() if settings.seed is None else Randomness.reproducible(settings.seed)
-        charges, scores = Charges(self.ledger.ask), (losses_of(model, loss), right_answers(model))
+        charges, scores = Charges(self.ledger.ask), (losses_of(model, loss, form), right_answers(model, form))
         engine = make(model, loss, self.layout)
         if isinstance(engine, Captured):
             engine.expect(sizes_of(examples.population, rate, min(part or LARGEST_SUM, LARGEST_SUM)))
@@ -228,7 +284,18 @@ class Training:
             "groups": list(self.layout.group_names),
             "adjacency": "add/remove one example",
             "normalise": repr(self.settings.normalise),
+            **self._rates(),
         }
+
+    def _rates(self) -> dict[str, Any]:
+        """What is public of the learning rates besides the first: the scheduler's name, and the options by group."""
+        names = {id(p): name for name, p in self.state.parameters.items()}
+        groups = self.settings.groups and [
+            {key: [names[id(p)] for p in value] if key == "params" else repr(value) for key, value in group.items()}
+            for group in self.settings.groups
+        ]
+        scheduler = self.state.scheduler
+        return {"lr_scheduler": None if scheduler is None else type(scheduler).__name__, "param_groups": groups}
 
     @property
     def _planned(self) -> dict[Question, int]:
@@ -347,12 +414,13 @@ class Training:
             self._ask_moments()
         if not self.normalised:
             return
-        for record in run(self.state, self.method, self.curator, plan.noise_multiplier, plan.steps, self._public):
-            self._last = record
-            require_one_process(self.model)
-            if self.transcript is not None:
-                self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
-            yield replace(record, epsilon=self.spent())
+        with contextlib.closing(self._examples):
+            for record in run(self.state, self.method, self.curator, plan.noise_multiplier, plan.steps, self._public):
+                self._last = record
+                require_one_process(self.model)
+                if self.transcript is not None:
+                    self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
+                yield replace(record, epsilon=self.spent())
 
     def _ask_moments(self) -> None:
         """Ask, once and before the first step, for the moments that standardise the model's inputs."""

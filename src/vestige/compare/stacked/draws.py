@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from vestige.randomness import lattice
-from vestige.randomness.gaussian import normal, uniform
+from vestige.randomness.gaussian import normal
 from vestige.randomness.keys import Randomness
-from vestige.randomness.sampling import CyclicPoisson, Sampling
+from vestige.randomness.sampling import CyclicPoisson, Sampling, tossed_on
 
 BLOCK, LARGEST_BLOCK = 16, 1 << 25
 """Questions whose samples are drawn together, so that the host waits for the device once per block; and the most coin
@@ -70,15 +70,16 @@ class Draws:
                 for run, randomness in enumerate(self._alone):
                     joined[i, run, self.sampling.draw(self.population, first + i, randomness)] = True
             return joined.to(self.device)
-        joined = self._tosses(first, (count, self.runs, self.population)) < self.sampling.rate * self._bands
+        joined = self._tosses(first, (count, self.runs, self.population))
         if self._turn is not None:
             turns = torch.arange(first, first + count, device=self.device) % self._bands
             joined &= self._turn == turns[:, None, None]
         return joined
 
     def _tosses(self, first: int, shape: tuple[int, ...]) -> Tensor:
-        """In double precision, so that the inclusion probability is the rate to 53 bits."""
-        return uniform(shape, self._secret.stream("sample", first), self.device)
+        """Who joins, of all examples: exactly at the rate, on the device where it is needed."""
+        stream, rate = self._secret.stream("sample", first), min(1.0, self.sampling.rate * self._bands)
+        return tossed_on(self.device, shape, rate, stream)
 
     def _turns(self) -> Tensor:
         """Each example's part, for each run: drawn once, example by example, as `CyclicPoisson` does."""

@@ -380,6 +380,12 @@ def made_up(
     return rows
 
 
+def single_axes(batch: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Which axes behind the examples' have a single place. A rehearsal holds for batches of other lengths, but not of
+    other such axes: where an example has one position, examples and positions in one axis cannot be told apart."""
+    return tuple(size == 1 for part in batch for size in part.shape[1:])
+
+
 def raisings(blank: Sequence[Tensor]) -> list[tuple[int, ...]]:
     """Which whole numbers to raise, until a model takes them: none, one of the tensors, all."""
     whole = [place for place, part in enumerate(blank) if not (part.is_floating_point() or part.dtype == torch.bool)]
