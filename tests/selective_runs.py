@@ -11,7 +11,7 @@ from vestige.mechanism.charges import Charges
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.examples import Examples
-from vestige.mechanism.loss_difference import losses_of, right_answers
+from vestige.mechanism.losses.loss_difference import losses_of, right_answers
 from vestige.optim.gates import Attempt, NoisyLossTest
 from vestige.questions import SampledGaussian
 from vestige.randomness.keys import Randomness

@@ -18,19 +18,24 @@ ABOVE: dict[str, str] = {
     "": "",
     "accounting": "",
     "randomness": "",
-    "mechanism": "randomness",
+    "mechanism.losses": "mechanism",
+    "mechanism": "randomness mechanism.losses",
     "engines.per_example": "mechanism",
-    "engines": "mechanism engines.per_example",
-    "optim": "randomness mechanism",
+    "engines.rehearsal": "mechanism mechanism.losses engines.per_example",
+    "engines": "mechanism mechanism.losses engines.per_example engines.rehearsal engines.recorded",
+    "engines.recorded": "mechanism mechanism.losses engines engines.per_example",
+    "optim": "randomness mechanism mechanism.losses",
     "methods": "randomness mechanism optim",
-    "tasks": "mechanism",
-    "training": "accounting randomness mechanism engines optim methods tasks",
-    "privacy_engine": "accounting randomness mechanism engines engines.per_example optim methods training",
+    "tasks": "mechanism mechanism.losses",
+    "training": "accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
+    "methods tasks",
+    "privacy_engine": "accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
+    "engines.recorded optim methods training",
     "integrations": "training privacy_engine",
-    "compare.stacked": "randomness mechanism optim methods",
+    "compare.stacked": "randomness mechanism mechanism.losses optim methods",
     "compare.report": "",
-    "compare": "accounting randomness mechanism optim methods tasks training compare.stacked compare.report",
-    "cli": "accounting mechanism engines methods tasks training integrations compare compare.report",
+    "compare": "accounting randomness mechanism mechanism.losses optim methods tasks training compare.stacked compare.report",
+    "cli": "accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report",
 }
 """Which packages each package may import, beside itself and the modules of the root."""
 

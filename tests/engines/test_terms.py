@@ -15,9 +15,9 @@ import engine_checks
 from engine_checks import PerGroup, alternating, clipped, close, one_at_a_time, square, targets
 from vestige.engines import bookkeeping
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.cuda_graphs import Captured, Padded
 from vestige.engines.per_example import rules
 from vestige.engines.per_example.gradients import Dense, Patches
+from vestige.engines.recorded.cuda_graphs import Captured, Padded
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment

@@ -8,7 +8,7 @@ from torch import nn
 
 from conftest import make_toy
 from loops import LOSS, flat, private, same_step
-from vestige.engines.recording import sizes_of
+from vestige.engines.recorded.recording import sizes_of
 from vestige.privacy_engine import recordings
 from vestige.privacy_engine.recordings import Withheld
 

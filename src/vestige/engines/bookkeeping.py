@@ -23,7 +23,9 @@ from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import full_precision
 from vestige.engines.per_example.gradients import Gradient, change
-from vestige.engines.per_example.rehearsal import (
+from vestige.engines.per_example.taps import Doubt, Sweep, Taps, eagerly, gradients, shapes_of
+from vestige.engines.reference import Reference
+from vestige.engines.rehearsal.rehearsing import (
     Dependent,
     Rehearsal,
     Rows,
@@ -37,12 +39,10 @@ from vestige.engines.per_example.rehearsal import (
     rehearsed,
     single_axes,
 )
-from vestige.engines.per_example.taps import Doubt, Sweep, Taps, eagerly, gradients, shapes_of
-from vestige.engines.reference import Reference
 from vestige.engines.writes import Writes
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform, usable_norms, weights
-from vestige.mechanism.criteria import BY_PLACE, Form, example_losses
+from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.mechanism.transforms import Term, terms_of
 
 

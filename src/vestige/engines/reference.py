@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from vestige.engines.per_example.expressions import quietly
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
-from vestige.mechanism.criteria import BY_PLACE, Form, example_losses
+from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 
 
 class Reference:

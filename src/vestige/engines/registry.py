@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.cuda_graphs import Captured
+from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.reference import Reference
 
 ENGINES: dict[str, type[Captured] | type[BookKeeping] | type[Reference]] = {

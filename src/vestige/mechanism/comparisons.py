@@ -12,7 +12,7 @@ from torch import Tensor
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Batch, Parameters
 from vestige.mechanism.examples import Examples
-from vestige.mechanism.loss_difference import LossDifference, Scores
+from vestige.mechanism.losses.loss_difference import LossDifference, Scores
 from vestige.questions import SampledGaussian, Trial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import noised

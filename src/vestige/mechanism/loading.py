@@ -18,7 +18,7 @@ from torch.utils.data import default_collate as torch_collate
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import BatchSampler
 
-from vestige.mechanism.criteria import Form
+from vestige.mechanism.losses.criteria import Form
 
 Collate = Callable[[list[Any]], Any]
 Group = list[Tensor]

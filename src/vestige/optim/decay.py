@@ -13,7 +13,7 @@ from math import ceil, erfc, exp, inf, log, pi, sqrt
 from typing import Any, NamedTuple, Protocol
 
 from vestige.mechanism.clipping import Parameters
-from vestige.mechanism.loss_difference import LossDifference
+from vestige.mechanism.losses.loss_difference import LossDifference
 from vestige.questions import BudgetSpent, Trial
 
 DecayState = dict[str, Any]

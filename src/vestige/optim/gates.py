@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from vestige.mechanism.clipping import Parameters
-from vestige.mechanism.loss_difference import LossDifference
+from vestige.mechanism.losses.loss_difference import LossDifference
 from vestige.optim.decay import Comparer, Decay, NoDecay, Update
 from vestige.questions import Question, SampledGaussian, Trial
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from vestige.engines.per_example.rehearsal import (
+from vestige.engines.per_example.taps import Shapes, Taps, floating
+from vestige.engines.rehearsal.rehearsing import (
     Dependent,
     Made,
     Rehearsal,
@@ -28,7 +29,6 @@ from vestige.engines.per_example.rehearsal import (
     rehearsed,
     single_axes,
 )
-from vestige.engines.per_example.taps import Shapes, Taps, floating
 from vestige.layout import Layout
 
 MOST_GUESSES = 16

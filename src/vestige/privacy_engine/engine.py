@@ -22,11 +22,11 @@ from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.taps import floating
 from vestige.engines.processes import require_one_process
-from vestige.engines.recording import sizes_of
+from vestige.engines.recorded.recording import sizes_of
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
-from vestige.mechanism.criteria import batch_mean, of_torch
 from vestige.mechanism.loading import check_loader, rate_of
+from vestige.mechanism.losses.criteria import batch_mean, of_torch
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Rule

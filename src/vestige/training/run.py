@@ -17,20 +17,20 @@ from torch.utils.data import DataLoader
 from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget
 from vestige.accounting.ledger import Ledger
-from vestige.engines.cuda_graphs import Captured
 from vestige.engines.independence import require_independent
 from vestige.engines.processes import require_one_process
-from vestige.engines.recording import sizes_of
+from vestige.engines.recorded.cuda_graphs import Captured
+from vestige.engines.recorded.recording import sizes_of
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import LARGEST_SUM, Loss
 from vestige.mechanism.comparisons import Comparisons
-from vestige.mechanism.criteria import check_shifted
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.examples import Data, Examples
 from vestige.mechanism.loading import Loading, check_loader, rate_of
-from vestige.mechanism.loss_difference import losses_of, right_answers
+from vestige.mechanism.losses.criteria import check_shifted
+from vestige.mechanism.losses.loss_difference import losses_of, right_answers
 from vestige.mechanism.moments import PrivateMoments, fill
 from vestige.methods.base import Method
 from vestige.methods.registry import build

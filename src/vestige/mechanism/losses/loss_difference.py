@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vestige.mechanism.clipping import Loss, Parameters
-from vestige.mechanism.criteria import BY_PLACE, Form, example_losses
+from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.questions import SampledGaussian
 
 Scores = Callable[[Sequence[Tensor], Parameters], Tensor]

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vestige.engines import recording
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.cuda_graphs import LITTLE, Captured, Padded, padded_size
+from vestige.engines.recorded import recording
+from vestige.engines.recorded.cuda_graphs import LITTLE, Captured, Padded, padded_size
+from vestige.engines.recorded.steady import Unsteady, standing
 from vestige.engines.reference import Reference
-from vestige.engines.steady import Unsteady, standing
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Automatic, Counted
 from vestige.mechanism.clipping import Flat

@@ -19,11 +19,11 @@ from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.taps import Doubt, Taps
-from vestige.engines.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
-from vestige.engines.steady import Unsteady, require_steady, standing
+from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
+from vestige.engines.recorded.steady import Unsteady, require_steady, standing
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
-from vestige.mechanism.criteria import BY_PLACE, Form
+from vestige.mechanism.losses.criteria import BY_PLACE, Form
 from vestige.mechanism.transforms import only_mean, terms_of
 
 SMALL = 1 << 25

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from vestige.devices import without_tf32
-from vestige.engines.per_example.calm import Calm
 from vestige.engines.per_example.expressions import ANCHOR, Axis, Key, Kind, Observation, Pass
 from vestige.engines.per_example.gradients import Gradient, combine
-from vestige.engines.per_example.holdings import Holdings, buffers, current, describe, equal
 from vestige.engines.per_example.taps import Taps
 from vestige.engines.per_example.uses import Misfit
+from vestige.engines.rehearsal.calm import Calm
+from vestige.engines.rehearsal.holdings import Holdings, buffers, current, describe, equal
 
 Rows = Sequence[Tensor]
 """A batch of made-up examples: every tensor has them on its first axis."""

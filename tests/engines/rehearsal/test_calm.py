@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import vestige
-from vestige.engines.per_example.calm import Calm
+from vestige.engines.rehearsal.calm import Calm
 
 
 class Drawing(nn.Module):

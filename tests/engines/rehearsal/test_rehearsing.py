@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from engine_checks import ask, clipped, close, one_at_a_time, silent, square, targets
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.cuda_graphs import Captured
-from vestige.engines.per_example import rehearsal
-from vestige.engines.per_example.rehearsal import Dependent
+from vestige.engines.recorded.cuda_graphs import Captured
+from vestige.engines.rehearsal import rehearsing
+from vestige.engines.rehearsal.rehearsing import Dependent
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 
@@ -173,14 +173,14 @@ def test_frozen_weights_in_bfloat16_round_more_and_mix_nothing():
             return self.head(self.frozen(x.bfloat16()).float())
 
     tolerances = []
-    original = rehearsal._Rehearsing._check_independent
+    original = rehearsing._Rehearsing._check_independent
 
     def seen(self, three):
         tolerances.append(self.tolerance)
         return original(self, three)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rehearsal._Rehearsing, "_check_independent", seen)
+        patch.setattr(rehearsing._Rehearsing, "_check_independent", seen)
         model = Adapted()
         layout = Layout.of(model)
         batch = torch.randn(5, 64), torch.randint(3, (5,))

@@ -1,0 +1,1 @@
+"""How does a step shed its launches on a GPU? It is recorded once, and replayed."""

@@ -1,0 +1,1 @@
+"""Can a model be watched? It is tried on made-up examples, once."""

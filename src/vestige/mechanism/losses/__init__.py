@@ -1,0 +1,1 @@
+"""What is one example's loss?"""
