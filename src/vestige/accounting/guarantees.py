@@ -32,6 +32,10 @@ OPAQUE_LOSS = (
 )
 
 
+PADDED = (
+    "an example's loss does not depend on how far its batch was padded: what lies behind its own end is masked in the "
+    "model, and ignored in the loss"
+)
 NEGLECTED = "at so large an epsilon, that the noise is drawn to within 2^-96 of the ideal one is neglected"
 
 DISTANCE = 2.0**-96
@@ -61,6 +65,8 @@ class Facts:
     filter_epsilon: float | None = None
     opaque_loss: bool = False
     """Whether a loss of a user's own loop was met whose divisor could not be recognised."""
+    padded: bool = False
+    """Whether examples were padded to the longest of their batch, in a user's own loop."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,8 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
     reasons = (*reasons, *broken)
     # What a filtered run happened to spend depends on the data: only the filter's own epsilon is proved, by Renyi.
     proved = spent if filtered and not broken else by_renyi
-    further = [text for text, holds in ((OPAQUE_LOSS, facts.opaque_loss), (NEGLECTED, neglected)) if holds]
+    held = ((OPAQUE_LOSS, facts.opaque_loss), (PADDED, facts.padded), (NEGLECTED, neglected))
+    further = [text for text, holds in held if holds]
     assumptions = (ARITHMETICS[facts.arithmetic], *ASSUMPTIONS[1:], *further)
     result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", proved, reasons, assumptions)
     if not reasons:

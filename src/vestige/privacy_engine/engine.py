@@ -106,6 +106,7 @@ class PrivacyEngine:
         poisson_sampling: bool = True,
         max_physical_batch_size: PhysicalBatch = None,
         steps_per_batch: int = 1,
+        tokens_per_example: int | None = None,
         **others: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """Private training with a given noise multiplier; the memory of any method, the moves of your own optimizer.
@@ -113,7 +114,9 @@ class PrivacyEngine:
         `max_physical_batch_size` splits each sampled batch: keep calling `optimizer.step()` after every part, and only
         the last one moves; "auto" finds the largest that fits, for batches (inputs..., targets). A method that asks
         somewhere else than at the parameters takes a closure: `optimizer.step(closure)`. A batch is for one step; with
-        `steps_per_batch=k` it is for k, and they are priced as k answers on one sample.
+        `steps_per_batch=k` it is for k, and they are priced as k answers on one sample. A loss that the model computes
+        itself, `model(**batch).loss`, is the mean of its examples' losses; of tokens, each example's loss is the mean
+        over its own, or, with `tokens_per_example`, their sum over that public number.
         """
         refuse_others(others)
         if self._steps is not None:
@@ -122,6 +125,8 @@ class PrivacyEngine:
         check_number("max_grad_norm", max_grad_norm)
         check_multiplier(noise_multiplier)
         check_steps(steps_per_batch, "steps_per_batch")
+        if tokens_per_example is not None:
+            check_steps(tokens_per_example, "tokens_per_example")
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
         require_one_process(module)
@@ -142,7 +147,8 @@ class PrivacyEngine:
         self._facts = replace(self._facts, sampling="poisson" if poisson_sampling else "shuffled", coordinates=size)
         self._open(chosen, rate, noise_multiplier)
         sizes = sizes_of(self._population, rate, max_physical_batch_size) if poisson_sampling else [expected]
-        passes = Passes(module, chosen.grouping, chosen.clip, loss_reduction, parts, sizes if self._record else ())
+        recorded = sizes if self._record else ()
+        passes = Passes(module, chosen.grouping, chosen.clip, loss_reduction, parts, recorded, tokens_per_example)
         planned = SampledGaussian(rate, noise_multiplier)
         self._steps = PrivateSteps(
             passes,
@@ -207,8 +213,9 @@ class PrivacyEngine:
         """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""
         check_delta(delta, self._population or None)
         facts = self._facts
-        if self._steps is not None and self._steps.passes.assumed:
-            facts = replace(facts, opaque_loss=True)
+        if self._steps is not None:
+            passes = self._steps.passes
+            facts = replace(facts, opaque_loss=passes.assumed, padded=passes.lengths.vary)
         return accounting.guarantee(self._ledger.spent, delta, facts)
 
     def get_epsilon(self, delta: float) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from vestige.engines.per_example.expressions import Tap
-from vestige.privacy_engine.undivided import MEAN, NLL, undivided
+from vestige.privacy_engine.undivided import MEAN, NLL, by_row, ignored_by, undivided
 
 POINTWISE = frozenset(
     f"{name}Backward0"
@@ -50,8 +50,10 @@ class Reduction:
     factor: Tensor | None = None
     kind: str | None = None
     public: Tensor | float | None = None
-    """What the sum of everyone's weights is replaced by, for one row."""
+    """What the sum of everyone's weights is replaced by, for one row or for each."""
     undivided: bool = False
+    averaged: int | None = None
+    """Over how many numbers of a row it is a mean, where that is a number for all rows."""
     seen: bool = False
     """Whether it was seen that a row of the outputs has a say in its own loss only."""
 
@@ -86,7 +88,7 @@ class End(torch.autograd.Function):
         goes_on = ctx.reached(reduction)
         said = ctx.rows if ctx.said == "mean" else 1
         factor = 1 if reduction.undivided else said if reduction.factor is None else reduction.factor
-        whole = signals if type(factor) is int and factor == 1 else [signal * factor for signal in signals]
+        whole = signals if type(factor) is int and factor == 1 else [by_row(signal, factor) for signal in signals]
         back = [signal.to(dtype) for signal, dtype in zip(whole, ctx.types, strict=True)]
         if goes_on is None:
             return (None, None, None, None, *back)
@@ -145,7 +147,8 @@ def mark(top: Any, alone: bool = False) -> list[Any]:
         for end in _below(node)[0]:
             ends.setdefault(end, []).append(node)
     for end, own in ends.items():
-        end.reduction = replace(_reduction(top, own, end.rows), seen=_seen(top, end.rows))
+        averaged = next((share for share in (_averaged(node, end.rows) for node in own) if share is not None), None)
+        end.reduction = replace(_reduction(top, own, end.rows), averaged=averaged, seen=_seen(top, end.rows))
     first = next(iter(ends))
     same = all(own == nodes and (end.rows, end.said) == (first.rows, "mean") for end, own in ends.items())
     if not (alone and same and _ends_here(top, nodes)):
@@ -179,6 +182,15 @@ def _reduction(top: Any, nodes: list[Any], rows: int) -> Reduction:
     return UNKNOWN
 
 
+def _averaged(node: Any, rows: int) -> int | None:
+    """How many numbers of a row a mean is over, if it is one that does not look at them."""
+    if node.name() == "MeanBackward0":
+        return int(node._saved_self_sym_numel) // rows
+    if node.name() in POINTWISE and node._saved_reduction == MEAN:
+        return int(node._saved_self.numel()) // rows
+    return None
+
+
 def _of_node(node: Any, rows: int) -> Reduction:
     """Where the loss is nothing but one of torch's reductions."""
     name = node.name()
@@ -191,10 +203,18 @@ def _of_node(node: Any, rows: int) -> Reduction:
 
 
 def _of_likelihood(node: Any, rows: int, kind: str | None) -> Reduction:
-    """What was divided by, the sum of the weights of the targets that count, over what is public: the mean weight of a
-    class, times as many targets as a row has."""
-    weight, targets = node._saved_weight, node._saved_target.numel()
-    public = targets / rows if weight is None else targets / rows * weight.mean()
+    """What was divided by, the sum of the weights of the targets that count, over what a row is divided by instead: as
+    many as it has itself, times the mean weight of a class.
+
+    Where the rows cannot be followed to the targets, that is as many targets as each row has, counted or not.
+    """
+    weight, target = node._saved_weight, node._saved_target
+    between = [each for each in _below(node)[1] if each is not node and type(each) is not End._backward_cls]  # type: ignore[attr-defined]
+    if all(_keeps_rows(each, rows) for each in between):
+        public = (target != ignored_by(node)).reshape(rows, -1).sum(dim=1).clamp(min=1).to(node._saved_self.dtype)
+    else:
+        public = target.numel() / rows
+    public = public if weight is None else public * weight.mean()
     return Reduction(node._saved_total_weight / public, kind, public)
 
 
@@ -209,6 +229,14 @@ def of_rows(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return value
 
     return taken
+
+
+def by_rows(losses: Tensor) -> Tensor:
+    """The mean of losses that were taken of single rows."""
+    value = losses.mean()
+    if value.grad_fn is not None:
+        value.grad_fn.metadata[OF_ROWS] = True  # type: ignore[index]
+    return value
 
 
 def _themselves(outputs: Any) -> bool:
@@ -242,6 +270,8 @@ def _keeps_rows(node: Any, rows: int) -> bool:
         return 0 not in (node._saved_dim0, node._saved_dim1)
     if name == "PermuteBackward0":
         return bool(node._saved_dims[0] == 0)
+    if name == "SliceBackward0":
+        return node._saved_dim % 2**64 not in (0, 2**64 - len(shape))
     return name in KEEPING and len(shape) > 0 and shape[0] % rows == 0
 
 

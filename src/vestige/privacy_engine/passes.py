@@ -23,12 +23,14 @@ from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.expressions import ANCHOR, Pass
 from vestige.engines.per_example.gradients import Gradient, change, combine
-from vestige.engines.per_example.taps import floating
+from vestige.engines.per_example.taps import Shapes, floating
 from vestige.engines.writes import Versions, Writes
 from vestige.layout import Grouping, Layout
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm, form_of
 from vestige.privacy_engine.coverage import require_noised
+from vestige.privacy_engine.labels import Labelled, Labels
+from vestige.privacy_engine.lengths import Lengths
 from vestige.privacy_engine.outputs import End, Reduction, Rowless, watch_backward_passes
 from vestige.privacy_engine.parts import Part, Parts
 from vestige.privacy_engine.recordings import Recorder, Replay, Uses
@@ -65,6 +67,8 @@ class Open:
     form: CallForm
     stack: ExitStack
     buffers: Versions
+    shapes: Shapes
+    """Of what the model was called with, but for the rows."""
     replay: Replay | None = None
     """The recorded pass that takes its place."""
     tasks: dict[int, Uses | None] = field(default_factory=dict)
@@ -113,15 +117,20 @@ class Passes:
         reduction: str,
         parts: Parts,
         sizes: Sequence[int] = (),
+        tokens: int | None = None,
     ) -> None:
-        """`sizes` are those of batches to record passes for."""
+        """`sizes` are those of batches to record passes for; `tokens` divides a loss of tokens that the model computes
+        itself."""
         self.module, self.layout = module, Layout.of(module, grouping)
         self._recorder = Recorder(module, self.layout, clip, sizes)
+        self._labels = Labels(module, tokens)
+        self._labelled: tuple[Labelled, dict[str, Tensor]] | None = None
         self._clip, self._said, self.parts = clip, reduction, parts
         self.total: RunningSum | None = None
         """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
         self._closed: int | None = None
         """The draw that they belong to."""
+        self.lengths = Lengths()
         self.assumed = False
         """Whether a loss was met of which something must be assumed."""
         self._writes = Writes(module)
@@ -261,10 +270,22 @@ class Passes:
                 "gradients of examples without noise. Make it part of the module, or detach the input; to train a "
                 "generator against a private discriminator, call the discriminator in eval mode"
             )
+        labelled, labels = self._with_labels(args, kwargs)
+        if labelled is not None:
+            kwargs = labelled.given(kwargs)
+            leaves, tree = tree_flatten((args, kwargs))
         call = Call(leaves, tree)
         form = self._form(call)
         self._begin(form, call)
-        return None
+        self._labelled = None if labelled is None else (labelled, labels)
+        return args, kwargs
+
+    def _with_labels(self, args: Any, kwargs: Any) -> tuple[Labelled | None, dict[str, Tensor]]:
+        self.busy = True
+        try:
+            return self._labels.of(args, kwargs)
+        finally:
+            self.busy = False
 
     def _require_usable(self) -> None:
         require_independent(self.module)  # as it is now: its modes may have changed
@@ -311,7 +332,7 @@ class Passes:
             now = form.taps.start(rows, {}, lambda uses: None, shapes)
         now.inside = False
         stack = ExitStack()
-        opened = self._open = Open(now, form, stack, self._writes.versions(), replay)
+        opened = self._open = Open(now, form, stack, self._writes.versions(), shapes, replay)
         if replay is None:
             stack.enter_context(form.taps.watching(now))
 
@@ -346,7 +367,12 @@ class Passes:
         ends = End.apply(reached, ANCHOR, rows, self._said, *(found[place] for place in places))
         for place, tensor in zip(places, ends, strict=True):
             found[place] = tensor
-        return tree_unflatten(found, shape)
+        outputs = tree_unflatten(found, shape)
+        if self._labelled is not None:
+            labelled, labels = self._labelled
+            self._labelled = None
+            return labelled.with_loss(outputs, labels)
+        return outputs
 
     def _check(self, opened: Open) -> None:
         """The pass was what the rehearsal said, and left nothing behind."""
@@ -370,6 +396,7 @@ class Passes:
                 f"this pass of the model is about {opened.now.examples} rows, but {self.parts.expected()}: train on "
                 "the batches of the loader that make_private returned, each in one step, in order and leaving none out"
             )
+        self.lengths.met(opened.shapes, reduction.averaged)
         self.assumed = self.assumed or not reduction.seen
         opened.now.going_back = True
         task = torch._C._current_graph_task_id()

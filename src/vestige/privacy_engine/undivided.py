@@ -63,13 +63,27 @@ def _whole(back: Tensor, rows: int) -> Tensor:
     return torch.ldexp((digits * DIGITS).round() / DIGITS, exponent).to(back.dtype)
 
 
+def ignored_by(node: Any) -> int:
+    """The target that a negative log likelihood leaves out; torch tells it without its sign."""
+    return int((node._saved_ignore_index + 2**63) % 2**64 - 2**63)
+
+
+def by_row(tensor: Tensor, factor: Tensor | float) -> Tensor:
+    """Each row, or the rows of each example that lie side by side, times its own factor; or all times one."""
+    if not isinstance(factor, Tensor) or factor.dim() == 0:
+        return tensor * factor
+    return (tensor.reshape(len(factor), -1) * factor[:, None]).view_as(tensor)
+
+
 def _likelihood(node: Any, share: Tensor | float) -> Callable[[Signals, Signals], Signals]:
-    ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # torch tells it without its sign
-    of = node._saved_self, node._saved_target, node._saved_weight, SUM, ignored
+    of = node._saved_self, node._saved_target, node._saved_weight, SUM, ignored_by(node)
     total, backward = node._saved_total_weight, NLL[node.name()]
+    each = isinstance(share, Tensor) and share.dim() > 0
 
     def hook(signals: Signals, back: Signals) -> Signals:
         assert back[0] is not None
+        if each:
+            return (by_row(backward(back[0], *of, total), 1 / share),)
         return (backward(_times(back[0], 1 / share), *of, total),)
 
     return hook

@@ -2,7 +2,8 @@
 
 A weighted mean over a single target is the target's loss whatever its weight, and a mean over no target is NaN. So
 torch's losses with class weights or ignored targets are taken apart: an example's loss is weighted by its class's
-weight over the mean weight of a class, and ignored targets add nothing.
+weight over the mean weight of a class, and ignored targets add nothing: of several targets it is the mean over those
+that count.
 """
 
 from __future__ import annotations
@@ -125,5 +126,13 @@ def _by_class(function: Callable[..., Tensor], options: dict[str, Any], outputs:
     each = function(outputs, targets, **options, reduction="none").flatten(1 if outputs.dim() > 2 else 0)
     if reduction != "mean":
         return each if each.dim() == 1 else each.sum(dim=1)
-    each = each if each.dim() == 1 else each.mean(dim=1)
+    if each.dim() > 1:
+        each = each.sum(dim=1) / _counted(targets, each, options.get("ignore_index", -100))
     return each if weight is None else each / weight.mean()
+
+
+def _counted(targets: Tensor, losses: Tensor, ignored: int) -> Tensor | int:
+    """How many targets an example has that count: its own number, whatever it was padded to."""
+    if targets.is_floating_point():
+        return losses.shape[1]
+    return (targets != ignored).flatten(1).sum(dim=1).clamp(min=1)

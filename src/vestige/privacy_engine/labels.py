@@ -1,0 +1,134 @@
+"""How does `model(**batch).loss` become private? The model's own loss is recognised, and taken of every example.
+
+The loss of an example is what the model computes of that example alone. Which of the usual losses that is, is tried on
+made-up examples, so nothing need be known of the model's class. A loss that is none of them (with a router's balance,
+say) is left as the model gave it: it can be looked at, but not trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from vestige.engines.rehearsal.rehearsing import left_as_found, made_up
+from vestige.mechanism.losses.model_losses import IGNORED, MODEL_LOSSES, ModelLoss, Tensors
+from vestige.privacy_engine.calls import Call
+from vestige.privacy_engine.outputs import by_rows
+
+LABELS = ("labels", "start_positions", "end_positions")
+DIVISORS = ("num_items_in_batch",)
+"""What callers divide a loss by: everyone's tokens."""
+TRIALS = 3
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A call with labels whose loss is known."""
+
+    loss: ModelLoss
+    dropped: bool
+    """Whether the model needs the labels for its loss only; they are then kept from it."""
+    tokens: int | None
+
+    def given(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model is called with."""
+        gone = (*DIVISORS, *LABELS) if self.dropped else DIVISORS
+        return {name: value for name, value in kwargs.items() if name not in gone}
+
+    def with_loss(self, outputs: Any, labels: Tensors) -> Any:
+        """The outputs as the model returns them, with the mean of the examples' losses in front."""
+        others = {name: value for name, value in outputs.items() if name != "loss"}
+        loss = by_rows(self.loss(others, labels, self.tokens))
+        return type(outputs)(**{"loss": loss, **others})
+
+
+class Labels:
+    """What is known of a module's calls with labels."""
+
+    def __init__(self, module: nn.Module, tokens: int | None) -> None:
+        self._module, self._tokens = module, tokens
+        self._known: dict[Any, Labelled | None] = {}
+
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Labelled | None, dict[str, Tensor]]:
+        """The loss that a call asks for, if it has labels and their loss is known, and the labels."""
+        labels = {name: kwargs[name] for name in LABELS if isinstance(kwargs.get(name), Tensor)}
+        if not labels:
+            return None, {}
+        call = Call(*tree_flatten((args, dict(kwargs))))
+        key = (self._module.training, call.kind)
+        if key not in self._known:
+            self._known[key] = self._recognised(args, kwargs, labels)
+        return self._known[key], labels
+
+    def _recognised(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], labels: Mapping[str, Tensor]
+    ) -> Labelled | None:
+        known = dict(MODEL_LOSSES)
+        kept = {name: value for name, value in kwargs.items() if name not in DIVISORS}
+        with left_as_found(self._module), torch.no_grad():
+            for trial in range(TRIALS):
+                alone, single = _made_up_call(args, kept, labels, trial)
+                outputs = self._module(*single[0], **single[1])
+                if not isinstance(outputs, Mapping) or not _is_number(outputs.get("loss")):
+                    return None
+                known = {name: loss for name, loss in known.items() if _agrees(loss, outputs, alone)}
+            if len(known) != 1:
+                return None
+            (loss,) = known.values()
+            return Labelled(loss, self._only_for_the_loss(args, kept, labels), self._tokens)
+
+    def _only_for_the_loss(self, args: Any, kwargs: Any, labels: Mapping[str, Tensor]) -> bool:
+        """Whether the other outputs are the same without labels."""
+        alone, (inputs, named) = _made_up_call(args, kwargs, labels, 0)
+        found = []
+        for given in (named, {name: value for name, value in named.items() if name not in alone}):
+            torch.manual_seed(0)
+            try:
+                outputs = self._module(*inputs, **given)
+            except Exception:  # a model that cannot be called without its labels
+                return False
+            found.append({k: v for k, v in outputs.items() if isinstance(v, Tensor) and k != "loss"})
+        one, other = found
+        return one.keys() == other.keys() and all(
+            torch.allclose(one[name].float(), other[name].float(), rtol=1e-4, atol=1e-5) for name in one
+        )
+
+
+def _made_up_call(
+    args: Any, kwargs: Any, labels: Mapping[str, Tensor], trial: int
+) -> tuple[dict[str, Tensor], tuple[Any, dict[str, Any]]]:
+    """One made-up example in the form of a call; of its labels some are ignored, where there are several."""
+    rows = len(next(iter(labels.values())))
+
+    def one(value: Any, seed: int) -> Any:
+        if not (isinstance(value, Tensor) and value.dim() and len(value) == rows):
+            return value
+        return made_up([value[:0]], 1, seed, value.device)[0]
+
+    named = {name: one(value, 7 * trial + place) for place, (name, value) in enumerate(kwargs.items())}
+    for name in labels:
+        if trial and named[name].dim() > 1 and not named[name].is_floating_point():
+            named[name][:, trial::3] = IGNORED
+    alone = {name: named[name] for name in labels}
+    return alone, (tuple(one(value, 7 * trial + 50 + place) for place, value in enumerate(args)), named)
+
+
+def _agrees(loss: ModelLoss, outputs: Mapping[str, Any], labels: Tensors) -> bool:
+    try:
+        found = loss({k: v for k, v in outputs.items() if isinstance(v, Tensor)}, labels, None)
+    except (ValueError, KeyError, RuntimeError, IndexError):
+        return False
+    return bool(torch.isclose(found[0].float(), outputs["loss"].float(), rtol=1e-2 if _rough(outputs) else 1e-4))
+
+
+def _rough(outputs: Mapping[str, Any]) -> bool:
+    return any(isinstance(v, Tensor) and v.dtype in (torch.bfloat16, torch.float16) for v in outputs.values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.dim() < 2

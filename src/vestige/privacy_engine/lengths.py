@@ -1,0 +1,36 @@
+"""Who decides how long a batch is? Its longest example does, where examples are padded to each other.
+
+That must not matter to the others. What lies behind an example's end is the model's and the loss's to leave out, which
+becomes an assumption of the guarantee. But where a loss is a mean over all positions, the longest example is in
+everybody's divisor, and that is refused.
+"""
+
+from __future__ import annotations
+
+from vestige.engines.per_example.taps import Shapes
+
+
+class Lengths:
+    """The shapes of the batches that were trained on, and over how many numbers of a row their losses were means."""
+
+    def __init__(self) -> None:
+        self._averaged: dict[Shapes, set[int]] = {}
+
+    @property
+    def vary(self) -> bool:
+        return len(self._averaged) > 1
+
+    def met(self, shapes: Shapes, averaged: int | None) -> None:
+        """A loss of a batch of these shapes. Raises ValueError if its divisor is the batch's length."""
+        own = self._averaged.setdefault(shapes, set())
+        if averaged is None:
+            return
+        own.add(averaged)
+        others = [counts for each, counts in self._averaged.items() if each != shapes and counts]
+        if others and not any(averaged in counts for counts in others):
+            before = max(max(counts) for counts in others)
+            raise ValueError(
+                f"the loss is a mean over {averaged} numbers of each example in this batch, and over {before} in "
+                "another: its divisor is decided by the longest example, which no noise covers. Pad to one length, or "
+                "divide each example's own sum by a public number"
+            )
