@@ -1,10 +1,11 @@
 """What does a private step cost over a plain one? Every engine on the same models, in one process, in one table.
 
 usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--precision NAME]
-       [--kernels] [--threads N] [--cpu-time] [--json FILE]
+       [--others [NAME ...]] [--loops NAME ...] [--steps N] [--kernels] [--threads N] [--cpu-time] [--json FILE]
 
-A step is forward, backward, clipping, noise and the update. Peak memory is what the step allocates on the GPU, and what
-is set apart for its recording; on the CPU there is no such count, so only time is given.
+A step is forward, backward, clipping, noise and the update. Peak memory is what the process takes of the GPU meanwhile,
+recordings included; on the CPU there is no such count, so only time is given. With --others, models of other people's
+packages in loops of Poisson batches from the first step on (`loops`), instead of our own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import loops
 import vestige
+from loops import LOOPS
+from others import OTHERS
 from vestige import PrivacyEngine
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.gradients import Geometry, Patches
@@ -265,12 +269,13 @@ def measure(
     cuda = device == "cuda"
     if cuda:
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of what was tried out
         torch.cuda.reset_peak_memory_stats()
     start = clock()
     step()
     if cuda:
         torch.cuda.synchronize()
-    peak = (torch.cuda.max_memory_allocated() + recorded_memory()) / 2**20 if cuda else None
+    peak = torch.cuda.max_memory_reserved() / 2**20 if cuda else None
     count = max(1, min(200, int(seconds / rounds / (clock() - start + 1e-9))))
     means = []
     for _ in range(rounds):
@@ -281,12 +286,6 @@ def measure(
             torch.cuda.synchronize()
         means.append((clock() - start) / count)
     return min(means) * 1e3, peak
-
-
-def recorded_memory() -> int:
-    """What a recorded step works in: its pool is set apart for good, so torch does not count it as allocated."""
-    own = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != (0, 0)]
-    return sum(segment["total_size"] - segment["allocated_size"] for segment in own)
 
 
 def compare(name: str, case: Case, device: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -461,6 +460,9 @@ def main() -> None:
         default="tf32",
         help="tf32: matrix products and convolutions in TF32; torch: as torch is set by itself, convolutions only",
     )
+    parser.add_argument("--others", nargs="*", choices=list(OTHERS), help="other people's models; none named: all")
+    parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=list(LOOPS), help="with --others")
+    parser.add_argument("--steps", type=int, default=200, help="with --others: how many, from the first on")
     parser.add_argument("--kernels", action="store_true", help="also the fused kernels one by one (GPU)")
     parser.add_argument("--threads", type=int, help="threads of the CPU")
     parser.add_argument("--cpu-time", action="store_true", help="the process's time, not the clock's: a busy machine")
@@ -474,7 +476,13 @@ def main() -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
     machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"torch {torch.__version__}, {machine}, precision {options.precision} on a GPU; over plain SGD\n")
+    print(f"torch {torch.__version__}, {machine}, precision {options.precision} on a GPU; over plain training\n")
+    if options.others is not None:
+        names, share = options.others or list(OTHERS), 4 if options.quick else 1
+        found = list(loops.table(names, options.loops, options.device, options.steps, share))
+        if options.json:
+            options.json.write_text(json.dumps({"machine": machine, "torch": torch.__version__, "loops": found}))
+        return
     print("| model [batch] | step | ms | time | peak MiB | memory |\n|---|---|---|---|---|---|")
     results = []
     for name in options.models:

@@ -184,9 +184,11 @@ def measure(name: str, loop: str, device: str, steps: int, share: int = 1, small
     with torch.device(device):
         model, data = other.build(small).train(), other.examples(TIMES * batch, small)
     model.to(device)
+    start = time.perf_counter()
     step = LOOPS[loop](other, model, {key: part.to(device) for key, part in data.items()})
+    _wait(device)
+    made = time.perf_counter() - start
     if device == "cuda":
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     with set_up(device) as spent:
         start = time.perf_counter()
@@ -198,7 +200,7 @@ def measure(name: str, loop: str, device: str, steps: int, share: int = 1, small
         _wait(device)
         total = time.perf_counter() - start
     gib = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None
-    return Cost(1e3 * (total - spent[0]) / steps, 1e3 * first, spent[0], gib)
+    return Cost(1e3 * (total - spent[0]) / steps, 1e3 * first, made + spent[0], gib)
 
 
 def _wait(device: str) -> None:
@@ -209,16 +211,16 @@ def _wait(device: str) -> None:
 @contextmanager
 def set_up(device: str) -> Iterator[list[float]]:
     """What trying out and recording take, in seconds: functions that run once are timed."""
-    from vestige.engines import bookkeeping, cuda_graphs
+    from vestige.engines import bookkeeping
+    from vestige.engines.recorded import cuda_graphs
     from vestige.privacy_engine import passes, recordings
-    from vestige.randomness import lattice
 
     spent, nested = [0.0], [0]
     places = [
-        (passes, "form_of"), (recordings.Recorder, "_recordings"), (bookkeeping.BookKeeping, "_rehearsed"),
-        (cuda_graphs.Captured, "_record_ahead"), (lattice, "warm"),
+        (passes, "form_of"), (passes.Labels, "_recognised"), (recordings.Recorder, "_recordings"),
+        (bookkeeping.BookKeeping, "_rehearsed"), (cuda_graphs.Captured, "_record_ahead"),
     ]  # fmt: skip
-    before = [(place, key, getattr(place, key)) for place, key in places if hasattr(place, key)]
+    before = [(place, key, getattr(place, key)) for place, key in places]
 
     def timed(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -264,3 +266,20 @@ def costs(name: str, loops: list[str], device: str, steps: int, share: int = 1) 
         if device == "cuda":
             torch.cuda.empty_cache()
         yield row
+
+
+def table(names: list[str], loops: list[str], device: str, steps: int, share: int = 1) -> Iterator[dict[str, Any]]:
+    """The rows of all models, printed as they come."""
+    print(
+        "| model [batch] | loop | ms | time | first ms | set-up s | GiB | memory |\n|---|---|---|---|---|---|---|---|"
+    )
+    for name in names:
+        for row in costs(name, loops, device, steps, share):
+            head = f"| {row['model']} [{row['batch']}] | {row['loop']} |"
+            if "failed" in row:
+                print(f"{head} {row['failed']} | | | | | |", flush=True)
+            else:
+                memory = f"{row['gib']:.1f} | {row['memory']:.2f}x" if row["gib"] else " | "
+                times = f"{row['ms']:.1f} | {row['time']:.2f}x | {row['first_ms']:.0f} | {row['setup_s']:.1f}"
+                print(f"{head} {times} | {memory} |", flush=True)
+            yield row

@@ -38,6 +38,7 @@ from vestige.privacy_engine.parts import AnyRows, Parts
 from vestige.privacy_engine.passes import Passes
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
+from vestige.randomness.lattice import prepare
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 
 ACCOUNTANTS = {"pld": "pld", "prv": "pld", "rdp": "rdp"}
@@ -150,6 +151,7 @@ class PrivacyEngine:
         recorded = sizes if self._record else ()
         passes = Passes(module, chosen.grouping, chosen.clip, loss_reduction, parts, recorded, tokens_per_example)
         planned = SampledGaussian(rate, noise_multiplier)
+        prepare(passes.device)
         self._steps = PrivateSteps(
             passes,
             optimizer,

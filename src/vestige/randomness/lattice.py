@@ -17,7 +17,7 @@ from vestige.devices import triton_available
 from vestige.randomness import rounded_gaussian
 from vestige.randomness.release import BoundedSum
 from vestige.randomness.rounded_gaussian import STEPS
-from vestige.randomness.streams import Stream
+from vestige.randomness.streams import SecretStream, Stream
 
 ROUNDING = 2.0**-10
 """By how much more than its sensitivity a sum may move, for its own rounding in float32: charged as more noise."""
@@ -61,6 +61,12 @@ def add_steps(
     steps = _drawn(total.shape, stream, more).to(total.device)
     total.copy_((total.double().div(spacing).round().long() + steps).double() * spacing)
     return (steps * spacing).to(total.dtype) if nonprivate_keep else None
+
+
+def prepare(device: torch.device) -> None:
+    """Compile what adds noise on a GPU, ahead of the first step: seconds, once for a machine."""
+    if device.type == "cuda" and triton_available():
+        add_steps(torch.zeros(1, device=device), 1.0, SecretStream(bytes(32)))
 
 
 def noised(value: float, deviation: float, stream: Stream) -> float:

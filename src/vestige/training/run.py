@@ -38,6 +38,7 @@ from vestige.optim.rules import Scheduling, grouped
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import ARITHMETICS
 from vestige.randomness.keys import Randomness
+from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import SAMPLINGS
 from vestige.records import LedgerEnd, RunResult, Selection
 from vestige.training import persistence
@@ -244,6 +245,7 @@ class Training:
         key = Randomness.secret() if settings.seed is None else Randomness.reproducible(settings.seed)
         charges, scores = Charges(self.ledger.ask), (losses_of(model, loss, form), right_answers(model, form))
         engine = make(model, loss, self.layout)
+        prepare(next(model.parameters()).device)
         if isinstance(engine, Captured):
             engine.expect(sizes_of(examples.population, rate, min(part or LARGEST_SUM, LARGEST_SUM)))
         return Curator(
