@@ -433,3 +433,25 @@ def test_a_mask_as_long_as_the_batch_is_no_example():
         same_step(model, optimizer, x, y, lambda m, x, y: LOSS(m(x, mask.to(x)), y))
         sizes.append(len(x))
     assert 12 in sizes
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_draws_of_one_size_are_two_draws(together):
+    """However many rows they have: accumulating over them would be charged as one."""
+    for seed in range(12):
+        engine = PrivacyEngine(reproducible=seed)
+        model, data = make_toy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        loader = DataLoader(TensorDataset(data[0][:16], data[1][:16]), batch_size=8)  # sizes meet often
+        _, _, loader = engine.make_private(
+            module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
+        (x, y), (u, v) = list(loader)
+        with pytest.raises(ValueError, match="draws of the private loader|in order and leaving none out"):
+            if together:
+                (LOSS(model(x), y) + LOSS(model(u), v)).backward()
+            else:
+                LOSS(model(x), y).backward()
+                LOSS(model(u), v).backward()
+            optimizer.step()
+        assert not engine._ledger.spent

@@ -51,13 +51,24 @@ class PoissonBatches(Sampler[list[int]]):
                 yield piece
 
 
+class PrivateLoader(DataLoader[Any]):
+    """A loader over Poisson samples that tells when it hands one out: workers fetch others meanwhile."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        batches: Any = self.batch_sampler
+        with batches.parts.handed_out() as hand_out:
+            for batch in super().__iter__():
+                hand_out()
+                yield batch
+
+
 def private_loader(
     loader: DataLoader[Any], rate: float, randomness: Randomness, physical_batch: int | None, parts: Parts
 ) -> DataLoader[Any]:
     """The user's loader with Poisson samples at `rate` instead of its own batches; everything else as it was."""
     dataset: Any = loader.dataset
     batches = PoissonBatches(len(dataset), rate, randomness, max(1, round(1 / rate)), physical_batch, parts)
-    return DataLoader(
+    return PrivateLoader(
         dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,

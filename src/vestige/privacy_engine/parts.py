@@ -7,7 +7,8 @@ for which there is none is about examples that did not come through the sampler,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -34,36 +35,63 @@ class Parts:
 
     def __init__(self, steps: int = 1) -> None:
         self._drawn: deque[Part] = deque()
+        self._ahead: deque[Part] | None = None
+        """Drawn, but not yet handed to the user; None if the loader does not tell."""
+        self._taken: Part | None = None
         self.current: Part | None = None
         self._steps, self._left = steps, steps
         self.listener: Callable[[], None] = lambda: None
         """Called whenever a part is drawn."""
 
     def announce(self, part: Part) -> None:
-        self._drawn.append(part)
+        (self._drawn if self._ahead is None else self._ahead).append(part)
         self.listener()
+
+    @contextmanager
+    def handed_out(self) -> Iterator[Callable[[], None]]:
+        """Inside, parts are drawn ahead of their use: they wait until they are handed to the user, one by one."""
+        self._ahead = deque()
+        try:
+            yield self._hand_out
+        finally:
+            self._ahead = None
+
+    def _hand_out(self) -> None:
+        if self._ahead:
+            self._drawn.append(self._ahead.popleft())
 
     def forget(self) -> None:
         """The loader starts anew: what was drawn and not used never will be."""
         self._drawn.clear()
-        self.current = None
+        self._ahead = None if self._ahead is None else deque()
+        self.current = self._taken = None
 
     def take(self, rows: int) -> Part | None:
-        """The part that a pass over so many rows is about: the one in use, or the next one drawn.
+        """The part that a pass over so many rows is about: the next one handed out that no pass was about yet, or the
+        last one that one was about.
 
-        A loop may take several before it uses the first, but it uses them in order and leaves none out: whether a
+        A loop may fetch several before it uses the first, but it uses them in order and leaves none out: whether a
         batch is used could depend on what is in it, and no noise would cover that.
         """
-        if self.current is not None and self.current.rows == rows:
-            return self.current
-        return self._drawn[0] if self._drawn and self._drawn[0].rows == rows else None
+        fresh = self._fresh()
+        if fresh is not None and fresh.rows == rows:
+            self._taken = fresh
+            return fresh
+        return self._taken if self._taken is not None and self._taken.rows == rows else None
+
+    def _fresh(self) -> Part | None:
+        waiting = list(self._drawn)
+        taken = [place for place, part in enumerate(waiting) if part is self._taken]
+        later = waiting[taken[0] + 1 :] if taken else waiting
+        return later[0] if later else None
 
     def waiting(self) -> list[Part]:
         """The parts that a pass may be about."""
         return ([self.current] if self.current is not None else []) + list(self._drawn)
 
     def usable(self, part: Part) -> bool:
-        return any(part is each for each in self.waiting())
+        """Whether a backward pass may be about it: it is in use, or the next in order."""
+        return part is self.current or (bool(self._drawn) and part is self._drawn[0])
 
     def use(self, part: Part) -> None:
         """A backward pass has come: the part is in use, and whatever was drawn before it is over."""
@@ -77,6 +105,7 @@ class Parts:
         """Of the steps that may be about the part in use one is taken; after the last it is spent."""
         self._left -= 1
         if self._left <= 0:
+            self._taken = None if self._taken is self.current else self._taken
             self.current = None
 
     def expected(self) -> str:

@@ -198,8 +198,10 @@ class Recordings:
             self._run_all(rows)
             tried.append(rows)
         self._free()
-        self._tapes = [self._recorded(rows) for rows in tried]
-        self._require_alike(self._tapes[0])
+        smallest = self._recorded(tried[-1])
+        self._require_alike(smallest)
+        self._free()
+        self._tapes = [*(self._recorded(rows) for rows in tried[:-1]), smallest]
         self._free()
 
     def _tried(self, rows: int) -> bool:

@@ -255,19 +255,33 @@ def test_replays_follow_the_data_the_parameters_and_the_size(name, clip):
     assert sum(padded.graph is not None for padded in engine._padded.values()) == 3
 
 
+class Draws(nn.Module):
+    """Drops numbers by chance: on the GPU itself, or by a mask that the host draws."""
+
+    def __init__(self, host: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.host = nn.Linear(6, 8), nn.Linear(8, 3), host
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        kept = (torch.rand(8) > 0.5).to(x.device) if self.host else torch.rand_like(hidden) > 0.5
+        return self.last(hidden * kept)
+
+
 @gpu
-def test_what_cannot_be_recorded_runs_unrecorded():
+@pytest.mark.parametrize("host", [False, True])
+def test_what_is_drawn_on_the_host_runs_unrecorded_and_what_is_drawn_on_the_gpu_is_drawn_anew(host):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).cuda()
+    model = Draws(host).cuda()
     layout = Layout.of(model)
     engine, batch = Captured(model, F.cross_entropy, layout), draw((6,), 8, "cuda")
     results = []
-    for _ in range(3):
+    for _ in range(5):
         into = torch.zeros(layout.size, device="cuda")
         engine(batch, layout.parameters(model), Flat(0.1), into)
         results.append(into)
-    assert not engine._padded
-    assert not torch.equal(results[1], results[2])  # another mask each time
+    assert any(padded.graph is not None for padded in engine._padded.values()) == (not host)
+    assert not torch.equal(results[3], results[4])  # another mask each time
 
 
 @gpu

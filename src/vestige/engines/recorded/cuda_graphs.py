@@ -6,6 +6,7 @@ recorded is said in `steady`, how in `recording`.
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections import Counter
@@ -129,6 +130,8 @@ class Captured:
             each = Padded(self.engine, taps, batch, parameters, clip, rows, self._pool, views, within=largest)
             each.rehearse([part[: rows * views] for part in batch])
             tried.append(each)
+        gc.collect()
+        torch.cuda.empty_cache()  # what was only tried out makes room for what is kept
         for each in tried:
             each.record()
         self._sizes = tuple(each.rows for each in tried)
