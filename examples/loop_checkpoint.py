@@ -17,7 +17,8 @@ def train(epochs: int, resume: bool) -> float:
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
     engine = vestige.PrivacyEngine(ledger="ledger.jsonl", resume=resume)
     model, optimizer, loader = engine.make_private_with_epsilon(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), data_loader=DataLoader(data, batch_size=180),
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=DataLoader(data, batch_size=180),
         target_epsilon=3, target_delta=1e-5, epochs=EPOCHS, max_grad_norm=1.0,
     )  # fmt: skip
     if resume:

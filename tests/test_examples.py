@@ -82,4 +82,4 @@ def test_prices_need_no_training(run):
 def test_a_comparison_from_python_names_the_baseline(run):
     lines = run("compare_methods.py").splitlines()
     assert {line.split()[0] for line in lines} == {"dp-sgd", "fo-dp-sgd", "kalman-memory"}
-    assert [line for line in lines if "the baseline" in line][0].startswith("dp-sgd ")
+    assert next(line for line in lines if "the baseline" in line).startswith("dp-sgd ")
