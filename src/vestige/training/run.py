@@ -102,7 +102,8 @@ def train(
       the largest that fits, on made-up examples. `engine` is "bookkeeping", "unrecorded" or "reference", which is slow.
     - `collate_fn`, `num_workers` and `pin_memory` are those of a DataLoader: workers read the next samples while one is
       computed, and every example is collated, and padded, by itself.
-    - `reproducible=seed` makes noise and sampling predictable, for tests: such a run protects nobody and has no epsilon.
+    - `reproducible=seed` makes noise and sampling predictable, for tests: such a run protects nobody and has no
+      epsilon.
     - With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
       `request` is written there beside them.
     - `public` are validation examples that need no protection, for schedules that look at them. `normalise` asks,
