@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS := $(VENV)/.docs
 # Tiny tensors: two processes gain more than a second thread in each.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
-.PHONY: run test test-slow lint check format clean
+.PHONY: run test test-slow lint check format docs clean
 
 run: $(READY)  ## compare private optimizers at equal epsilon on scikit-learn's digits, in about a minute
 	$(BIN)/vestige compare --quick
@@ -18,16 +19,20 @@ test-slow: $(READY)  ## all tests, the slow ones too
 	$(TEST) -m ""
 
 lint: $(READY)  ## formatting, lint and types
-	$(BIN)/ruff format --check src tests bench examples
-	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples docs/conf.py
+	$(BIN)/ruff check src tests bench examples docs/conf.py
 	$(BIN)/mypy
 
 check: lint  ## the same, doctests and tests
 	$(TEST) --doctest-modules --doctest-ignore-import-errors src/vestige tests
 
+docs: $(DOCS)  ## the documentation site, in build/site; a broken link or docstring fails
+	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs build/site
+	@echo "open build/site/index.html"
+
 format: $(READY)
-	$(BIN)/ruff format src tests bench examples
-	$(BIN)/ruff check --fix src tests bench examples
+	$(BIN)/ruff format src tests bench examples docs/conf.py
+	$(BIN)/ruff check --fix src tests bench examples docs/conf.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,5 +40,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $(DOCS)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build/site $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,10 +1,12 @@
 """Does what the documentation shows really run?"""
 
+import ast
 import re
 import subprocess
 import sys
 import textwrap
 import types
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -17,6 +19,8 @@ from test_architecture import ABOVE
 from vestige.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
 
 
 def blocks(text):
@@ -126,3 +130,103 @@ def test_the_map_of_packages_is_true():
                 drawn[importer] |= set(imported)
     assert all(drawn[name] <= allowed[name] for name in drawn)
     assert closure(drawn) == closure(allowed)
+
+
+# --- the site --------------------------------------------------------------------------------------------------------
+
+
+def directives(page, name):
+    """What is given to a directive of a page, and the lines below it."""
+    return re.findall(rf"```\{{{name}\}} ?(.*?)\n(.*?)```", page.read_text(), flags=re.S)
+
+
+def test_every_page_is_in_one_list_of_the_site():
+    lists = [below.split("\n") for _, below in directives(DOCS / "index.md", "toctree")]
+    listed = [line for lines in lists for line in lines if line and not line.startswith(":")]
+    assert len(listed) == len(set(listed))
+    assert {f"{entry}.md" for entry in listed} == {str(page.relative_to(DOCS)) for page in PAGES} - {"index.md"}
+
+
+def test_what_pages_include_is_there_and_every_example_is_shown():
+    shown = set()
+    for page in PAGES:
+        for name in ("include", "literalinclude"):
+            for given, below in directives(page, name):
+                file = (page.parent / given).resolve()
+                assert file.exists(), f"{page.name} includes {given}"
+                for start in re.findall(r":start-at: (.*)", below):
+                    assert start in file.read_text(), f"{page.name} begins at {start}"
+                shown.add(file.name)
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} <= shown
+
+
+def messages():
+    """Every text of the sources, with a mark where something is filled in."""
+    for path in (ROOT / "src" / "vestige").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+
+
+def test_every_message_of_the_page_on_errors_is_one_of_ours():
+    ours = list(messages())
+    quoted = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), flags=re.M)
+    assert len(quoted) == len(set(quoted)) > 50
+    for message in quoted:
+        pattern = re.compile(".*".join(map(re.escape, message.split("..."))), flags=re.S)
+        assert any(pattern.search(text) for text in ours), message
+
+
+def test_every_pitfall_has_a_severity_and_names_tests_that_exist():
+    page = (DOCS / "pitfalls.md").read_text()
+    rows = [
+        [cell.strip() for cell in row.split(" |")] for row in re.findall(r"^\| (?!pitfall)(.*) \|$", page, flags=re.M)
+    ]
+    here = (ROOT / "tests" / "test_pitfalls.py").read_text()
+    named = set()
+    for pitfall, severity, _, prevented, unseen, tests in rows:
+        assert severity.split()[0] in ("void", "larger", "weaker"), pitfall
+        assert prevented or unseen, pitfall
+        assert tests or "test" not in prevented, pitfall
+        for test in re.findall(r"`([^`]+)`", tests):
+            file, _, name = test.rpartition("::")
+            text = (ROOT / file).read_text() if file else here
+            assert f"def {name}(" in text, f"{pitfall}: {test}"
+            named.add(name)
+    assert set(re.findall(r"^def (test_(?!refused)\w+)", here, flags=re.M)) <= named
+    assert set(re.findall(r"^    (\w+): \"", here, flags=re.M)) <= named, "refused, but on no row"
+
+
+def test_the_reference_has_every_public_name():
+    pages = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    whole = {"vestige.methods"} & set(re.findall(r"automodule:: (\S+)", pages))
+    assert whole
+    methods = set(sys.modules["vestige.methods"].__all__)
+    assert set(vestige.__all__) <= methods | set(re.findall(r"auto\w+:: vestige\.(\w+)$", pages, flags=re.M))
+    assert "automodule:: vestige.accounting\n" in pages
+
+
+def test_the_project_of_the_page_on_the_command_trains():
+    page = {}
+    exec(blocks((DOCS / "command.md").read_text())[0], page)
+    model, loss, train, test = page["make"]()
+    given = {"epsilon": 3, "delta": 1e-5, "sample_rate": 0.1, "steps": 2}
+    assert len(list(vestige.train(model, loss, train, **given))) == 2
+    assert 0 <= vestige.accuracy(model, test) <= 1
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    if not all(map(find_spec, ("sphinx", "myst_parser", "furo"))):
+        pytest.skip("the site needs the extra 'docs'")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-E", "-b", "html", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    for page in tmp_path.rglob("*.html"):
+        if "_downloads" not in page.parts:
+            loaded = re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(https?:[^\"]*)", page.read_text())
+            assert not loaded, page.name
+    shown = re.sub(r"<[^>]*>", "", (tmp_path / "getting-started.html").read_text())
+    assert "load_digits()" in shown  # the example, not the line that includes it

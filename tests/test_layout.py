@@ -1,5 +1,7 @@
 """Is every trainable parameter in the flat vector exactly once?"""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -57,3 +59,14 @@ def test_nothing_to_train_or_the_wrong_precision_is_refused():
         Layout.of(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(ValueError, match="'weight' is torch.float64"):
         Layout.of(nn.Linear(2, 2).double())
+
+
+def test_a_model_on_mps_is_refused_by_name():
+    """Nobody's machine here has one: a parameter that says so stands in."""
+
+    class Apple(torch.nn.Module):
+        def named_parameters(self, *_, **__):
+            yield "weight", SimpleNamespace(requires_grad=True, dtype=torch.float32, device=torch.device("mps"))
+
+    with pytest.raises(ValueError, match=r"parameter 'weight' is on mps, .* call model.cpu\(\) first"):
+        Layout.of(Apple())

@@ -44,6 +44,12 @@ class Layout:
         if wrong:
             name, dtype = next(iter(wrong.items()))
             raise ValueError(f"parameter {name!r} is {dtype}; releases are float32: call model.float() first")
+        apple = [name for name, p in trainable.items() if p.device.type == "mps"]
+        if apple:
+            raise ValueError(
+                f"parameter {apple[0]!r} is on mps, which has no float64, and norms and noise are computed in float64: "
+                "call model.cpu() first"
+            )
         group_of = _group_of(trainable, grouping(model)) if grouping else dict.fromkeys(trainable, 0)
         segments, start = [], 0
         for name, parameter in trainable.items():

@@ -441,7 +441,7 @@ def test_two_draws_of_one_size_are_two_draws(together):
     for seed in range(12):
         engine = PrivacyEngine(reproducible=seed)
         model, data = make_toy()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         loader = DataLoader(TensorDataset(data[0][:16], data[1][:16]), batch_size=8)  # sizes meet often
         _, _, loader = engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0

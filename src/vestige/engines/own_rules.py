@@ -29,7 +29,7 @@ def register_rule(module_class: type[nn.Module], gradients: ModuleRule | None = 
 
     `inputs` are what `forward` was given, in its order; they and the gradient of its output, which is one tensor, have
     the examples on their first axis. What is returned has for every trainable parameter, by its name in the module, a
-    tensor [examples, *shape]. Parameters have their plain values meanwhile. Without `gradients` it is a decorator.
+    tensor `[examples, *shape]`. Parameters have their plain values meanwhile. Without `gradients` it is a decorator.
     """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise TypeError(

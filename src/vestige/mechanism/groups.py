@@ -102,7 +102,7 @@ def named_split(text: str) -> tuple[float, ...] | None:
 
 @dataclass(frozen=True)
 class PerGroup(FixedClip):
-    """Each group of an example's gradient is scaled to norm at most C_g, where the squares of the C_g sum to `bound`^2.
+    """Each group of an example's gradient is scaled to norm at most C_g; the squares of the C_g sum to that of `bound`.
 
     `split` gives the C_g up to a factor (default: all equal, `bound` / sqrt(groups)). `share` decides where the noise
     goes: "equal" gives every group the same ratio of noise to C_g, "isotropic" every coordinate the same noise (that of

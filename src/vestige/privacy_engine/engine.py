@@ -47,6 +47,8 @@ ELSEWHERE = {
     "clipping": "clip by layers with method=vestige.build('dp-sgd', groups='layers'), adaptively with vestige.train",
     "batch_first": "examples are on the first axis of the model's inputs: leave it out",
     "noise_generator": "noise comes from the operating system, or PrivacyEngine(reproducible=seed): leave it out",
+    "wrap_model": "the model is never wrapped: leave it out",
+    "rand_on_empty": "an empty draw is a step of noise, and charged: leave it out",
     "criterion": "wrap the loss by itself: criterion = privacy_engine.criterion(loss)",
     "engine": "vestige.train takes an engine; a loop has one",
     "total_steps": "steps are counted as they are taken: leave it out",
@@ -77,8 +79,14 @@ class PrivacyEngine:
         secure_mode: bool = True,
         record: bool = True,
     ) -> None:
-        """`secure_mode=False` adds noise in float32 instead of integers, which rests on one more assumption;
-        `record=False` runs the model's passes on a GPU launch by launch."""
+        """One engine for one model.
+
+        - `ledger` is a file for every question, durable before its answer exists; `resume=True` continues it.
+        - `reproducible=seed` makes noise and samples predictable, for tests: such a run has no epsilon.
+        - `accountant` is "pld" ("prv" is read as that) or "rdp", which is faster and never below it.
+        - `secure_mode=False` adds noise in float32 instead of integers, which rests on one more assumption.
+        - `record=False` runs the model's passes on a GPU launch by launch.
+        """
         if accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant={accountant!r} is not offered; choose from {', '.join(ACCOUNTANTS)}")
         if resume and ledger is None:
@@ -112,12 +120,21 @@ class PrivacyEngine:
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """Private training with a given noise multiplier; the memory of any method, the moves of your own optimizer.
 
-        `max_physical_batch_size` splits each sampled batch: keep calling `optimizer.step()` after every part, and only
-        the last one moves; "auto" finds the largest that fits, for batches (inputs..., targets). A method that asks
-        somewhere else than at the parameters takes a closure: `optimizer.step(closure)`. A batch is for one step; with
-        `steps_per_batch=k` it is for k, and they are priced as k answers on one sample. A loss that the model computes
-        itself, `model(**batch).loss`, is the mean of its examples' losses; of tokens, each example's loss is the mean
-        over its own, or, with `tokens_per_example`, their sum over that public number.
+        What comes back is the same module, the same optimizer, and a loader of Poisson samples at the rate
+        batch_size / examples.
+
+        - `noise_multiplier` is noise over `max_grad_norm`, the bound on one example's gradient.
+        - `method` is a name or a value. One that asks somewhere else than at the parameters takes a closure:
+          `optimizer.step(closure)`. One with a schedule, an adaptive clip or a gate is for `vestige.train`.
+        - `loss_reduction` is "mean" or "sum", as your loss is over the batch.
+        - `poisson_sampling=False` keeps your loader, and has no epsilon.
+        - `max_physical_batch_size` splits each sampled batch: keep calling `optimizer.step()` after every part, and
+          only the last one moves; "auto" finds the largest that fits, for batches (inputs..., targets).
+        - A batch is for one step; with `steps_per_batch=k` it is for k, priced as k answers on one sample.
+        - A loss that the model computes itself, `model(**batch).loss`, is the mean of its examples' losses. Of tokens,
+          an example's loss is the mean over its own, or, with `tokens_per_example`, their sum over that public number.
+
+        Arguments of Opacus that have another place here are refused with that place.
         """
         refuse_others(others)
         if self._steps is not None:
@@ -183,7 +200,8 @@ class PrivacyEngine:
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """As `make_private`, with the noise that spends `target_epsilon` in `epochs` passes over the loader.
 
-        A step that would exceed the target raises `BudgetSpent` and does not happen.
+        A step that would exceed the target raises `BudgetSpent` and does not happen. `options` are those of
+        `make_private`.
         """
         check_steps(epochs, "epochs")
         check_loader(data_loader)

@@ -83,23 +83,43 @@ def train(
 ) -> Training:
     """Train `model` in place with differential privacy; iterate over the result to perform the steps.
 
-    `loss(outputs, targets)` is any loss of a batch, such as `nn.functional.cross_entropy`; it is applied to one example
-    at a time. `data` is a tuple of tensors or arrays (inputs..., targets), or anything with rows that are such tuples,
-    or dictionaries: a list, a map-style dataset, one of Hugging Face, a DataLoader (whose batches are replaced by
-    Poisson samples). The model is given the columns of a dictionary by name, but for `target` ("labels", unless said),
-    which the loss is given. `collate_fn`, `num_workers` and `pin_memory` are those of a DataLoader: workers read the
-    next samples while one is computed, and every example is collated, and padded, by itself. Give `epsilon` (the noise
-    follows), or `noise_multiplier` (epsilon follows), or both (training stops before epsilon is exceeded;
-    without `steps`, as many are planned as it affords). `lr_scheduler` makes a torch scheduler of the optimizer, and
-    `param_groups` are those of torch.optim: options by group, `lr` where a group gives none. A step of a selective
-    method is a trial, kept or not. `public` are validation examples that need no protection, for schedules that look at
-    them. `normalise` asks, before the first step, for the moments that the model's first module standardises its inputs
-    with (`with_moments`).
-    `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds the
-    largest that fits, on made-up examples. `noise="float32"` adds noise in floating point, which is faster on a CPU and
-    rests on one more assumption. `reproducible=seed` makes noise and sampling predictable, for tests: such a
-    run protects nobody and has no epsilon.
-    With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
+    Give `epsilon` (the noise follows), or `noise_multiplier` (epsilon follows), or both: then training stops before
+    epsilon is exceeded, and without `steps` as many are planned as it affords.
+
+    - `loss(outputs, targets)` is any loss of a batch, such as `nn.functional.cross_entropy`; it is applied to one
+      example at a time.
+    - `data` is a tuple of tensors or arrays (inputs..., targets), or anything with rows that are such tuples, or
+      dictionaries: a list, a map-style dataset, one of Hugging Face, a DataLoader (whose batches are replaced by
+      Poisson samples). The model is given the columns of a dictionary by name, but for `target` ("labels", unless
+      said), which the loss is given.
+    - `method` is the name of one (`vestige methods`) or a value: `vestige.fo_dp_sgd(beta=0.8)`. A step of a selective
+      method is a trial, kept or not.
+    - `sample_rate` is the probability that an example joins a step; `delta` lies below 1 / examples.
+    - `lr` is a number, or "auto", which sees public numbers only. `lr_scheduler` makes a torch scheduler of the
+      optimizer, and `param_groups` are those of torch.optim: options by group, `lr` where a group gives none.
+    - `sampling="shuffled"` trains too, without an epsilon. `noise="float32"` adds noise in floating point, which is
+      faster on a CPU and rests on one more assumption.
+    - `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds
+      the largest that fits, on made-up examples. `engine` is "bookkeeping", "unrecorded" or "reference", which is slow.
+    - `collate_fn`, `num_workers` and `pin_memory` are those of a DataLoader: workers read the next samples while one is
+      computed, and every example is collated, and padded, by itself.
+    - `reproducible=seed` makes noise and sampling predictable, for tests: such a run protects nobody and has no
+      epsilon.
+    - With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
+      `request` is written there beside them.
+    - `public` are validation examples that need no protection, for schedules that look at them. `normalise` asks,
+      before the first step, for the moments that the model's first module standardises its inputs with
+      (`with_moments`).
+    - `nonprivate_transcript` (a file for raw sums) and `nonprivate_logs` void the guarantee.
+
+    >>> import torch, vestige
+    >>> model, data = torch.nn.Linear(4, 2), (torch.randn(200, 4), torch.randint(2, (200,)))
+    >>> training = vestige.train(
+    ...     model, torch.nn.functional.cross_entropy, data, epsilon=3, delta=1e-5, sample_rate=0.1, steps=5)
+    >>> [record.step for record in training]
+    [0, 1, 2, 3, 4]
+    >>> training.guarantee().epsilon <= 3
+    True
 
     Formal guarantees: (epsilon, delta)-differential privacy of everything the iteration yields and of the final model,
     for adding or removing one example, under the assumptions listed in `training.guarantee().assumptions`.
@@ -311,6 +331,7 @@ class Training:
 
     @property
     def expected_batch(self) -> float:
+        """The public number that sums are divided by: the rate times the size of the dataset."""
         return self.curator.expected_batch
 
     @property
