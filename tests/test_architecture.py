@@ -31,11 +31,14 @@ ABOVE: dict[str, str] = {
     "methods tasks",
     "privacy_engine": "accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
     "engines.recorded optim methods training",
-    "integrations": "training privacy_engine",
+    "integrations": "accounting training privacy_engine",
+    "finetuning": "mechanism.losses methods tasks training integrations",
     "compare.stacked": "randomness mechanism mechanism.losses optim methods",
     "compare.report": "",
     "compare": "accounting randomness mechanism mechanism.losses optim methods tasks training compare.stacked compare.report",
-    "cli": "accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report",
+    "cli": "accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
+    "cli.models",
+    "cli.models": "cli accounting methods training integrations finetuning",
 }
 """Which packages each package may import, beside itself and the modules of the root."""
 

@@ -1,6 +1,8 @@
 """Do the studies of bench/ say what their runs say? On made-up records whose answer is known."""
 
+import gzip
 import importlib
+import json
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -170,3 +172,31 @@ def test_other_decay_factors_are_another_method(selective):
     }
     assert decays.pop("dpsgd-br") == [0.999, 0.9999]
     assert set(decays.values()) == {None}
+
+
+def test_the_study_of_finetuning_tells_private_from_plain(bench, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft")
+    study = bench("finetuning")
+    monkeypatch.setattr(sys, "argv", ["finetuning.py", "--smoke", "--device", "cpu", "--data", str(tmp_path)])
+    study.main()
+    assert capsys.readouterr().out.startswith("skipped: there is no ")
+
+    reviews = [
+        {"text": f"film {number} is {('dull', 'fine')[number % 2]}", "label": number % 2} for number in range(240)
+    ]
+    with gzip.open(tmp_path / "imdb.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(review) + "\n" for review in reviews + reviews[:10])
+    known = study.halves(tmp_path / "imdb.jsonl.gz", study.SMOKE)
+    texts = [[text for text, _ in part] for part in (known.public, known.tested, known.private)]
+    assert [len(part) for part in texts] == [80, 40, 120]
+    assert len(set().union(*texts)) == 240  # nobody is in two parts
+
+    numbers = tmp_path / "numbers.json"
+    more = ["--tasks", "causal-lm", "--epsilons", "8", "--epochs", "1", "--json", str(numbers)]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, *more])
+    study.main()
+    rows = json.loads(numbers.read_text())["rows"]
+    assert [row["row"] for row in rows] == ["before", "without privacy", "epsilon 8"]
+    assert 7.9 < rows[-1]["epsilon"] <= 8
+    assert rows[-1]["time"] > 0
+    assert "| causal-lm | epsilon 8 | perplexity " in capsys.readouterr().out

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vestige.engines.own_rules import register_rule
     from vestige.engines.replacements import fix
+    from vestige.integrations.model_card import card
     from vestige.mechanism.groups import Layers, Patterns, PerGroup
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
     from vestige.methods.base import Method, by_group
@@ -32,6 +33,7 @@ __all__ = [
     "accuracy",
     "build",
     "by_group",
+    "card",
     "dp_sgd",
     "exponential_memory",
     "fix",
@@ -48,6 +50,7 @@ _MODULES = {
     "privacy_engine.engine": ("PrivacyEngine",),
     "engines.replacements": ("fix",),
     "engines.own_rules": ("register_rule",),
+    "integrations.model_card": ("card",),
     "mechanism.groups": ("Layers", "Patterns", "PerGroup"),
     "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),

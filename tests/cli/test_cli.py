@@ -12,7 +12,7 @@ from commands import TRAIN, as_json, started, vestige
 from recursions import paper_weights
 from vestige.cli import main
 from vestige.cli.errors import in_flags
-from vestige.cli.method_flags import help_of
+from vestige.cli.models.method_flags import help_of
 
 SELECTIVE = [
     "--method",

@@ -16,7 +16,8 @@ import vestige
 from vestige.cli.errors import INTERRUPTED, FlagCommand, one_line_errors
 
 COMMANDS = {
-    "train": ("train", "Train a model privately."),
+    "train": ("models.train", "Train a model privately."),
+    "finetune": ("models.finetune", "Fine-tune a language model of yours privately, on a file of texts."),
     "account": ("account", "Price a plan without training: epsilon from noise, or noise from epsilon."),
     "verify": (
         "checks",
@@ -31,8 +32,9 @@ COMMANDS = {
     "compare": ("compare", "Which private optimizer is best at this budget, and is the difference real?"),
     "report": (
         "report",
-        "Write one self-contained HTML page about a comparison: it opens from disk, without a network.",
+        "Write one self-contained page about a comparison (HTML), or the privacy statement of a run (Markdown).",
     ),
+    "card": ("models.card", "Print the privacy statement of a run as Markdown, for a model card."),
     "presets": ("reproduce", "List the tables and figures of the papers that `vestige reproduce` makes again."),
     "reproduce": ("reproduce", "Make a table or figure of a paper again, and set ours beside the printed one."),
 }

@@ -1,4 +1,4 @@
-"""How is the report of a comparison written from the terminal? `vestige report`."""
+"""How is the report of a comparison, or of a run, written from the terminal? `vestige report`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,35 @@ from typing import Annotated, Any
 
 import typer
 
+from vestige.cli.errors import refuse_if_given
+from vestige.cli.models.card import statement_of
 from vestige.cli.terminal import stdout
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder of a comparison.")],
-    out: Annotated[Path | None, typer.Option(help="The page (default: FOLDER/report.html).")] = None,
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="The folder of a comparison, or of a run.")],
+    out: Annotated[Path | None, typer.Option(help="The page (default: FOLDER/report.html; of a run, .md).")] = None,
     figures: Annotated[Path | None, typer.Option(help="Also write every figure here, as SVG and PNG.")] = None,
     title: Annotated[str | None, typer.Option(help="Headline of the page.")] = None,
 ) -> None:
-    """Write one self-contained HTML page about a comparison: it opens from disk, without a network.
+    """Write one self-contained page about a comparison (HTML), or the privacy statement of a run (Markdown).
 
-    Example:
+    The page of a comparison opens from disk, without a network. Of a run it is what `vestige card` prints.
+
+    Examples:
 
         vestige report runs/compare-20260101-120000 --figures figures
+
+        vestige report my-run
     """
-    write_report(folder, out, figures, title)
+    if (folder / "run.json").exists():
+        refuse_if_given(context, ("figures", "title"), "the report of a run is its privacy statement, without figures")
+        path = out or folder / "report.md"
+        path.write_text(statement_of(folder), encoding="utf-8")
+        stdout.print(f"wrote {path}", markup=False)
+    else:
+        write_report(folder, out, figures, title)
 
 
 def write_report(folder: Path, out: Path | None, figures: Path | None, title: str | None) -> Path:

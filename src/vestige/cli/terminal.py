@@ -27,28 +27,30 @@ def print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, allow_nan=False))
 
 
+Show = Callable[[int, str | None, float | None, float | None], None]
+"""Steps done, a public note (None: the last one stays), spent epsilon and the budget."""
+
+
 @contextmanager
-def step_progress(
-    visible: bool,
-) -> Iterator[Callable[[str, int], Callable[[int, float | None, float | None, float | None], None]]]:
-    """A live bar on standard error: steps, accuracy on public data, spent epsilon and the budget."""
+def step_progress(visible: bool) -> Iterator[Callable[[str, int], Show]]:
+    """A live bar on standard error: steps, a note about public things, spent epsilon and the budget, time left."""
     columns = (
         TextColumn("{task.description:<20}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[accuracy]}"),
+        TextColumn("{task.fields[note]}"),
         TextColumn("{task.fields[spent]}"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=stderr, disable=not (visible and stderr.is_terminal)) as progress:
 
-        def bar(title: str, total: int) -> Callable[[int, float | None, float | None, float | None], None]:
-            line = progress.add_task(title, total=total, accuracy="", spent="")
+        def bar(title: str, total: int) -> Show:
+            line = progress.add_task(title, total=total, note="", spent="")
 
-            def show(done: int, accuracy: float | None, spent: float | None, budget: float | None) -> None:
+            def show(done: int, note: str | None, spent: float | None, budget: float | None) -> None:
                 fields = {"spent": _spent(spent, budget)}
-                if accuracy is not None:
-                    fields["accuracy"] = f"accuracy {accuracy:.1%}"
+                if note is not None:
+                    fields["note"] = note
                 progress.update(line, completed=done, **fields)  # type: ignore[arg-type]
 
             return show

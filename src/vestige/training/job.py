@@ -198,6 +198,8 @@ def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
 def load(folder: RunFolder) -> Job:
     """The job that a run folder was started with."""
     request = folder.request()
+    if "finetune" in request:
+        raise ValueError(f"{str(folder.path)!r} is a run of vestige finetune: vestige finetune --resume {folder.path}")
     if "job" not in request:
         raise ValueError(
             f"{str(folder.path)!r} was started from Python: continue it there, by the same call with `resume=True`"

@@ -66,9 +66,9 @@ class RunFolder:
         write_json(self.path / "result.json", result)
 
     def hashes(self) -> dict[str, str]:
-        """The SHA-256 of every file but the ledger."""
-        files = sorted(path for path in self.path.iterdir() if path.is_file() and path != self.ledger)
-        return {path.name: sha256(path) for path in files}
+        """The SHA-256 of every file but the ledger, and Markdown: a card is written after the end, and edited."""
+        files = sorted(path for path in self.path.rglob("*") if path.is_file() and path != self.ledger)
+        return {path.relative_to(self.path).as_posix(): sha256(path) for path in files if path.suffix != ".md"}
 
     def result(self) -> dict[str, Any] | None:
         path = self.path / "result.json"

@@ -11,8 +11,23 @@ import typer
 from rich.table import Table
 
 from vestige.cli.errors import INTERRUPTED, refuse_others
-from vestige.cli.method_flags import with_method_options
-from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, stderr, stdout, step_progress
+from vestige.cli.models.flags import (
+    DeltaFlag,
+    DeviceFlag,
+    EngineFlag,
+    EpsilonFlag,
+    NoiseFlag,
+    NoiseMultiplierFlag,
+    PhysicalBatchFlag,
+    ReproducibleFlag,
+    ResumeFlag,
+    SamplingFlag,
+    SeedFlag,
+    learning_rate,
+    part_size,
+)
+from vestige.cli.models.method_flags import with_method_options
+from vestige.cli.terminal import Json, graceful_stop, print_json, stderr, stdout, step_progress
 
 
 @with_method_options
@@ -23,11 +38,9 @@ def train(
     ] = "digits-mlp",
     method: Annotated[str, typer.Option(help="How: a method of `vestige methods`.")] = "fo-dp-sgd",
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="Privacy budget: the noise follows from it.")] = None,
-    delta: Annotated[float, typer.Option(help="Allowed failure probability, below 1/N.")] = 1e-5,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Accounted noise multiplier: epsilon follows from it.")
-    ] = None,
+    epsilon: EpsilonFlag = None,
+    delta: DeltaFlag = 1e-5,
+    noise_multiplier: NoiseMultiplierFlag = None,
     paper_sigma: Annotated[
         float | None, typer.Option(help="The sigma of the method's paper (for FO-DP-SGD, beta times ours).")
     ] = None,
@@ -61,36 +74,18 @@ def train(
     share: Annotated[
         str | None, typer.Option(help="How groups share the noise: equal, isotropic or least-noise.")
     ] = None,
-    physical_batch: Annotated[
-        str | None, typer.Option(help="Split each sampled batch into parts of this size; auto: the largest that fits.")
-    ] = None,
-    sampling: Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")] = "poisson",
-    noise: Annotated[
-        str, typer.Option(help="lattice (integers: the last bit tells nothing) or float32 (one more assumption).")
-    ] = "lattice",
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="bookkeeping (fast), unrecorded (without CUDA graphs) or reference (one by one); same results."
-        ),
-    ] = "bookkeeping",
-    seed: Annotated[
-        int,
-        typer.Option(
-            help="Fixes public randomness only: initial weights. Never noise or sampling.", min=0, max=LARGEST_SEED
-        ),
-    ] = 0,
-    reproducible: Annotated[
-        bool, typer.Option("--reproducible", help="Fix noise and sampling too. Protects nobody: for tests.")
-    ] = False,
+    physical_batch: PhysicalBatchFlag = None,
+    sampling: SamplingFlag = "poisson",
+    noise: NoiseFlag = "lattice",
+    engine: EngineFlag = "bookkeeping",
+    seed: SeedFlag = 0,
+    reproducible: ReproducibleFlag = False,
     evaluate_every: Annotated[
         int | None, typer.Option(help="Steps between evaluations on the public test set.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
+    device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Continue the interrupted run in this folder; takes no other option.")
-    ] = None,
+    resume: ResumeFlag = None,
     normalise: Annotated[
         str, typer.Option(help="Of scattering features: group (asks nothing), or private (noised moments, charged).")
     ] = "group",
@@ -142,7 +137,7 @@ def train(
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
             paper_sigma=paper_sigma,
-            lr=_lr(lr),
+            lr=learning_rate(lr),
             optimizer=optimizer,
             average=average,
             augment=augment,
@@ -152,7 +147,7 @@ def train(
             sampling=sampling,
             noise=noise,
             engine=engine,
-            physical_batch=_physical_batch(physical_batch),
+            physical_batch=part_size(physical_batch),
             seed=seed,
             reproducible=reproducible,
             device=device or default_device(),
@@ -177,7 +172,8 @@ def train(
         show = bar(job.method, training.plan.steps)
 
         def on_record(training: Any, record: Any, accuracy: float | None) -> bool:
-            show(record.step + 1, accuracy, record.epsilon, training.plan.epsilon)
+            note = None if accuracy is None else f"accuracy {accuracy:.1%}"
+            show(record.step + 1, note, record.epsilon, training.plan.epsilon)
             for log in logs:
                 extra = loggers.nonprivate(training) if job.nonprivate_logs else {}
                 log.log(record.step, {**loggers.released(record.to_json(), accuracy), **extra})
@@ -193,24 +189,6 @@ def train(
             f"interrupted after step {result.steps}; continue with: vestige train --resume {path}", markup=False
         )
         sys.exit(INTERRUPTED)
-
-
-def _lr(text: str) -> Any:
-    if text == "auto":
-        return "auto"
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"lr={text!r} must be a number or 'auto'") from None
-
-
-def _physical_batch(text: str | None) -> Any:
-    if text is None or text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"physical_batch={text!r} must be a whole number from 1 up, or 'auto'") from None
 
 
 def _announce(job: Any, training: Any) -> None:

@@ -1,0 +1,240 @@
+"""How is a language model fine-tuned from the terminal? `vestige finetune`: a checkpoint, a file of texts, a budget."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from vestige.cli.errors import INTERRUPTED, refuse_others
+from vestige.cli.models.flags import (
+    DeltaFlag,
+    DeviceFlag,
+    EngineFlag,
+    EpsilonFlag,
+    NoiseFlag,
+    NoiseMultiplierFlag,
+    PhysicalBatchFlag,
+    ReproducibleFlag,
+    ResumeFlag,
+    SamplingFlag,
+    SeedFlag,
+    learning_rate,
+    part_size,
+)
+from vestige.cli.models.method_flags import with_method_options
+from vestige.cli.terminal import Json, graceful_stop, print_json, stderr, stdout, step_progress
+
+
+@with_method_options
+def finetune(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Folder of a Hugging Face checkpoint with its tokenizer; its code is not run.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="FILE.jsonl, .csv or .parquet; a row is an example.")] = None,
+    text_column: Annotated[str, typer.Option(help="The column of texts.")] = "text",
+    label_column: Annotated[str | None, typer.Option(help="The column of labels (without: --task causal-lm).")] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            help="The labels that may occur, 'neg,pos': public, and never read off the data. "
+            "[default: those of the checkpoint; 0 and 1 where it has none]"
+        ),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="classification or causal-lm (default: as there is a label column or not).")
+    ] = None,
+    max_length: Annotated[
+        int, typer.Option(help="Tokens of an example: all are cut or padded to this length, which is public.")
+    ] = 128,
+    tokens_per_example: Annotated[
+        int | None,
+        typer.Option(help="causal-lm: divide an example's loss by this number instead of its own number of tokens."),
+    ] = None,
+    pad_token: Annotated[
+        str | None, typer.Option(help="The token to pad with, where the tokenizer has none: '<|endoftext|>', say.")
+    ] = None,
+    lora: Annotated[
+        int | None, typer.Option(help="Train adapters of this rank (LoRA) and a head; without it, the whole model.")
+    ] = None,
+    lora_targets: Annotated[
+        str | None, typer.Option(help="Modules to adapt, 'q_proj,v_proj' (default: peft's choice for the model).")
+    ] = None,
+    freeze: Annotated[
+        str | None, typer.Option(help="Leave parameters as they are, by patterns: `transformer.wte*;*.h.0.*`.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="How: a method of `vestige methods`.")] = "dp-adamw",
+    epsilon: EpsilonFlag = None,
+    delta: DeltaFlag = 1e-5,
+    noise_multiplier: NoiseMultiplierFlag = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Expected number of examples in a step. [default: 256, or all]")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Expected passes over the data. [default: 3]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps, instead of --epochs.")] = None,
+    lr: Annotated[
+        str | None,
+        typer.Option(
+            help="Learning rate [default for Adam: 0.001 with --lora, 0.0001 without]; auto is made for training from "
+            "scratch, and far too large here."
+        ),
+    ] = None,
+    physical_batch: PhysicalBatchFlag = None,
+    num_workers: Annotated[int, typer.Option(help="Processes that read the next samples; 0: this one.")] = 0,
+    sampling: SamplingFlag = "poisson",
+    noise: NoiseFlag = "lattice",
+    engine: EngineFlag = "bookkeeping",
+    seed: SeedFlag = 0,
+    reproducible: ReproducibleFlag = False,
+    device: DeviceFlag = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/MODEL-METHOD-TIME).")] = None,
+    resume: ResumeFlag = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only: no plan, no progress.")] = False,
+    as_json: Json = False,
+    **method_options: Any,
+) -> None:
+    """Fine-tune a language model of yours privately, on a file of texts.
+
+    The run's folder is that of `vestige train`, with `adapter/` (or `model/`) as Hugging Face saves it, and a model
+    card in it. A row of the file is what is protected; its number of rows, --labels and --max-length are public.
+
+    Examples:
+
+        vestige finetune --model gpt2 --data reviews.jsonl --label-column label --labels neg,pos --pad-token
+        '<|endoftext|>' --lora 8 --epsilon 8 --out my-run
+
+        vestige finetune --model llama --data letters.csv --text-column body --lora 16 --epsilon 8 --max-length 512
+
+        vestige finetune --resume my-run
+    """
+    from vestige.devices import default_device
+    from vestige.finetuning.job import FineTuning, complete, load, start
+    from vestige.training.run_folder import RunFolder
+
+    if resume is not None:
+        others = ("resume", "quiet", "as_json")
+        refuse_others(context, others, "a run continues with the options it was started with")
+        folder = RunFolder(resume)
+        job = load(folder)
+        if folder.result() is not None:
+            raise ValueError(f"resume={str(resume)!r} is already finished; verify it with: vestige verify {resume}")
+    else:
+        if model is None or data is None:
+            raise ValueError("model=None: give a checkpoint's folder" if model is None else "data=None: give a file")
+        job = FineTuning(
+            model=model,
+            data=data,
+            text_column=text_column,
+            label_column=label_column,
+            labels=_several(labels),
+            task=task,
+            max_length=max_length,
+            tokens_per_example=tokens_per_example,
+            pad_token=pad_token,
+            lora=lora,
+            lora_targets=_several(lora_targets),
+            freeze=freeze,
+            method=method,
+            options={key: value for key, value in method_options.items() if value is not None},
+            epsilon=epsilon,
+            delta=delta,
+            noise_multiplier=noise_multiplier,
+            batch=batch,
+            epochs=epochs,
+            steps=steps,
+            lr=None if lr is None else learning_rate(lr),
+            sampling=sampling,
+            noise=noise,
+            engine=engine,
+            physical_batch=part_size(physical_batch),
+            num_workers=num_workers,
+            seed=seed,
+            reproducible=reproducible,
+            device=device or default_device(),
+        )
+    path = resume or out or Path("runs") / f"{Path(job.model).name}-{job.method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    checkpoint, training = start(job, path, resume=resume is not None)
+    if not quiet:
+        _announce(job, training)
+    pace = Pace(training.expected_batch * job.max_length)
+    with step_progress(not (as_json or quiet)) as bar, graceful_stop() as stopping:
+        show = bar(job.aim, training.plan.steps)
+
+        def on_record(record: Any) -> bool:
+            pace.count()
+            show(record.step + 1, f"{pace.tokens:,.0f} tokens/s", record.epsilon, training.plan.epsilon)
+            return not stopping()
+
+        result = complete(job, checkpoint, training, on_record)
+    interrupted = result.stopped == "interrupted"
+    saved = None if interrupted else str(path / checkpoint.kind)
+    if as_json:
+        print_json({**result.to_json(), "saved": saved, "padded_tokens_per_second": round(pace.tokens, 1)})
+    else:
+        _summarise(result, saved, pace)
+    if interrupted:
+        stderr.print(
+            f"interrupted after step {result.steps}; continue with: vestige finetune --resume {path}", markup=False
+        )
+        sys.exit(INTERRUPTED)
+
+
+def _several(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(word.strip() for word in text.split(","))
+
+
+class Pace:
+    """Tokens per second, as a sample of the expected size has them, padded to the public length: how many were written,
+    and by how many, is nobody's business. The first step, which prepares the others, is left out."""
+
+    def __init__(self, each: float) -> None:
+        self._each, self._begin, self.tokens = each, 0.0, 0.0
+        self._steps = -1
+
+    def count(self) -> None:
+        self._steps += 1
+        if self._steps == 0:
+            self._begin = time.perf_counter()
+        else:
+            self.tokens = self._steps * self._each / (time.perf_counter() - self._begin)
+
+
+def _announce(job: Any, training: Any) -> None:
+    """Print on standard error what was chosen and what is not private."""
+    plan, trained = training.plan, training.layout.size
+    whole = sum(parameter.numel() for parameter in training.model.parameters())
+    stderr.print(
+        f"{job.method} on {Path(job.model).name} for {job.aim}: {trained:,} of {whole:,} parameters, noise multiplier "
+        f"{plan.noise_multiplier:.4g}, rate {plan.sample_rate:.4g}, {plan.steps} steps, delta {plan.delta:g}, learning "
+        f"rate {plan.lr:.4g}",
+        markup=False,
+    )
+    if job.reproducible:
+        stderr.print(
+            "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
+            markup=False,
+        )
+    if job.sampling != "poisson":
+        stderr.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
+
+
+def _summarise(result: Any, saved: str | None, pace: Pace) -> None:
+    stated = result.statement
+    table = Table(show_header=False, box=None, pad_edge=False)
+    if stated.epsilon is not None:
+        table.add_row("privacy", f"epsilon {stated.epsilon:.4g} at delta {stated.delta:g} ({stated.accountant})")
+    else:
+        table.add_row("privacy", "none: " + "; ".join(stated.reasons))
+    if stated.epsilon_if_noise_were_secret is not None:
+        table.add_row("", f"epsilon would be {stated.epsilon_if_noise_were_secret:.4g} if the noise were secret")
+    table.add_row("steps", f"{result.steps} ({result.stopped})")
+    table.add_row("padded tokens", f"{pace.tokens:,.0f} a second")
+    table.add_row("written to", str(result.run))
+    if saved is not None:
+        table.add_row("to load", f"{saved} (its README.md is a model card)")
+    stdout.print(table)

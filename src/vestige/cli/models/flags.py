@@ -1,0 +1,57 @@
+"""Which options do all commands that train one model have? Each is defined once, with its help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vestige.cli.terminal import LARGEST_SEED
+
+EpsilonFlag = Annotated[float | None, typer.Option(help="Privacy budget: the noise follows from it.")]
+DeltaFlag = Annotated[float, typer.Option(help="Allowed failure probability, below 1/N.")]
+NoiseMultiplierFlag = Annotated[float | None, typer.Option(help="Accounted noise multiplier: epsilon follows from it.")]
+PhysicalBatchFlag = Annotated[
+    str | None, typer.Option(help="Split each sampled batch into parts of this size; auto: the largest that fits.")
+]
+SamplingFlag = Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")]
+NoiseFlag = Annotated[
+    str, typer.Option(help="lattice (integers: the last bit tells nothing) or float32 (one more assumption).")
+]
+EngineFlag = Annotated[
+    str,
+    typer.Option(help="bookkeeping (fast), unrecorded (without CUDA graphs) or reference (one by one); same results."),
+]
+SeedFlag = Annotated[
+    int,
+    typer.Option(
+        help="Fixes public randomness only: initial weights. Never noise or sampling.", min=0, max=LARGEST_SEED
+    ),
+]
+ReproducibleFlag = Annotated[
+    bool, typer.Option("--reproducible", help="Fix noise and sampling too. Protects nobody: for tests.")
+]
+DeviceFlag = Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")]
+ResumeFlag = Annotated[
+    Path | None, typer.Option(help="Continue the interrupted run in this folder; takes no other option.")
+]
+
+
+def learning_rate(text: str) -> Any:
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"lr={text!r} must be a number or 'auto'") from None
+
+
+def part_size(text: str | None) -> Any:
+    """The physical batch that a flag asks for."""
+    if text is None or text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"physical_batch={text!r} must be a whole number from 1 up, or 'auto'") from None

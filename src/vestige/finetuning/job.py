@@ -1,0 +1,273 @@
+"""How do a checkpoint and a file of texts become a private run? A job is a value: it can be stored and resumed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vestige import tasks
+from vestige.checks import check_steps
+from vestige.devices import check_device
+from vestige.finetuning.checkpoints import (
+    Checkpoint,
+    check_fits,
+    frozen,
+    has_head,
+    need,
+    read_configuration,
+    read_model,
+    read_tokenizer,
+    with_lora,
+)
+from vestige.finetuning.texts import Texts, class_names, numbers_of, tokenised
+from vestige.integrations.model_card import card
+from vestige.mechanism.losses.model_losses import next_token
+from vestige.methods.base import Method, written
+from vestige.methods.registry import build
+from vestige.records import RunResult
+from vestige.training.loop import Record
+from vestige.training.run import Training, train
+from vestige.training.run_folder import RunFolder
+
+TASKS = ("classification", "causal-lm")
+USUAL_BATCH, USUAL_EPOCHS = 256, 3
+USUAL_RATES = {True: 1e-3, False: 1e-4}
+"""Learning rates of Adam, for adapters and for whole models: the usual ones, chosen without looking at data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuning:
+    """A private fine-tuning, as requested. All of it is public."""
+
+    model: str
+    data: str
+    text_column: str = "text"
+    label_column: str | None = None
+    labels: tuple[str, ...] | None = None
+    task: str | None = None
+    max_length: int = 128
+    tokens_per_example: int | None = None
+    pad_token: str | None = None
+    lora: int | None = None
+    lora_targets: tuple[str, ...] | None = None
+    freeze: str | None = None
+    method: str = "dp-adamw"
+    options: dict[str, Any] = field(default_factory=dict)
+    epsilon: float | None = None
+    delta: float = 1e-5
+    noise_multiplier: float | None = None
+    batch: int | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    lr: float | Literal["auto"] | None = None
+    sampling: str = "poisson"
+    noise: str = "lattice"
+    engine: str = "bookkeeping"
+    physical_batch: int | Literal["auto"] | None = None
+    num_workers: int = 0
+    seed: int = 0
+    reproducible: bool = False
+    device: str = "cpu"
+
+    @property
+    def aim(self) -> str:
+        """The task, as given or as the columns say."""
+        return self.task or ("causal-lm" if self.label_column is None else "classification")
+
+
+def prepared(job: FineTuning) -> tuple[Checkpoint, Texts]:
+    """The model on its device, and the texts; all that can be wrong with them is refused here."""
+    _check(job)
+    config = read_configuration(job.model)
+    tokenizer = read_tokenizer(job.model, job.pad_token)
+    check_fits(job.model, config, tokenizer, job.max_length)
+    names = _names(job, config) if job.aim == "classification" else {}
+    texts = _texts(job, tokenizer, names)
+    _pace(job, len(texts))
+    check_device(job.device)
+    checkpoint = _checkpoint(job, config, tokenizer)
+    checkpoint.model.to(job.device)
+    return checkpoint, texts
+
+
+def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoint, Training]:
+    """Read the checkpoint and the texts, and prepare the run; no question is asked yet, and all that can be wrong was
+    refused before anything is written."""
+    method = build(job.method, **job.options)
+    lr = _rate(job, method)
+    checkpoint, texts = prepared(job)
+    batch, steps = _pace(job, len(texts))
+    training = train(
+        checkpoint.model,
+        F.cross_entropy if job.aim == "classification" else _next_token(job.tokens_per_example),
+        texts,
+        target="labels",
+        method=method,
+        sample_rate=batch / len(texts),
+        steps=steps,
+        delta=job.delta,
+        epsilon=job.epsilon,
+        noise_multiplier=job.noise_multiplier,
+        lr=lr,
+        sampling=job.sampling,
+        noise=job.noise,
+        engine=job.engine,
+        physical_batch=job.physical_batch,
+        num_workers=job.num_workers,
+        pin_memory=job.device.startswith("cuda"),
+        reproducible=job.seed if job.reproducible else None,
+        out=out,
+        resume=resume,
+        request={"finetune": {**asdict(job), "options": {key: written(value) for key, value in job.options.items()}}},
+    )
+    return checkpoint, training
+
+
+def complete(
+    job: FineTuning, checkpoint: Checkpoint, training: Training, on_record: Callable[[Record], bool]
+) -> RunResult:
+    """Run a prepared fine-tuning to its end, or until `on_record` says False; then save the model, and its card."""
+    begin, interrupted = time.perf_counter(), False
+    for record in training.steps():
+        if not on_record(record):
+            interrupted = True
+            break
+    facts: dict[str, Any] = {"task": job.aim, "seed": job.seed, "seconds": round(time.perf_counter() - begin, 3)}
+    if interrupted:
+        training.ledger.close()
+        return training.result(**facts, stopped="interrupted")
+    assert training.folder is not None
+    folder, result = training.folder.path, training.result(**facts)
+    with training.averaged():
+        checkpoint.save(folder)
+    training.finish(result)
+    statement = card(folder)
+    (folder / "report.md").write_text(statement, encoding="utf-8")
+    (folder / checkpoint.kind / "README.md").write_text(_readme(job, folder.name, statement), encoding="utf-8")
+    return result
+
+
+def load(folder: RunFolder) -> FineTuning:
+    """The job that a run folder was started with."""
+    request = folder.request()
+    if "finetune" not in request:
+        raise ValueError(f"resume={str(folder.path)!r} is no run of vestige finetune: continue it as it was started")
+    job = request["finetune"]
+    options = {key: inf if value == "inf" else value for key, value in job["options"].items()}
+    several = {key: tuple(job[key]) if job[key] else None for key in ("labels", "lora_targets")}
+    return FineTuning(**{**job, **several, "options": options})
+
+
+# --- what a job asks for ----------------------------------------------------------------------------------------------
+
+
+def _check(job: FineTuning) -> None:
+    if job.aim not in TASKS:
+        raise ValueError(f"task={job.task!r} is unknown; choose from {', '.join(TASKS)}")
+    if job.aim == "classification":
+        if job.label_column is None:
+            raise ValueError("label_column=None: to tell texts apart, say which column has their labels")
+        if job.tokens_per_example is not None:
+            raise ValueError(f"tokens_per_example={job.tokens_per_example} goes with causal-lm: a label is one")
+    else:
+        for name in ("label_column", "labels"):
+            if getattr(job, name) is not None:
+                raise ValueError(f"{name}={getattr(job, name)!r} goes with task='classification'")
+    for name in ("max_length", "tokens_per_example", "batch", "epochs", "steps"):
+        if getattr(job, name) is not None:
+            check_steps(getattr(job, name), name)
+    if job.epochs is not None and job.steps is not None:
+        raise ValueError(f"epochs={job.epochs} and steps={job.steps}: give one of them")
+    if job.lora is None and job.lora_targets is not None:
+        raise ValueError(f"lora_targets={','.join(job.lora_targets)!r} goes with lora=8, say")
+    if job.lora is not None:
+        need("peft", f"lora={job.lora}")
+        if job.freeze is not None:
+            raise ValueError(f"freeze={job.freeze!r} cannot be given too: lora={job.lora} freezes all but adapters")
+    names = job.labels or ("", " ")
+    if len(set(names)) < len(names) or len(names) < 2:
+        raise ValueError(f"labels={','.join(names)!r} must be two or more different names")
+
+
+def _rate(job: FineTuning, method: Method) -> float | Literal["auto"]:
+    if job.lr is not None:
+        return job.lr
+    if not method.rule.scale_free:
+        raise ValueError(f"lr=None: give a learning rate; there is a usual one for Adam, and none for {method.name}")
+    return USUAL_RATES[job.lora is not None]
+
+
+def _names(job: FineTuning, config: Any) -> dict[str, int]:
+    """The number of each label that may occur: as declared, or as the checkpoint says. The data are not asked."""
+    known = {str(name): int(number) for name, number in (config.label2id or {}).items()}
+    if job.labels is None:
+        return {**{str(number): number for number in range(config.num_labels)}, **known}
+    if has_head(config) and len(job.labels) > config.num_labels:
+        raise ValueError(
+            f"labels={','.join(job.labels)!r} are {len(job.labels)}, and the head of model={job.model!r} tells "
+            f"{config.num_labels} apart"
+        )
+    if has_head(config) and set(job.labels) <= known.keys():
+        return {name: known[name] for name in job.labels}
+    return class_names(job.labels)
+
+
+def _texts(job: FineTuning, tokenizer: Any, names: dict[str, int]) -> Texts:
+    columns = {"text_column": job.text_column}
+    if job.label_column is not None:
+        columns["label_column"] = job.label_column
+    found = tasks.read_columns(Path(job.data), columns)
+    classes = numbers_of(found["label_column"], names) if "label_column" in found else None
+    return tokenised(tokenizer, found["text_column"], job.max_length, classes)
+
+
+def _pace(job: FineTuning, population: int) -> tuple[int, int | None]:
+    """The expected batch, and the steps: of so many passes, unless budget and noise decide."""
+    if job.batch is not None and job.batch > population:
+        raise ValueError(f"batch={job.batch} is more than the {population} rows of data={job.data!r}")
+    batch = job.batch or min(USUAL_BATCH, population)
+    if job.steps is not None or (job.epochs is None and job.epsilon is not None and job.noise_multiplier is not None):
+        return batch, job.steps
+    return batch, (job.epochs or USUAL_EPOCHS) * max(1, round(population / batch))
+
+
+def _checkpoint(job: FineTuning, config: Any, tokenizer: Any) -> Checkpoint:
+    torch.manual_seed(job.seed)  # public: the weights of a new head, and of adapters
+    names = job.labels or tuple(str(config.id2label[number]) for number in range(config.num_labels))
+    model, fresh = read_model(job.model, job.aim, config, names, tokenizer.pad_token_id)
+    use_cache = bool(getattr(config, "use_cache", False))
+    model.config.use_cache = False  # type: ignore[union-attr]
+    if job.lora is not None:
+        model = with_lora(model, job.aim, job.lora, job.lora_targets, fresh)
+    elif job.freeze is not None:
+        frozen(model, job.freeze)
+    return Checkpoint(model, tokenizer, "model" if job.lora is None else "adapter", use_cache)
+
+
+def _next_token(tokens: int | None) -> Callable[[Any, Tensor], Tensor]:
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        return next_token(outputs, {"labels": labels}, tokens)
+
+    return loss
+
+
+def _readme(job: FineTuning, name: str, statement: str) -> str:
+    """A model card to be completed by whoever publishes the model."""
+    what = "A model" if job.lora is None else f"Adapters of rank {job.lora} (LoRA)"
+    aim = "to continue texts" if job.aim == "causal-lm" else "to tell texts apart"
+    if job.labels is not None:
+        aim += f": {', '.join(job.labels)}"
+    library = "transformers" if job.lora is None else "peft"
+    return (
+        f"---\nlibrary_name: {library}\ntags:\n- differential-privacy\n---\n\n# {name}\n\n{what} made from "
+        f"`{Path(job.model).resolve().name}`, fine-tuned {aim}, by `vestige finetune`. Texts were cut and padded to "
+        f"{job.max_length} tokens.\n\n{statement}"
+    )

@@ -1,0 +1,183 @@
+"""What does a model's card say about privacy? What its ledger proves, as Markdown, with all that it rests on.
+
+The text is made of the ledger's public facts alone, after the run's folder was verified against it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
+from pathlib import Path
+from typing import Any
+
+from vestige import accounting
+from vestige.accounting.ledger import LedgerHistory, read
+from vestige.checks import check_delta
+from vestige.questions import Question
+from vestige.training.run_folder import RunFolder
+from vestige.training.verify import reprice, verify
+
+ACCOUNTANTS = {
+    "pld": "privacy loss distributions, composed from above",
+    "renyi filter": "a Renyi filter: the questions followed from earlier answers, so the filter's own epsilon counts",
+}
+SAMPLING = {
+    "poisson": "Poisson: at every step each row joins by a toss of its own",
+    "cyclic-poisson": "cyclic Poisson: the rows are split once into parts that take turns; in its part's turn each row "
+    "joins by a toss of its own",
+    "every-example": "none: every row is in every step",
+}
+ARITHMETIC = {
+    "lattice": "added in integers on a public lattice, so that the last bit of a release tells nothing",
+    "float32": "added in floating point",
+}
+ANSWERS = {
+    "sampled-gaussian": "a sum over a Poisson sample, each row's part of it bounded, with Gaussian noise",
+    "gaussian": "a sum over all rows, each row's part of it bounded, with Gaussian noise",
+    "cyclic-gaussian": "a sum over a sample of the part whose turn it is, with Gaussian noise correlated over steps",
+    "trial": "a noised candidate update with a noised test of it; of a rejected one only the rejection is seen",
+}
+NOT_COVERED = (
+    "**Other uses of the same rows.** Every further run on them, runs to choose hyper-parameters included, costs its "
+    "own epsilon on top of this one, if it or anything chosen by it is released.",
+    "**What was public before.** The weights that training began with, and the data behind them; the tokenizer; the "
+    "names of labels; the number of rows; the model's structure; every hyper-parameter.",
+    "**Test data.** Figures of quality are computed without noise, on data that must not need protection.",
+    "**A person with several rows** is protected less: with k rows, at most k times this epsilon, and a larger delta.",
+    "**What others' rows tell.** What holds for many rows can be learned, and applied to somebody who is in none.",
+    "**Timings**, and whatever a program printed, logged or stored beside the run.",
+)
+
+
+def card(run: str | Path, delta: float | None = None) -> str:
+    """The privacy statement of a run as a section of Markdown, for a model card.
+
+    `run` is the folder of a run, or the ledger of a `PrivacyEngine`; such a ledger does not say at which delta it is to
+    be read, so `delta` does. Raises `LedgerError` where the folder contradicts its ledger.
+    """
+    return "\n".join(_lines(_read(Path(run), delta))) + "\n"
+
+
+@dataclass(frozen=True)
+class _Account:
+    """What a verified ledger says."""
+
+    where: Path
+    history: LedgerHistory
+    asked: Counter[Question]
+    promise: accounting.Guarantee
+    finished: bool | None
+    """None: the ledger of a loop, which ends when its program does."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return self.history.facts
+
+
+def _read(path: Path, delta: float | None) -> _Account:
+    ledger = path if path.is_file() else RunFolder(path).ledger
+    if not ledger.exists():
+        raise ValueError(f"{str(path)!r} is no run: there is no ledger (ledger.jsonl) in it")
+    history = read(ledger)
+    if "delta" not in history.facts:
+        return _of_a_loop(ledger, history, delta)
+    if delta is not None:
+        raise ValueError(f"delta={delta} cannot be given too: the run was planned and stopped at its own")
+    verdict = verify(ledger.parent, unfinished=True)
+    asked = history.spent(replays_are_free=history.facts["noise"] == "seeded")
+    return _Account(ledger.parent, history, asked, verdict.guarantee, verdict.finished)
+
+
+def _of_a_loop(ledger: Path, history: LedgerHistory, delta: float | None) -> _Account:
+    """A loop's ledger does not say which losses it met, or how batches were padded: so both are assumed."""
+    if delta is None:
+        raise ValueError("delta=None: the ledger of a training loop does not say it; give one below 1/N, such as 1e-6")
+    check_delta(delta, history.facts["population"])
+    asked = history.spent(replays_are_free=False)
+    promise = reprice(asked, delta, {"opaque_loss": True, "padded": True, **history.facts})
+    return _Account(ledger, history, asked, promise, None)
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+def _lines(run: _Account) -> Iterator[str]:
+    yield from ("## Differential privacy", "", _headline(run), "", "| | |", "|---|---|")
+    yield from (f"| {name} | {words} |" for name, words in _rows(run))
+    if run.promise.epsilon is not None:
+        yield from ("", "### What it rests on", "")
+        yield from (f"- {line[0].upper()}{line[1:]}." for line in run.promise.assumptions)
+    yield from ("", "### What is not covered", "")
+    yield from (f"- {line}" for line in NOT_COVERED)
+    yield from ("", "### How to check it", "", _check(run))
+
+
+def _headline(run: _Account) -> str:
+    promise = run.promise
+    if promise.epsilon is None:
+        would = promise.epsilon_if_noise_were_secret
+        also = "" if would is None else f" Epsilon would be {would:.4g} if the noise were secret."
+        return f"**No epsilon holds for this model**: {'; '.join(promise.reasons)}.{also}"
+    so_far = " The run is not finished: this is what it has cost so far." if run.finished is False else ""
+    return (
+        f"This model was trained with differential privacy: **epsilon {_upwards(promise.epsilon):g} at delta "
+        f"{promise.delta:g}**, for adding or removing one row of the training data. Whoever sees the model, and "
+        f"everything released on the way to it, learns almost the same as if that row had not been there.{so_far}"
+    )
+
+
+def _upwards(epsilon: float) -> float:
+    """To four significant digits, and never less than it is."""
+    digits = Decimal(epsilon)
+    return float(digits.quantize(Decimal(1).scaleb(digits.adjusted() - 3), rounding=ROUND_CEILING))
+
+
+def _rows(run: _Account) -> Iterator[tuple[str, str]]:
+    facts, promise = run.facts, run.promise
+    population, rate = facts["population"], facts["sample_rate"]
+    yield "What is protected", f"one example: one row of the training data, of {population:,} (their number is public)"
+    yield "Mechanism", _mechanism(run)
+    if promise.epsilon is not None:
+        yield "Epsilon, delta", f"{_upwards(promise.epsilon):g}, {promise.delta:g}"
+        by_renyi = "" if promise.epsilon_rdp is None else f"; by Renyi divergences alone {promise.epsilon_rdp:.4g}"
+        yield "Accountant", f"{ACCOUNTANTS.get(promise.accountant, promise.accountant)}: an upper bound{by_renyi}"
+    yield "Sampling", f"{SAMPLING.get(facts['sampling'], facts['sampling'])}, rate {rate:.6g}"
+    arithmetic = ARITHMETIC[facts.get("arithmetic", "float32")]
+    yield "Noise", f"multiplier {facts['noise_multiplier']:.6g} of each row's bound, {facts['noise']}; {arithmetic}"
+    yield "Steps", _steps(run)
+    yield "Expected batch", f"{rate * population:.6g} rows"
+    yield "Method", _method(facts["method"])
+
+
+def _mechanism(run: _Account) -> str:
+    kinds: dict[str, int] = {}
+    for question, count in run.asked.items():
+        kinds[question.kind] = kinds.get(question.kind, 0) + count
+    asked = "; ".join(f"{count:,} times {ANSWERS.get(kind, kind)}" for kind, count in kinds.items())
+    return f"{asked or 'nothing was asked'}. The model moves by the noised answers, and by nothing else of the data"
+
+
+def _steps(run: _Account) -> str:
+    done, attempts = run.history.last_step + 1, run.history.attempts
+    planned = f" of {run.facts['steps']:,} planned" if "steps" in run.facts else ""
+    again = f", in {attempts} attempts, all charged" if attempts > 1 else ""
+    return f"{done:,}{planned}; {sum(run.asked.values()):,} questions charged{again}"
+
+
+def _method(identity: Any) -> str:
+    if not isinstance(identity, Mapping):
+        return str(identity)
+    settings = {**identity["options"], **identity.get("parts", {})}
+    shown = ", ".join(f"{name}={value}" for name, value in settings.items())
+    return f"{identity['name']}" + (f" ({shown})" if shown else "")
+
+
+def _check(run: _Account) -> str:
+    history = run.history
+    chain = f"The ledger has {history.rows:,} chained rows and ends with the hash `{history.head}`."
+    if run.finished is None:
+        return f"{chain} `vestige card {run.where.name} --delta {run.promise.delta:g}` prices it again."
+    files = " It holds the hash of the model's files." if history.files is not None else ""
+    return f"{chain}{files} `vestige verify RUN` recomputes epsilon from it and fails on any edit."

@@ -1,0 +1,110 @@
+"""How are named columns read from a user's file? Row by row, and an error names a place, never what stands there.
+
+The columns' names are not listed either: of a .csv without a header they would be somebody's row.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+LONGEST_FIELD = 2**31 - 1
+"""In characters; Python's own limit for a field of a .csv is 131,072, which a document may exceed."""
+
+
+def read_columns(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
+    """The columns of a file, by what they are for: `{"text_column": "review"}` gives `{"text_column": [...]}`."""
+    if not path.is_file():
+        raise ValueError(f"data={str(path)!r}: there is no such file")
+    if path.suffix not in READERS:
+        raise ValueError(f"data={str(path)!r} must be one of {', '.join(READERS)}")
+    try:
+        found = READERS[path.suffix](path, columns)
+    except UnicodeDecodeError:
+        raise ValueError(f"data={str(path)!r} is not text in UTF-8") from None
+    if not any(found.values()):
+        raise ValueError(f"data={str(path)!r} holds no rows")
+    return found
+
+
+def _from_jsonl(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
+    def rows() -> Iterator[tuple[str, Any]]:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"line {number}", _parsed(path, number, line)
+
+    return _gathered(path, rows(), columns)
+
+
+def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f"data={str(path)!r}: line {number} is not a JSON object")
+    return row
+
+
+def _from_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
+    with path.open(encoding="utf-8-sig", newline="") as lines, _long_fields():
+        reader = csv.DictReader(lines)
+        try:
+            _check_there(path, columns, reader.fieldnames or ())
+            return _gathered(path, ((f"row {number}", row) for number, row in enumerate(reader, 1)), columns)
+        except csv.Error:
+            raise ValueError(f"data={str(path)!r}: line {reader.line_num} is not a line of a .csv") from None
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    before = csv.field_size_limit(LONGEST_FIELD)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _from_parquet(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
+    if find_spec("pyarrow") is None:
+        raise ValueError(f"data={str(path)!r} needs pyarrow, which is not installed: pip install pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        _check_there(path, columns, file.schema_arrow.names)
+        table = file.read(columns=list(columns.values()))
+    except pyarrow.ArrowException:
+        raise ValueError(f"data={str(path)!r} is not a readable .parquet file") from None
+    return {use: table.column(name).to_pylist() for use, name in columns.items()}
+
+
+READERS = {".jsonl": _from_jsonl, ".csv": _from_csv, ".parquet": _from_parquet}
+
+
+def _gathered(
+    path: Path, rows: Iterator[tuple[str, Mapping[str, Any]]], columns: Mapping[str, str]
+) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {use: [] for use in columns}
+    for place, row in rows:
+        for use, name in columns.items():
+            if row.get(name) is None:
+                lack = "has nothing in that column" if name in row else "has no such column"
+                raise ValueError(f"{use}={name!r}: {place} of data={str(path)!r} {lack}")
+            found[use].append(row[name])
+    return found
+
+
+def _check_there(path: Path, columns: Mapping[str, str], there: Sequence[str]) -> None:
+    if not there:
+        raise ValueError(f"data={str(path)!r} holds no rows")
+    for use, name in columns.items():
+        if name not in there:
+            raise ValueError(f"{use}={name!r}: data={str(path)!r} has no such column")
