@@ -1,6 +1,6 @@
 """How does a Hugging Face Trainer train privately? Its batches, clipping, accumulation and logs are replaced.
 
-One item of the private loader is a whole Poisson sample, and one step of the Trainer is one private step: its schedules,
+One item of the private loader is a whole Poisson sample, and one step of the Trainer is one private step: schedules,
 checkpoints and `max_steps` count those. A sample that is too large for the device comes in parts, each bounded and
 added by itself. What the Trainer would write out of training data without noise, it does not get to see.
 """
@@ -81,9 +81,11 @@ class PrivateTrainerMixin(Base):
     in parts of the former where the latter is more than one. The ledger is in the output folder, where
     `vestige verify` finds it.
 
-    Formal guarantees: what `train` leaves in the output folder and hands to callbacks is (epsilon, target_delta)-private
-    with the epsilon of `guarantee()`, under its assumptions, and `eval_dataset` is public.
+    Formal guarantees: what `train` leaves in the output folder and hands to callbacks is (epsilon, delta)-private with
+    the epsilon of `guarantee()`, under its assumptions, provided that `eval_dataset` is public.
     """
+
+    args: Any
 
     def __init__(self, *args: Any, privacy_args: PrivacyArguments, **kwargs: Any) -> None:
         refuse_training_data(kwargs.get("eval_dataset"), kwargs.get("train_dataset"), "eval_dataset")
@@ -100,6 +102,7 @@ class PrivateTrainerMixin(Base):
         self._draws: Draws | None = None
         self._resuming = self._evaluating = self._sealed = False
         self._told: set[str] = set()
+        self._priced: tuple[int, float | None] | None = None
 
     def _classes_between(self) -> list[type]:
         """Of the classes that this one is made of, those below the mixin and above the Trainer."""
@@ -170,20 +173,21 @@ class PrivateTrainerMixin(Base):
             resume=self._resuming,
             nonprivate_outputs=asked.log_nonprivate_loss,
         )
-        make: Callable[..., Any]
+        make: Callable[..., Any] = engine.make_private
+        noise: dict[str, Any] = {"noise_multiplier": asked.noise_multiplier}
         if asked.target_epsilon is not None:
-            make = partial(engine.make_private_with_epsilon, target_epsilon=asked.target_epsilon, draws=steps)
-        else:
-            make = partial(engine.make_private, noise_multiplier=asked.noise_multiplier)
+            make = engine.make_private_with_epsilon
+            noise = {"target_epsilon": asked.target_epsilon, "draws": steps}
         *_, private = make(
             module=self.model, optimizer=self._optimizer, data_loader=loader, target_delta=asked.target_delta,
             max_grad_norm=self._bound, method=asked.method, max_physical_batch_size=self._part,
-            tokens_per_example=asked.tokens_per_example,
+            tokens_per_example=asked.tokens_per_example, **noise,
         )  # fmt: skip
         self.privacy_engine = engine
         if asked.lr == "auto":
+            lr, _ = engine.automatic_rate(steps)
             for group in self._optimizer.param_groups:
-                group["lr"] = engine.automatic_rate(steps)[0]
+                group["lr"] = lr
         if asked.log_nonprivate_loss:
             warnings.warn("log_nonprivate_loss=True: raw losses are logged, so no epsilon is stated", stacklevel=2)
         return Draws(private)
@@ -276,8 +280,17 @@ class PrivateTrainerMixin(Base):
                 "noise is not logged; metrics of an eval_dataset are",
                 stacklevel=2,
             )
-        epsilon = self.guarantee().epsilon if self.privacy_engine is not None else None
+        epsilon = self._epsilon()
         return {k: v for k, v in logs.items() if k in allowed} | ({} if epsilon is None else {"epsilon": epsilon})
+
+    def _epsilon(self) -> float | None:
+        """What is spent, computed once for each number of steps."""
+        if self.privacy_engine is None:
+            return None
+        asked = sum(count for *_, count in self.privacy_engine.history)
+        if self._priced is None or self._priced[0] != asked:
+            self._priced = asked, self.guarantee().epsilon
+        return self._priced[1]
 
     def _log_what_is_public(self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any) -> Any:
         """The last thing before history and callbacks: whatever any trainer's `log` has added is held back here."""

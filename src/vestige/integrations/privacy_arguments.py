@@ -38,7 +38,7 @@ class PrivacyArguments:
     max_grad_norm: InitVar[float | None] = None
 
     def __post_init__(self, max_grad_norm: float | None) -> None:
-        self.max_grad_norm = max_grad_norm  # type: ignore[misc]
+        self.max_grad_norm = max_grad_norm  # type: ignore[attr-defined]
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise ValueError(
                 f"target_epsilon={self.target_epsilon} and noise_multiplier={self.noise_multiplier}: give one of them"

@@ -94,8 +94,8 @@ class FirstMove:
                     "optimizer holds another tensor in its place, or leaves it out. Make the optimizer when the model "
                     "is as it will be trained: adapters put in, on its device, in its precision"
                 )
-        for name, (parameter, before) in self._frozen.items():
-            if _digest(parameter) != before:
+        for name, (parameter, digest) in self._frozen.items():
+            if _digest(parameter) != digest:
                 raise ValueError(
                     f"parameter {name!r} is frozen, but the first step changed it: something else than a private "
                     "release wrote to it, and no noise covers that"
