@@ -218,9 +218,10 @@ def test_what_others_log_of_training_data_is_kept_back_with_a_word(tmp_path):
     class Private(PrivateTrainerMixin, Chatty):
         pass
 
-    trainer = trainer_of(tmp_path, cls=Private)
+    trainer = trainer_of(tmp_path, cls=Private, more={"eval_dataset": sentences(2, 7)})
     with pytest.warns(UserWarning, match="kept back from the logs: confidence"):
         trainer.train()
+    assert trainer.evaluate(metric_key_prefix="public")["public_loss"] == trainer.state.log_history[-1]["public_loss"]
     assert not any("confidence" in entry for entry in trainer.state.log_history)
 
 
@@ -455,9 +456,20 @@ def test_a_trainers_own_loss_is_taken_with_an_assumption(tmp_path):
     class Private(PrivateTrainerMixin, Weighing):
         pass
 
-    trainer = trainer_of(tmp_path, cls=Private)
+    model = bert()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = trainer_of(tmp_path, model, cls=Private, more={"optimizers": (optimizer, None)})
     trainer.train()
     assert OPAQUE_LOSS in trainer.guarantee().assumptions
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{**{k: v.tolist() for k, v in row.items()}, "name": "somebody"} for row in sentences()]
+    trainer = trainer_of(tmp_path, data=datasets.Dataset.from_list(rows), remove_unused_columns=True, max_steps=2)
+    trainer.train()
+    trainer.create_model_card()
+    assert verify(tmp_path).asked == 2
 
 
 def test_adapters_come_before_make_private():

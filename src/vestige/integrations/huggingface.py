@@ -100,7 +100,9 @@ class PrivateTrainerMixin(Base):
         self.callback_handler.on_log = partial(self._log_what_is_public, self.callback_handler.on_log)
         self.add_callback(StopWhenSpent(self))
         self._draws: Draws | None = None
-        self._resuming = self._evaluating = self._sealed = False
+        self._resuming = self._sealed = False
+        self._evaluating: str | None = None
+        """What metrics of the evaluation under way begin with."""
         self._told: set[str] = set()
         self._priced: tuple[int, float | None] | None = None
 
@@ -197,7 +199,7 @@ class PrivateTrainerMixin(Base):
         args, dataset, collate = self.args, self.train_dataset, self.data_collator
         if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ValueError("train_dataset must have rows with indices: a Poisson sample picks some of a known number")
-        if hasattr(dataset, "column_names"):
+        if type(dataset).__module__.startswith("datasets."):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
@@ -257,11 +259,13 @@ class PrivateTrainerMixin(Base):
             raise ValueError("nothing was trained yet: call train() first")
         return self.privacy_engine.guarantee(self.privacy_args.target_delta)  # type: ignore[arg-type]
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> dict[str, float]:
         refuse_training_data(eval_dataset, self.train_dataset, "eval_dataset")
-        before, self._evaluating = self._evaluating, True
+        before, self._evaluating = self._evaluating, metric_key_prefix
         try:
-            return super().evaluate(eval_dataset, *args, **kwargs)
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
         finally:
             self._evaluating = before
 
@@ -270,9 +274,21 @@ class PrivateTrainerMixin(Base):
         return super().predict(test_dataset, *args, **kwargs)
 
     def _public(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """Of what a training step logs, what is public or released; with epsilon."""
-        allowed = (*PUBLIC, *RAW_LOSSES) if self.privacy_args.log_nonprivate_loss else PUBLIC
-        fresh = {key for key in logs if key not in (*allowed, *KEPT_BACK) and not key.startswith("train_")} - self._told
+        """Of what is logged, what is public or released: metrics of an evaluation; else epsilon and a few more."""
+        if self._evaluating is not None:
+            own = f"{self._evaluating}_"
+            kept = {key: value for key, value in logs.items() if key.startswith(own) or key in PUBLIC}
+        else:
+            allowed = (*PUBLIC, *RAW_LOSSES) if self.privacy_args.log_nonprivate_loss else PUBLIC
+            epsilon = self._epsilon()
+            kept = {key: value for key, value in logs.items() if key in allowed}
+            kept |= {} if epsilon is None else {"epsilon": epsilon}
+        self._tell(logs.keys() - kept.keys())
+        return kept
+
+    def _tell(self, gone: set[str]) -> None:
+        """Of what is kept back, what is not the Trainer's own is said, once."""
+        fresh = {key for key in gone if key not in KEPT_BACK and not key.startswith("train_")} - self._told
         if fresh:
             self._told |= fresh
             warnings.warn(
@@ -280,8 +296,6 @@ class PrivateTrainerMixin(Base):
                 "noise is not logged; metrics of an eval_dataset are",
                 stacklevel=2,
             )
-        epsilon = self._epsilon()
-        return {k: v for k, v in logs.items() if k in allowed} | ({} if epsilon is None else {"epsilon": epsilon})
 
     def _epsilon(self) -> float | None:
         """What is spent, computed once for each number of steps."""
@@ -294,11 +308,10 @@ class PrivateTrainerMixin(Base):
 
     def _log_what_is_public(self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any) -> Any:
         """The last thing before history and callbacks: whatever any trainer's `log` has added is held back here."""
-        if not self._evaluating:
-            kept = self._public(logs)
-            logs.clear()
-            logs.update(kept)
-            state.log_history[-1] = {**kept, "step": state.global_step}
+        kept = self._public(logs)
+        logs.clear()
+        logs.update(kept)
+        state.log_history[-1] = {**kept, "step": state.global_step}
         return original(args, state, control, logs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
