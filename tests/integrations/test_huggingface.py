@@ -267,11 +267,6 @@ def test_a_run_that_was_killed_resumes_with_all_that_it_asked(tmp_path):
 
 def test_a_budget_that_lost_steps_ends_the_training(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1}
-    trainer_of(tmp_path, privacy=asked(target_epsilon=3), **saving).train()
-    again = trainer_of(tmp_path, privacy=asked(target_epsilon=3), **saving)
-    with pytest.raises(BudgetSpent):
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    other = tmp_path / "other"
 
     class Power(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -279,12 +274,14 @@ def test_a_budget_that_lost_steps_ends_the_training(tmp_path):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trainer_of(other, privacy=asked(target_epsilon=3), more={"callbacks": [Power()]}, **saving).train()
-    again = trainer_of(other, privacy=asked(target_epsilon=3), **saving)
+        trainer_of(tmp_path, privacy=asked(target_epsilon=3), more={"callbacks": [Power()]}, **saving).train()
+    again = trainer_of(tmp_path, privacy=asked(target_epsilon=3), **saving)
     with pytest.warns(UserWarning, match="the budget is spent after step 3"):
-        output = again.train(resume_from_checkpoint=str(other / "checkpoint-2"))
+        output = again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert output.global_step == 3
     assert output.metrics["epsilon"] <= 3
+    with pytest.raises(BudgetSpent):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_a_folder_is_one_runs(tmp_path):
