@@ -14,17 +14,22 @@ import vestige
 from conftest import make_toy
 from loops import LOSS, flat, moved, oracle, private, same_step
 from vestige import BudgetSpent, PrivacyEngine, accounting
+from vestige.accounting.guarantees import OPAQUE_LOSS
+from vestige.accounting.ledger import LedgerError
+from vestige.files import sha256
 from vestige.questions import SampledGaussian
 from vestige.training.doctor import examine
+from vestige.training.verify import verify
 
 
 def engine_of(
     model=None, data=None, *, batch_size=12, reproducible=None, optimizer=torch.optim.SGD, lr=0.1, workers=0, ledger=None,
-    resume=False, **options,
+    resume=False, nonprivate_outputs=False, **options,
 ):  # fmt: skip
     toy, toy_data = make_toy()
     model, data = model or toy, data or toy_data
-    engine = PrivacyEngine(reproducible=reproducible, ledger=ledger, resume=resume)
+    books = {"ledger": ledger, "resume": resume, "nonprivate_outputs": nonprivate_outputs}
+    engine = PrivacyEngine(reproducible=reproducible, **books)
     loader = DataLoader(TensorDataset(*data), batch_size=batch_size, shuffle=True, num_workers=workers)
     common = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
     return engine, *engine.make_private(
@@ -455,3 +460,51 @@ def test_two_draws_of_one_size_are_two_draws(together):
                 LOSS(model(u), v).backward()
             optimizer.step()
         assert not engine._ledger.spent
+
+
+def test_a_ledger_that_names_its_delta_is_verified_and_finished_as_often_as_it_is_saved(tmp_path):
+    engine, *loop = engine_of(ledger=tmp_path / "ledger.jsonl", target_delta=1e-5)
+    epoch(*loop)
+    assert verify(tmp_path, unfinished=True).guarantee.epsilon == engine.get_epsilon(1e-5)
+    for text in ("one", "another"):
+        (tmp_path / "model.pt").write_text(text)
+        engine.finish({"model.pt": sha256(tmp_path / "model.pt")})
+        assert verify(tmp_path).asked == 5
+    engine.load_state_dict(engine.state_dict())
+    epoch(*loop)
+    with pytest.raises(LedgerError, match="not finished"):
+        verify(tmp_path)
+    (tmp_path / "other").mkdir()
+    engine_of(ledger=tmp_path / "other" / "ledger.jsonl")
+    with pytest.raises(ValueError, match="names no delta"):
+        verify(tmp_path / "other")
+
+
+def test_a_budget_of_draws():
+    engine, model = PrivacyEngine(), make_toy()[0]
+    given = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "max_grad_norm": 1.0}
+    given |= {"data_loader": DataLoader(TensorDataset(*make_toy()[1]), batch_size=12), "target_epsilon": 2.0}
+    for wrong in ({}, {"epochs": 1, "draws": 5}):
+        with pytest.raises(ValueError, match="give epochs, or draws"):
+            engine.make_private_with_epsilon(**given, **wrong, target_delta=1e-3)
+    model, optimizer, loader = engine.make_private_with_epsilon(**given, draws=3, target_delta=1e-3)
+    for place, (x, y) in enumerate(loader):
+        assert engine.may_step == (place < 3)
+        if place == 3:
+            break
+        LOSS(model(x), y).backward()
+        optimizer.step()
+    assert 1.99 < engine.get_epsilon(1e-3) <= 2
+
+
+def test_a_loop_that_prints_losses_says_so():
+    engine, *loop = engine_of(nonprivate_outputs=True)
+    epoch(*loop)
+    assert engine.guarantee(1e-5).epsilon is None
+
+
+def test_a_loss_divided_by_one_is_the_loss_and_by_more_is_not():
+    for divisor, assumed in ((1, False), (2, True)):
+        engine, *loop = engine_of()
+        epoch(*loop, loss=lambda outputs, targets, divisor=divisor: LOSS(outputs, targets) / divisor / 1)
+        assert (OPAQUE_LOSS in engine.guarantee(1e-5).assumptions) == assumed

@@ -231,10 +231,10 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
             history.attempts += 1
             history.files = None
             due = {(row["from_step"], 0)} | ({(-1, 0)} if row["from_step"] == 0 else set())
+        elif row.get("row") == "finish":
+            history.files = dict(row["files"])  # the last one counts: a finished run may be saved again
         elif history.files is not None:
             raise LedgerError(f"{path}, line {number}: a row after the run had finished")
-        elif row.get("row") == "finish":
-            history.files = dict(row["files"])
         elif row.get("row") == "ask":
             place = (row["step"], row["part"])
             if row["attempt"] != history.attempts - 1 or place not in due:

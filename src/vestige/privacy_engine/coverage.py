@@ -1,9 +1,15 @@
-"""Does everything that moves get noise? What the optimizer holds against what the release covers."""
+"""Does everything that moves get noise, and does what gets noise move? What the optimizer holds, against the release.
+
+An optimizer that holds other tensors than the model's, as after a model was moved or adapters were put in, trains
+nothing while losses and epsilon look as ever. So the first step is looked at: what was released must have moved, and
+what is frozen must be as it was.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,7 +48,7 @@ def require_noised(module: nn.Module, released: Mapping[str, Tensor]) -> None:
         if parameter.requires_grad and id(parameter) not in known:
             raise ValueError(
                 f"parameter {name!r} became trainable after make_private and would move without noise: let it "
-                "require gradients when make_private is called, and freeze it afterwards"
+                "require gradients when make_private is called (get_peft_model comes before), and freeze it afterwards"
             )
 
 
@@ -53,3 +59,59 @@ def _foreign(optimizer: Optimizer, own: Iterable[Tensor]) -> list[Tensor]:
 
 def _held(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+FELT = 1e-6
+"""Updates smaller than this, next to the parameter, may be lost to rounding."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class FirstMove:
+    """What a module was before its first step, and what the step was to move."""
+
+    def __init__(self, module: nn.Module, released: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+        """`released` has the gradient of every parameter, by its name."""
+        parameters = dict(module.named_parameters())
+        rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
+        self._frozen = {name: (p, _digest(p)) for name, p in parameters.items() if not p.requires_grad}
+        self._moving = {
+            name: (parameters[name], parameters[name].detach().clone())
+            for name, gradient in released.items()
+            if parameters[name].requires_grad and _felt(parameters[name], gradient, rates.get(id(parameters[name])))
+        }
+
+    @staticmethod
+    def due(optimizer: Optimizer) -> bool:
+        """Whether anything is to move at all: a schedule may begin with a rate of zero."""
+        return any(float(group.get("lr", 1.0)) != 0 for group in optimizer.param_groups)
+
+    def check(self) -> None:
+        """After the step. Raises ValueError with the name of a parameter that is not as it should be."""
+        for name, (parameter, before) in self._moving.items():
+            if torch.equal(parameter, before):
+                raise ValueError(
+                    f"parameter {name!r} did not move in the first step, although its gradient is not zero: the "
+                    "optimizer holds another tensor in its place, or leaves it out. Make the optimizer when the model "
+                    "is as it will be trained: adapters put in, on its device, in its precision"
+                )
+        for name, (parameter, digest) in self._frozen.items():
+            if _digest(parameter) != digest:
+                raise ValueError(
+                    f"parameter {name!r} is frozen, but the first step changed it: something else than a private "
+                    "release wrote to it, and no noise covers that"
+                )
+
+
+def _felt(parameter: Tensor, gradient: Tensor, rate: float | None) -> bool:
+    """Whether a step at this rate must be seen in a parameter; None is the rate of one that the optimizer has not."""
+    largest = float(gradient.abs().max())
+    if rate is None:
+        return largest > 0
+    return rate * largest > FELT * float(parameter.detach().abs().max())
+
+
+def _digest(tensor: Tensor) -> tuple[int, int]:
+    """Tells a tensor from itself with some bit changed, for the price of a sum."""
+    with torch.no_grad():
+        flat = tensor.detach().contiguous().reshape(-1)
+        return tensor.data_ptr(), int(flat.view(BITS.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))

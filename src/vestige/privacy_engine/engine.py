@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
@@ -31,7 +31,7 @@ from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Rule
 from vestige.privacy_engine.coverage import require_covered
-from vestige.privacy_engine.loaders import CollateEmpty, private_loader
+from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch, private_loader
 from vestige.privacy_engine.optimizer_step import PrivateSteps
 from vestige.privacy_engine.outputs import of_rows
 from vestige.privacy_engine.parts import AnyRows, Parts
@@ -40,6 +40,7 @@ from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import prepare
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
+from vestige.training.planning import choose_rate
 
 ACCOUNTANTS = {"pld": "pld", "prv": "pld", "rdp": "rdp"}
 ELSEWHERE = {
@@ -78,6 +79,7 @@ class PrivacyEngine:
         accountant: str = "pld",
         secure_mode: bool = True,
         record: bool = True,
+        nonprivate_outputs: bool = False,
     ) -> None:
         """One engine for one model.
 
@@ -86,6 +88,7 @@ class PrivacyEngine:
         - `accountant` is "pld" ("prv" is read as that) or "rdp", which is faster and never below it.
         - `secure_mode=False` adds noise in float32 instead of integers, which rests on one more assumption.
         - `record=False` runs the model's passes on a GPU launch by launch.
+        - `nonprivate_outputs=True` says that the loop writes out values without noise (losses): no epsilon is stated.
         """
         if accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant={accountant!r} is not offered; choose from {', '.join(ACCOUNTANTS)}")
@@ -95,7 +98,9 @@ class PrivacyEngine:
         self._randomness = Randomness.secret() if reproducible is None else Randomness.reproducible(reproducible)
         self._ledger = Ledger(Path(ledger) if ledger is not None else None)
         self._facts = accounting.Facts(
-            noise="secret" if reproducible is None else "seeded", arithmetic="lattice" if secure_mode else "float32"
+            noise="secret" if reproducible is None else "seeded",
+            arithmetic="lattice" if secure_mode else "float32",
+            nonprivate_outputs=nonprivate_outputs,
         )
         self._steps: PrivateSteps | None = None
         self._record = record
@@ -116,6 +121,7 @@ class PrivacyEngine:
         max_physical_batch_size: PhysicalBatch = None,
         steps_per_batch: int = 1,
         tokens_per_example: int | None = None,
+        target_delta: float | None = None,
         **others: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """Private training with a given noise multiplier; the memory of any method, the moves of your own optimizer.
@@ -133,6 +139,7 @@ class PrivacyEngine:
         - A batch is for one step; with `steps_per_batch=k` it is for k, priced as k answers on one sample.
         - A loss that the model computes itself, `model(**batch).loss`, is the mean of its examples' losses. Of tokens,
           an example's loss is the mean over its own, or, with `tokens_per_example`, their sum over that public number.
+        - `target_delta` is written into the ledger, so that `vestige verify` states an epsilon at it.
 
         Arguments of Opacus that have another place here are refused with that place.
         """
@@ -163,7 +170,9 @@ class PrivacyEngine:
         self._population = len(data_loader.dataset)  # type: ignore[arg-type]
         size, expected = Layout.of(module).size, max(1, round(rate * self._population))
         self._facts = replace(self._facts, sampling="poisson" if poisson_sampling else "shuffled", coordinates=size)
-        self._open(chosen, rate, noise_multiplier)
+        if target_delta is not None:
+            check_delta(target_delta, self._population)
+        self._open(chosen, rate, noise_multiplier, target_delta)
         sizes = sizes_of(self._population, rate, max_physical_batch_size) if poisson_sampling else [expected]
         recorded = sizes if self._record else ()
         passes = Passes(module, chosen.grouping, chosen.clip, loss_reduction, parts, recorded, tokens_per_example)
@@ -192,32 +201,40 @@ class PrivacyEngine:
         data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
-        epochs: int,
         max_grad_norm: float,
+        epochs: int | None = None,
+        draws: int | None = None,
         method: str | Method = "dp-sgd",
         steps_per_batch: int = 1,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
-        """As `make_private`, with the noise that spends `target_epsilon` in `epochs` passes over the loader.
+        """As `make_private`, with the noise that spends `target_epsilon` in `epochs` passes over the loader, or in as
+        many `draws` of it.
 
         A step that would exceed the target raises `BudgetSpent` and does not happen. `options` are those of
         `make_private`.
         """
-        check_steps(epochs, "epochs")
+        if (epochs is None) == (draws is None):
+            raise ValueError("give epochs, or draws: over how many batches the budget is spent")
         check_loader(data_loader)
         check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
         rate = rate_of(data_loader)
-        draws = epochs * max(1, round(1 / rate))
+        if draws is None:
+            assert epochs is not None
+            check_steps(epochs, "epochs")
+            draws = epochs * draws_per_epoch(rate)
+        check_steps(draws, "draws")
         chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
 
         def asked(multiplier: float) -> dict[Question, int]:
-            return {SampledGaussian(rate, multiplier / sqrt(steps_per_batch)): draws}
+            return {SampledGaussian(rate, multiplier / sqrt(steps_per_batch)): draws}  # type: ignore[dict-item]
 
         noise_multiplier = accounting.calibrate(asked, target_epsilon, target_delta, self._accountant)
         self._ledger.budget = accounting.Budget(target_epsilon, target_delta, asked(noise_multiplier))
         return self.make_private(
             module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm, method=chosen, steps_per_batch=steps_per_batch, **options,
+            max_grad_norm=max_grad_norm, method=chosen, steps_per_batch=steps_per_batch, target_delta=target_delta,
+            **options,
         )  # fmt: skip
 
     def criterion(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -253,27 +270,55 @@ class PrivacyEngine:
         """(noise multiplier, sample rate, number of steps), as Opacus's accountants keep it."""
         return [(q.multiplier, q.rate, n) for q, n in self._ledger.spent.items() if isinstance(q, SampledGaussian)]
 
+    @property
+    def may_step(self) -> bool:
+        """Whether the budget, if there is one, pays for another step."""
+        steps, budget = self._private_steps(), self._ledger.budget
+        return budget is None or budget.allows(self._ledger.spent, steps.question)
+
+    def automatic_rate(self, steps: int) -> tuple[float, str]:
+        """The learning rate that `lr="auto"` is for the optimizer and so many steps, and how it was found: from public
+        numbers alone."""
+        held = self._private_steps()
+        layout, planned = held.passes.layout, held.planned
+        return choose_rate(
+            held.passes.module, layout, held.method, self._population, planned.rate, planned.multiplier, steps, "auto"
+        )
+
+    def finish(self, files: Mapping[str, str]) -> None:
+        """Close the books of a run that left these files: the hash of each, by its name beside the ledger."""
+        self._private_steps()
+        self._ledger.finish(files)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory and the place in the ledger; no random state, nor the module's and the optimizer's."""
+        place = {"run": self._run, "ledger_rows": self._ledger.rows, "ledger_head": self._ledger.head}
+        return {**place, **self._private_steps().state_dict()}
+
     def save_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
         """Weights, optimizer, memory and the place in the ledger, all at once; no random state."""
-        steps = self._private_steps()
-        place = {"run": self._run, "ledger_rows": self._ledger.rows, "ledger_head": self._ledger.head}
         write_tensors(
-            Path(path),
-            {"module": module.state_dict(), "optimizer": optimizer.state_dict(), **place, **steps.state_dict()},
+            Path(path), {"module": module.state_dict(), "optimizer": optimizer.state_dict(), **self.state_dict()}
         )
 
     def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
         """Go back to a checkpoint, after `make_private` with the same arguments. All that was asked stays charged."""
-        saved, steps = read_tensors(Path(path)), self._private_steps()
+        saved = read_tensors(Path(path))
         self._check_place(saved)
         module.load_state_dict(saved["module"])
         optimizer.load_state_dict(saved["optimizer"])
+        self.load_state_dict(saved)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go back to where `state_dict` was taken; the module and the optimizer are the caller's to restore."""
+        steps = self._private_steps()
+        self._check_place(saved)
         asked = steps.asked
         steps.load_state_dict(saved)
         steps.asked = max(asked, steps.asked)  # no stream of noise is drawn from twice
         self._ledger.rewind(steps.draws)
 
-    def _check_place(self, saved: dict[str, Any]) -> None:
+    def _check_place(self, saved: Mapping[str, Any]) -> None:
         """What was asked after a checkpoint was saved is known to the ledger alone."""
         if self._ledger.path is None:
             if saved.get("run") != self._run:
@@ -287,24 +332,27 @@ class PrivacyEngine:
         if heads[rows - 1 : rows] != [saved.get("ledger_head")]:
             raise LedgerError(f"{self._ledger.path} does not contain what the checkpoint was trained on")
 
-    def _open(self, method: Method, rate: float, multiplier: float) -> None:
+    def _open(self, method: Method, rate: float, multiplier: float, delta: float | None) -> None:
         facts = {
             "noise": self._facts.noise,
             "arithmetic": self._facts.arithmetic,
             "coordinates": self._facts.coordinates,
             "sampling": self._facts.sampling,
             "schedule": "fixed",
-            "nonprivate_outputs": False,
+            "nonprivate_outputs": self._facts.nonprivate_outputs,
             "method": method.identity,
             "sample_rate": rate,
             "noise_multiplier": multiplier,
             "population": self._population,
+            **({} if delta is None else {"delta": delta}),
         }
         if not self._resume:
             self._ledger.open(facts)
             return
         history = self._ledger.claim()
         for key, value in facts.items():
+            if key == "delta" and key not in history.facts:
+                continue  # until 0.2 loops did not write it down
             if history.facts.get(key) != value:
                 raise ValueError(
                     f"resume: {key} is {value!r} now but was {history.facts.get(key)!r}; use the same settings"

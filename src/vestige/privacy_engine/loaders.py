@@ -62,12 +62,17 @@ class PrivateLoader(DataLoader[Any]):
                 yield batch
 
 
+def draws_per_epoch(rate: float) -> int:
+    """How many samples of its rate a pass over a dataset is."""
+    return max(1, round(1 / rate))
+
+
 def private_loader(
     loader: DataLoader[Any], rate: float, randomness: Randomness, physical_batch: int | None, parts: Parts
 ) -> DataLoader[Any]:
     """The user's loader with Poisson samples at `rate` instead of its own batches; everything else as it was."""
     dataset: Any = loader.dataset
-    batches = PoissonBatches(len(dataset), rate, randomness, max(1, round(1 / rate)), physical_batch, parts)
+    batches = PoissonBatches(len(dataset), rate, randomness, draws_per_epoch(rate), physical_batch, parts)
     return PrivateLoader(
         dataset,
         batch_sampler=batches,

@@ -19,7 +19,7 @@ from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
 from vestige.optim.learner import Learner
 from vestige.optim.probes import At
-from vestige.privacy_engine.coverage import require_own
+from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes
 from vestige.questions import SampledGaussian
 from vestige.randomness.correlated import Independent
@@ -36,13 +36,19 @@ class LoopMover:
         self.gradient = torch.zeros(passes.layout.size, device=passes.device)
         self._views = passes.layout.views(self.gradient)
         self._passes, self._optimizer, self._original = passes, optimizer, original
+        self._checked = False
 
     def step(self, pace: Value) -> None:
         parameters = self._passes.parameters()
         for name, view in self._views.items():
             parameters[name].grad = view if parameters[name].requires_grad else None  # what was frozen since stays
+        first = None
+        if not self._checked and FirstMove.due(self._optimizer):
+            first, self._checked = FirstMove(self._passes.module, self._views, self._optimizer), True
         try:
             self._original()
+            if first is not None:
+                first.check()
         finally:
             for parameter in parameters.values():
                 parameter.grad = None  # whatever is there at the next step did not come through us
@@ -69,7 +75,7 @@ class PrivateSteps:
         self._noise = Independent(arithmetic)
         self.passes, self.optimizer, self.method = passes, optimizer, method
         self.planned, self.expected_batch = planned, expected_batch
-        self._question = replace(planned, multiplier=planned.multiplier / sqrt(steps_per_batch))
+        self.question = replace(planned, multiplier=planned.multiplier / sqrt(steps_per_batch))
         """What is asked about a draw: all the answers that its steps take, as one."""
         self._paid: int | None = None
         self.ledger, self.randomness = ledger, randomness
@@ -163,7 +169,7 @@ class PrivateSteps:
         draw, total = self.passes.taken()
         sensitivity, ceiling = sensitivity_on(total.device, self.method.clip, self.passes.layout)
         if draw != self._paid:
-            self.ledger.ask(self._question, step=self.draws, part=0, sensitivity=float(ceiling))
+            self.ledger.ask(self.question, step=self.draws, part=0, sensitivity=float(ceiling))
             self._paid, self.draws = draw, self.draws + 1
         index, self.asked = self.asked, self.asked + 1
         stream = self.randomness.stream("noise", index)

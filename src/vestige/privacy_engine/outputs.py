@@ -142,6 +142,7 @@ def mark(top: Any, alone: bool = False) -> list[Any]:
     ends: dict[Any, list[Any]] = {end: [] for end in _below(top)[0]}
     if not ends:
         return []
+    top = _past_ones(top)
     nodes = _reductions(top)
     for node in nodes:
         for end in _below(node)[0]:
@@ -156,6 +157,17 @@ def mark(top: Any, alone: bool = False) -> list[Any]:
     for end in ends:
         end.reduction = replace(end.reduction, undivided=True)
     return [undivided(node, first.rows, first.reduction.public) for node in nodes]
+
+
+def _past_ones(top: Any) -> Any:
+    """Below divisions by one, as trainers divide by the batches that they accumulate."""
+    while top.name() == "DivBackward0" and top.next_functions[1][0] is None and _is_one(top._saved_other):
+        top = top.next_functions[0][0]
+    return top
+
+
+def _is_one(divisor: Any) -> bool:
+    return isinstance(divisor, Tensor) and divisor.dim() == 0 and divisor.device.type == "cpu" and float(divisor) == 1
 
 
 def _ends_here(top: Any, nodes: list[Any]) -> bool:

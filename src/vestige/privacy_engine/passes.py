@@ -159,7 +159,13 @@ class Passes:
         return next(self.module.parameters()).device
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return self.layout.parameters(self.module)
+        try:
+            return self.layout.parameters(self.module)
+        except KeyError:
+            raise ValueError(
+                "modules of the private model were replaced after make_private, and the new ones would move without "
+                "noise: make_private comes last (adapters: get_peft_model comes before it)"
+            ) from None
 
     def point(self) -> Parameters:
         return {name: p.detach() for name, p in self.parameters().items()}

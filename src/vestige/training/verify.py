@@ -57,6 +57,10 @@ def verify(path: str | Path, *, unfinished: bool = False) -> Verdict:
     if not (folder.ledger.exists() or (folder.path / "run.json").exists()):
         raise ValueError(f"{str(path)!r} holds neither a run (run.json, ledger.jsonl) nor a comparison (spec.json)")
     history = read(folder.ledger)
+    if "delta" not in history.facts:
+        raise ValueError(
+            f"{str(folder.ledger)!r} names no delta to state an epsilon at: make_private(target_delta=...)"
+        )
     spent = history.spent(replays_are_free=history.facts["noise"] == "seeded")
     try:
         promise = reprice(spent, history.facts["delta"], history.facts)

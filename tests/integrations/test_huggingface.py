@@ -1,0 +1,568 @@
+"""Is a Hugging Face Trainer made private as a loop is, and does nothing raw leave it?"""
+
+import copy
+import json
+import math
+import os
+import warnings
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from conftest import clip_and_sum
+from loops import flat
+from vestige import BudgetSpent, PrivacyEngine
+from vestige.accounting.guarantees import OPAQUE_LOSS
+from vestige.accounting.ledger import LedgerError, read
+from vestige.training.verify import verify
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from vestige.integrations.huggingface import PrivacyArguments, PrivateTrainer, PrivateTrainerMixin  # noqa: E402
+
+ROWS, BATCH, LENGTH, DELTA = 60, 10, 8, 1e-3
+BOUND, LR = 0.3, 0.5
+RAW = {"loss", "grad_norm", "train_loss", "total_flos", "train_runtime", "num_tokens", "entropy"}
+
+
+def bert():
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+            max_position_embeddings=16, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=97,
+            max_position_embeddings=32, bos_token_id=0, eos_token_id=1, pad_token_id=0, **options,
+        )
+    )  # fmt: skip
+
+
+def adapted(model=None, **options):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model or llama(), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options))
+
+
+def sentences(seed=1, rows=ROWS):
+    """Of one length, each of one of three classes."""
+    source = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 90, (rows, LENGTH), generator=source)
+    return [{"input_ids": each, "labels": torch.tensor(place % 3)} for place, each in enumerate(ids)]
+
+
+def texts(seed=1, rows=ROWS):
+    """Of several lengths, each its own labels."""
+    source = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, LENGTH + 1, (rows,), generator=source).tolist()
+    return [{"input_ids": torch.randint(3, 90, (n,), generator=source)} for n in lengths]
+
+
+def padded(rows):
+    """To the longest of the batch."""
+    length = max(len(row["input_ids"]) for row in rows)
+    ids, mask, labels = torch.zeros(3, len(rows), length, dtype=torch.long)
+    labels.fill_(-100)
+    for place, row in enumerate(rows):
+        own = row["input_ids"]
+        ids[place, : len(own)], mask[place, : len(own)], labels[place, : len(own)] = own, 1, own
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class Watching:
+    """A collator that remembers what it was given."""
+
+    def __init__(self, collate):
+        self.collate, self.batches = collate, []
+
+    def __call__(self, rows):
+        self.batches.append(self.collate(rows))
+        return self.batches[-1]
+
+
+def arguments(folder, **options):
+    common = {"per_device_train_batch_size": BATCH, "max_steps": 4, "logging_steps": 100, "save_strategy": "no"}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "remove_unused_columns": False}
+    return transformers.TrainingArguments(str(folder), **{**common, **quiet, **options})
+
+
+def asked(**options):
+    noise = {} if "target_epsilon" in options else {"noise_multiplier": 1.0}
+    return PrivacyArguments(**{"target_delta": DELTA, "max_grad_norm": BOUND, **noise, **options})
+
+
+def trainer_of(folder, model=None, data=None, privacy=None, cls=PrivateTrainer, collate=None, more=None, **options):
+    return cls(
+        model=bert() if model is None else model, args=arguments(folder, **options),
+        train_dataset=sentences() if data is None else data, data_collator=collate,
+        privacy_args=privacy or asked(), **(more or {}),
+    )  # fmt: skip
+
+
+def oracle(model, batches):
+    """The clipped sum: each example by itself in float64, with the loss that the model computes of it."""
+    model = copy.deepcopy(model).double()
+    rows = []
+    for batch in batches:
+        for place in range(len(batch["input_ids"])):
+            model.zero_grad()
+            model(**{name: part[[place]] for name, part in batch.items()}).loss.backward()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
+            rows.append(np.concatenate([g.numpy().ravel() for g in grads]))
+    return clip_and_sum(np.stack(rows), BOUND)
+
+
+NOISELESS = {"optim": "sgd", "learning_rate": LR, "lr_scheduler_type": "constant", "max_steps": 1}
+COLUMNS = transformers.default_data_collator
+CASES = {
+    "classes": (bert, sentences, COLUMNS),
+    "next token": (llama, texts, padded),
+    "an adapter": (lambda: adapted(init_lora_weights=False), texts, padded),
+    "a decomposed adapter": (lambda: adapted(init_lora_weights=False, use_dora=True), texts, padded),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_the_clipped_sum_of_the_examples_own_gradients(name, accumulation, tmp_path):
+    build, data, collate = CASES[name]
+    model, watching = build(), Watching(collate)
+    before, twin = flat(model), copy.deepcopy(model)
+    trainer = trainer_of(
+        tmp_path, model, data(), asked(noise_multiplier=1e-9), collate=watching, **NOISELESS,
+        per_device_train_batch_size=BATCH // accumulation, gradient_accumulation_steps=accumulation,
+        gradient_checkpointing=name == "next token",
+    )  # fmt: skip
+    trainer.train()
+    if accumulation > 1:
+        assert max(len(batch["input_ids"]) for batch in watching.batches) <= BATCH // accumulation
+    found = ((before - flat(model)) * BATCH / LR).double().numpy()
+    np.testing.assert_allclose(found, oracle(twin, watching.batches), rtol=2e-3, atol=5e-5)
+    assert OPAQUE_LOSS not in trainer.guarantee().assumptions
+    assert read(tmp_path / "ledger.jsonl").asks.total() == 1
+
+
+def test_epsilon_is_that_of_a_loop_with_the_same_settings(tmp_path):
+    trainer = trainer_of(tmp_path, privacy=asked(target_epsilon=3), num_train_epochs=1.5, max_steps=-1)
+    output = trainer.train()
+    engine, model = PrivacyEngine(), bert()
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=BOUND, draws=9,
+        data_loader=DataLoader(sentences(), batch_size=BATCH), target_epsilon=3, target_delta=DELTA,
+    )  # fmt: skip
+    for batch in islice((each for _ in range(2) for each in loader), 9):
+        model(**batch).loss.backward()
+        optimizer.step()
+    assert output.global_step == read(tmp_path / "ledger.jsonl").asks.total() == 9
+    assert trainer.guarantee().epsilon == engine.guarantee(DELTA).epsilon == output.metrics["epsilon"]
+    assert 2.9 < output.metrics["epsilon"] <= 3
+
+
+class Listening(transformers.TrainerCallback):
+    def __init__(self):
+        self.heard = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.heard.append(dict(logs))
+
+
+def test_nothing_raw_is_written_printed_or_heard(tmp_path, capfd):
+    listening = Listening()
+    trainer = trainer_of(
+        tmp_path, more={"eval_dataset": sentences(2, 7), "callbacks": [listening]}, save_strategy="steps",
+        save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, metric_for_best_model="loss",
+        disable_tqdm=False, logging_steps=1,
+    )  # fmt: skip
+    output = trainer.train()
+    assert math.isnan(output.training_loss)
+    states = [json.loads(path.read_text()) for path in tmp_path.rglob("trainer_state.json")]
+    assert len(states) == 2
+    assert all(state["total_flos"] == 0 == state["num_input_tokens_seen"] for state in states)
+    logs = [*listening.heard, *trainer.state.log_history, output.metrics]
+    logs += [entry for state in states for entry in state["log_history"]]
+    assert not any(RAW & entry.keys() for entry in logs)
+    training = [entry for entry in listening.heard if "eval_loss" not in entry]
+    assert [len(entry) for entry in training] == [3, 3, 3, 3, 2]
+    assert all("epsilon" in entry for entry in training)
+    assert sum("eval_loss" in entry for entry in listening.heard) == 2
+    assert "'loss'" not in "".join(capfd.readouterr())
+
+
+def test_a_raw_loss_that_is_asked_for_costs_the_epsilon(tmp_path):
+    trainer = trainer_of(tmp_path, privacy=asked(log_nonprivate_loss=True), logging_steps=2)
+    with pytest.warns(UserWarning, match="no epsilon is stated"):
+        output = trainer.train()
+    assert 0.5 < output.training_loss < 3
+    assert 0.5 < trainer.state.log_history[0]["loss"] < 3
+    assert "grad_norm" not in trainer.state.log_history[0]
+    for promise in (trainer.guarantee(), verify(tmp_path).guarantee):
+        assert promise.epsilon is None
+        assert "without noise were written out" in promise.reasons[0]
+
+
+def test_what_others_log_of_training_data_is_kept_back_with_a_word(tmp_path):
+    class Chatty(transformers.Trainer):
+        def log(self, logs, *args):
+            super().log({**logs, "confidence": 0.7}, *args)
+
+    class Private(PrivateTrainerMixin, Chatty):
+        pass
+
+    trainer = trainer_of(tmp_path, cls=Private, more={"eval_dataset": sentences(2, 7)})
+    with pytest.warns(UserWarning, match="kept back from the logs: confidence"):
+        trainer.train()
+    assert trainer.evaluate(metric_key_prefix="public")["public_loss"] == trainer.state.log_history[-1]["public_loss"]
+    assert not any("confidence" in entry for entry in trainer.state.log_history)
+
+
+def test_the_folder_verifies_and_an_edit_is_seen(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    verdict = verify(tmp_path)
+    assert verdict.asked == 4
+    assert verdict.finished
+    assert verdict.guarantee.epsilon == trainer.guarantee().epsilon
+    assert "model.safetensors" not in verdict.unchecked
+    record = json.loads((tmp_path / "privacy.json").read_text())
+    assert record["guarantee"]["epsilon"] == verdict.guarantee.epsilon
+    assert record["asked"]["max_grad_norm"] == BOUND
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(LedgerError, match="model.safetensors is not what the run left"):
+        verify(tmp_path)
+
+
+def test_a_run_that_was_killed_resumes_with_all_that_it_asked(tmp_path):
+    class Power(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    privacy = asked(method="fo-dp-sgd")
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, privacy=privacy, more={"callbacks": [Power()]}, **saving).train()
+    with pytest.raises(LedgerError, match="not finished"):
+        verify(tmp_path)
+    again = trainer_of(tmp_path, privacy=privacy, **saving)
+    output = again.train(resume_from_checkpoint=True)
+    assert output.global_step == 6
+    assert again.privacy_engine._steps.step_number == 6
+    assert verify(tmp_path).asked == 7, "six steps, and one that was lost"
+    assert verify(tmp_path).guarantee.epsilon == again.guarantee().epsilon
+    assert "ledger" not in json.dumps(sorted(os.listdir(tmp_path / "checkpoint-6")))
+    assert not any(isinstance(value, bytes) for value in torch.load(tmp_path / "checkpoint-6" / "vestige.pt").values())
+
+
+def test_a_budget_that_lost_steps_ends_the_training(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1}
+
+    class Power(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, privacy=asked(target_epsilon=3), more={"callbacks": [Power()]}, **saving).train()
+    again = trainer_of(tmp_path, privacy=asked(target_epsilon=3), **saving)
+    with pytest.warns(UserWarning, match="the budget is spent after step 3"):
+        output = again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert output.global_step == 3
+    assert output.metrics["epsilon"] <= 3
+    with pytest.raises(BudgetSpent):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_folder_is_one_runs(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    with pytest.raises(ValueError, match="exists: it is another run's"):
+        trainer_of(tmp_path).train()
+    trainer.train()
+    assert verify(tmp_path).asked == 8, "the same trainer goes on"
+    with pytest.raises(LedgerError, match="cannot read the ledger"):
+        only = tmp_path / "other"
+        trainer_of(only, save_strategy="steps", save_steps=4).train()
+        (only / "ledger.jsonl").unlink()
+        trainer_of(only, max_steps=6).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_without_the_memory_is_not_resumed(tmp_path):
+    trainer_of(tmp_path, save_strategy="steps", save_steps=2, save_only_model=True).train()
+    with pytest.raises(ValueError, match=r"has no vestige.pt"):
+        trainer_of(tmp_path, max_steps=8).train(resume_from_checkpoint=True)
+
+
+def test_it_evaluates_generates_saves_and_loads(tmp_path):
+    peft = pytest.importorskip("peft")
+    trainer = trainer_of(
+        tmp_path, adapted(), texts(), collate=padded, more={"eval_dataset": texts(2, 9)}, bf16=True,
+        gradient_checkpointing=True, learning_rate=0.1,
+    )  # fmt: skip
+    before = trainer.evaluate()["eval_loss"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+    assert trainer.evaluate()["eval_loss"] != before
+    trainer.save_model()
+    assert "adapter_model.safetensors" not in verify(tmp_path).unchecked
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path)
+    given = {"input_ids": torch.randint(3, 90, (2, 5)), "max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    trainer.model.eval()
+    assert torch.equal(trainer.model.generate(**given), loaded.eval().generate(**given))
+
+
+def test_a_method_that_remembers_and_a_rate_from_public_facts(tmp_path):
+    privacy = asked(method="fo-dp-sgd", lr="auto")
+    trainer = trainer_of(tmp_path, privacy=privacy, lr_scheduler_type="constant", learning_rate=1e-9, logging_steps=4)
+    trainer.get_train_dataloader()
+    expected = trainer.privacy_engine.automatic_rate(4)[0]
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == expected > 1e-5
+    with pytest.raises(ValueError, match="lr='auto' has no rule for the optimizer Adafactor"):
+        trainer_of(tmp_path / "other", privacy=asked(lr="auto"), optim="adafactor").train()
+
+
+def test_arguments_come_from_a_command_line(tmp_path):
+    parser = transformers.HfArgumentParser((transformers.TrainingArguments, PrivacyArguments))
+    line = f"--output_dir {tmp_path} --target_epsilon 3 --target_delta 1e-3 --max_grad_norm 0.7 --lr auto --use_cpu"
+    args, privacy = parser.parse_args_into_dataclasses(line.split())
+    assert (privacy.target_epsilon, privacy.noise_multiplier, privacy.lr) == (3.0, None, "auto")
+    args.per_device_train_batch_size, args.max_steps, args.report_to = BATCH, 2, []
+    args.save_strategy, args.disable_tqdm = "no", True
+    trainer = PrivateTrainer(model=bert(), args=args, train_dataset=sentences(), privacy_args=privacy)
+    trainer.train()
+    assert trainer.privacy_engine._steps.method.clip.bound == 0.7
+    assert args.max_grad_norm == 0.7, "the caller's arguments stay as they are"
+    assert "--log_nonprivate_loss" in parser.format_help()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give one of them"),
+        ({"target_epsilon": 1, "noise_multiplier": 1}, "give one of them"),
+        ({"noise_multiplier": 1, "target_delta": None}, "target_delta=None"),
+        ({"noise_multiplier": -1}, "noise_multiplier=-1 must be positive"),
+        ({"target_epsilon": 1, "max_grad_norm": 0}, "max_grad_norm=0 must be positive"),
+        ({"target_epsilon": 1, "target_delta": 2}, "target_delta=2 must lie below 1"),
+        ({"target_epsilon": 1, "lr": "0.1"}, "lr='0.1' must be 'auto'"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(options, message):
+    with pytest.raises(ValueError, match=message) as found:
+        PrivacyArguments(**{"target_delta": 1e-5, **options})
+    assert "\n" not in str(found.value)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(sentences())
+
+
+class Sorted(transformers.Trainer):
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class PrivateSorted(PrivateTrainerMixin, Sorted):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fp16": True}, "fp16=True is refused"),
+        ({"torch_compile": True}, "torch_compile=True is refused"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True is refused"),
+        ({"label_smoothing_factor": 0.1}, "divided by everyone's targets"),
+        ({"neftune_noise_alpha": 5.0}, "scaled by the padded length"),
+        ({"include_num_input_tokens_seen": "all"}, "number of tokens of a sample is not public"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length' is refused"),
+        ({"train_sampling_strategy": "sequential"}, "every example is as likely"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"max_grad_norm": 0.0, "privacy": asked(max_grad_norm=None)}, "max_grad_norm=0.0 must be positive"),
+        ({"cls": PrivateSorted}, "Sorted has its own _get_train_sampler"),
+        ({"collate": transformers.DataCollatorWithFlattening()}, "several examples in one row"),
+        ({"model": "router"}, "output_router_logits = False"),
+        ({"more": "training data"}, "eval_dataset is the training data"),
+        ({"debug": "underflow_overflow"}, "prints values of single batches"),
+    ],
+)
+def test_what_would_break_the_guarantee_is_refused(options, message, tmp_path):
+    data = sentences()
+    if options.get("more") == "training data":
+        options = {"more": {"eval_dataset": {"seen": data}}}
+    if options.get("model") == "router":
+        options = {"model": llama()}
+        options["model"].config.output_router_logits = True
+    with pytest.raises(ValueError, match=message) as found:
+        trainer_of(tmp_path, data=data, **options)
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_what_only_shows_later_is_refused_then(tmp_path):
+    with pytest.raises(ValueError, match="rows with indices"):
+        trainer_of(tmp_path, data=Stream()).train()
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(ValueError, match="price of its own"):
+        trainer.hyperparameter_search()
+    for evaluate in (trainer.evaluate, trainer.predict):
+        with pytest.raises(ValueError, match="is the training data"):
+            evaluate(trainer.train_dataset)
+    with pytest.raises(ValueError, match="call train"):
+        trainer.guarantee()
+
+    def flattened(rows):
+        return {"input_ids": torch.cat([row["input_ids"] for row in rows])[None], "labels": torch.zeros(1).long()}
+
+    with pytest.raises(ValueError, match=r"the collator made one row of \d+ examples"):
+        trainer_of(tmp_path / "flat", collate=flattened).train()
+
+    def numbered(rows):
+        return {**COLUMNS(rows), "seq_idx": torch.zeros(len(rows), LENGTH)}
+
+    with pytest.raises(ValueError, match="the batch has seq_idx"):
+        trainer_of(tmp_path / "numbered", collate=numbered).train()
+
+
+class Weighing(transformers.Trainer):
+    """As trainers with a loss of their own do it: over everyone's number of targets, if they are told it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        assert num_items_in_batch is None
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = (torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="none") * 2).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_trainers_own_loss_is_taken_with_an_assumption(tmp_path):
+    class Private(PrivateTrainerMixin, Weighing):
+        pass
+
+    model = bert()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = trainer_of(tmp_path, model, cls=Private, more={"optimizers": (optimizer, None)})
+    trainer.train()
+    assert OPAQUE_LOSS in trainer.guarantee().assumptions
+
+
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{**{k: v.tolist() for k, v in row.items()}, "name": "somebody"} for row in sentences()]
+    trainer = trainer_of(tmp_path, data=datasets.Dataset.from_list(rows), remove_unused_columns=True, max_steps=2)
+    trainer.train()
+    trainer.create_model_card()
+    assert verify(tmp_path).asked == 2
+
+
+def test_adapters_come_before_make_private():
+    peft = pytest.importorskip("peft")
+    model, engine = llama(), PrivacyEngine()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(texts(), batch_size=BATCH, collate_fn=padded),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    late = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM")).train()
+    with pytest.raises(ValueError, match="get_peft_model comes before it"):
+        late(**next(iter(loader)))
+
+
+def adapter_step(change):
+    """A private step of an adapter, whose optimizer or model is changed before it."""
+    model, engine = adapted().train(), PrivacyEngine()
+    model.to("cpu")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    _, _, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(texts(), batch_size=BATCH, collate_fn=padded),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    change(model, optimizer)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    before = flat(model)
+    for place, batch in enumerate(loader):
+        model(**batch).loss.backward()
+        optimizer.step()
+        if place == 1:
+            break
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    return before, flat(model)
+
+
+def test_after_the_first_step_adapters_moved_and_the_rest_stayed():
+    before, after = adapter_step(lambda model, optimizer: None)
+    assert not torch.equal(before, after)
+
+    def stale(model, optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = [torch.nn.Parameter(p.detach().clone(), False) for p in group["params"]]
+
+    with pytest.raises(ValueError, match=r"lora_A.* did not move in the first step"):
+        adapter_step(stale)
+
+    def leaking(model, optimizer):
+        frozen = next(p for p in model.parameters() if not p.requires_grad)
+        optimizer.register_step_post_hook(lambda *_: frozen.data.view(-1)[0].add_(1))
+
+    with pytest.raises(ValueError, match="is frozen, but the first step changed it"):
+        adapter_step(leaking)
+
+    def warming(model, optimizer):
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+
+    before, after = adapter_step(warming)
+    assert torch.equal(before, after), "a rate of zero moves nothing, and is no mistake"
+
+
+def test_supervised_fine_tuning_of_trl(tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(97)}, unk_token="t2"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1")
+
+    class PrivateSFT(PrivateTrainerMixin, trl.SFTTrainer):
+        pass
+
+    def sft(folder, rows=None, **options):
+        args = trl.SFTConfig(
+            str(folder), per_device_train_batch_size=BATCH, logging_steps=1, report_to=[], use_cpu=True, bf16=False,
+            disable_tqdm=True, save_strategy="no", **{**NOISELESS, **options},
+        )  # fmt: skip
+        data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in texts()])
+        return PrivateSFT(
+            model=llama(), args=args, train_dataset=data, eval_dataset=rows and data, processing_class=tokenizer,
+            privacy_args=asked(noise_multiplier=1e-9),
+        )  # fmt: skip
+
+    trainer = sft(tmp_path / "a")
+    watching = trainer.data_collator = Watching(trainer.data_collator)
+    before, twin = flat(trainer.model), llama()
+    trainer.train()
+    found = ((before - flat(trainer.model)) * BATCH / LR).double().numpy()
+    np.testing.assert_allclose(found, oracle(twin, watching.batches), rtol=2e-3, atol=5e-5)
+    assert OPAQUE_LOSS not in trainer.guarantee().assumptions
+    assert not any((RAW | {"mean_token_accuracy"}) & entry.keys() for entry in trainer.state.log_history)
+    for options in (
+        {"packing": True},
+        {"padding_free": True, "max_length": None},
+        {"loss_type": "dft"},
+        {"rows": True},
+    ):
+        with pytest.raises(ValueError, match="is refused in private|several examples in one row|is the training data"):
+            sft(tmp_path / "b", **options)
