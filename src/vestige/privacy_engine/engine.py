@@ -75,9 +75,11 @@ class PrivacyEngine:
         accountant: str = "pld",
         secure_mode: bool = True,
         record: bool = True,
+        nonprivate_logs: bool = False,
     ) -> None:
         """`secure_mode=False` adds noise in float32 instead of integers, which rests on one more assumption;
-        `record=False` runs the model's passes on a GPU launch by launch."""
+        `record=False` runs the model's passes on a GPU launch by launch. `nonprivate_logs=True` says that numbers
+        without noise are shown to whoever reads the guarantee: there is no epsilon then."""
         if accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant={accountant!r} is not offered; choose from {', '.join(ACCOUNTANTS)}")
         if resume and ledger is None:
@@ -86,7 +88,9 @@ class PrivacyEngine:
         self._randomness = Randomness.secret() if reproducible is None else Randomness.reproducible(reproducible)
         self._ledger = Ledger(Path(ledger) if ledger is not None else None)
         self._facts = accounting.Facts(
-            noise="secret" if reproducible is None else "seeded", arithmetic="lattice" if secure_mode else "float32"
+            noise="secret" if reproducible is None else "seeded",
+            arithmetic="lattice" if secure_mode else "float32",
+            nonprivate_outputs=nonprivate_logs,
         )
         self._steps: PrivateSteps | None = None
         self._record = record
@@ -235,25 +239,37 @@ class PrivacyEngine:
         """(noise multiplier, sample rate, number of steps), as Opacus's accountants keep it."""
         return [(q.multiplier, q.rate, n) for q, n in self._ledger.spent.items() if isinstance(q, SampledGaussian)]
 
-    def save_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-        """Weights, optimizer, memory and the place in the ledger, all at once; no random state."""
-        steps = self._private_steps()
-        place = {"run": self._run, "ledger_rows": self._ledger.rows, "ledger_head": self._ledger.head}
-        write_tensors(
-            Path(path),
-            {"module": module.state_dict(), "optimizer": optimizer.state_dict(), **place, **steps.state_dict()},
-        )
+    @property
+    def budget_left(self) -> bool:
+        """Whether the budget, if there is one, pays for one more step."""
+        budget, steps = self._ledger.budget, self._private_steps()
+        return budget is None or budget.allows(self._ledger.spent, steps.question)
 
-    def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-        """Go back to a checkpoint, after `make_private` with the same arguments. All that was asked stays charged."""
-        saved, steps = read_tensors(Path(path)), self._private_steps()
+    def state_dict(self) -> dict[str, Any]:
+        """Memory and the place in the ledger, no random state: what a checkpoint of model and optimizer lacks."""
+        place = {"run": self._run, "ledger_rows": self._ledger.rows, "ledger_head": self._ledger.head}
+        return {**place, **self._private_steps().state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go back to a `state_dict`, after `make_private` with the same arguments. All that was asked stays charged."""
+        steps = self._private_steps()
         self._check_place(saved)
-        module.load_state_dict(saved["module"])
-        optimizer.load_state_dict(saved["optimizer"])
         asked = steps.asked
         steps.load_state_dict(saved)
         steps.asked = max(asked, steps.asked)  # no stream of noise is drawn from twice
         self._ledger.rewind(steps.draws)
+
+    def save_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
+        """Weights, optimizer, memory and the place in the ledger, all at once; no random state."""
+        state = self.state_dict()
+        write_tensors(Path(path), {"module": module.state_dict(), "optimizer": optimizer.state_dict(), **state})
+
+    def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
+        """Go back to a checkpoint, after `make_private` with the same arguments. All that was asked stays charged."""
+        saved = read_tensors(Path(path))
+        self.load_state_dict(saved)
+        module.load_state_dict(saved["module"])
+        optimizer.load_state_dict(saved["optimizer"])
 
     def _check_place(self, saved: dict[str, Any]) -> None:
         """What was asked after a checkpoint was saved is known to the ledger alone."""
@@ -276,7 +292,7 @@ class PrivacyEngine:
             "coordinates": self._facts.coordinates,
             "sampling": self._facts.sampling,
             "schedule": "fixed",
-            "nonprivate_outputs": False,
+            "nonprivate_outputs": self._facts.nonprivate_outputs,
             "method": method.identity,
             "sample_rate": rate,
             "noise_multiplier": multiplier,

@@ -81,7 +81,7 @@ class PrivateSteps:
         self._noise = Independent(arithmetic)
         self.passes, self.optimizer, self.method = passes, optimizer, method
         self.planned, self.expected_batch = planned, expected_batch
-        self._question = replace(planned, multiplier=planned.multiplier / sqrt(steps_per_batch))
+        self.question = replace(planned, multiplier=planned.multiplier / sqrt(steps_per_batch))
         """What is asked about a draw: all the answers that its steps take, as one."""
         self._paid: int | None = None
         self.ledger, self.randomness = ledger, randomness
@@ -95,6 +95,9 @@ class PrivateSteps:
 
         def step(optimizer: Optimizer, closure: Closure | None = None) -> Any:
             return self.step(closure)
+
+        if hasattr(self._original, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler counts our steps already
 
         # A bound method, because learning-rate schedulers wrap the function inside it.
         self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
@@ -172,7 +175,7 @@ class PrivateSteps:
         draw, total = self.passes.taken()
         sensitivity, ceiling = sensitivity_on(total.device, self.method.clip, self.passes.layout)
         if draw != self._paid:
-            self.ledger.ask(self._question, step=self.draws, part=0, sensitivity=float(ceiling))
+            self.ledger.ask(self.question, step=self.draws, part=0, sensitivity=float(ceiling))
             self._paid, self.draws = draw, self.draws + 1
         index, self.asked = self.asked, self.asked + 1
         stream = self.randomness.stream("noise", index)

@@ -142,6 +142,7 @@ def mark(top: Any, alone: bool = False) -> list[Any]:
     ends: dict[Any, list[Any]] = {end: [] for end in _below(top)[0]}
     if not ends:
         return []
+    top = _itself(top)
     nodes = _reductions(top)
     for node in nodes:
         for end in _below(node)[0]:
@@ -156,6 +157,15 @@ def mark(top: Any, alone: bool = False) -> list[Any]:
     for end in ends:
         end.reduction = replace(end.reduction, undivided=True)
     return [undivided(node, first.rows, first.reduction.public) for node in nodes]
+
+
+def _itself(top: Any) -> Any:
+    """The loss before it was divided by one, as trainers do that could add up the gradients of several batches."""
+    if top.name() not in ("DivBackward0", "MulBackward0") or top.next_functions[1][0] is not None:
+        return top
+    by = top._saved_other
+    number = by is not None and by.dim() == 0 and by.device.type == "cpu" and by.dtype in (torch.int64, torch.float64)
+    return _itself(top.next_functions[0][0]) if number and by == 1 else top
 
 
 def _ends_here(top: Any, nodes: list[Any]) -> bool:
