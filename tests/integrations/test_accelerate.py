@@ -15,7 +15,12 @@ PREPARED_FIRST, PRIVATE_FIRST = "prepare, make_private", "make_private, prepare"
 @pytest.fixture(autouse=True)
 def forgotten():
     """Accelerate keeps its state for the whole process."""
+    forget()
     yield
+    forget()
+
+
+def forget():
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
 
