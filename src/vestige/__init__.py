@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vestige.engines.own_rules import register_rule
     from vestige.engines.replacements import fix
+    from vestige.mechanism.evaluation import PrivateEvaluation
     from vestige.mechanism.groups import Layers, Patterns, PerGroup
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
     from vestige.methods.base import Method, by_group
@@ -27,6 +28,7 @@ __all__ = [
     "Patterns",
     "PerGroup",
     "PrivacyEngine",
+    "PrivateEvaluation",
     "Record",
     "Training",
     "accuracy",
@@ -48,6 +50,7 @@ _MODULES = {
     "privacy_engine.engine": ("PrivacyEngine",),
     "engines.replacements": ("fix",),
     "engines.own_rules": ("register_rule",),
+    "mechanism.evaluation": ("PrivateEvaluation",),
     "mechanism.groups": ("Layers", "Patterns", "PerGroup"),
     "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),

@@ -138,19 +138,24 @@ class Private(Callback):
                 **parts,
                 target_epsilon=self.target_epsilon,
                 target_delta=self.delta,
-                epochs=_epochs(trainer, len(loader)),
+                epochs=_epochs(trainer, _draws(loader)),
             )[2]
         return private if self.options.get("max_physical_batch_size") is None else Unsized(private)
 
 
-def _epochs(trainer: Any, batches: int) -> int:
+def _draws(loader: Any) -> int:
+    """Of one pass over the data."""
+    return max(1, round(len(loader.dataset) / (loader.batch_size or loader.batch_sampler.batch_size)))
+
+
+def _epochs(trainer: Any, draws: int) -> int:
     """How many passes over the data are planned at most."""
     epochs, steps = trainer.max_epochs, trainer.max_steps
     if steps is None or steps < 0:
         if epochs is None or epochs < 0:
             raise ValueError("max_epochs=-1: a budget is planned for a number of epochs, or of steps (max_steps)")
         return int(epochs)
-    by_steps = -(-steps // batches)
+    by_steps = -(-steps // draws)
     return int(by_steps if epochs is None or epochs < 0 else min(epochs, by_steps))
 
 
