@@ -144,3 +144,30 @@ def test_real_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [event.value for event in events.Scalars("epsilon")] == [0.0, 1.0, 2.0]
+
+
+def test_real_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.chdir(tmp_path)
+    address = f"sqlite:///{tmp_path / 'runs.db'}"
+    made = CliRunner().invoke(main.app, [*BASE, "--out", str(tmp_path / "r"), "--log-to", f"mlflow:{address}"])
+    assert made.exit_code == 0, made.output
+    assert mlflow.active_run() is None
+    client = mlflow.MlflowClient(address)
+    (run,) = client.search_runs(["0"])
+    assert (run.info.run_name, run.info.status) == ("r", "FINISHED")
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "epsilon")] == [0, 1, 2, 3]
+    assert not any(name.startswith("nonprivate") for name in run.data.metrics)
+
+
+def test_real_wandb_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    made = CliRunner().invoke(main.app, [*BASE, "--out", str(tmp_path / "r"), "--log-to", "wandb:project"])
+    assert made.exit_code == 0, made.output
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    written = kept.read_bytes()
+    assert b"epsilon" in written
+    assert b"nonprivate" not in written
