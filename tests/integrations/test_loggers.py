@@ -93,6 +93,16 @@ def test_sinks_close_even_when_training_fails(fake):
     assert fake.made[0].closed
 
 
+def test_a_place_that_cannot_be_opened_is_said_in_one_line(monkeypatch):
+    class Broken(Fake):
+        def __init__(self, place, name):
+            raise OSError("no such place\nand more")
+
+    monkeypatch.setitem(loggers.SINKS, "mlflow", Broken)
+    with pytest.raises(ValueError, match=r"log_to='mlflow:x' cannot be opened: no such place$"):
+        loggers.open_sink("mlflow:x", "run")
+
+
 @pytest.mark.parametrize("text", ["tensorboard", "tensorboard:", "paper:x", ""])
 def test_a_place_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="log_to="):
@@ -128,7 +138,10 @@ def test_mlflow_and_wandb_are_called_as_they_document(monkeypatch):
     sink.log(1, {"epsilon": 2.0})
     sink.close()
     assert seen["project"] == "mine"
-    assert seen["settings"] == {"x_disable_stats": True, "disable_code": True, "disable_git": True}
+    assert seen["settings"] == {
+        "x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False, "disable_code": True,
+        "disable_git": True,
+    }  # fmt: skip
     assert seen["epsilon"] == 2.0
     assert seen["done"]
 
@@ -170,4 +183,5 @@ def test_real_wandb_offline(tmp_path, monkeypatch):
     (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     written = kept.read_bytes()
     assert b"epsilon" in written
+    assert not list(kept.parent.glob("files/*"))
     assert b"nonprivate" not in written
