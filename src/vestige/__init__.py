@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vestige.engines.own_rules import register_rule
     from vestige.engines.replacements import fix
     from vestige.integrations.model_card import card
+    from vestige.mechanism.evaluation import PrivateEvaluation
     from vestige.mechanism.groups import Layers, Patterns, PerGroup
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
     from vestige.methods.base import Method, by_group
@@ -28,6 +29,7 @@ __all__ = [
     "Patterns",
     "PerGroup",
     "PrivacyEngine",
+    "PrivateEvaluation",
     "Record",
     "Training",
     "accuracy",
@@ -51,6 +53,7 @@ _MODULES = {
     "engines.replacements": ("fix",),
     "engines.own_rules": ("register_rule",),
     "integrations.model_card": ("card",),
+    "mechanism.evaluation": ("PrivateEvaluation",),
     "mechanism.groups": ("Layers", "Patterns", "PerGroup"),
     "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),

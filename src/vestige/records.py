@@ -184,6 +184,10 @@ class RunResult:
     method: str
     accuracy: float | None = None
     """On the public test set."""
+    private_accuracy: float | None = None
+    """A noised answer about private examples, which was charged."""
+    private_accuracy_error: float | None = None
+    """The standard deviation of its noise."""
     statement: Statement
     selection: Selection | None = None
     steps: int

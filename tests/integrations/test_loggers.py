@@ -93,6 +93,16 @@ def test_sinks_close_even_when_training_fails(fake):
     assert fake.made[0].closed
 
 
+def test_a_place_that_cannot_be_opened_is_said_in_one_line(monkeypatch):
+    class Broken(Fake):
+        def __init__(self, place, name):
+            raise OSError("no such place\nand more")
+
+    monkeypatch.setitem(loggers.SINKS, "mlflow", Broken)
+    with pytest.raises(ValueError, match=r"log_to='mlflow:x' cannot be opened: no such place$"):
+        loggers.open_sink("mlflow:x", "run")
+
+
 @pytest.mark.parametrize("text", ["tensorboard", "tensorboard:", "paper:x", ""])
 def test_a_place_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="log_to="):
@@ -128,7 +138,10 @@ def test_mlflow_and_wandb_are_called_as_they_document(monkeypatch):
     sink.log(1, {"epsilon": 2.0})
     sink.close()
     assert seen["project"] == "mine"
-    assert seen["settings"] == {"x_disable_stats": True, "disable_code": True, "disable_git": True}
+    assert seen["settings"] == {
+        "x_disable_stats": True, "x_disable_meta": True, "x_save_requirements": False, "disable_code": True,
+        "disable_git": True,
+    }  # fmt: skip
     assert seen["epsilon"] == 2.0
     assert seen["done"]
 
@@ -144,3 +157,31 @@ def test_real_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [event.value for event in events.Scalars("epsilon")] == [0.0, 1.0, 2.0]
+
+
+def test_real_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.chdir(tmp_path)
+    address = f"sqlite:///{tmp_path / 'runs.db'}"
+    made = CliRunner().invoke(main.app, [*BASE, "--out", str(tmp_path / "r"), "--log-to", f"mlflow:{address}"])
+    assert made.exit_code == 0, made.output
+    assert mlflow.active_run() is None
+    client = mlflow.MlflowClient(address)
+    (run,) = client.search_runs(["0"])
+    assert (run.info.run_name, run.info.status) == ("r", "FINISHED")
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "epsilon")] == [0, 1, 2, 3]
+    assert not any(name.startswith("nonprivate") for name in run.data.metrics)
+
+
+def test_real_wandb_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    made = CliRunner().invoke(main.app, [*BASE, "--out", str(tmp_path / "r"), "--log-to", "wandb:project"])
+    assert made.exit_code == 0, made.output
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    written = kept.read_bytes()
+    assert b"epsilon" in written
+    assert not list(kept.parent.glob("files/*"))
+    assert b"nonprivate" not in written

@@ -227,6 +227,22 @@ class FilteredBudget:
                 self._filter.spend(question)
 
 
+class Reserving:
+    """A budget that keeps back what one last question costs, until that is asked."""
+
+    def __init__(self, budget: Budget | FilteredBudget, last: Question) -> None:
+        self._budget, self._last, self._kept = budget, last, False
+
+    def allows(self, spent: History, question: Question) -> bool:
+        if spent.get(self._last, 0):
+            return self._budget.allows(spent, question)
+        if question == self._last:  # after a step that was allowed with it, it is paid for
+            return self._kept or self._budget.allows(spent, question)
+        allowed = self._budget.allows({**spent, self._last: 1}, question)
+        self._kept = self._kept or allowed
+        return allowed
+
+
 def _best_order(planned: History, epsilon: float, delta: float) -> float:
     """The lowest order at which nearly as many copies of the plan fit as at any.
 

@@ -51,14 +51,16 @@ class MLflow:
 
 
 class WeightsAndBiases:
-    """`wandb:PROJECT`, without uploading code or system metrics."""
+    """`wandb:PROJECT`, without uploading code, system metrics or what is installed."""
 
     NEEDS = ("wandb", "wandb")
 
     def __init__(self, project: str, name: str) -> None:
         wandb = _need(*self.NEEDS)
-        # No system metrics and no code: only what `log` is given is uploaded.
-        settings = wandb.Settings(x_disable_stats=True, disable_code=True, disable_git=True)
+        # Only what `log` is given is uploaded.
+        settings = wandb.Settings(
+            x_disable_stats=True, x_disable_meta=True, x_save_requirements=False, disable_code=True, disable_git=True
+        )
         self._run: Any = wandb.init(project=project, name=name, settings=settings)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -90,7 +92,12 @@ def check(texts: Sequence[str]) -> None:
 def open_sink(text: str, name: str) -> Sink:
     check([text])
     kind, _, place = text.partition(":")
-    sink: Sink = SINKS[kind](place, name)
+    try:
+        sink: Sink = SINKS[kind](place, name)
+    except Exception as error:  # each package has its own
+        raise ValueError(
+            f"log_to={text!r} cannot be opened: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        ) from error
     return sink
 
 

@@ -32,9 +32,9 @@ from vestige.methods.registry import build
 from vestige.optim.rules import Rule
 from vestige.privacy_engine.coverage import require_covered
 from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch, private_loader
-from vestige.privacy_engine.optimizer_step import PrivateSteps
+from vestige.privacy_engine.optimizer_step import PrivateSteps, inner
 from vestige.privacy_engine.outputs import of_rows
-from vestige.privacy_engine.parts import AnyRows, Parts
+from vestige.privacy_engine.parts import AnyRows, Parts, require_no_accumulation
 from vestige.privacy_engine.passes import Passes
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
@@ -155,8 +155,10 @@ class PrivacyEngine:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
         require_one_process(module)
+        require_no_accumulation()
         require_independent(module)
         require_covered(module, optimizer)
+        moves = inner(optimizer)
         check_loader(data_loader)
         check_physical_batch(max_physical_batch_size, "max_physical_batch_size")
         if steps_per_batch > 1 and max_physical_batch_size is not None:
@@ -165,7 +167,7 @@ class PrivacyEngine:
         if max_physical_batch_size == "auto":
             max_physical_batch_size = _largest_part(module, data_loader, chosen)
         with renamed({"bound": "max_grad_norm"}):
-            chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(optimizer)))
+            chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
         rate, parts = rate_of(data_loader), Parts(steps_per_batch) if poisson_sampling else AnyRows()
         self._population = len(data_loader.dataset)  # type: ignore[arg-type]
         size, expected = Layout.of(module).size, max(1, round(rate * self._population))
@@ -180,7 +182,7 @@ class PrivacyEngine:
         prepare(passes.device)
         self._steps = PrivateSteps(
             passes,
-            optimizer,
+            moves,
             chosen,
             planned,
             rate * self._population,

@@ -35,6 +35,11 @@ class PoissonBatches(Sampler[list[int]]):
         """As it is priced: it cannot be set."""
         return self._rate
 
+    @property
+    def batch_size(self) -> int:
+        """The expected one."""
+        return max(1, round(self._rate * self.population))
+
     def __len__(self) -> int:
         return self.steps
 
@@ -73,7 +78,7 @@ def private_loader(
     """The user's loader with Poisson samples at `rate` instead of its own batches; everything else as it was."""
     dataset: Any = loader.dataset
     batches = PoissonBatches(len(dataset), rate, randomness, draws_per_epoch(rate), physical_batch, parts)
-    return PrivateLoader(
+    made: DataLoader[Any] = PrivateLoader(
         dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,
@@ -85,6 +90,15 @@ def private_loader(
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+    return _prepared(made) if hasattr(loader, "base_dataloader") else made
+
+
+def _prepared(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """As Accelerate had prepared the user's loader: batches come to its device."""
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.state import PartialState
+
+    return prepare_data_loader(loader, PartialState().device, put_on_device=True)
 
 
 class CollateEmpty:

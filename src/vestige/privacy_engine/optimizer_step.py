@@ -27,6 +27,18 @@ from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum, Release
 
 Closure = Callable[[], Any]
+SCALED = (
+    "the loss is scaled by a GradScaler (mixed precision in float16): a private step bounds each example's gradient as "
+    "it is. Use autocast with dtype=torch.bfloat16 and leave the GradScaler out"
+)
+
+
+def inner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that moves, inside what Accelerate has put around it."""
+    if getattr(optimizer, "scaler", None) is not None:
+        raise ValueError(SCALED)
+    held = getattr(optimizer, "optimizer", None)
+    return inner(held) if isinstance(held, Optimizer) else optimizer
 
 
 class LoopMover:
@@ -90,6 +102,9 @@ class PrivateSteps:
         def step(optimizer: Optimizer, closure: Closure | None = None) -> Any:
             return self.step(closure)
 
+        if hasattr(self._original, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler counts our steps already
+
         # A bound method, because learning-rate schedulers wrap the function inside it.
         self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
         for owner in (self.optimizer, self.passes.module):
@@ -134,10 +149,7 @@ class PrivateSteps:
     def _check(self) -> None:
         require_own(self.optimizer, self.passes.parameters().values())
         if getattr(self.optimizer, "grad_scale", None) is not None:
-            raise ValueError(
-                "the loss was scaled by a GradScaler: a private step bounds each example's gradient as it is. Use "
-                "autocast with dtype=torch.bfloat16 and leave the GradScaler out"
-            )
+            raise ValueError(SCALED)
 
     def _check_gradients(self) -> None:
         """Whatever autograd itself has left on a parameter did not come through the private model's call."""
@@ -233,9 +245,9 @@ class Discarding:
     def __init__(self, owner: Any, passes: Passes) -> None:
         self._owner, self._passes, self._original = owner, passes, owner.zero_grad
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, set_to_none: bool = True) -> None:
         self._passes.discard()
-        self._original(*args, **kwargs)
+        self._original(set_to_none=set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return ordinary_zero_grad(memo.get(id(self._owner), self._owner))

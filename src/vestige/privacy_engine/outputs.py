@@ -142,7 +142,7 @@ def mark(top: Any, alone: bool = False) -> list[Any]:
     ends: dict[Any, list[Any]] = {end: [] for end in _below(top)[0]}
     if not ends:
         return []
-    top = _past_ones(top)
+    top = _itself(top)
     nodes = _reductions(top)
     for node in nodes:
         for end in _below(node)[0]:
@@ -159,15 +159,13 @@ def mark(top: Any, alone: bool = False) -> list[Any]:
     return [undivided(node, first.rows, first.reduction.public) for node in nodes]
 
 
-def _past_ones(top: Any) -> Any:
-    """Below divisions by one, as trainers divide by the batches that they accumulate."""
-    while top.name() == "DivBackward0" and top.next_functions[1][0] is None and _is_one(top._saved_other):
-        top = top.next_functions[0][0]
-    return top
-
-
-def _is_one(divisor: Any) -> bool:
-    return isinstance(divisor, Tensor) and divisor.dim() == 0 and divisor.device.type == "cpu" and float(divisor) == 1
+def _itself(top: Any) -> Any:
+    """The loss before it was divided by one, as trainers do that could add up the gradients of several batches."""
+    if top.name() not in ("DivBackward0", "MulBackward0") or top.next_functions[1][0] is not None:
+        return top
+    by = top._saved_other
+    number = by is not None and by.dim() == 0 and by.device.type == "cpu" and by.dtype in (torch.int64, torch.float64)
+    return _itself(top.next_functions[0][0]) if number and by == 1 else top
 
 
 def _ends_here(top: Any, nodes: list[Any]) -> bool:

@@ -6,6 +6,7 @@ for which there is none is about examples that did not come through the sampler,
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,6 +115,17 @@ class Parts:
         if not sizes:
             return "no batch of the private loader is waiting to be used"
         return f"the private loader handed out {', '.join(map(str, sizes[:4]))}{' ...' if len(sizes) > 4 else ''} rows"
+
+
+def require_no_accumulation() -> None:
+    """Accelerate divides losses, and leaves steps out, where it accumulates the gradients of several batches."""
+    accelerate = sys.modules.get("accelerate.state")
+    steps = 1 if accelerate is None else accelerate.GradientState().num_steps
+    if steps > 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={steps}: each batch of the private loader is priced as one step. Draw larger "
+            "ones (batch_size), let max_physical_batch_size split them, and step after every part"
+        )
 
 
 class AnyRows(Parts):

@@ -14,6 +14,7 @@ from vestige.checks import accounted_multiplier, check_steps, renamed
 from vestige.devices import check_device
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
+from vestige.mechanism.evaluation import PrivateEvaluation
 from vestige.mechanism.groups import named_grouping, named_split
 from vestige.mechanism.moments import PrivateMoments, with_moments
 from vestige.methods.base import Method, by_group
@@ -60,6 +61,8 @@ class Job:
     reproducible: bool = False
     device: str = "cpu"
     evaluate_every: int | None = None
+    evaluate: str = "public"
+    evaluate_error: float = 0.01
     normalise: str = "group"
     moments_noise: float = 8.0
     moments_bound: float = 2.5
@@ -135,6 +138,7 @@ def start(
         request={"job": {**asdict(job), "options": {key: _written(value) for key, value in job.options.items()}}},
         public=_public_examples(job, method),
         normalise=moments,
+        evaluate=_evaluation(job),
         nonprivate_transcript=job.nonprivate_transcript,
         nonprivate_logs=job.nonprivate_logs,
     )
@@ -148,15 +152,17 @@ def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord
     interrupted = False
     for record in training.steps():
         seen = None
-        if (record.step + 1) % every == 0:
+        if job.evaluate == "public" and (record.step + 1) % every == 0:
             with training.averaged():
                 seen = training.log["accuracy"] = accuracy(task.model, task.test)
         if on_record is not None and not on_record(training, record, seen):
             interrupted = True
             break
     seconds = time.perf_counter() - begin
-    with training.averaged():
-        final = accuracy(task.model, task.test)
+    final = None
+    if job.evaluate == "public":
+        with training.averaged():
+            final = accuracy(task.model, task.test)
     result = training.result(
         task=job.task,
         accuracy=final,
@@ -169,6 +175,17 @@ def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord
     else:
         training.finish(result)
     return result
+
+
+def _evaluation(job: Job) -> PrivateEvaluation | None:
+    if job.evaluate not in ("public", "private"):
+        raise ValueError(
+            f"evaluate={job.evaluate!r} must be public (on the test set) or private (one charged question)"
+        )
+    if job.evaluate == "private" and job.evaluate_every is not None:
+        raise ValueError("evaluate='private' asks once, after the last step: leave evaluate_every out")
+    with renamed({"error": "evaluate_error"}):
+        return PrivateEvaluation(job.evaluate_error) if job.evaluate == "private" else None
 
 
 def _moments(job: Job) -> PrivateMoments | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from vestige import accounting
-from vestige.accounting.budgets import FilteredBudget
+from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.accounting.ledger import Ledger
 from vestige.engines.independence import require_independent
 from vestige.engines.processes import require_one_process
@@ -27,6 +27,7 @@ from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import LARGEST_SUM, Loss
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
+from vestige.mechanism.evaluation import Evaluator, PrivateEvaluation
 from vestige.mechanism.examples import Data, Examples
 from vestige.mechanism.loading import Loading, check_loader, rate_of
 from vestige.mechanism.losses.criteria import check_shifted
@@ -78,6 +79,7 @@ def train(
     request: dict[str, Any] | None = None,
     public: tuple[Tensor, Tensor] | None = None,
     normalise: PrivateMoments | None = None,
+    evaluate: PrivateEvaluation | Literal["private"] | None = None,
     nonprivate_transcript: str | Path | None = None,
     nonprivate_logs: bool = False,
 ) -> Training:
@@ -110,6 +112,9 @@ def train(
     - `public` are validation examples that need no protection, for schedules that look at them. `normalise` asks,
       before the first step, for the moments that the model's first module standardises its inputs with
       (`with_moments`).
+    - `evaluate="private"` asks, after the last step, how many training examples the model gets right: one more
+      question, planned and priced with the others; `PrivateEvaluation` chooses its error, or other private examples.
+      `training.result()` has the answer.
     - `nonprivate_transcript` (a file for raw sums) and `nonprivate_logs` void the guarantee.
 
     >>> import torch, vestige
@@ -148,6 +153,7 @@ def train(
         seed=reproducible,
         public=public,
         normalise=normalise,
+        evaluate=_evaluation(evaluate),
         transcript=None if nonprivate_transcript is None else Path(nonprivate_transcript),
         nonprivate_logs=nonprivate_logs,
     )
@@ -166,6 +172,12 @@ def train(
     training = Training(model, loss, data, chosen, wanted, settings, folder)
     training.open(resume, request or {})
     return training
+
+
+def _evaluation(asked: Any) -> PrivateEvaluation | None:
+    if asked is not None and asked != "private" and not isinstance(asked, PrivateEvaluation):
+        raise ValueError(f"evaluate={asked!r} must be 'private', or a PrivateEvaluation")
+    return PrivateEvaluation() if asked == "private" else asked
 
 
 def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None) -> tuple[Loading, float]:
@@ -200,6 +212,7 @@ class Settings:
     seed: int | None = None
     public: tuple[Tensor, Tensor] | None = None
     normalise: PrivateMoments | None = None
+    evaluate: PrivateEvaluation | None = None
     transcript: Path | None = None
     nonprivate_logs: bool = False
 
@@ -225,11 +238,15 @@ class Training:
             check_shifted(model, loss)
         self.method = replace(method, gate=method.gate.at(examples.population))
         self.normalised = settings.normalise is None
-        self._first = () if settings.normalise is None else settings.normalise.questions
-        self.plan: Plan = plan(model, self.layout, self.method, examples.population, request, self._first)
+        self._first: tuple[Question, ...] = () if settings.normalise is None else settings.normalise.questions
+        judged = self._judged(examples)
+        self._last_question = None if judged is None else settings.evaluate.question(judged.population)  # type: ignore[union-attr]
+        self.plan: Plan = plan(model, self.layout, self.method, examples.population, request, self._besides)
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
         self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=settings.seed is not None)
-        self.curator = self._curator_of(examples, loss)
+        self.curator, self._evaluator = self._curator_of(examples, loss, judged)
+        self.private_accuracy: float | None = None
+        """The noised share of right answers, once it was asked."""
         groups, scheduling = settings.groups, settings.scheduling
         if groups is not None and method.rule.hears_noise:
             raise ValueError(
@@ -255,7 +272,24 @@ class Training:
         self._last: Record | None = None
         self._finished = False
 
-    def _curator_of(self, examples: Examples, loss: Loss) -> Curator:
+    def _judged(self, examples: Examples) -> Examples | None:
+        """The examples of a private evaluation."""
+        wanted = self.settings.evaluate
+        if wanted is None:
+            return None
+        if wanted.on is None:
+            return examples
+        held_out = Examples(wanted.on, examples.device, self.settings.loading, self.settings.target)
+        if held_out.form != examples.form:
+            raise ValueError("evaluate: the examples that were held out have other columns than those trained on")
+        return held_out
+
+    @property
+    def _besides(self) -> tuple[Question, ...]:
+        """What is asked besides the steps' questions."""
+        return self._first if self._last_question is None else (*self._first, self._last_question)
+
+    def _curator_of(self, examples: Examples, loss: Loss, judged: Examples | None) -> tuple[Curator, Evaluator | None]:
         settings, model, rate = self.settings, self.model, self.plan.sample_rate
         form, part = examples.form, settings.physical_batch
         make = partial(engine_by_name(settings.engine), form=form)
@@ -263,12 +297,12 @@ class Training:
             blank, population = examples.blank(), examples.population
             part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
         key = Randomness.secret() if settings.seed is None else Randomness.reproducible(settings.seed)
-        charges, scores = Charges(self.ledger.ask), (losses_of(model, loss, form), right_answers(model, form))
+        charges, right = Charges(self.ledger.ask), right_answers(model, form)
         engine = make(model, loss, self.layout)
         prepare(next(model.parameters()).device)
         if isinstance(engine, Captured):
             engine.expect(sizes_of(examples.population, rate, min(part or LARGEST_SUM, LARGEST_SUM)))
-        return Curator(
+        curator = Curator(
             examples,
             engine,
             self.layout,
@@ -278,8 +312,9 @@ class Training:
             physical_batch=part,
             nonprivate_witness=self.transcript,
             noise=self.method.noise.start(rate, self.plan.steps, settings.noise),
-            comparisons=Comparisons(examples, key, charges, *scores, part),
+            comparisons=Comparisons(examples, key, charges, losses_of(model, loss, form), right, part),
         )
+        return curator, None if judged is None else Evaluator(judged, key, charges, right)
 
     @property
     def _sampling(self) -> Any:
@@ -295,7 +330,9 @@ class Training:
             persistence.start(self, self.folder, self._facts_of_the_run(), request)
         if self.plan.epsilon is not None:
             limit = FilteredBudget if self.method.gate.adaptive else accounting.Budget
-            self.ledger.budget = limit(self.plan.epsilon, self.plan.delta, self._planned)
+            budget = limit(self.plan.epsilon, self.plan.delta, self._planned)
+            last = self._last_question
+            self.ledger.budget = budget if last is None else Reserving(budget, last)
 
     def _facts_of_the_run(self) -> dict[str, Any]:
         return {
@@ -306,6 +343,7 @@ class Training:
             "groups": list(self.layout.group_names),
             "adjacency": "add/remove one example",
             "normalise": repr(self.settings.normalise),
+            "evaluate": self.settings.evaluate and self.settings.evaluate.identity,
             **self._rates(),
         }
 
@@ -322,7 +360,7 @@ class Training:
     @property
     def _planned(self) -> dict[Question, int]:
         plan = self.plan
-        return questions(self.method, plan.sample_rate, plan.noise_multiplier, plan.steps, self._first)
+        return questions(self.method, plan.sample_rate, plan.noise_multiplier, plan.steps, self._besides)
 
     @property
     def physical_batch(self) -> int | None:
@@ -404,6 +442,8 @@ class Training:
                 groups=self.layout.groups,
                 asked=sum(self.ledger.spent.values()),
             ),
+            "private_accuracy": self.private_accuracy,
+            "private_accuracy_error": None if self.private_accuracy is None else self.settings.evaluate.error,  # type: ignore[union-attr]
             "selection": self.selection(),
             "steps": self.state.step,
             "stopped": "finished" if self.state.step >= self.plan.steps else "budget",
@@ -444,6 +484,19 @@ class Training:
                 if self.transcript is not None:
                     self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
                 yield replace(record, epsilon=self.spent())
+        with contextlib.suppress(BudgetSpent):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Ask, once and after the last step, how many examples the model gets right."""
+        if self._evaluator is None or self._last_question is None or self.private_accuracy is not None:
+            return
+        with self.averaged():
+            point = {name: p.detach() for name, p in self.state.parameters.items()}
+            rows = self.curator.physical_batch or LARGEST_SUM
+            self.private_accuracy = self._evaluator.accuracy(
+                point, self._last_question, step=self.state.step, rows=rows
+            )
 
     def _ask_moments(self) -> None:
         """Ask, once and before the first step, for the moments that standardise the model's inputs."""

@@ -83,6 +83,13 @@ def train(
     evaluate_every: Annotated[
         int | None, typer.Option(help="Steps between evaluations on the public test set.")
     ] = None,
+    evaluate: Annotated[
+        str,
+        typer.Option(
+            help="On what: public (the test set), or private (the training examples: one noised count, charged)."
+        ),
+    ] = "public",
+    evaluate_error: Annotated[float, typer.Option(help="Standard error of the private accuracy.")] = 0.01,
     device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None,
     resume: ResumeFlag = None,
@@ -152,6 +159,8 @@ def train(
             reproducible=reproducible,
             device=device or default_device(),
             evaluate_every=evaluate_every,
+            evaluate=evaluate,
+            evaluate_error=evaluate_error,
             normalise=normalise,
             moments_noise=moments_noise,
             moments_bound=moments_bound,
@@ -220,7 +229,13 @@ def _announce(job: Any, training: Any) -> None:
 def _summarise(result: Any) -> None:
     stated, selection = result.statement, result.selection
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("test accuracy", f"{result.accuracy:.1%}")
+    if result.accuracy is not None:
+        table.add_row("test accuracy", f"{result.accuracy:.1%}")
+    elif result.private_accuracy is not None:
+        error = result.private_accuracy_error
+        table.add_row("private accuracy", f"{result.private_accuracy:.1%} ± {error:.1%} of the training examples")
+    else:
+        table.add_row("private accuracy", "not asked: the run was interrupted, or its budget was spent")
     if stated.epsilon is not None:
         table.add_row(
             "privacy",

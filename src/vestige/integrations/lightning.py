@@ -1,0 +1,273 @@
+"""How does a LightningModule train privately? With `Private(...)` among the trainer's callbacks; it stays as it is."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from vestige.checks import check_number
+from vestige.privacy_engine.engine import PrivacyEngine
+from vestige.privacy_engine.loaders import CollateEmpty
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:  # the same under its older name
+    from pytorch_lightning import Callback  # type: ignore[assignment]
+
+
+class Private(Callback):
+    """Makes the model, its optimizer and its training loader private when `trainer.fit` begins.
+
+    The noise is that which spends `target_epsilon` in the trainer's epochs, or is given as `noise_multiplier`. `ledger`
+    is a file, without which a run cannot be resumed (`ckpt_path`). `options` are those of `PrivacyEngine.make_private`,
+    such as `max_physical_batch_size`. What is logged in training is computed from examples without noise, and is kept
+    from loggers, progress bar and other callbacks; `epsilon` is logged instead. `log_nonprivate=True` logs it, and
+    then there is no epsilon. Validation is the user's, on examples that are public.
+
+    Formal guarantees: those of `PrivacyEngine`; `guarantee()` has them.
+    """
+
+    def __init__(
+        self,
+        *,
+        delta: float,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        max_grad_norm: float = 1.0,
+        ledger: str | Path | None = None,
+        log_nonprivate: bool = False,
+        reproducible: int | None = None,
+        **options: Any,
+    ) -> None:
+        check_number("delta", delta)
+        if (target_epsilon is None) == (noise_multiplier is None):
+            raise ValueError("Private takes one of target_epsilon=3, say, and noise_multiplier=1")
+        self.delta, self.target_epsilon, self.noise_multiplier = delta, target_epsilon, noise_multiplier
+        self.max_grad_norm, self.ledger, self.log_nonprivate = max_grad_norm, ledger, log_nonprivate
+        self.reproducible, self.options = reproducible, options
+        self.engine: PrivacyEngine | None = None
+        self._saved: dict[str, Any] = {}
+
+    def guarantee(self) -> Any:
+        """What may be said about the model as it is now: an epsilon with its assumptions, or why not."""
+        if self.engine is None:
+            raise ValueError("nothing was trained yet: call trainer.fit first")
+        return self.engine.guarantee(self.delta)
+
+    # --- the trainer's hooks ------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            _require_one_mechanism(trainer, pl_module)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.engine is not None:
+            raise ValueError(
+                "this Private callback has trained a model already: make a new model, trainer and callback, and "
+                "continue with trainer.fit(model, ckpt_path=...)"
+            )
+        if self._saved and self.ledger is None:
+            raise ValueError(
+                "ckpt_path: what was asked after the checkpoint was saved is known to its ledger alone. Train with "
+                "Private(ledger=FILE), and continue with the same file"
+            )
+        engine = PrivacyEngine(
+            ledger=self.ledger,
+            resume=bool(self._saved),
+            reproducible=self.reproducible,
+            nonprivate_outputs=self.log_nonprivate,
+        )
+        source = trainer.fit_loop._data_source
+        loader = source.dataloader()
+        if not isinstance(loader, DataLoader):
+            raise ValueError(f"the training data are a {type(loader).__name__}: give one DataLoader")
+        source.instance = self._made_private(engine, trainer, pl_module, loader)
+        trainer.fit_loop._combined_loader = None  # configure_optimizers may have asked for its length
+        if self._saved:
+            engine.load_state_dict(self._saved)
+        if not self.log_nonprivate:
+            results = trainer.fit_loop.epoch_loop._results
+            results.log = Withheld(trainer, results.log)
+        self.engine = engine
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.accumulate_grad_batches != 1:  # a callback may change it
+            raise ValueError(_accumulated(trainer))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.engine is not None
+        if not self.engine.may_step:  # a run that was resumed repeats steps, and may not reach its end
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        found = self.guarantee().epsilon
+        if found is not None:
+            pl_module.log("epsilon", found, prog_bar=True)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        vars(trainer.fit_loop.epoch_loop._results).pop("log", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.engine is None else self.engine.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+
+    # --- what becomes private -----------------------------------------------------------------------------------------
+
+    def _made_private(self, engine: PrivacyEngine, trainer: Any, pl_module: Any, loader: DataLoader[Any]) -> Any:
+        parts: dict[str, Any] = {
+            "module": _called(trainer, pl_module, loader),
+            "optimizer": trainer.optimizers[0],
+            "data_loader": loader,
+            "max_grad_norm": self.max_grad_norm,
+            **self.options,
+        }
+        if self.noise_multiplier is not None:
+            private = engine.make_private(**parts, noise_multiplier=self.noise_multiplier)[2]
+        else:
+            assert self.target_epsilon is not None
+            private = engine.make_private_with_epsilon(
+                **parts,
+                target_epsilon=self.target_epsilon,
+                target_delta=self.delta,
+                epochs=_epochs(trainer, _draws(loader)),
+            )[2]
+        return private if self.options.get("max_physical_batch_size") is None else Unsized(private)
+
+
+def _draws(loader: Any) -> int:
+    """Of one pass over the data."""
+    return max(1, round(len(loader.dataset) / (loader.batch_size or loader.batch_sampler.batch_size)))
+
+
+def _epochs(trainer: Any, draws: int) -> int:
+    """How many passes over the data are planned at most."""
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    if steps is None or steps < 0:
+        if epochs is None or epochs < 0:
+            raise ValueError("max_epochs=-1: a budget is planned for a number of epochs, or of steps (max_steps)")
+        return int(epochs)
+    by_steps = -(-steps // draws)
+    return int(by_steps if epochs is None or epochs < 0 else min(epochs, by_steps))
+
+
+class Unsized:
+    """The parts of draws, of which nobody knows how many there will be; a DataLoader's length is that of its draws."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+
+class _Called(Exception):
+    """Ends a training step at the first call of the model."""
+
+
+def _called(trainer: Any, pl_module: nn.Module, loader: DataLoader[Any]) -> nn.Module:
+    """Which module a training step calls: the LightningModule, or one in it that holds all its parameters.
+
+    It is tried out on a made-up example, up to that call. Where that cannot be found out it is the LightningModule, and
+    gradients that come from elsewhere are refused at the step.
+    """
+    everything = {id(parameter) for parameter in pl_module.parameters()}
+    found: list[nn.Module] = []
+
+    def stop(module: nn.Module, args: Any) -> None:
+        found.append(module)
+        raise _Called
+
+    holders = [module for module in pl_module.modules() if {id(p) for p in module.parameters()} == everything]
+    handles = [module.register_forward_pre_hook(stop) for module in holders]
+    vars(pl_module)["log"] = lambda *args, **kwargs: None
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            row = CollateEmpty(loader.dataset, loader.collate_fn)([])
+            row = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(row), dataloader_idx=0)
+            wanted = len(inspect.signature(pl_module.training_step).parameters)  # type: ignore[arg-type, operator]
+            pl_module.training_step(*(row, 0)[:wanted])  # type: ignore[operator]
+    except Exception:  # a made-up example may be one that it does not take
+        pass
+    finally:
+        del vars(pl_module)["log"]
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else pl_module
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _require_one_mechanism(trainer: Any, pl_module: Any) -> None:
+    """Refuse, before anything is trained, what would change a private step or take another in its place."""
+    kind = type(trainer.strategy).__name__
+    if trainer.world_size > 1 or kind != "SingleDeviceStrategy":
+        raise ValueError(f"strategy: private training runs in one process, on one device, not by {kind}")
+    if not pl_module.automatic_optimization:
+        raise ValueError("automatic_optimization=False: Private steps where the trainer does; for steps of your own, "
+                         "use vestige.PrivacyEngine in a loop")  # fmt: skip
+    if str(trainer.precision) in ("16", "16-mixed", "16-true"):
+        raise ValueError(
+            f"precision={trainer.precision!r} loses the small gradients of single examples: use precision='bf16-mixed'"
+        )
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"gradient_clip_val={trainer.gradient_clip_val}: each example's gradient is bounded before they are added "
+            "up, by Private(max_grad_norm=...); leave it out"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(_accumulated(trainer))
+    if trainer.overfit_batches:
+        raise ValueError(f"overfit_batches={trainer.overfit_batches}: private batches are Poisson samples of all data")
+    if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
+        raise ValueError("training_step takes a dataloader_iter: let it take a batch, which is one draw")
+
+
+def _accumulated(trainer: Any) -> str:
+    return (
+        f"accumulate_grad_batches={trainer.accumulate_grad_batches}: each batch of the private loader is priced as one "
+        "step. Give the loader the whole batch_size, and Private(max_physical_batch_size=...) to split it"
+    )
+
+
+class Withheld:
+    """Takes what is logged in training, which no noise covers, and keeps it; of our own numbers epsilon goes on."""
+
+    def __init__(self, trainer: Any, log: Any) -> None:
+        self._trainer, self._log = trainer, log
+        self._said: set[str] = set()
+
+    def __call__(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if name == "epsilon":
+            self._log(fx, name, value, *args, **kwargs)
+            return
+        for chooser, monitor in _choosers(self._trainer):
+            if monitor in (name, f"{name}_step", f"{name}_epoch"):
+                raise ValueError(
+                    f"{chooser}(monitor={monitor!r}) would choose by training examples without noise: monitor what "
+                    "is logged in validation"
+                )
+        if name not in self._said:
+            self._said.add(name)
+            warnings.warn(
+                f"{name!r}, logged in {fx}, is computed from training examples without noise and is kept back; "
+                "Private(log_nonprivate=True) logs it, and gives the guarantee up",
+                stacklevel=2,
+            )
+
+
+def _choosers(trainer: Any) -> Iterator[tuple[str, str | None]]:
+    """What follows a number that is logged."""
+    for callback in trainer.callbacks:
+        yield type(callback).__name__, getattr(callback, "monitor", None)
+    for config in trainer.lr_scheduler_configs:
+        yield type(config.scheduler).__name__, config.monitor if config.reduce_on_plateau else None
