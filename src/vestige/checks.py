@@ -48,13 +48,15 @@ def check_rate(rate: float) -> None:
 
 
 def check_steps(steps: int, name: str = "steps") -> None:
-    if not (isinstance(steps, int) and steps >= 1):
+    if not (isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1):
         raise ValueError(f"{name}={steps} must be a whole number from 1 up")
 
 
 def check_delta(delta: float, population: int | None = None) -> None:
     if not 0 < delta < 1:
         raise ValueError(f"delta={delta} must lie in (0, 1): take one well below 1 / examples, such as 1e-5")
+    if population == 0:
+        raise ValueError("the data hold no example: there is nothing to train on")
     if population is not None and delta >= 1 / population:
         raise ValueError(
             f"delta={delta} is not below 1/N = {1 / population:.3g} for {population} examples: it would allow "

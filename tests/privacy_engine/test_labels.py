@@ -212,3 +212,59 @@ def test_sentences_padded_to_the_longest_of_their_batch():
         seen.add(batch["input_ids"].shape[1])
     assert len(seen) > 1
     assert PADDED in engine.guarantee(1e-3).assumptions
+
+
+def trained_on_lengths(model, loss, columns):
+    """A loop over batches of which every other one is longer."""
+    engine = PrivacyEngine(reproducible=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    loader = DataLoader(Sentences(columns), batch_size=BATCH)
+    _, _, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1e-9, max_grad_norm=BOUND
+    )
+    for place, batch in enumerate(loader):
+        cut = {name: part[:, : LENGTH - place % 2] if part.dim() > 1 else part for name, part in batch.items()}
+        loss(engine, model, cut).backward()
+        optimizer.step()
+
+
+def test_a_divisor_of_the_longest_example_is_refused_however_the_loss_is_taken():
+    torch.manual_seed(0)
+    numbers = {"input_ids": torch.randn(ROWS, LENGTH, 3), "labels": torch.randn(ROWS, LENGTH, 2)}
+
+    def by_criterion(engine, model, batch):
+        return engine.criterion(nn.MSELoss())(model(batch["input_ids"]), batch["labels"])
+
+    with pytest.raises(ValueError, match="decided by the longest example"):
+        trained_on_lengths(nn.Linear(3, 2), by_criterion, numbers)
+    build, columns = CASES["a span"]
+    answers = {**columns(), "start_positions": torch.randint(3, (ROWS,)), "end_positions": torch.randint(3, (ROWS,))}
+    with pytest.raises(ValueError, match="decided by the longest example"):
+        trained_on_lengths(build().train(), lambda engine, model, batch: model(**batch).loss, answers)
+
+
+def test_whoever_collates_is_told_what_padding_must_not_do():
+    for collate, said in ((None, False), (padded_to_the_longest, True)):
+        engine, model = PrivacyEngine(), gpt2().train()
+        loader = DataLoader(Sentences(masked()), batch_size=BATCH, collate_fn=collate)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        engine.make_private(
+            module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=BOUND
+        )
+        assert (PADDED in engine.guarantee(1e-3).assumptions) == said
+
+
+def test_sentences_of_one_token_have_a_loss():
+    columns = {name: part[:, :1] for name, part in masked().items()}
+    engine, model, optimizer, loader = private(gpt2().train(), columns)
+    outputs, moved = step(model, optimizer, next(iter(loader)))
+    assert float(outputs.loss.detach()) == 0.0
+    np.testing.assert_allclose(moved, 0.0, atol=1e-6)  # nothing but the noise
+
+
+def test_a_label_that_is_no_class_is_not_shown():
+    columns = {**of_classes(), "labels": torch.full((ROWS,), 987654)}
+    engine, model, optimizer, loader = private(bert("SequenceClassification", num_labels=3).train(), columns)
+    with pytest.raises(ValueError, match="outside the model's 3 classes") as error:
+        model(**next(iter(loader)))
+    assert "987654" not in str(error.value)

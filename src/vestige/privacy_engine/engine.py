@@ -26,7 +26,7 @@ from vestige.engines.recorded.recording import sizes_of
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
-from vestige.mechanism.losses.criteria import batch_mean, of_torch
+from vestige.mechanism.losses.criteria import batch_mean, counts_targets, of_torch
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Rule
@@ -104,6 +104,7 @@ class PrivacyEngine:
         )
         self._steps: PrivateSteps | None = None
         self._record = record
+        self._collates = False
         self._population = 0
         self._run = secrets.token_hex(8)
 
@@ -170,6 +171,7 @@ class PrivacyEngine:
             chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
         rate, parts = rate_of(data_loader), Parts(steps_per_batch) if poisson_sampling else AnyRows()
         self._population = len(data_loader.dataset)  # type: ignore[arg-type]
+        self._collates = data_loader.collate_fn not in (None, default_collate)
         size, expected = Layout.of(module).size, max(1, round(rate * self._population))
         self._facts = replace(self._facts, sampling="poisson" if poisson_sampling else "shuffled", coordinates=size)
         if target_delta is not None:
@@ -246,7 +248,7 @@ class PrivacyEngine:
         model's outputs as they are. Of a function of your own it stays an assumption that it sees nothing but them.
         """
         mean = batch_mean(loss)
-        return of_rows(mean) if of_torch(loss) else mean
+        return of_rows(mean, counts_targets(loss)) if of_torch(loss) else mean
 
     def guarantee(self, delta: float) -> accounting.Guarantee:
         """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""
@@ -254,7 +256,7 @@ class PrivacyEngine:
         facts = self._facts
         if self._steps is not None:
             passes = self._steps.passes
-            facts = replace(facts, opaque_loss=passes.assumed, padded=passes.lengths.vary)
+            facts = replace(facts, opaque_loss=passes.assumed, padded=self._collates or passes.lengths.vary)
         return accounting.guarantee(self._ledger.spent, delta, facts)
 
     def get_epsilon(self, delta: float) -> float:

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from vestige.engines.rehearsal.rehearsing import left_as_found, made_up
-from vestige.mechanism.losses.model_losses import IGNORED, MODEL_LOSSES, ModelLoss, Tensors
+from vestige.mechanism.losses.model_losses import AVERAGED, IGNORED, MODEL_LOSSES, ModelLoss, Tensors
 from vestige.privacy_engine.calls import Call
 from vestige.privacy_engine.outputs import by_rows
 
 LABELS = ("labels", "start_positions", "end_positions")
 DIVISORS = ("num_items_in_batch",)
 """What callers divide a loss by: everyone's tokens."""
-TRIALS = 3
+TRIALS, SHORTEST = 3, 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ class Labelled:
     def with_loss(self, outputs: Any, labels: Tensors) -> Any:
         """The outputs as the model returns them, with the mean of the examples' losses in front."""
         others = {name: value for name, value in outputs.items() if name != "loss"}
-        loss = by_rows(self.loss(others, labels, self.tokens))
+        averaged = None
+        if self.loss in AVERAGED:
+            averaged = sum(part[0].numel() for name, part in others.items() if name.endswith("logits"))
+        loss = by_rows(self.loss(others, labels, self.tokens), averaged)
         return type(outputs)(**{"loss": loss, **others})
 
 
@@ -103,12 +106,16 @@ def _made_up_call(
     args: Any, kwargs: Any, labels: Mapping[str, Tensor], trial: int
 ) -> tuple[dict[str, Tensor], tuple[Any, dict[str, Any]]]:
     """One made-up example in the form of a call; of its labels some are ignored, where there are several."""
-    rows = len(next(iter(labels.values())))
+    first = next(iter(labels.values()))
+    rows, length = len(first), first.shape[1] if first.dim() > 1 else 0
 
     def one(value: Any, seed: int) -> Any:
         if not (isinstance(value, Tensor) and value.dim() and len(value) == rows):
             return value
-        return made_up([value[:0]], 1, seed, value.device)[0]
+        blank = value[:0]
+        if 0 < length < SHORTEST and value.dim() > 1 and value.shape[1] == length:
+            blank = value.new_zeros(0, SHORTEST, *value.shape[2:])  # one token has none after it
+        return made_up([blank], 1, seed, value.device)[0]
 
     named = {name: one(value, 7 * trial + place) for place, (name, value) in enumerate(kwargs.items())}
     for name in labels:

@@ -107,7 +107,8 @@ class Rowless(torch.autograd.Function):
     def backward(ctx: Any, *signals: Tensor) -> Any:
         raise ValueError(
             "the loss uses an output of the model that has no row for each example, such as a loss of the whole batch "
-            "that the model computed itself: compute the loss from the outputs that have (the logits, say)"
+            "that the model computed itself and that is none of the usual: compute the loss from the outputs that have "
+            "(the logits, say). The usual ones are known where labels are given by name and outputs come by name"
         )
 
 
@@ -194,6 +195,8 @@ def _reduction(top: Any, nodes: list[Any], rows: int) -> Reduction:
 
 def _averaged(node: Any, rows: int) -> int | None:
     """How many numbers of a row a mean is over, if it is one that does not look at them."""
+    if OF_ROWS in node.metadata:
+        return node.metadata[OF_ROWS]  # type: ignore[no-any-return]
     if node.name() == "MeanBackward0":
         return int(node._saved_self_sym_numel) // rows
     if node.name() in POINTWISE and node._saved_reduction == MEAN:
@@ -228,25 +231,31 @@ def _of_likelihood(node: Any, rows: int, kind: str | None) -> Reduction:
     return Reduction(node._saved_total_weight / public, kind, public)
 
 
-def of_rows(criterion: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def of_rows(criterion: Callable[..., Tensor], counts: bool = True) -> Callable[..., Tensor]:
     """A criterion that takes the mean of losses of single rows, each by a function of torch's: nothing need be assumed
-    of it, where it is given the outputs themselves."""
+    of it, where it is given the outputs themselves. One that `counts` is a mean over the targets that count, others are
+    over all numbers of a row."""
 
     def taken(outputs: Any, targets: Tensor) -> Tensor:
         value = criterion(outputs, targets)
         if value.grad_fn is not None and _themselves(outputs):
-            value.grad_fn.metadata[OF_ROWS] = True  # type: ignore[index]
+            value.grad_fn.metadata[OF_ROWS] = None if counts else _numbers(outputs)  # type: ignore[index]
         return value
 
     return taken
 
 
-def by_rows(losses: Tensor) -> Tensor:
-    """The mean of losses that were taken of single rows."""
+def by_rows(losses: Tensor, averaged: int | None) -> Tensor:
+    """The mean of losses that were taken of single rows, each a mean over so many numbers, if that is one for all."""
     value = losses.mean()
     if value.grad_fn is not None:
-        value.grad_fn.metadata[OF_ROWS] = True  # type: ignore[index]
+        value.grad_fn.metadata[OF_ROWS] = averaged  # type: ignore[index]
     return value
+
+
+def _numbers(outputs: Any) -> int:
+    """How many numbers a row of the outputs has."""
+    return sum(leaf[0].numel() for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor) and len(leaf))
 
 
 def _themselves(outputs: Any) -> bool:

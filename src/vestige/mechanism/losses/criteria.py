@@ -100,6 +100,11 @@ def of_torch(loss: Any) -> bool:
     return (type(loss) if isinstance(loss, nn.Module) else loss).__module__ in ("torch.nn.modules.loss", F.__name__)
 
 
+def counts_targets(loss: Any) -> bool:
+    """Whether a loss of several targets is a mean over those that count, however many there are."""
+    return _known(loss) is not None
+
+
 def check_shifted(model: nn.Module, loss: Any) -> None:
     """Refuse to score a Hugging Face model of the next token by a loss that would compare each token with itself."""
     name = type(model).__name__
@@ -123,12 +128,23 @@ def _known(loss: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
 def _by_class(function: Callable[..., Tensor], options: dict[str, Any], outputs: Tensor, targets: Tensor) -> Tensor:
     options = {key: value for key, value in options.items() if key in FIELDS}
     reduction, weight = options.pop("reduction", "mean"), options.get("weight")
-    each = function(outputs, targets, **options, reduction="none").flatten(1 if outputs.dim() > 2 else 0)
+    each = likelihood(function, outputs, targets, **options).flatten(1 if outputs.dim() > 2 else 0)
     if reduction != "mean":
         return each if each.dim() == 1 else each.sum(dim=1)
     if each.dim() > 1:
         each = each.sum(dim=1) / _counted(targets, each, options.get("ignore_index", -100))
     return each if weight is None else each / weight.mean()
+
+
+def likelihood(function: Callable[..., Tensor], outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Every target's own loss. A target that is no class is refused without being named: it is somebody's."""
+    try:
+        return function(outputs, targets, **options, reduction="none")
+    except IndexError:
+        pass
+    raise ValueError(
+        f"a target lies outside the model's {outputs.shape[1]} classes, numbered from 0: see how the labels were made"
+    )
 
 
 def _counted(targets: Tensor, losses: Tensor, ignored: int) -> Tensor | int:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vestige.mechanism.losses.criteria import likelihood
+
 IGNORED = -100
 Tensors = Mapping[str, Tensor]
 ModelLoss = Callable[[Tensors, Tensors, int | None], Tensor]
@@ -32,7 +34,7 @@ def each_token(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
     """Of a masked language model, a decoder or a tagger: each position is to say its own label."""
     logits, target = outputs["logits"], labels["labels"]
     _require(logits.dim() == 3 and logits.shape[:2] == target.shape and not target.is_floating_point())
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED, reduction="none")
+    losses = likelihood(F.cross_entropy, logits.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED)
     counted = (target != IGNORED).sum(dim=1).clamp(min=1) if tokens is None else tokens
     return losses.view(target.shape).sum(dim=1) / counted
 
@@ -40,7 +42,7 @@ def each_token(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
 def one_class(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
     logits, target = outputs["logits"], labels["labels"]
     _require(logits.dim() == 2 and target.numel() == len(logits) and not target.is_floating_point())
-    return F.cross_entropy(logits.float(), target.flatten(), ignore_index=IGNORED, reduction="none")
+    return likelihood(F.cross_entropy, logits.float(), target.flatten(), ignore_index=IGNORED)
 
 
 def numbers(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
@@ -77,6 +79,12 @@ MODEL_LOSSES: dict[str, ModelLoss] = {
 }
 
 
+AVERAGED = (numbers, several_classes, span)
+"""Those in which every number of an example's outputs has a say, padding too."""
+
+
 def _require(fits: bool) -> None:
     if not fits:
-        raise ValueError
+        raise ValueError(
+            "the labels do not fit the model's outputs in shape or type: see what the collate function made"
+        )
