@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import time
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -270,6 +271,8 @@ def test_a_mistake_is_one_line_and_nothing_is_written(made, tmp_path, words, mes
 
 
 def test_files_that_are_none(made, tmp_path):
+    readable = find_spec("pyarrow") is not None
+
     def file(name, content):
         (tmp_path / name).write_bytes(content)
         return tmp_path / name
@@ -286,7 +289,10 @@ def test_files_that_are_none(made, tmp_path):
         (file("number.jsonl", b'{"text": 7}'), "row 1 holds no text"),
         (file("null.jsonl", b'{"text": null}'), "has nothing in that column"),
         (file("reviews.txt", SECRET.encode()), "must be one of .jsonl, .csv, .parquet"),
-        (file("torn.parquet", SECRET.encode()), "is not a readable .parquet file"),
+        (
+            file("torn.parquet", SECRET.encode()),
+            "is not a readable .parquet file" if readable else "needs pyarrow, which is not installed",
+        ),
     ]:
         refused(made, tmp_path, message, data=data)
 
