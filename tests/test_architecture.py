@@ -31,7 +31,7 @@ ABOVE: dict[str, str] = {
     "methods tasks",
     "privacy_engine": "accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
     "engines.recorded optim methods training",
-    "integrations": "accounting training privacy_engine",
+    "integrations": "accounting mechanism training privacy_engine",
     "finetuning": "mechanism.losses methods tasks training integrations",
     "compare.stacked": "randomness mechanism mechanism.losses optim methods",
     "compare.report": "",

@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from vestige.checks import check_number
+from vestige.mechanism.loading import rate_of
 from vestige.privacy_engine.engine import PrivacyEngine
-from vestige.privacy_engine.loaders import CollateEmpty
+from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch
 
 try:
     from lightning.pytorch import Callback
@@ -138,25 +139,19 @@ class Private(Callback):
                 **parts,
                 target_epsilon=self.target_epsilon,
                 target_delta=self.delta,
-                epochs=_epochs(trainer, _draws(loader)),
+                draws=_planned_draws(trainer, draws_per_epoch(rate_of(loader))),
             )[2]
         return private if self.options.get("max_physical_batch_size") is None else Unsized(private)
 
 
-def _draws(loader: Any) -> int:
-    """Of one pass over the data."""
-    return max(1, round(len(loader.dataset) / (loader.batch_size or loader.batch_sampler.batch_size)))
-
-
-def _epochs(trainer: Any, draws: int) -> int:
-    """How many passes over the data are planned at most."""
+def _planned_draws(trainer: Any, each_epoch: int) -> int:
+    """How many steps are planned at most."""
     epochs, steps = trainer.max_epochs, trainer.max_steps
-    if steps is None or steps < 0:
-        if epochs is None or epochs < 0:
-            raise ValueError("max_epochs=-1: a budget is planned for a number of epochs, or of steps (max_steps)")
-        return int(epochs)
-    by_steps = -(-steps // draws)
-    return int(by_steps if epochs is None or epochs < 0 else min(epochs, by_steps))
+    limits = [] if epochs is None or epochs < 0 else [epochs * each_epoch]
+    limits += [] if steps is None or steps < 0 else [steps]
+    if not limits:
+        raise ValueError("max_epochs=-1: a budget is planned for a number of epochs, or of steps (max_steps)")
+    return int(min(limits))
 
 
 class Unsized:

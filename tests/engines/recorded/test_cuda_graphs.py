@@ -280,6 +280,7 @@ def test_what_is_drawn_on_the_host_runs_unrecorded_and_what_is_drawn_on_the_gpu_
         into = torch.zeros(layout.size, device="cuda")
         engine(batch, layout.parameters(model), Flat(0.1), into)
         results.append(into)
+    assert bool(engine._padded) == (not host)
     assert any(padded.graph is not None for padded in engine._padded.values()) == (not host)
     assert not torch.equal(results[3], results[4])  # another mask each time
 

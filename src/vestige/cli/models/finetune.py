@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vestige.cli.errors import INTERRUPTED, refuse_others
 from vestige.cli.models.flags import (
     DeltaFlag,
     DeviceFlag,
@@ -27,6 +25,7 @@ from vestige.cli.models.flags import (
     part_size,
 )
 from vestige.cli.models.method_flags import with_method_options
+from vestige.cli.models.said import add_privacy, continued, leave_if_interrupted, warn_of
 from vestige.cli.terminal import Json, graceful_stop, print_json, stderr, stdout, step_progress
 
 
@@ -114,15 +113,9 @@ def finetune(
     """
     from vestige.devices import default_device
     from vestige.finetuning.job import FineTuning, complete, load, start
-    from vestige.training.run_folder import RunFolder
 
     if resume is not None:
-        others = ("resume", "quiet", "as_json")
-        refuse_others(context, others, "a run continues with the options it was started with")
-        folder = RunFolder(resume)
-        job = load(folder)
-        if folder.result() is not None:
-            raise ValueError(f"resume={str(resume)!r} is already finished; verify it with: vestige verify {resume}")
+        job = continued(context, resume, ("resume", "quiet", "as_json"), load)
     else:
         if model is None or data is None:
             raise ValueError("model=None: give a checkpoint's folder" if model is None else "data=None: give a file")
@@ -171,17 +164,12 @@ def finetune(
             return not stopping()
 
         result = complete(job, checkpoint, training, on_record)
-    interrupted = result.stopped == "interrupted"
-    saved = None if interrupted else str(path / checkpoint.kind)
+    saved = None if result.stopped == "interrupted" else str(path / checkpoint.kind)
     if as_json:
         print_json({**result.to_json(), "saved": saved, "padded_tokens_per_second": round(pace.tokens, 1)})
     else:
         _summarise(result, saved, pace)
-    if interrupted:
-        stderr.print(
-            f"interrupted after step {result.steps}; continue with: vestige finetune --resume {path}", markup=False
-        )
-        sys.exit(INTERRUPTED)
+    leave_if_interrupted(result, "finetune", path)
 
 
 def _several(text: str | None) -> tuple[str, ...] | None:
@@ -214,24 +202,12 @@ def _announce(job: Any, training: Any) -> None:
         f"rate {plan.lr:.4g}",
         markup=False,
     )
-    if job.reproducible:
-        stderr.print(
-            "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
-            markup=False,
-        )
-    if job.sampling != "poisson":
-        stderr.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
+    warn_of(job)
 
 
 def _summarise(result: Any, saved: str | None, pace: Pace) -> None:
-    stated = result.statement
     table = Table(show_header=False, box=None, pad_edge=False)
-    if stated.epsilon is not None:
-        table.add_row("privacy", f"epsilon {stated.epsilon:.4g} at delta {stated.delta:g} ({stated.accountant})")
-    else:
-        table.add_row("privacy", "none: " + "; ".join(stated.reasons))
-    if stated.epsilon_if_noise_were_secret is not None:
-        table.add_row("", f"epsilon would be {stated.epsilon_if_noise_were_secret:.4g} if the noise were secret")
+    add_privacy(table, result.statement)
     table.add_row("steps", f"{result.steps} ({result.stopped})")
     table.add_row("padded tokens", f"{pace.tokens:,.0f} a second")
     table.add_row("written to", str(result.run))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vestige.cli.errors import INTERRUPTED, refuse_others
 from vestige.cli.models.flags import (
     DeltaFlag,
     DeviceFlag,
@@ -27,6 +25,7 @@ from vestige.cli.models.flags import (
     part_size,
 )
 from vestige.cli.models.method_flags import with_method_options
+from vestige.cli.models.said import add_privacy, continued, leave_if_interrupted, warn_of
 from vestige.cli.terminal import Json, graceful_stop, print_json, stderr, stdout, step_progress
 
 
@@ -124,14 +123,9 @@ def train(
     from vestige.devices import default_device
     from vestige.integrations import loggers
     from vestige.training.job import Job, complete, load, start
-    from vestige.training.run_folder import RunFolder
 
     if resume is not None:
-        refuse_others(context, ("resume", "log_to", "as_json"), "a run continues with the options it was started with")
-        folder = RunFolder(resume)
-        job = load(folder)
-        if folder.result() is not None:
-            raise ValueError(f"resume={str(resume)!r} is already finished; verify it with: vestige verify {resume}")
+        job = continued(context, resume, ("resume", "log_to", "as_json"), load)
     else:
         job = Job(
             task=task,
@@ -193,11 +187,7 @@ def train(
         print_json(result.to_json())
     else:
         _summarise(result)
-    if result.stopped == "interrupted":
-        stderr.print(
-            f"interrupted after step {result.steps}; continue with: vestige train --resume {path}", markup=False
-        )
-        sys.exit(INTERRUPTED)
+    leave_if_interrupted(result, "train", path)
 
 
 def _announce(job: Any, training: Any) -> None:
@@ -213,17 +203,11 @@ def _announce(job: Any, training: Any) -> None:
         stderr.print(
             f"physical batch {training.physical_batch}: the most that fits, or that a sample has", markup=False
         )
-    if job.reproducible:
-        stderr.print(
-            "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
-            markup=False,
-        )
+    warn_of(job)
     if job.nonprivate_transcript:
         stderr.print("NOT PRIVATE: --nonprivate-transcript writes raw sums; the guarantee is void", markup=False)
     if job.nonprivate_logs:
         stderr.print("NOT PRIVATE: --nonprivate-logs logs numbers without noise; the guarantee is void", markup=False)
-    if job.sampling != "poisson":
-        stderr.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
 
 
 def _summarise(result: Any) -> None:
@@ -236,16 +220,7 @@ def _summarise(result: Any) -> None:
         table.add_row("private accuracy", f"{result.private_accuracy:.1%} ± {error:.1%} of the training examples")
     else:
         table.add_row("private accuracy", "not asked: the run was interrupted, or its budget was spent")
-    if stated.epsilon is not None:
-        table.add_row(
-            "privacy",
-            f"epsilon {stated.epsilon:.4g} at delta {stated.delta:g} ({stated.accountant}; "
-            f"by Renyi {stated.epsilon_rdp:.4g})",
-        )
-    else:
-        table.add_row("privacy", "none: " + "; ".join(stated.reasons))
-    if stated.epsilon_if_noise_were_secret is not None:
-        table.add_row("", f"epsilon would be {stated.epsilon_if_noise_were_secret:.4g} if the noise were secret")
+    add_privacy(table, stated)
     table.add_row("steps", f"{result.steps} ({result.stopped})")
     if selection is not None:
         table.add_row(

@@ -1,0 +1,59 @@
+"""What do all commands that train one model say? What is not private, what was spent, how to go on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from vestige.cli.errors import INTERRUPTED, refuse_others
+from vestige.cli.terminal import stderr
+
+
+def continued(context: typer.Context, resume: Path, others: tuple[str, ...], load: Callable[[Any], Any]) -> Any:
+    """The job of an interrupted run; other options than these are refused beside it."""
+    from vestige.training.run_folder import RunFolder
+
+    refuse_others(context, others, "a run continues with the options it was started with")
+    folder = RunFolder(resume)
+    job = load(folder)
+    if folder.result() is not None:
+        raise ValueError(f"resume={str(resume)!r} is already finished; verify it with: vestige verify {resume}")
+    return job
+
+
+def warn_of(job: Any) -> None:
+    """Print on standard error what of a job is not private, or has no epsilon."""
+    if job.reproducible:
+        stderr.print(
+            "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
+            markup=False,
+        )
+    if job.sampling != "poisson":
+        stderr.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
+
+
+def add_privacy(table: Table, stated: Any) -> None:
+    """The rows on privacy of a summary."""
+    if stated.epsilon is not None:
+        table.add_row(
+            "privacy",
+            f"epsilon {stated.epsilon:.4g} at delta {stated.delta:g} ({stated.accountant}; "
+            f"by Renyi {stated.epsilon_rdp:.4g})",
+        )
+    else:
+        table.add_row("privacy", "none: " + "; ".join(stated.reasons))
+    if stated.epsilon_if_noise_were_secret is not None:
+        table.add_row("", f"epsilon would be {stated.epsilon_if_noise_were_secret:.4g} if the noise were secret")
+
+
+def leave_if_interrupted(result: Any, command: str, path: Path) -> None:
+    if result.stopped == "interrupted":
+        stderr.print(
+            f"interrupted after step {result.steps}; continue with: vestige {command} --resume {path}", markup=False
+        )
+        sys.exit(INTERRUPTED)
