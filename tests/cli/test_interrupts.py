@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from commands import started, vestige
+from vestige.cli.terminal import sigterm_as_ctrl_c
 
 
 def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
@@ -98,3 +99,29 @@ def test_a_comparison_that_is_told_to_end_takes_its_workers_with_it(tmp_path):
     for pid in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_an_interrupt_in_a_destructor_is_not_lost(capfd):
+    class Held:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)  # here it is raised, and here Python cannot pass it on
+
+    with pytest.raises(KeyboardInterrupt), sigterm_as_ctrl_c():
+        held = Held()
+        del held
+        for _ in range(100):
+            time.sleep(0.01)
+    assert capfd.readouterr().err == ""
+
+
+def test_other_errors_in_a_destructor_are_reported_as_ever(monkeypatch):
+    class Held:
+        def __del__(self):
+            raise OSError("gone")
+
+    reported = []
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: reported.append(unraisable.exc_type))
+    with sigterm_as_ctrl_c():
+        Held()
+    assert reported == [OSError]

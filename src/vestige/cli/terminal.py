@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Timer
 from typing import Annotated, Any
 
 import typer
@@ -86,9 +89,23 @@ def graceful_stop() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does, so that its worker processes are stopped too."""
+    """SIGTERM ends a command as Ctrl-C does, so that its worker processes are stopped too.
+
+    An interrupt that arrives in a destructor or a callback of the garbage collector cannot be raised there: Python
+    would report and forget it, and the command would run on. It is sent again.
+    """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    report = sys.unraisablehook
+
+    def send_again(unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            Timer(0.01, _thread.interrupt_main).start()  # at once, it would be raised in here, and lost too
+        else:
+            report(unraisable)
+
+    sys.unraisablehook = send_again
     try:
         yield
     finally:
+        sys.unraisablehook = report
         signal.signal(signal.SIGTERM, before)
