@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from vestige.finetuning.checkpoints import Checkpoint, quiet
 from vestige.finetuning.job import FineTuning, complete, prepared, start
+from vestige.finetuning.quality import judged
 from vestige.finetuning.texts import Texts, tokenised
 from vestige.mechanism.losses.model_losses import IGNORED, next_token
 
@@ -180,22 +181,10 @@ def settled(device: torch.device) -> float:
 # --- the private half -------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def quality(task: str, model: nn.Module, texts: Texts, part: int) -> float:
+def quality(model: nn.Module, texts: Texts) -> float:
     """On the public test part: accuracy, or perplexity."""
-    model.eval()
-    device = next(model.parameters()).device
-    total = count = 0.0
-    for rows in torch.arange(len(texts)).split(part):
-        given = fetched(texts, rows, device)
-        labels = given.pop("labels")
-        outputs = model(**given)
-        if task == "classification":
-            total, count = total + float((outputs.logits.argmax(-1) == labels).sum()), count + len(rows)
-        else:
-            own = (labels[:, 1:] != IGNORED).sum(dim=1)
-            total, count = total + float((token_loss(outputs, labels) * own).sum()), count + float(own.sum())
-    return total / count if task == "classification" else math.exp(total / count)
+    (found,) = judged(model, texts).values()
+    return found
 
 
 class Fine:
@@ -218,10 +207,10 @@ class Fine:
 
     def before(self) -> dict[str, Any]:
         """Of the checkpoint as it is; a head that has learned nothing tells nothing."""
-        return {"row": "before", "quality": quality(self.task, self.checkpoint.model, self.tested, self.sizes.part)}
+        return {"row": "before", "quality": quality(self.checkpoint.model, self.tested)}
 
     def plain(self) -> dict[str, Any]:
-        (checkpoint, texts), sizes = prepared(self.job), self.sizes
+        (checkpoint, texts, _), sizes = prepared(self.job), self.sizes
         steps = self.options.epochs * max(1, round(len(texts) / sizes.batch))
         model, lr = checkpoint.model, self.options.lr
         tokens = trained(model, texts, LOSSES[self.task], steps, sizes.batch, sizes.part, lr)
@@ -229,7 +218,7 @@ class Fine:
 
     def private(self, epsilon: float) -> dict[str, Any]:
         job = replace(self.job, epsilon=epsilon)
-        checkpoint, training = start(job, self.folder / f"{self.task}-{epsilon:g}")
+        checkpoint, public, training = start(job, self.folder / f"{self.task}-{epsilon:g}")
         marks: list[float] = []
 
         def on_record(record: Any) -> bool:
@@ -237,7 +226,7 @@ class Fine:
                 marks.append(settled(torch.device(self.options.device)))
             return True
 
-        result = complete(job, checkpoint, training, on_record)
+        result = complete(job, checkpoint, public, training, on_record)
         seconds = marks[-1] - marks[0]
         tokens = training.expected_batch * job.max_length * (result.steps - 1) / seconds if seconds else math.nan
         stated = {"epsilon": result.statement.epsilon, "noise_multiplier": result.statement.noise_multiplier}
@@ -246,7 +235,7 @@ class Fine:
     def seen(self, model: nn.Module, tokens: float) -> dict[str, Any]:
         cuda = self.options.device == "cuda"
         memory = torch.cuda.max_memory_allocated() / 2**20 if cuda else None  # before the test, which takes some too
-        return {"tokens_per_second": tokens, "MiB": memory, "quality": quality(self.task, model, self.tested, 256)}
+        return {"tokens_per_second": tokens, "MiB": memory, "quality": quality(model, self.tested)}
 
     def rows(self) -> Iterator[Callable[[], dict[str, Any]]]:
         yield self.before

@@ -36,7 +36,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        field = re.match(r"(\w+)=", str(error))
+        field = re.match(r"(\w+)[=:]", str(error))
         if field is None or field[1] not in names:
             raise
         raise ValueError(names[field[1]] + str(error)[len(field[1]) :]) from error

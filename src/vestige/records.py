@@ -184,6 +184,8 @@ class RunResult:
     method: str
     accuracy: float | None = None
     """On the public test set."""
+    perplexity: float | None = None
+    """On public texts, of a language model."""
     private_accuracy: float | None = None
     """A noised answer about private examples, which was charged."""
     private_accuracy_error: float | None = None

@@ -65,6 +65,13 @@ def test_the_card_of_a_run_states_what_verify_computes(run, tmp_path):
     assert "cannot be given too" in command("report", run, "--title", "mine")[2]
 
 
+def test_the_report_of_a_loop_is_its_card_too(tmp_path):
+    private_loop(tmp_path / "ledger.jsonl")
+    assert command("report", tmp_path)[0] == 2
+    assert command("report", tmp_path, "--delta", "1e-3")[0] == 0
+    assert (tmp_path / "report.md").read_text() == vestige.card(tmp_path / "ledger.jsonl", delta=1e-3)
+
+
 def test_without_an_epsilon_the_card_says_why(tmp_path):
     command(*TRAIN, "--reproducible", "--out", tmp_path / "run")
     page = vestige.card(tmp_path / "run")

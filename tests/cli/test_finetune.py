@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import shutil
 import signal
@@ -47,6 +48,32 @@ def weights(model):
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aim", ["classification", "causal-lm"])
+def test_public_texts_judge_the_model_that_was_saved(made, tmp_path, aim):
+    """Against Hugging Face's own loss, one text at a time, unpadded, in float64."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    run, test, extra = tmp_path / "run", rows(tmp_path / "test.jsonl", 7), LABELS if aim == "classification" else []
+    result = as_json("finetune", "--model", made / "lm", "--data", made / "reviews.jsonl", "--test", test, *PLAN,
+                     *extra, "--out", run)  # fmt: skip
+    kind = AutoModelForSequenceClassification if aim == "classification" else AutoModelForCausalLM
+    model, tokenizer = kind.from_pretrained(run / "model").double().eval(), AutoTokenizer.from_pretrained(run / "model")
+    right, nats, tokens = 0, 0.0, 0
+    for number in range(7):
+        text = tokenizer(words(number), truncation=True, max_length=16, return_tensors="pt")["input_ids"]
+        if aim == "classification":
+            right += int(model(input_ids=text).logits.argmax()) == number % 2
+        else:
+            nats += model(input_ids=text, labels=text).loss.item() * (text.shape[1] - 1)
+            tokens += text.shape[1] - 1
+    if aim == "classification":
+        assert result["accuracy"] == right / 7
+    else:
+        assert result["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert ("accuracy" in result) != ("perplexity" in result)
+    assert as_json("verify", run)["unchecked"] == []
 
 
 @pytest.mark.parametrize("aim", ["classification", "causal-lm"])
@@ -121,7 +148,7 @@ def test_the_numbers_of_labels_are_those_of_the_head(made, tmp_path):
         model=str(made / "classifier"), data=str(made / "reviews.jsonl"), label_column="label", labels=("pos", "neg"),
         epsilon=8, delta=1e-3, batch=10, steps=1, max_length=16,
     )  # fmt: skip
-    _, training = start(job, tmp_path / "run")
+    _, _, training = start(job, tmp_path / "run")
     assert [int(training._examples._rows.dataset[row]["labels"]) for row in range(4)] == [0, 1, 0, 1]
     training.ledger.close()
 
@@ -166,7 +193,7 @@ def test_a_step_without_noise_is_the_sum_of_clipped_gradients_one_example_at_a_t
         model=str(made / "lm"), data=str(file), method="dp-sgd", options={"clip": bound}, lr=lr, noise_multiplier=1e-9,
         delta=1e-3, batch=count, steps=1, max_length=16, reproducible=True, **more,
     )  # fmt: skip
-    fine, training = start(job, tmp_path / "run")
+    fine, _, training = start(job, tmp_path / "run")
     model = copy.deepcopy(fine.model).double()
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = []
@@ -179,7 +206,7 @@ def test_a_step_without_noise_is_the_sum_of_clipped_gradients_one_example_at_a_t
         grads = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
         filled = [torch.zeros_like(p) if g is None else g for p, g in zip(trainable.values(), grads, strict=True)]
         gradients.append(np.concatenate([g.numpy().ravel() for g in filled]))
-    complete(job, fine, training, lambda record: True)
+    complete(job, fine, None, training, lambda record: True)
     after = dict(fine.model.named_parameters())
     moved = np.concatenate([(p - after[name].double()).detach().numpy().ravel() for name, p in trainable.items()])
     want = clip_and_sum(np.stack(gradients), bound)
@@ -264,6 +291,7 @@ def refused(made, tmp_path, message, *words, model="lm", data=None):
         (["--delta", "0.1"], "--delta=0.1 is not below 1/N"),
         (["--lr", "x"], "--lr='x' must be a number"),
         (["--method", "dp-sgd"], "--lr is missing: give a learning rate"),
+        (["--test", "nowhere.jsonl"], "--test='nowhere.jsonl': there is no such file"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(made, tmp_path, words, message):

@@ -18,23 +18,30 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The page (default: FOLDER/report.html; of a run, .md).")] = None,
     figures: Annotated[Path | None, typer.Option(help="Also write every figure here, as SVG and PNG.")] = None,
     title: Annotated[str | None, typer.Option(help="Headline of the page.")] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Allowed failure probability, for the ledger of a loop of your own.")
+    ] = None,
 ) -> None:
     """Write one self-contained page about a comparison (HTML), or the privacy statement of a run (Markdown).
 
-    The page of a comparison opens from disk, without a network. Of a run it is what `vestige card` prints.
+    The page of a comparison opens from disk, without a network. Of a run, also one of a Trainer or of a loop of your
+    own with its ledger in the folder, it is what `vestige card` prints.
 
     Examples:
 
         vestige report runs/compare-20260101-120000 --figures figures
 
         vestige report my-run
+
+        vestige report trainer-output --delta 1e-6
     """
-    if (folder / "run.json").exists():
+    if (folder / "ledger.jsonl").exists():
         refuse_if_given(context, ("figures", "title"), "the report of a run is its privacy statement, without figures")
         path = out or folder / "report.md"
-        path.write_text(statement_of(folder), encoding="utf-8")
+        path.write_text(statement_of(folder, delta), encoding="utf-8")
         stdout.print(f"wrote {path}", markup=False)
     else:
+        refuse_if_given(context, ("delta",), "the runs of a comparison were planned and stopped at their own")
         write_report(folder, out, figures, title)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vestige import tasks
-from vestige.checks import check_steps
+from vestige.checks import check_steps, renamed
 from vestige.devices import check_device
 from vestige.finetuning.checkpoints import (
     Checkpoint,
@@ -27,6 +27,7 @@ from vestige.finetuning.checkpoints import (
     read_tokenizer,
     with_lora,
 )
+from vestige.finetuning.quality import judged
 from vestige.finetuning.texts import Texts, class_names, numbers_of, tokenised
 from vestige.integrations.model_card import card
 from vestige.mechanism.losses.model_losses import next_token
@@ -49,6 +50,8 @@ class FineTuning:
 
     model: str
     data: str
+    test: str | None = None
+    """A file with the same columns, whose texts need no protection: the model is judged by it, without noise."""
     text_column: str = "text"
     label_column: str | None = None
     labels: tuple[str, ...] | None = None
@@ -83,27 +86,29 @@ class FineTuning:
         return self.task or ("causal-lm" if self.label_column is None else "classification")
 
 
-def prepared(job: FineTuning) -> tuple[Checkpoint, Texts]:
-    """The model on its device, and the texts; all that can be wrong with them is refused here."""
+def prepared(job: FineTuning) -> tuple[Checkpoint, Texts, Texts | None]:
+    """The model on its device, the texts, and those to test it by; all that can be wrong with them is refused here."""
     _check(job)
     config = read_configuration(job.model)
     tokenizer = read_tokenizer(job.model, job.pad_token)
     check_fits(job.model, config, tokenizer, job.max_length)
     names = _names(job, config) if job.aim == "classification" else {}
-    texts = _texts(job, tokenizer, names)
+    texts = _texts(job.data, job, tokenizer, names)
+    with renamed({"data": "test"}):
+        public = None if job.test is None else _texts(job.test, job, tokenizer, names)
     _pace(job, len(texts))
     check_device(job.device)
     checkpoint = _checkpoint(job, config, tokenizer)
     checkpoint.model.to(job.device)
-    return checkpoint, texts
+    return checkpoint, texts, public
 
 
-def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoint, Training]:
+def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoint, Texts | None, Training]:
     """Read the checkpoint and the texts, and prepare the run; no question is asked yet, and all that can be wrong was
     refused before anything is written."""
     method = build(job.method, **job.options)
     lr = _rate(job, method)
-    checkpoint, texts = prepared(job)
+    checkpoint, texts, public = prepared(job)
     batch, steps = _pace(job, len(texts))
     training = train(
         checkpoint.model,
@@ -128,13 +133,17 @@ def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoi
         resume=resume,
         request={"finetune": {**asdict(job), "options": {key: written(value) for key, value in job.options.items()}}},
     )
-    return checkpoint, training
+    return checkpoint, public, training
 
 
 def complete(
-    job: FineTuning, checkpoint: Checkpoint, training: Training, on_record: Callable[[Record], bool]
+    job: FineTuning,
+    checkpoint: Checkpoint,
+    public: Texts | None,
+    training: Training,
+    on_record: Callable[[Record], bool],
 ) -> RunResult:
-    """Run a prepared fine-tuning to its end, or until `on_record` says False; then save the model, and its card."""
+    """Run a prepared fine-tuning to its end, or until `on_record` says False; then judge and save the model."""
     begin, interrupted = time.perf_counter(), False
     for record in training.steps():
         if not on_record(record):
@@ -145,9 +154,11 @@ def complete(
         training.ledger.close()
         return training.result(**facts, stopped="interrupted")
     assert training.folder is not None
-    folder, result = training.folder.path, training.result(**facts)
+    folder = training.folder.path
     with training.averaged():
+        quality = {} if public is None else judged(checkpoint.model, public)
         checkpoint.save(folder)
+    result = training.result(**facts, **quality)
     training.finish(result)
     statement = card(folder)
     (folder / "report.md").write_text(statement, encoding="utf-8")
@@ -220,11 +231,11 @@ def _names(job: FineTuning, config: Any) -> dict[str, int]:
     return class_names(job.labels)
 
 
-def _texts(job: FineTuning, tokenizer: Any, names: dict[str, int]) -> Texts:
+def _texts(file: str, job: FineTuning, tokenizer: Any, names: dict[str, int]) -> Texts:
     columns = {"text_column": job.text_column}
     if job.label_column is not None:
         columns["label_column"] = job.label_column
-    found = tasks.read_columns(Path(job.data), columns)
+    found = tasks.read_columns(Path(file), columns)
     classes = numbers_of(found["label_column"], names) if "label_column" in found else None
     return tokenised(tokenizer, found["text_column"], job.max_length, classes)
 

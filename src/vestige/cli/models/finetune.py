@@ -36,6 +36,9 @@ def finetune(
         str | None, typer.Option(help="Folder of a Hugging Face checkpoint with its tokenizer; its code is not run.")
     ] = None,
     data: Annotated[str | None, typer.Option(help="FILE.jsonl, .csv or .parquet; a row is an example.")] = None,
+    test: Annotated[
+        str | None, typer.Option(help="A file with the same columns that needs no protection, to judge the model by.")
+    ] = None,
     text_column: Annotated[str, typer.Option(help="The column of texts.")] = "text",
     label_column: Annotated[str | None, typer.Option(help="The column of labels (without: --task causal-lm).")] = None,
     labels: Annotated[
@@ -122,6 +125,7 @@ def finetune(
         job = FineTuning(
             model=model,
             data=data,
+            test=test,
             text_column=text_column,
             label_column=label_column,
             labels=_several(labels),
@@ -151,7 +155,7 @@ def finetune(
             device=device or default_device(),
         )
     path = resume or out or Path("runs") / f"{Path(job.model).name}-{job.method}-{time.strftime('%Y%m%d-%H%M%S')}"
-    checkpoint, training = start(job, path, resume=resume is not None)
+    checkpoint, public, training = start(job, path, resume=resume is not None)
     if not quiet:
         _announce(job, training)
     pace = Pace(training.expected_batch * job.max_length)
@@ -163,7 +167,7 @@ def finetune(
             show(record.step + 1, f"{pace.tokens:,.0f} tokens/s", record.epsilon, training.plan.epsilon)
             return not stopping()
 
-        result = complete(job, checkpoint, training, on_record)
+        result = complete(job, checkpoint, public, training, on_record)
     saved = None if result.stopped == "interrupted" else str(path / checkpoint.kind)
     if as_json:
         print_json({**result.to_json(), "saved": saved, "padded_tokens_per_second": round(pace.tokens, 1)})
@@ -207,6 +211,10 @@ def _announce(job: Any, training: Any) -> None:
 
 def _summarise(result: Any, saved: str | None, pace: Pace) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
+    if result.accuracy is not None:
+        table.add_row("test accuracy", f"{result.accuracy:.1%}")
+    if result.perplexity is not None:
+        table.add_row("test perplexity", f"{result.perplexity:.4g}")
     add_privacy(table, result.statement)
     table.add_row("steps", f"{result.steps} ({result.stopped})")
     table.add_row("padded tokens", f"{pace.tokens:,.0f} a second")
