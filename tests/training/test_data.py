@@ -272,6 +272,8 @@ def test_rows_that_change_their_fields_are_refused_by_name():
         trained(rows, Named(), sample_rate=1.0)
     with pytest.raises(ValueError, match="some examples have 3 fields, others 2"):
         trained([(X[0], Y[0]), *((x, x, y) for x, y in zip(X, Y, strict=True))], sample_rate=1.0)
+    with pytest.raises(ValueError, match="some examples are of type NoneType, others have fields in order"):
+        trained([*zip(X, Y, strict=True), None], sample_rate=1.0)
 
 
 def test_numbers_that_are_not_torchs_take_its_default_precision():

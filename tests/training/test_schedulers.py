@@ -135,6 +135,13 @@ def test_groups_have_options_of_their_own_as_in_torch():
     assert found[0] == [0.3, 0.1]
 
 
+def test_a_parameter_that_the_model_has_not_is_refused():
+    model, data = make_toy()
+    groups = [{"params": [*model.parameters(), torch.nn.Parameter(torch.zeros(3))]}]
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has a parameter of shape \(3,\) that the model has not"):
+        vestige.train(model, LOSS, data, param_groups=groups, **BASE)
+
+
 def test_groups_are_part_of_what_a_resumed_run_must_repeat(tmp_path):
     model, data = make_toy()
     groups = [{"params": model.parameters(), "weight_decay": 0.1}]

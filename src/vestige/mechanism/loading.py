@@ -109,6 +109,11 @@ def form_of(example: Any, target: str | None) -> Form:
 
 def fields_of(example: Any, form: Form) -> Sequence[Any]:
     """The example's fields in the order of a batch: inputs and, last, the target."""
+    if not hasattr(example, "__getitem__" if form.names is None else "keys"):
+        raise ValueError(
+            f"data: some examples are of type {type(example).__name__}, others "
+            f"{'have fields in order' if form.names is None else 'have columns with names'}"
+        )
     if form.names is None:
         return example  # type: ignore[no-any-return]
     try:

@@ -225,6 +225,11 @@ def grouped(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, nn.Par
         members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         for parameter in members:
             name = names.get(id(parameter))
+            if name is None and parameter.requires_grad:
+                raise ValueError(
+                    f"param_groups[{number}] has a parameter of shape {tuple(parameter.shape)} that the model has not: "
+                    "nothing would train it"
+                )
             if name is not None and left.pop(name, None) is None:
                 raise ValueError(f"param_groups[{number}] has parameter {name!r} once more: one group for each")
         found.append({**group, "params": [p for p in members if id(p) in names]})

@@ -128,6 +128,11 @@ def test_layers_however_they_are_spelled(name):
     exact(spelled(name), (torch.randn(4, 5, WIDTH), torch.randn(4, 2)), square)
 
 
+def test_a_matrix_that_becomes_one_number(monkeypatch):
+    monkeypatch.setitem(LAYERS, "norms", (lambda m, x: x * m.a.norm() + 0.1 * m.a.square().sum(), {"a": (6, 6)}))
+    exact(spelled("norms"), (torch.randn(4, 5, WIDTH), torch.randn(4, 2)), square, replayed=True)
+
+
 class Convolutions(nn.Module):
     """Depthwise, grouped, transposed and dilated ones, one of given lengths."""
 

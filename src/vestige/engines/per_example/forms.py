@@ -465,7 +465,7 @@ def _of_one(
 ) -> Expression | None:
     """A short form of a function of one expression and constants."""
     value, others = operand.value, [each for each in args if each is not operand]
-    table = value.dim() == 2 and result.shape[-1] == value.shape[1]
+    table = value.dim() == 2 and result.shape[-1:] == value.shape[1:]
     if name == "embedding" and isinstance(args[0], Tensor) and table:
         return Rows(operand.expression, args[0])
     if name == "__getitem__" and args[0] is operand and table and _whole_numbers(args[1]):
