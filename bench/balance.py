@@ -89,11 +89,9 @@ def costs(steps: int, examples: int, device: str, models: Sequence[str]) -> list
             for step in range(steps + warm):
                 for kind in sorted(both, reverse=bool(step % 2)):
                     times[kind].append(timed(both[kind], device))
-            plain, relative = (statistics.median(times[kind][warm:]) for kind in ("plain", "relative"))
+            plain = statistics.median(times["plain"][warm:])
             pairs = [b / a for a, b in zip(times["plain"][warm:], times["relative"][warm:], strict=True)]
-            rows.append(
-                {"model": model, "method": name, "plain_ms": 1e3 * plain, "ratio": statistics.median(pairs)}
-            )
+            rows.append({"model": model, "method": name, "plain_ms": 1e3 * plain, "ratio": statistics.median(pairs)})
             print(f"{model:9s} {name:17s} {1e3 * plain:8.2f} ms  x {rows[-1]['ratio']:.4f}", flush=True)
     return rows
 
@@ -165,7 +163,10 @@ def studied(
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The mean over seeds, in percent, by rule and c."""
     walks = sorted({row["c"] for row in rows})
-    lines = ["| setting | rule | " + " | ".join(f"c {walk:g}" for walk in walks) + " |", "|" + "---|" * (2 + len(walks))]
+    lines = [
+        "| setting | rule | " + " | ".join(f"c {walk:g}" for walk in walks) + " |",
+        "|" + "---|" * (2 + len(walks)),
+    ]
     for key in dict.fromkeys((row["task"], row["epsilon"], row["steps"], row["rule"]) for row in rows):
         mine = [row for row in rows if (row["task"], row["epsilon"], row["steps"], row["rule"]) == key]
         means = [statistics.mean(row["accuracy"] for row in mine if row["c"] == walk) for walk in walks]
@@ -202,8 +203,7 @@ class But:
 
     def __call__(self, model: nn.Module) -> Constants:
         return {
-            name: self.constant if fnmatchcase(name, self.names) else found
-            for name, found in Relative()(model).items()
+            name: self.constant if fnmatchcase(name, self.names) else found for name, found in Relative()(model).items()
         }
 
 
