@@ -4,6 +4,7 @@ The constants are powers of two, so a model whose parameters are V and whose lay
 numbers of the balanced run: whatever a method does, the two must end at W = a V exactly.
 """
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +14,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
+from commands import as_json
+from commands import vestige as command
+from comparisons import AUTO
 from conftest import clip_and_sum, example_gradients
-from vestige import PrivacyEngine, balance
+from vestige import PrivacyEngine, balance, tasks
 from vestige.balance import LEAST, Relative, nearest_power
+from vestige.compare.arguments import contenders
+from vestige.compare.execute import Machine, perform
+from vestige.compare.runs import due, grid_of
+from vestige.compare.specification import Contender
 from vestige.compare.stacked import Stack, StackedRun, why_not
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.reference import Reference
@@ -27,8 +35,12 @@ from vestige.methods.base import Method
 from vestige.methods.registry import METHODS, build
 from vestige.optim.averaging import Polyak
 from vestige.optim.rules import Rule, named, sgd
+from vestige.records import PrivacyTarget
+from vestige.training.job import load
 from vestige.training.learning_rate import BALANCED_WALK, WALK
 from vestige.training.planning import questions
+from vestige.training.run_folder import RunFolder
+from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy
 FEATURES, CLASSES, EXAMPLES = 64, 3, 60
@@ -535,3 +547,35 @@ def test_the_automatic_rate_is_that_of_v(name):
     assert ours.plan.lr == pytest.approx(theirs.plan.lr * BALANCED_WALK / WALK, rel=1e-6)
     assert f"{BALANCED_WALK:g} * |V0|" in ours.plan.lr_reason
     assert f"{WALK:g} * |W0|" in theirs.plan.lr_reason
+
+
+# --- from the terminal ---
+
+
+def test_the_command_trains_balanced_and_standardised_and_resumes_so(tmp_path):
+    words = ["train", "--task", "digits-mlp", "--method", "dp-adamw", "--noise-multiplier", "1", "--steps", "4"]
+    result = as_json(*words, "--balance", "relative", "--standardise", "--out", tmp_path / "run")
+    assert result["steps"] == 4
+    public = json.loads((tmp_path / "run" / "run.json").read_text())["public"]
+    assert public["method"]["parts"] == {"balance": "Relative()"}
+    assert public["balance"] == Relative()(tasks.load("digits-mlp").model)
+    assert f"{BALANCED_WALK:g} * |V0|" in public["lr_reason"]
+    job = load(RunFolder(tmp_path / "run"))
+    assert (job.balance, job.standardise) == ("relative", True)
+    assert verify(tmp_path / "run").guarantee.epsilon == result["epsilon"]
+    code, _, error = command(*words, "--balance", "much")
+    assert (code, "choose from plain, relative" in error) == (2, True)
+
+
+@pytest.mark.parametrize("stack", [True, False])
+def test_a_comparison_has_both(stack):
+    both = [
+        Contender(label, name, options) for label, name, options in contenders(["dp-sgd", "dp-sgd:balance=relative"])
+    ]
+    noise = (PrivacyTarget("noise_multiplier", 1.0),)
+    asked = replace(AUTO, contenders=tuple(both), budgets=noise, reproducible=True)
+    wanted = due(asked, grid_of(asked), {})
+    made = {record.run.label: record for record in perform(wanted, Machine(stack=stack))}
+    assert made["dp-sgd"].charged == made["dp-sgd:balance=relative"].charged
+    assert made["dp-sgd"].statement.lr != made["dp-sgd:balance=relative"].statement.lr
+    assert all(record.stacked == (2 if stack else 1) for record in made.values())
