@@ -4,22 +4,24 @@ DP-SGD's noise is as large in a layer of small weights as in one of large ones, 
 the clip. Train V with W = a V instead, for a public constant a of each parameter, and both follow the layer's scale:
 the gradient with respect to V is a times that with respect to W, and what V moves by, W moves a times. Everything but
 the model's own passes, the clip, the noise, memories, rules and probes, then sees V; `Layout` carries the constants.
-
-They are powers of two, so that W = a V is exact in floating point: a balanced run is, bit for bit, the plain run of a
-model whose parameters are V and which multiplies them by a.
+A balanced run is, to rounding, the plain run of a model whose parameters are V and which multiplies them by a; where
+the constants are powers of two, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import ceil, frexp, log2, prod
+from math import log2, prod
 
 import torch
 from torch import Tensor, nn
 
 LEAST = 2.0**-10
 """No parameter is slowed further: beyond this its gradient would count for nothing in the clip."""
+FINENESS = 8
+"""Constants are rounded to so many values per factor of two, so that layers of one size share one, whatever their
+weights happened to be: an optimizer has a group of parameters for each."""
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 """Layers whose weights are gains, whatever dimensions they have."""
 
@@ -31,8 +33,8 @@ Balance = Callable[[nn.Module], Constants]
 
 @dataclass(frozen=True)
 class Relative:
-    """a = rms of the initial weights over the largest such rms, to the nearest power of two: the noise of every layer
-    walks the same share of its weights.
+    """a = rms of the initial weights over the largest such rms: the noise of every layer walks the same share of its
+    weights.
 
     - A weight that starts at zero (the second factor of LoRA, a new head) has no rms: it gets that of torch's default
       initialisation, 1 / sqrt(3 fan-in).
@@ -48,7 +50,7 @@ class Relative:
         gains, embeddings = _owned(model, NORMS), _owned(model, (nn.Embedding, nn.EmbeddingBag))
         sizes = {name: _rms(p) for name, p in trainable.items() if p.dim() >= 2 and id(p) not in gains}
         largest = max(sizes.values(), default=1.0)
-        constants = {name: nearest_power(size / largest) for name, size in sizes.items()}
+        constants = {name: rounded(size / largest) for name, size in sizes.items()}
         inner = [constants[name] for name in sizes if id(trainable[name]) not in embeddings]
         other = max(inner, default=1.0)
         return {name: constants.get(name, other) for name in trainable}
@@ -64,27 +66,23 @@ def named(balance: str) -> Balance | None:
     return BALANCES[balance]
 
 
-def nearest_power(value: float) -> float:
-    """The power of two that is nearest in ratio, in [LEAST, 1].
+def rounded(value: float) -> float:
+    """The nearest eighth of an octave, in [LEAST, 1].
 
-    >>> [nearest_power(value) for value in (1.0, 0.8, 0.7, 0.1, 0.0)]
-    [1.0, 1.0, 0.5, 0.125, 0.0009765625]
+    >>> [round(rounded(value), 4) for value in (1.0, 0.99, 0.7, 0.5, 0.1, 0.0)]
+    [1.0, 1.0, 0.7071, 0.5, 0.0991, 0.001]
     """
-    exponent = log2(max(value, LEAST))
-    # Halfway between two, the lesser: which one must not depend on the last bit of a logarithm.
-    return min(1.0, max(LEAST, 2.0 ** ceil(exponent - 0.5 - 1e-9)))
+    return min(1.0, 2.0 ** (round(FINENESS * log2(max(value, LEAST))) / FINENESS))
 
 
 def check_constants(constants: Mapping[str, float], trainable: Mapping[str, object]) -> None:
-    """Refuse constants that are not one power of two in [LEAST, 1] for each trainable parameter."""
+    """Refuse constants that are not one number in [LEAST, 1] for each trainable parameter."""
     if constants.keys() != trainable.keys():
         odd = sorted(constants.keys() ^ trainable.keys())[0]
         raise ValueError(f"balance: parameter {odd!r} has a constant or is trainable, not both; give each one constant")
     for name, constant in constants.items():
-        if not (LEAST <= constant <= 1 and frexp(constant)[0] == 0.5):
-            raise ValueError(
-                f"balance: the constant of {name!r} is {constant}; it must be a power of two in [2^-10, 1]"
-            )
+        if not LEAST <= constant <= 1:
+            raise ValueError(f"balance: the constant of {name!r} is {constant}; it must lie in [2^-10, 1]")
 
 
 Scales = Mapping[str, float | Tensor]

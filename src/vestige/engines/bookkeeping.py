@@ -202,13 +202,13 @@ def add_weighted(
             suspect, blank = ~norms.isfinite().all(dim=1), True
         if blank:
             gradients = _blanked(gradients, suspect, in_place=real is not None)
-        factors = (weights(clip, norms) * slack(into)).to(into.dtype).t().contiguous()
-        scaled = {1.0: factors}
+        exact = weights(clip, norms) * slack(into)
+        factors: dict[float, Tensor] = {}
         for s in layout.segments:
             if s.name in gradients:
-                if s.scale not in scaled:
-                    scaled[s.scale] = factors * s.scale
-                gradients[s.name].add(into[s.start : s.stop].view(s.shape), scaled[s.scale][s.group])
+                if s.scale not in factors:  # multiplied before it is rounded
+                    factors[s.scale] = (exact * s.scale).to(into.dtype).t().contiguous()
+                gradients[s.name].add(into[s.start : s.stop].view(s.shape), factors[s.scale][s.group])
     return norms
 
 

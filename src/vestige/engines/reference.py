@@ -68,11 +68,11 @@ def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor)
         norm = torch.linalg.vector_norm(rows[s.name], dim=1, dtype=torch.float64)
         squares[:, s.group] += (norm * s.scale).square()
     norms = usable_norms(squares)
-    factors = weights(clip, norms).to(into.dtype)
+    factors = weights(clip, norms)
     broken = ~norms.isfinite().all(dim=1)
     for s in layout.segments:
         row = rows[s.name]
         if broken.any():
             row = torch.where(broken[:, None], 0.0, row)
-        into[s.start : s.stop].addmv_(row.t(), factors[:, s.group] * s.scale)
+        into[s.start : s.stop].addmv_(row.t(), (factors[:, s.group] * s.scale).to(into.dtype))
     return norms

@@ -105,13 +105,13 @@ class MLP:
         for index, (layer, error) in enumerate(zip(self.layers, errors, strict=True)):
             weight = weights[..., index, None]
             used = weight > 0
-            scaled = torch.where(used, error * weight, 0.0)
+            scaled = torch.where(used, error * _times(weight, scales, layer.weight), 0.0)
             value = values[index] if index == 0 else torch.where(used, values[index], 0.0)
             views[layer.weight].copy_(scaled.transpose(-1, -2) @ value)
             if layer.bias is not None:
+                if scales is not None:
+                    scaled = torch.where(used, error * _times(weight, scales, layer.bias), 0.0)
                 views[layer.bias].copy_(scaled.sum(-2))
-        for name, scale in (scales or {}).items():
-            views[name].mul_(scale)
 
     def owners(self, layout: Layout) -> list[int] | None:
         """The group of each layer; None if a layout's groups split one."""
@@ -127,6 +127,11 @@ def _apply(inputs: Tensor, weight: Tensor) -> Tensor:
         return inputs @ weight.transpose(-1, -2)
     runs, width, _ = weight.shape
     return (inputs @ weight.reshape(runs * width, -1).t()).view(len(inputs), runs, width).transpose(0, 1)
+
+
+def _times(weights: Tensor, scales: StackedScales, name: str) -> Tensor:
+    """Weights, [runs, batch, 1], times a parameter's constant."""
+    return weights if scales is None else weights * scales[name].view(-1, 1, 1)
 
 
 def square(rows: Tensor) -> Tensor:
