@@ -321,7 +321,7 @@ def test_balance_is_no_part_of_the_price():
     ],
 )
 def test_a_stack_is_its_runs_alone(name, options):
-    """One of them plain, one with weights of another size, and so other constants."""
+    """One of them plain, one with weights of another size, and so other constants, one whose biases have their own."""
 
     def start(seed):
         model = network()
@@ -329,9 +329,10 @@ def test_a_stack_is_its_runs_alone(name, options):
             model[0].weight.data *= 0.2
         return model
 
+    kinds = {4: Relative(), 5: None, 6: Relative(), 7: Powers()}
     runs = [
-        StackedRun(start(seed), build(name, balance=kind, **options), 1.0, 0.05, seed)
-        for seed, kind in ((4, "relative"), (5, "plain"), (6, "relative"))
+        StackedRun(start(seed), replace(build(name, **options), balance=kind), 1.0, 0.05, seed)
+        for seed, kind in kinds.items()
     ]
     assert why_not(runs[0].model, LOSS, runs[0].method) is None
     stack = Stack(runs, data(), sample_rate=0.3, steps=6, device=torch.device("cpu"))
