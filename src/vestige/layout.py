@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vestige.balance import Constants, check_constants
+
 Grouping = Callable[[nn.Module], Sequence[Sequence[str]]]
 
 
@@ -22,6 +24,8 @@ class Segment:
     start: int
     shape: tuple[int, ...]
     group: int = 0
+    scale: float = 1.0
+    """The constant of balanced steps: the parameter is this times what is trained in its place (see `balance`)."""
 
     @property
     def stop(self) -> int:
@@ -35,8 +39,9 @@ class Layout:
     segments: tuple[Segment, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, grouping: Grouping | None = None) -> Layout:
-        """Lay out a model's trainable parameters; `grouping` names those of each group (default: one group)."""
+    def of(cls, model: nn.Module, grouping: Grouping | None = None, constants: Constants | None = None) -> Layout:
+        """Lay out a model's trainable parameters; `grouping` names those of each group (default: one group), and
+        `constants` are those of balanced steps (default: 1)."""
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
             raise ValueError("the model has no trainable parameter: set requires_grad on what should be trained")
@@ -51,15 +56,27 @@ class Layout:
                 "call model.cpu() first"
             )
         group_of = _group_of(trainable, grouping(model)) if grouping else dict.fromkeys(trainable, 0)
+        scales = dict.fromkeys(trainable, 1.0) if constants is None else constants
+        check_constants(scales, trainable)
         segments, start = [], 0
         for name, parameter in trainable.items():
-            segments.append(Segment(name, start, tuple(parameter.shape), group_of[name]))
+            segments.append(Segment(name, start, tuple(parameter.shape), group_of[name], scales[name]))
             start = segments[-1].stop
         return cls(tuple(segments))
 
     @property
     def size(self) -> int:
         return self.segments[-1].stop
+
+    @cached_property
+    def constants(self) -> Constants | None:
+        """The constants of balanced steps; None where all are 1, and there is nothing to do."""
+        found = self.constants_of_all
+        return found if any(scale != 1 for scale in found.values()) else None
+
+    @property
+    def constants_of_all(self) -> Constants:
+        return {segment.name: segment.scale for segment in self.segments}
 
     @property
     def groups(self) -> int:

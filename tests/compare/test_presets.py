@@ -11,7 +11,7 @@ from vestige.cli.progress import Execution
 from vestige.cli.reproduce import reproduce
 from vestige.compare import presets, runner, runs
 from vestige.compare.folder import ComparisonFolder
-from vestige.methods.registry import METHODS
+from vestige.methods.registry import METHODS, build
 from vestige.questions import SampledGaussian
 from vestige.records import PrivacyTarget
 
@@ -28,7 +28,7 @@ def test_every_table_and_figure_is_there_and_its_methods_take_its_options():
         assert {printed.label for printed in preset.printed} <= labels
         for contender in whole.contenders:
             if contender.method in METHODS:
-                METHODS[contender.method].make(**contender.options)
+                build(contender.method, **contender.options)
         if all(contender.method not in METHODS for contender in whole.contenders):
             with pytest.raises(ValueError, match="no such method"):
                 preset.specification(None)

@@ -399,3 +399,28 @@ def test_shared_reviews():
     task = tasks.load("imdb-lstm", shared("imdb.jsonl.gz"))
     assert task.train[0].shape == task.test[0].shape == (25_000, 80)
     assert task.train[1].float().mean() == 0.5
+
+
+def test_images_standardised_by_themselves(tmp_path):
+    """Against numpy in float64; a flat image is not magnified, and no image depends on another."""
+    images = arrays((32, 32, 3))["x_train"]
+    images[2] = 7
+    path = saved(tmp_path, **arrays((32, 32, 3)) | {"x_train": images})
+    found = tasks.load("svhn-mlp", path, standardise=True).train[0].view(6, 3, 32, 32)
+    pixels = images.astype(np.float64).transpose(0, 3, 1, 2) / 127.5 - 1
+    for index in (0, 1, 3, 4, 5):
+        np.testing.assert_allclose(
+            found[index], (pixels[index] - pixels[index].mean()) / pixels[index].std(), atol=1e-4
+        )
+    assert found[2].abs().max() < 1e-3
+    alone = saved(tmp_path, **arrays((32, 32, 3)) | {"x_train": images[:1], "y_train": np.zeros(1, np.uint8)})
+    assert torch.equal(tasks.load("svhn-mlp", alone, standardise=True).train[0][0], found[0].flatten())
+    task = tasks.load("digits-mlp", standardise=True)
+    assert "standardised by its own mean" in task.notes
+    assert task.test[0].std(dim=1).sub(1).abs().max() < 0.02
+
+
+def test_only_images_can_be_standardised():
+    for name in ("imdb-lstm", "mine.py:task"):
+        with pytest.raises(ValueError, match="standardise=True is for the image tasks"):
+            tasks.load(name, standardise=True)

@@ -18,7 +18,6 @@ import torch
 from vestige import accounting, tasks
 from vestige.checks import accounted_multiplier
 from vestige.compare import stacked
-from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.probes import Here, Probe
@@ -359,7 +358,7 @@ def _stacked(runs: Sequence[Run], machine: Machine) -> Iterator[RunRecord]:
 def _prepared(run: Run, machine: Machine) -> _Prepared:
     task = _task(run, machine)
     method = build(run.method, **run.options)
-    layout = Layout.of(task.model, method.grouping)
+    layout = method.layout(task.model)
     if run.budget.kind == "paper_sigma":
         groups = planning.paper_groups(method, layout)
         multiplier = accounted_multiplier(run.budget.value, method.memory.fresh_share, groups)

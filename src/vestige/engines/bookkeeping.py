@@ -202,10 +202,13 @@ def add_weighted(
             suspect, blank = ~norms.isfinite().all(dim=1), True
         if blank:
             gradients = _blanked(gradients, suspect, in_place=real is not None)
-        factors = (weights(clip, norms) * slack(into)).to(into.dtype).t().contiguous()
+        exact = weights(clip, norms) * slack(into)
+        factors: dict[float, Tensor] = {}
         for s in layout.segments:
             if s.name in gradients:
-                gradients[s.name].add(into[s.start : s.stop].view(s.shape), factors[s.group])
+                if s.scale not in factors:  # multiplied before it is rounded
+                    factors[s.scale] = (exact * s.scale).to(into.dtype).t().contiguous()
+                gradients[s.name].add(into[s.start : s.stop].view(s.shape), factors[s.scale][s.group])
     return norms
 
 
@@ -214,10 +217,18 @@ def _norms(gradients: Mapping[str, Gradient], layout: Layout, into: Tensor, exam
     if not present:
         return into.new_zeros(examples, layout.groups, dtype=torch.float64)
     unit = torch.finfo(into.dtype).eps
-    squares = torch.stack([gradients[s.name].norms(unit) for s in present], dim=1).double().square()
+    each = torch.stack([gradients[s.name].norms(unit) for s in present], dim=1).double()
+    if layout.constants is not None:
+        each = each * _scales(tuple(s.scale for s in present), into.device)
+    squares = each.square()
     if layout.groups == 1:
         return usable_norms(squares.sum(dim=1, keepdim=True))
     return usable_norms(squares @ _membership(tuple(s.group for s in present), layout.groups, into.device))
+
+
+@lru_cache(maxsize=64)
+def _scales(scales: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(scales, dtype=torch.float64, device=device)
 
 
 @lru_cache(maxsize=64)

@@ -62,15 +62,17 @@ class Reference:
 def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor) -> Tensor:
     """Clip materialised per-example gradients (name -> [examples, ...]) and add their sum to `into`."""
     rows = {s.name: gradients[s.name].detach().reshape(-1, prod(s.shape)) for s in layout.segments}
+    # Gradients with respect to what a balanced step trains in a parameter's place are `scale` times its own.
     squares = into.new_zeros(len(next(iter(rows.values()))), layout.groups, dtype=torch.float64)
     for s in layout.segments:
-        squares[:, s.group] += torch.linalg.vector_norm(rows[s.name], dim=1, dtype=torch.float64).square()
+        norm = torch.linalg.vector_norm(rows[s.name], dim=1, dtype=torch.float64)
+        squares[:, s.group] += (norm * s.scale).square()
     norms = usable_norms(squares)
-    factors = weights(clip, norms).to(into.dtype)
+    factors = weights(clip, norms)
     broken = ~norms.isfinite().all(dim=1)
     for s in layout.segments:
         row = rows[s.name]
         if broken.any():
             row = torch.where(broken[:, None], 0.0, row)
-        into[s.start : s.stop].addmv_(row.t(), factors[:, s.group])
+        into[s.start : s.stop].addmv_(row.t(), (factors[:, s.group] * s.scale).to(into.dtype))
     return norms

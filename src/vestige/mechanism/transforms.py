@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 from torch.func import vmap
 
+from vestige.balance import Scales, inner, outer
 from vestige.mechanism.clipping import Batch, Field, Parameters, Transform
 
 
@@ -84,6 +85,32 @@ def one_after(first: Transform | None, second: Transform | None) -> Transform | 
     if isinstance(first, Linear) and isinstance(second, Linear):
         return _Nested(first, second)
     return lambda field: second(first(field))
+
+
+@dataclass(frozen=True)
+class _Scaled(Linear):
+    transform: Linear
+    scales: Scales
+
+    def terms(self, point: Parameters, batch: Batch) -> Sequence[Term]:
+        found = self.transform.terms(inner(point, self.scales), batch)
+        return [replace(term, point=outer(term.point, self.scales)) for term in found]
+
+
+def scaled(transform: Transform, scales: Scales) -> Transform:
+    """A transform of gradients with respect to V as one of gradients with respect to W = a V (see `balance`); an engine
+    with these constants multiplies what comes out by a."""
+    if isinstance(transform, Linear):
+        return _Scaled(transform, scales)
+
+    def of(field: Field) -> Field:
+        def balanced(point: Parameters, *example: Tensor) -> Parameters:
+            return outer(field(outer(point, scales), *example), scales)
+
+        changed = transform(balanced)
+        return lambda point, *example: inner(changed(inner(point, scales), *example), scales)
+
+    return of
 
 
 def terms_of(transform: Transform | None, point: Parameters, batch: Batch) -> Sequence[Term] | None:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from typing import Any
 
-from vestige.layout import Grouping
+from torch import nn
+
+from vestige.balance import Balance, Constants
+from vestige.layout import Grouping, Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Clip, Flat
 from vestige.mechanism.groups import PerGroup, Share
@@ -53,6 +56,8 @@ class Method:
     augment: Augment | None = None
     grouping: Grouping | None = None
     """Which parameters form a group, for parts that work group by group; None: all of them form one."""
+    balance: Balance | None = None
+    """How large the steps of each parameter are next to those of the others; None: all alike, as in DP-SGD."""
     gate: Gate = field(default_factory=AlwaysAccept)
     noise_multiplier: float | None = None
     """The accounted noise multiplier, where the method's own options fix it; None leaves it to the plan."""
@@ -64,6 +69,11 @@ class Method:
             raise ValueError(
                 f"optimizer {self.rule.name} must know the noise it steps on, and the memory of {self.name} does not "
                 "say how much it leaves; use another optimizer"
+            )
+        if self.balance is not None and not self.rule.balances:
+            raise ValueError(
+                f"balance: the optimizer {self.rule.name} is not known to move in proportion to its learning rate, so "
+                "its steps cannot be balanced; use SGD, Adam or another of torch.optim's, or balance='plain'"
             )
         changing = self.clip.adaptive or self.schedule != Constant()
         if self.gate.tests and (changing or self.noise.one_fixed_question or self.probe.period(0.5) != 1):
@@ -84,6 +94,12 @@ class Method:
             )
         if self.probe.questions(0.5, 1.0) != (SampledGaussian(0.5, 1.0),):
             raise ValueError(f"method={self.name!r}: correlated noise has a theorem for one question per step only")
+
+    def layout(self, model: nn.Module, constants: Constants | None = None) -> Layout:
+        """The layout of its releases about a model; `constants` are those of a run that began earlier, if it did."""
+        if self.balance is None:
+            return Layout.of(model, self.grouping)
+        return Layout.of(model, self.grouping, self.balance(model) if constants is None else constants)
 
     def questions(self, rate: float, multiplier: float, step: int = 0) -> tuple[Question, ...]:
         """What one step asks, at its own noise multiplier."""

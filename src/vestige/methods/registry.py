@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Literal
 
+from vestige import balance as balances
 from vestige.checks import renamed
 from vestige.mechanism.groups import named_grouping
 from vestige.methods.base import Method, Origin, by_group
@@ -128,10 +129,11 @@ def options_of(other: Callable[..., Method]) -> Callable[[Callable[..., Method]]
     return declare
 
 
-def build(name: str, *, groups: str | None = None, **options: Any) -> Method:
+def build(name: str, *, groups: str | None = None, balance: str | None = None, **options: Any) -> Method:
     """A method by name, with its options; an unknown name or option is refused with the nearest known one.
 
-    Any method may clip by groups of parameters instead: `groups` is layers, flat, or patterns.
+    Any method may clip by groups of parameters instead: `groups` is layers, flat, or patterns; and any may balance its
+    steps: `balance` is relative, or plain.
 
     >>> import vestige
     >>> vestige.build("fo-dp-sgd", beta=0.8).memory.fresh_weight
@@ -142,9 +144,11 @@ def build(name: str, *, groups: str | None = None, **options: Any) -> Method:
     entry = find(name)
     unknown = [key for key in options if key not in entry.options]
     if unknown:
-        known = ", ".join((*entry.options, "groups"))
+        known = ", ".join((*entry.options, "groups", "balance"))
         raise ValueError(f"{unknown[0]}={options[unknown[0]]} is not an option of {name}; its options are {known}")
     method = entry.make(**options)
+    if balance is not None:
+        method = replace(method, balance=balances.named(balance))
     return method if groups is None else by_group(method, named_grouping(groups))
 
 

@@ -18,7 +18,7 @@ from vestige.mechanism.clipping import Parameters, Value
 from vestige.optim import averaging
 from vestige.optim.averaging import Average
 from vestige.optim.memory import Memory
-from vestige.optim.rules import Rule
+from vestige.optim.rules import Rule, balanced
 from vestige.randomness.release import Release
 
 
@@ -76,11 +76,13 @@ class OptimizerMover:
         self.gradient = torch.zeros(layout.size, device=next(iter(parameters.values())).device)
         for name, view in layout.views(self.gradient).items():
             parameters[name].grad = view
+        self._scales = scales_of(layout, parameters)
 
     def step(self, pace: Value) -> None:
         rates = self._rates if self.scheduler is None else self.scheduler.get_last_lr()
         self._set(rates, float(pace))
-        self.optimizer.step()
+        with balanced(self.optimizer, self._scales):
+            self.optimizer.step()
         if self.scheduler is not None:
             self._set(rates, 1.0)  # it goes on from its own rates
             self.scheduler.step()
@@ -91,6 +93,12 @@ class OptimizerMover:
 
     def hear(self, noise_std: float | Tensor) -> None:
         self.optimizer.hear(noise_std)  # type: ignore[attr-defined]
+
+
+def scales_of(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[int, float] | None:
+    """The constants of balanced steps by the id of the parameter; None where all are 1."""
+    constants = layout.constants
+    return None if constants is None else {id(parameters[name]): scale for name, scale in constants.items()}
 
 
 def for_each(state: dict[str, Any], lead: tuple[int, ...]) -> dict[str, Any]:

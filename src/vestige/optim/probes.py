@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from vestige.balance import Scales, inner, outer
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Thinned
 from vestige.mechanism.clipping import Batch, Clip, Field, Parameters, Transform
-from vestige.mechanism.transforms import Linear, Term
+from vestige.mechanism.transforms import Linear, Term, scaled
 from vestige.questions import SampledGaussian
 from vestige.randomness.release import Release
 
@@ -92,6 +93,45 @@ class Probe(Protocol):
     def period(self, rate: float) -> int:
         """The number of steps after which the questions repeat."""
         ...
+
+
+def ask(
+    probe: Probe, gradient: AskGradient, point: Parameters, state: ProbeState, scales: Scales | None
+) -> tuple[Release, ProbeState]:
+    """Ask a probe's questions about the model at `point`; the probe sees what balanced steps train, V = W / a."""
+    if scales is None or probe.at_parameters:
+        return probe.ask(gradient, point, state)
+    return probe.ask(_Balanced(gradient, scales), inner(point, scales), state)
+
+
+@dataclass(frozen=True)
+class _Balanced:
+    """Asks at W = a V what a probe asks at V."""
+
+    gradient: AskGradient
+    scales: Scales
+
+    @property
+    def population(self) -> int:
+        return self.gradient.population
+
+    @property
+    def rate(self) -> float:
+        return self.gradient.rate
+
+    def __call__(self, at: At) -> Release:
+        transform, then = at.transform, at.then
+        return self.gradient(
+            replace(
+                at,
+                point=outer(at.point, self.scales),
+                transform=None if transform is None else scaled(transform, self.scales),
+                then=None if then is None else lambda release: outer(then(release), self.scales),
+            )
+        )
+
+    def norms(self, point: Parameters, bound: float, *, part: int = 0, boost: float = 1.0) -> float:
+        return self.gradient.norms(outer(point, self.scales), bound, part=part, boost=boost)
 
 
 def _one_question(self: object, rate: float, multiplier: float, step: int = 0) -> tuple[SampledGaussian, ...]:

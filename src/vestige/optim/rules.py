@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -93,6 +95,10 @@ SCALE_FREE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop")
 """Optimizers that move each coordinate by about the learning rate, whatever the size of the gradient."""
 
 
+PROPORTIONAL = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Muon", "AdamBC")
+"""Optimizers that see gradients and weight_decay * parameters alone, and move in proportion to the learning rate."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """Any torch.optim optimizer, with its options."""
@@ -131,6 +137,12 @@ class Rule:
     def stackable(self) -> bool:
         """Whether it updates each coordinate independently, in proportion to the learning rate."""
         return self.optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, AdamBC)
+
+    @property
+    def balances(self) -> bool:
+        """Whether it can move W = a V as it would move V: at `a` times the rate, with 1 / a of the weight decay."""
+        own = self.optimizer is AdamBC or getattr(torch.optim, self.name, None) is self.optimizer
+        return own and self.name in PROPORTIONAL
 
     @property
     def fusible(self) -> bool:
@@ -189,6 +201,39 @@ def named(optimizer: str, options: Mapping[str, Any]) -> Rule:
     if kind is None:
         raise ValueError(f"optimizer={optimizer!r} is unknown; choose from {', '.join(sorted(OPTIMIZERS))}")
     return Rule(kind, dict(options))
+
+
+@contextmanager
+def balanced(optimizer: Optimizer, scales: Mapping[int, float] | None) -> Iterator[None]:
+    """Inside, the optimizer moves W = a V as it would move V by gradients with respect to V: V -= lr * u is
+    W -= (a lr) * u, and the decay of V, lr * weight_decay * V or weight_decay * V in its gradient, is one of
+    weight_decay / a at the rate a lr. `scales` are the constants by the id of the parameter.
+
+    The optimizer's own groups, which schedulers and checkpoints know, are outside as they were.
+    """
+    if scales is None:
+        yield
+        return
+    kept = optimizer.param_groups
+    # AdamBC hears the noise of all coordinates in their order; elsewhere fewer groups are fewer kernels.
+    in_order = isinstance(optimizer, AdamBC)
+    optimizer.param_groups = [part for group in kept for part in _parts(group, scales, in_order)]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = kept
+
+
+def _parts(group: dict[str, Any], scales: Mapping[int, float], in_order: bool) -> Iterator[dict[str, Any]]:
+    """A group divided by the constants of its parameters."""
+
+    def scale_of(parameter: Tensor) -> float:
+        return scales.get(id(parameter), 1.0)
+
+    members = group["params"] if in_order else sorted(group["params"], key=scale_of)
+    for scale, same in groupby(members, scale_of):
+        decay = {"weight_decay": group["weight_decay"] / scale} if "weight_decay" in group else {}
+        yield {**group, "params": list(same), "lr": group["lr"] * scale, **decay}
 
 
 Scheduling = Callable[[Optimizer], LRScheduler]

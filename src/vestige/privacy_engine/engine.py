@@ -176,10 +176,10 @@ class PrivacyEngine:
         self._facts = replace(self._facts, sampling="poisson" if poisson_sampling else "shuffled", coordinates=size)
         if target_delta is not None:
             check_delta(target_delta, self._population)
-        self._open(chosen, rate, noise_multiplier, target_delta)
+        layout = self._open(chosen, module, rate, noise_multiplier, target_delta)
         sizes = sizes_of(self._population, rate, max_physical_batch_size) if poisson_sampling else [expected]
         recorded = sizes if self._record else ()
-        passes = Passes(module, chosen.grouping, chosen.clip, loss_reduction, parts, recorded, tokens_per_example)
+        passes = Passes(module, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example)
         planned = SampledGaussian(rate, noise_multiplier)
         prepare(passes.device)
         self._steps = PrivateSteps(
@@ -336,7 +336,10 @@ class PrivacyEngine:
         if heads[rows - 1 : rows] != [saved.get("ledger_head")]:
             raise LedgerError(f"{self._ledger.path} does not contain what the checkpoint was trained on")
 
-    def _open(self, method: Method, rate: float, multiplier: float, delta: float | None) -> None:
+    def _open(self, method: Method, module: nn.Module, rate: float, multiplier: float, delta: float | None) -> Layout:
+        """Open the ledger, and lay out the releases: where steps are balanced, by the constants of its beginning."""
+        history = self._ledger.claim() if self._resume else None
+        layout = method.layout(module, None if history is None else history.facts.get("balance"))
         facts = {
             "noise": self._facts.noise,
             "arithmetic": self._facts.arithmetic,
@@ -349,11 +352,11 @@ class PrivacyEngine:
             "noise_multiplier": multiplier,
             "population": self._population,
             **({} if delta is None else {"delta": delta}),
+            **({} if method.balance is None else {"balance": layout.constants_of_all}),
         }
-        if not self._resume:
+        if history is None:
             self._ledger.open(facts)
-            return
-        history = self._ledger.claim()
+            return layout
         for key, value in facts.items():
             if key == "delta" and key not in history.facts:
                 continue  # until 0.2 loops did not write it down
@@ -362,6 +365,7 @@ class PrivacyEngine:
                     f"resume: {key} is {value!r} now but was {history.facts.get(key)!r}; use the same settings"
                 )
         self._ledger.resume(history.last_step + 1)
+        return layout
 
     def _private_steps(self) -> PrivateSteps:
         if self._steps is None:
@@ -399,7 +403,7 @@ def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method) ->
     if not (isinstance(blank, list | tuple) and len(blank) > 1 and all(isinstance(part, Tensor) for part in blank)):
         raise ValueError("max_physical_batch_size='auto' tries out batches (inputs..., targets): give a number")
     population = len(loader.dataset)  # type: ignore[arg-type]
-    layout = Layout.of(module, method.grouping)
+    layout = method.layout(module)
     empty = [part[:0] for part in blank]
     return part_of_a_run(module, BookKeeping, _stand_in, layout, method, empty, population, rate_of(loader), steps=1)
 

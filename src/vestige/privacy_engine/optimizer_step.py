@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
 from vestige.engines.processes import require_one_process
+from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
-from vestige.optim.learner import Learner
-from vestige.optim.probes import At
+from vestige.optim.learner import Learner, scales_of
+from vestige.optim.probes import At, ask
+from vestige.optim.rules import balanced
 from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes
 from vestige.questions import SampledGaussian
@@ -55,10 +57,11 @@ class LoopMover:
         for name, view in self._views.items():
             parameters[name].grad = view if parameters[name].requires_grad else None  # what was frozen since stays
         first = None
-        if not self._checked and FirstMove.due(self._optimizer):
-            first, self._checked = FirstMove(self._passes.module, self._views, self._optimizer), True
         try:
-            self._original()
+            with balanced(self._optimizer, scales_of(self._passes.layout, parameters)):
+                if not self._checked and FirstMove.due(self._optimizer):
+                    first, self._checked = FirstMove(self._passes.module, self._views, self._optimizer), True
+                self._original()
             if first is not None:
                 first.check()
         finally:
@@ -141,7 +144,8 @@ class PrivateSteps:
         if not self.passes.close_part():
             return value
         learner, point = self.learner(), self.passes.point()
-        release, self.probe = self.method.probe.ask(self._answer, point, self.probe)  # type: ignore[arg-type]
+        scales = self.passes.layout.constants
+        release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
         learner.step(release, point, 1.0, self.step_number)
         self.step_number += 1
         return value
@@ -192,7 +196,7 @@ class PrivateSteps:
         """The parameters go where the method asks, the user's closure runs there, the parameters come back."""
         self.learner()
         home = {name: p.clone() for name, p in self.passes.point().items()}
-        self._go(_asked_at(self.method, self.passes.point(), self.probe))
+        self._go(_asked_at(self.method, self.passes.layout, self.passes.point(), self.probe))
         try:
             with torch.enable_grad():
                 return closure()
@@ -223,7 +227,7 @@ class _Found(Exception):
     """Ends a question before it is asked: where it would be asked is all that was wanted."""
 
 
-def _asked_at(method: Method, point: Parameters, state: dict[str, Any]) -> Parameters:
+def _asked_at(method: Method, layout: Layout, point: Parameters, state: dict[str, Any]) -> Parameters:
     """Where a method will ask its one question; the parts of a draw are all asked there."""
     found: list[At] = []
 
@@ -232,7 +236,7 @@ def _asked_at(method: Method, point: Parameters, state: dict[str, Any]) -> Param
         raise _Found
 
     try:
-        method.probe.ask(cast(Any, listen), point, state)
+        ask(method.probe, cast(Any, listen), point, state, layout.constants)
     except _Found:
         return {name: value.clone() for name, value in found[0].point.items()}
     raise AssertionError("a probe must ask")

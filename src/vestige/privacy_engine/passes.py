@@ -25,7 +25,7 @@ from vestige.engines.per_example.expressions import ANCHOR, Pass
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import Shapes, floating
 from vestige.engines.writes import Versions, Writes
-from vestige.layout import Grouping, Layout
+from vestige.layout import Layout
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm, form_of
 from vestige.privacy_engine.coverage import require_noised
@@ -112,7 +112,7 @@ class Passes:
     def __init__(
         self,
         module: nn.Module,
-        grouping: Grouping | None,
+        layout: Layout,
         clip: Clip,
         reduction: str,
         parts: Parts,
@@ -121,7 +121,7 @@ class Passes:
     ) -> None:
         """`sizes` are those of batches to record passes for; `tokens` divides a loss of tokens that the model computes
         itself."""
-        self.module, self.layout = module, Layout.of(module, grouping)
+        self.module, self.layout = module, layout
         self._recorder = Recorder(module, self.layout, clip, sizes)
         self._labels = Labels(module, tokens)
         self._labelled: tuple[Labelled, dict[str, Tensor]] | None = None

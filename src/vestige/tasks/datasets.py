@@ -26,6 +26,7 @@ class Dataset:
     read: Callable[[Path | None], tuple[LabelledTensors, LabelledTensors]]
     needs_data: bool
     notes: str
+    images: bool = True
 
 
 def _from_bytes(images: Tensor) -> Tensor:
@@ -102,4 +103,5 @@ IMDB = Dataset(
     read_reviews,
     needs_data=True,
     notes=f"The first {LENGTH} words, each hashed into {BUCKETS} buckets: no vocabulary is learned from the texts.",
+    images=False,
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vestige.tasks.images import STANDARDISED, standardised
 from vestige.tasks.reading import LabelledTensors, existing
 from vestige.tasks.recipes import RECIPES, Recipe
 from vestige.tasks.user_code import blame, call, function_of, python_file
@@ -36,22 +37,29 @@ class Task:
     notes: str
 
 
-def load(name: str, data: str | Path | None = None, seed: int = 0) -> Task:
+def load(name: str, data: str | Path | None = None, seed: int = 0, *, standardise: bool = False) -> Task:
     """The task called `name`, its initial weights drawn from `seed` alone.
 
     `data` is a file or folder for the tasks that need one. `name` may also be `path/to/file.py:function`: that function
     is called, with `data` and `seed` where it takes them, and returns a `Task` or `(model, loss, train, test)`.
+    `standardise` scales each image by its own mean and deviation.
     """
     path = None if data is None else Path(data)
+    if standardise and (".py:" in name or not _find(name).dataset.images):
+        raise ValueError(
+            f"standardise=True is for the image tasks of `vestige tasks`, and {name} is none; leave it out"
+        )
     if ".py:" in name:
         return _load_from_file(name, path, seed)
     check(name, data)
     recipe = RECIPES[name]
     (x_train, y_train), (x_test, y_test) = recipe.dataset.read(path)
+    if standardise:
+        x_train, x_test = standardised(x_train), standardised(x_test)
     x_train, x_test = recipe.prepare(x_train), recipe.prepare(x_test)
     with _public_randomness(seed):
         model = recipe.build(tuple(x_train.shape[1:]), recipe.dataset.classes)
-    notes = " ".join(part for part in (recipe.dataset.notes, recipe.notes) if part)
+    notes = " ".join(part for part in (recipe.dataset.notes, recipe.notes, STANDARDISED if standardise else "") if part)
     train, test = (x_train, y_train), (x_test, y_test)
     return Task(name, model, functional.cross_entropy, train, test, recipe.dataset.classes, notes)
 

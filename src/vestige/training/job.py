@@ -9,10 +9,10 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
+from vestige import balance as balances
 from vestige import tasks
 from vestige.checks import accounted_multiplier, check_steps, renamed
 from vestige.devices import check_device
-from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.evaluation import PrivateEvaluation
 from vestige.mechanism.groups import named_grouping, named_split
@@ -53,6 +53,8 @@ class Job:
     groups: str | None = None
     split: str | None = None
     share: str | None = None
+    balance: str | None = None
+    standardise: bool = False
     sampling: str = "poisson"
     noise: str = "lattice"
     engine: str = "bookkeeping"
@@ -72,6 +74,8 @@ class Job:
 
 def method_of(job: Job) -> Method:
     method = _divided(build(job.method, **job.options), job)
+    if job.balance is not None:
+        method = replace(method, balance=balances.named(job.balance))
     if job.average is not None:
         method = replace(method, average=averaging.named(job.average))
     if job.augment is not None:
@@ -105,7 +109,7 @@ def start(
     multiplier = job.noise_multiplier
     if job.paper_sigma is not None and multiplier is not None:
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
-    task = task or tasks.load(job.task, job.data, job.seed)
+    task = task or tasks.load(job.task, job.data, job.seed, standardise=job.standardise)
     if method.augment is not None:
         with renamed({"copies": "augment"}):
             method.augment.check(tuple(task.train[0].shape[1:]))
@@ -113,7 +117,7 @@ def start(
     if moments is not None:
         task = replace(task, model=with_moments(task.model))
     if job.paper_sigma is not None:
-        groups = paper_groups(method, Layout.of(task.model, method.grouping))
+        groups = paper_groups(method, method.layout(task.model))
         multiplier = accounted_multiplier(job.paper_sigma, method.memory.fresh_share, groups)
     check_device(job.device)
     task.model.to(job.device)
@@ -207,7 +211,7 @@ def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
             f"progress='public:{file}' is the task's own data: its test examples would both steer and judge the run"
         )
     try:
-        return tasks.load(job.task, file, job.seed).test
+        return tasks.load(job.task, file, job.seed, standardise=job.standardise).test
     except ValueError as error:
         raise ValueError(f"progress='public:{file}' holds no examples of task {job.task}: {error}") from error
 

@@ -12,6 +12,8 @@ from vestige.layout import Layout
 
 WALK = 3.0
 """How far the noise alone may walk, in norms of the initial weights; the best value was 1.8 to 4.8 in 38 settings."""
+BALANCED_WALK = 2.0
+"""The same where steps are balanced, and the norm is that of what is trained in the weights' place."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,18 @@ class AutoRate:
     gain: float
     scale_free: bool
     walk: float
+    balanced: bool = False
 
     def __str__(self) -> str:
         walk = f"sqrt({self.steps} steps)" if self.walk == sqrt(self.steps) else f"walk {self.walk:.4g}"
+        norms, start = (BALANCED_WALK, "|V0|") if self.balanced else (WALK, "|W0|")
         if self.scale_free:
             return (
-                f"lr auto: {WALK:g} * |W0| / (sqrt(d) * {walk} * gain), |W0| = {self.weight_norm:.4g}, "
+                f"lr auto: {norms:g} * {start} / (sqrt(d) * {walk} * gain), {start} = {self.weight_norm:.4g}, "
                 f"sqrt(d) = {self.noise_norm:.4g}, gain = {self.gain:.3g} -> {self.lr:.4g}"
             )
         return (
-            f"lr auto: {WALK:g} * |W0| / (noise * {walk} * gain), |W0| = {self.weight_norm:.4g}, "
+            f"lr auto: {norms:g} * {start} / (noise * {walk} * gain), {start} = {self.weight_norm:.4g}, "
             f"noise of a mean gradient = {self.noise_norm:.4g}, gain = {self.gain:.3g} -> {self.lr:.4g}"
         )
 
@@ -48,8 +52,10 @@ def auto_rate(
     gain: float,
     scale_free: bool,
     walk: float | None = None,
+    balanced: bool = False,
 ) -> AutoRate:
-    """The rate at which the noise alone walks `WALK` norms of the initial weights in `steps` steps.
+    """The rate at which the noise alone walks `WALK` norms of the initial weights in `steps` steps; where steps are
+    `balanced`, `BALANCED_WALK` norms of V0 = W0 / a.
 
     `noise_norm` is the norm of the noise in one mean gradient, nu * sqrt(d); `gain` is how much the memory and the rule
     amplify a constant gradient; `walk` is how many steps' worth of noise adds up, sqrt(steps) unless the noise changes
@@ -59,14 +65,17 @@ def auto_rate(
     if per_step <= 0:
         raise ValueError("lr='auto' needs noise to balance against: the noise multiplier is 0; give lr a number")
     length = sqrt(steps) if walk is None or scale_free else walk
-    lr = WALK * weight_norm / (per_step * length)
-    return AutoRate(lr, weight_norm, sqrt(size) if scale_free else noise_norm, steps, gain, scale_free, length)
+    lr = (BALANCED_WALK if balanced else WALK) * weight_norm / (per_step * length)
+    noise = sqrt(size) if scale_free else noise_norm
+    return AutoRate(lr, weight_norm, noise, steps, gain, scale_free, length, balanced)
 
 
 def initial_weight_norm(model: nn.Module, layout: Layout) -> float:
-    """The norm of the trainable weights of two or more dimensions; biases and the gains of norm layers don't count."""
+    """The norm of the trainable weights of two or more dimensions, W / a where steps are balanced; biases and the gains
+    of norm layers don't count."""
     parameters = layout.parameters(model)
-    squares = [torch.linalg.vector_norm(p.detach()).double().square() for p in parameters.values() if p.dim() >= 2]
+    each = [(parameters[s.name].detach(), s.scale) for s in layout.segments if len(s.shape) >= 2]
+    squares = [(torch.linalg.vector_norm(weight).double() / scale).square() for weight, scale in each]
     norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
     if norm == 0:
         raise ValueError(

@@ -19,7 +19,7 @@ from vestige.mechanism.transforms import one_after
 from vestige.methods.base import Method
 from vestige.optim.gates import Attempt
 from vestige.optim.learner import Learner, OptimizerMover
-from vestige.optim.probes import At
+from vestige.optim.probes import At, ask
 from vestige.optim.rules import Scheduling, scheduled
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.release import Release
@@ -214,7 +214,8 @@ def advance(
     point = {name: p.detach() for name, p in state.parameters.items()}
     clip, pace = method.clip.now(state.clip), pace * float(method.clip.pace(state.clip))
     now = level(method.schedule, multiplier, state.step, curator.rate)
-    release, state.probe = method.probe.ask(Asking(curator, method, clip, now, state.step), point, state.probe)
+    asking = Asking(curator, method, clip, now, state.step)
+    release, state.probe = ask(method.probe, asking, point, state.probe, state.layout.constants)
     seen = state.learner.step(release, point, pace, state.step)
     seen |= {name: torch.tensor(value) for name, value in method.clip.shown(state.clip).items()}
     state.clip = method.clip.learn(release.unclipped, state.clip)

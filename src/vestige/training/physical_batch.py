@@ -15,7 +15,7 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat, GradientEngine, Loss, Parameters, Transform
 from vestige.mechanism.transforms import one_after
 from vestige.methods.base import Method
-from vestige.optim.probes import At
+from vestige.optim.probes import At, ask
 from vestige.questions import SampledGaussian
 from vestige.randomness.release import Release
 
@@ -178,5 +178,5 @@ def _transform(model: nn.Module, layout: Layout, method: Method, population: int
     listener = _Listener(layout.size, device, population, rate, [])
     state = method.probe.init(layout, device)
     for _ in range(2):  # some probes ask more after their first step
-        state = method.probe.ask(listener, point, state)[1]
+        state = ask(method.probe, listener, point, state, layout.constants)[1]
     return one_after(method.augment, next((t for t in listener.heard if t is not None), None))

@@ -195,6 +195,7 @@ def choose_rate(
         steps=steps,
         gain=gain if method.rule.scale_free else gain * method.memory.steady_gain,
         scale_free=method.rule.scale_free,
+        balanced=method.balance is not None,
     )
     return chosen.lr, str(chosen)
 

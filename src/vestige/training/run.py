@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.accounting.ledger import Ledger
+from vestige.balance import Constants
 from vestige.engines.independence import require_independent
 from vestige.engines.processes import require_one_process
 from vestige.engines.recorded.cuda_graphs import Captured
@@ -164,12 +165,14 @@ def train(
     if not isinstance(chosen, Method):
         raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
     folder = RunFolder(out) if out is not None else None
+    constants: Constants | None = None
     if resume and folder is not None:
         public_facts = folder.request()["public"]
         wanted = persistence.continued(wanted, public_facts)
+        constants = public_facts.get("balance")
         if "arithmetic" not in public_facts:
             settings = replace(settings, noise="float32")  # as in 0.1
-    training = Training(model, loss, data, chosen, wanted, settings, folder)
+    training = Training(model, loss, data, chosen, wanted, settings, folder, constants)
     training.open(resume, request or {})
     return training
 
@@ -229,9 +232,11 @@ class Training:
         request: Request,
         settings: Settings,
         folder: RunFolder | None,
+        constants: Constants | None = None,
     ) -> None:
+        """`constants` are those that balance the steps of a run that is resumed: they are of its own beginning."""
         self.model, self.folder, self.settings, self._identity = model, folder, settings, method.identity
-        self.layout = Layout.of(model, method.grouping)
+        self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples = examples
         if examples.form.names is not None:
@@ -344,6 +349,7 @@ class Training:
             "adjacency": "add/remove one example",
             "normalise": repr(self.settings.normalise),
             "evaluate": self.settings.evaluate and self.settings.evaluate.identity,
+            **({} if self.method.balance is None else {"balance": self.layout.constants_of_all}),
             **self._rates(),
         }
 

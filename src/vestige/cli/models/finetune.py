@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from vestige.cli.models.flags import (
+    BalanceFlag,
     DeltaFlag,
     DeviceFlag,
     EngineFlag,
@@ -86,6 +87,7 @@ def finetune(
             "scratch, and far too large here."
         ),
     ] = None,
+    balance: BalanceFlag = None,
     physical_batch: PhysicalBatchFlag = None,
     num_workers: Annotated[int, typer.Option(help="Processes that read the next samples; 0: this one.")] = 0,
     sampling: SamplingFlag = "poisson",
@@ -137,7 +139,7 @@ def finetune(
             lora_targets=_several(lora_targets),
             freeze=freeze,
             method=method,
-            options={key: value for key, value in method_options.items() if value is not None},
+            options={k: value for k, value in {**method_options, "balance": balance}.items() if value is not None},
             epsilon=epsilon,
             delta=delta,
             noise_multiplier=noise_multiplier,

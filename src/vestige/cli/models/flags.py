@@ -15,6 +15,12 @@ NoiseMultiplierFlag = Annotated[float | None, typer.Option(help="Accounted noise
 PhysicalBatchFlag = Annotated[
     str | None, typer.Option(help="Split each sampled batch into parts of this size; auto: the largest that fits.")
 ]
+BalanceFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="Steps of each layer: plain (the same noise in all), or relative (the same share of its initial weights)."
+    ),
+]
 SamplingFlag = Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")]
 NoiseFlag = Annotated[
     str, typer.Option(help="lattice (integers: the last bit tells nothing) or float32 (one more assumption).")

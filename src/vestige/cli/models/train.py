@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from vestige.cli.models.flags import (
+    BalanceFlag,
     DeltaFlag,
     DeviceFlag,
     EngineFlag,
@@ -73,6 +74,10 @@ def train(
     share: Annotated[
         str | None, typer.Option(help="How groups share the noise: equal, isotropic or least-noise.")
     ] = None,
+    balance: BalanceFlag = None,
+    standardise: Annotated[
+        bool, typer.Option("--standardise", help="Scale each image by its own mean and deviation: asks nothing.")
+    ] = False,
     physical_batch: PhysicalBatchFlag = None,
     sampling: SamplingFlag = "poisson",
     noise: NoiseFlag = "lattice",
@@ -145,6 +150,8 @@ def train(
             groups=groups,
             split=split,
             share=share,
+            balance=balance,
+            standardise=standardise,
             sampling=sampling,
             noise=noise,
             engine=engine,

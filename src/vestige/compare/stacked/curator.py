@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from vestige.compare.stacked.draws import Draws
-from vestige.compare.stacked.learner import StackedRun, alike, layout_of
+from vestige.compare.stacked.learner import StackedRun, alike, layout_of, scales_of
 from vestige.compare.stacked.mlp import MLP, square
 from vestige.devices import SLACK
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
 from vestige.mechanism.clipping import Clip, Parameters, Value, usable_norms, weights
 from vestige.optim.learner import for_each
-from vestige.optim.probes import At
+from vestige.optim.probes import At, ask
 from vestige.questions import Question, SampledGaussian
 from vestige.randomness import lattice
 from vestige.randomness.release import Release
@@ -138,6 +138,7 @@ class StackedCurator:
         self.sequence = self.noise.start(sample_rate, steps)
         layout = network.layout
         self._point = layout.views(parameters)
+        self.scales = scales_of(runs, device)
         self.state = for_each(self.probe.init(layout, device), (len(runs),))
         self.clips = [
             StackedClip(runs[same.start].method.clip, same, layout_of(runs[same.start]), network, device)
@@ -156,7 +157,7 @@ class StackedCurator:
         """The probe's release of this step."""
         self.step = step
         self._set_levels()
-        release, self.state = self.probe.ask(self, self._point, self.state)
+        release, self.state = ask(self.probe, self, self._point, self.state, self.scales)
         return release
 
     def pace(self) -> Tensor:
@@ -216,11 +217,11 @@ class StackedCurator:
         """SENSITIVE: the clipped sums over the samples, written into `fresh`."""
         values = self.network.forward(point, _taken(self.examples.inputs, rows))
         errors = self.network.backward(point, values, self.examples.targets[rows])
-        squares = self.network.squares(values, errors, self.examples.squares[rows])
+        squares = self.network.squares(values, errors, self.examples.squares[rows], self.scales)
         squares.masked_fill_(~real.unsqueeze(-1), torch.inf)  # padding is an example without a usable gradient
         factors = [clip.factors(squares[clip.part]) for clip in self.clips]
         factor = factors[0] if len(factors) == 1 else torch.cat(factors)
-        self.network.add_weighted(values, errors, (factor * self._slack).float(), self.fresh)
+        self.network.add_weighted(values, errors, (factor * self._slack).float(), self.fresh, self.scales)
 
 
 def _taken(table: Tensor, rows: Tensor) -> Tensor:

@@ -36,7 +36,22 @@ def alike(values: Sequence[Any]) -> list[slice]:
 
 
 def layout_of(run: StackedRun) -> Layout:
-    return Layout.of(run.model, run.method.grouping)
+    return run.method.layout(run.model)
+
+
+def scales_of(runs: Sequence[StackedRun], device: torch.device) -> dict[str, Tensor] | None:
+    """The constants of balanced steps, of each run by the name of the parameter, [runs, 1, ...]; None where all are 1.
+    Runs begin with weights of their own, so each has its own constants."""
+    layouts = [layout_of(run) for run in runs]
+    if all(layout.constants is None for layout in layouts):
+        return None
+    each = [layout.constants_of_all for layout in layouts]
+    return {
+        segment.name: torch.tensor([mine[segment.name] for mine in each], device=device).view(
+            -1, *(1 for _ in segment.shape)
+        )
+        for segment in layouts[0].segments
+    }
 
 
 class StackedMover:
@@ -47,8 +62,9 @@ class StackedMover:
     applied here.
     """
 
-    def __init__(self, rule: Rule, parameters: Tensor, lr: Tensor) -> None:
-        self.parameters, self.lr, options = parameters, lr, dict(rule.options)
+    def __init__(self, rule: Rule, parameters: Tensor, lr: Tensor, scales: Tensor | None = None) -> None:
+        """`scales` are the constants of balanced steps, [runs, size]."""
+        self.parameters, self.lr, self.scales, options = parameters, lr, scales, dict(rule.options)
         if rule.fusible and parameters.device.type in ("cpu", "cuda") and not {"foreach", "fused"} & options.keys():
             options["fused"] = True  # one pass over the moments instead of ten
         self.gradient = torch.zeros_like(parameters)
@@ -65,14 +81,19 @@ class StackedMover:
         if self.decay and self.decoupled:
             self.parameters.mul_((1 - lr * self.decay).float())
         elif self.decay:
-            self.gradient.add_(self.parameters, alpha=self.decay)
+            trained = self.parameters if self.scales is None else self.parameters / self.scales
+            self.gradient.add_(trained, alpha=self.decay)
         if not self._displacement.numel():
-            self.parameters.addcmul_(self.gradient, lr.float(), value=-1)
+            self.parameters.addcmul_(self._scaled(self.gradient), lr.float(), value=-1)
             return
         self._displacement.grad = self.gradient
         self.optimizer.step()
-        self.parameters.addcmul_(self._displacement, lr.float())
+        self.parameters.addcmul_(self._scaled(self._displacement), lr.float())
         self._displacement.zero_()
+
+    def _scaled(self, moves: Tensor) -> Tensor:
+        """What W = a V moves by where V moves by this."""
+        return moves if self.scales is None else moves * self.scales
 
     def hear(self, noise_std: float | Tensor) -> None:
         self.optimizer.hear(noise_std)  # type: ignore[attr-defined]
@@ -85,7 +106,10 @@ class StackedLearner:
         method, layout = runs[0].method, layout_of(runs[0])
         self.part, self._point = part, layout.views(parameters)
         lr = torch.tensor([run.lr for run in runs], dtype=torch.float64, device=parameters.device).unsqueeze(1)
-        mover = StackedMover(method.rule, parameters, lr)
+        scales, flat = scales_of(runs, parameters.device), None
+        if scales is not None:
+            flat = layout.pack({name: scales[name].expand_as(view) for name, view in self._point.items()}, (len(runs),))
+        mover = StackedMover(method.rule, parameters, lr, flat)
         self.learner = Learner(method.memory, method.rule, method.average, layout, self._point, mover)
         self.seen: dict[str, Tensor] = {}
 

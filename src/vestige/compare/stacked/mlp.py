@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,10 @@ SLOPES: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
     nn.Sigmoid: lambda output: output * (1 - output),
 }
 """Each activation's derivative, from its output."""
+
+
+StackedScales = Mapping[str, Tensor] | None
+"""The constants of balanced steps, [runs, 1, ...] by the name of the parameter; None where all are 1."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +77,40 @@ class MLP:
             errors.append((errors[-1] @ parameters[self.layers[index].weight]) * slope(values[index]))
         return errors[::-1]
 
-    def squares(self, values: list[Tensor], errors: list[Tensor], input_squares: Tensor) -> Tensor:
+    def squares(
+        self, values: list[Tensor], errors: list[Tensor], input_squares: Tensor, scales: StackedScales = None
+    ) -> Tensor:
         """Squared norms of the per-example gradients by layer, [runs, batch, layers], in float64 and without forming
-        them: |error|^2 (|input|^2 + 1)."""
+        them: |error|^2 (|input|^2 + 1), each term times the square of its constant where steps are balanced."""
         found = []
         for index, (layer, error) in enumerate(zip(self.layers, errors, strict=True)):
             inner = input_squares if index == 0 else square(values[index])
-            found.append(square(error) * (inner + 1 if layer.bias is not None else inner))
+            one = 1.0 if scales is None or layer.bias is None else scales[layer.bias].double().square()
+            if scales is not None:
+                inner = inner * scales[layer.weight].squeeze(-1).double().square()
+            found.append(square(error) * (inner + one if layer.bias is not None else inner))
         return torch.stack(found, dim=-1)
 
-    def add_weighted(self, values: list[Tensor], errors: list[Tensor], weights: Tensor, into: Tensor) -> None:
-        """The sum of the examples' gradients, each layer times its weight, [runs, batch, layers]; a weight of zero
-        silences even a NaN."""
+    def add_weighted(
+        self,
+        values: list[Tensor],
+        errors: list[Tensor],
+        weights: Tensor,
+        into: Tensor,
+        scales: StackedScales = None,
+    ) -> None:
+        """The sum of the examples' gradients, each layer times its weight, [runs, batch, layers], and each parameter
+        times its constant; a weight of zero silences even a NaN."""
         views = self.layout.views(into)
         for index, (layer, error) in enumerate(zip(self.layers, errors, strict=True)):
             weight = weights[..., index, None]
             used = weight > 0
-            scaled = torch.where(used, error * weight, 0.0)
+            scaled = torch.where(used, error * _times(weight, scales, layer.weight), 0.0)
             value = values[index] if index == 0 else torch.where(used, values[index], 0.0)
             views[layer.weight].copy_(scaled.transpose(-1, -2) @ value)
             if layer.bias is not None:
+                if scales is not None:
+                    scaled = torch.where(used, error * _times(weight, scales, layer.bias), 0.0)
                 views[layer.bias].copy_(scaled.sum(-2))
 
     def owners(self, layout: Layout) -> list[int] | None:
@@ -109,6 +127,11 @@ def _apply(inputs: Tensor, weight: Tensor) -> Tensor:
         return inputs @ weight.transpose(-1, -2)
     runs, width, _ = weight.shape
     return (inputs @ weight.reshape(runs * width, -1).t()).view(len(inputs), runs, width).transpose(0, 1)
+
+
+def _times(weights: Tensor, scales: StackedScales, name: str) -> Tensor:
+    """Weights, [runs, batch, 1], times a parameter's constant."""
+    return weights if scales is None else weights * scales[name].view(-1, 1, 1)
 
 
 def square(rows: Tensor) -> Tensor:

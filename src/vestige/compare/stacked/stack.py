@@ -49,7 +49,7 @@ def why_not(
     for part in ("clip", "probe", "memory", "rule"):
         if not getattr(method, part).stackable:
             return f"the {part} of {method.name} works on one run at a time: {getattr(method, part)}"
-    layout = Layout.of(model, method.grouping)
+    layout = method.layout(model)
     if MLP(model, layout).owners(layout) is None:
         return f"{method.name} clips the weight and the bias of a layer apart"
     if isinstance(method.clip.sensitivity(layout), Tensor):
@@ -77,7 +77,8 @@ def footprint(model: nn.Module, method: Method, rate: float, population: int, st
     width = sum(layer.linear.in_features + 2 * layer.linear.out_features for layer in layers)
     expected = rate * population
     batch = expected + 8 * expected**0.5 + 8
-    return int(4 * (layout.size * ((method.copies(rate, steps) or 0) + 8) + 2 * batch * width))
+    vectors = 8 if method.balance is None else 10
+    return int(4 * (layout.size * ((method.copies(rate, steps) or 0) + vectors) + 2 * batch * width))
 
 
 # --- the stack -------------------------------------------------------------------------------------------------------
