@@ -1,7 +1,6 @@
 """Do the studies of bench/ say what their runs say? On made-up records whose answer is known."""
 
 import gzip
-import importlib
 import json
 import sys
 from argparse import Namespace
@@ -14,16 +13,6 @@ from comparisons import AUTO, fake
 from vestige.compare import runs
 from vestige.methods.registry import METHODS
 from vestige.records import FailedRun
-
-BENCH = Path(__file__).parents[1] / "bench"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """Imports a script of bench/ by name."""
-    sys.path.insert(0, str(BENCH))
-    yield importlib.import_module
-    sys.path.remove(str(BENCH))
 
 
 @pytest.fixture(scope="module")

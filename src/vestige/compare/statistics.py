@@ -10,6 +10,8 @@ import numpy as np
 from scipy.special import stdtrit
 
 LEVEL = 0.95
+ALPHA = 0.05
+"""The largest probability of any false claim."""
 ROUNDING = 1e-9
 """Mean differences closer than this are one, rounded differently."""
 COUNTED = 32
@@ -112,7 +114,7 @@ def seeds_to_tell(rows: int) -> int:
 def tells(seeds: int, rows: int) -> bool:
     """Whether the least p that so many pairs can have stays below 5% after Holm over the rows."""
     least = 2.0 ** (1 - seeds) if seeds <= COUNTED else 1 / (1 + DRAWN)
-    return rows * least < 1 - LEVEL
+    return rows * least < ALPHA
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -137,7 +139,7 @@ def sentence(baseline: str, budget: str, difference: Difference | None, adjusted
     if difference.p is None or adjusted is None:
         return f"{points:+.2f} points against {baseline} at {budget}, from one seed: nothing can be said"
     interval = _interval(difference)
-    if adjusted < 1 - LEVEL:
+    if adjusted < ALPHA:
         word = "better" if points > 0 else "worse"
         by = f"by {abs(points):.2f} points ({interval}, p = {adjusted:.2g} after Holm)"
         return f"{word} than {baseline} at {budget} {by}"
