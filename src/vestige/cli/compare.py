@@ -131,7 +131,7 @@ def compare(
         budgets = budgets or [PrivacyTarget("epsilon", 3.0)]
         if seeds is None:
             tested = sum(not (choose_once and kind == "tuned") for kind in kinds)
-            seeds = seeds_to_tell(len(problems) * len(budgets) * tested * max(1, len(compared) - 1))
+            seeds = seeds_to_tell(max(1, len(problems) * len(budgets) * tested * (len(compared) - 1)))
         check_steps(seeds, "seeds")
         specification = Specification(
             problems=problems,

@@ -176,10 +176,10 @@ def _marks(summary: dict[str, Any]) -> str:
         return f"nothing is tested, because no run of the baseline {baseline} is here; --baseline names another"
     if not any(_verdict(row) for row in others):
         if not summary["tested"]:
-            return "nothing is tested: that takes another method, and several seeds of each"
+            return "nothing is tested: that takes another method and several seeds of each, with a choice for each seed"
         return (
-            f"nothing is tested: {summary['tested']} rows take {summary['seeds_to_tell']} seeds (exact paired test, "
-            "Holm), each with a choice of its rate"
+            f"too few seeds to tell anything apart: {summary['tested']} rows take {summary['seeds_to_tell']} (exact "
+            "paired test, Holm)"
         )
     rest = "; ?: not tested" if any(_verdict(row) is None for row in others) else ""
     return (
