@@ -7,7 +7,9 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.stats import norm
 
 from comparisons import AUTO, fake
 from vestige.compare import runs
@@ -193,3 +195,21 @@ def test_the_study_of_finetuning_tells_private_from_plain(bench, tmp_path, monke
     assert 7.9 < rows[-1]["epsilon"] <= 8
     assert rows[-1]["time"] > 0
     assert "| causal-lm | epsilon 8 | perplexity " in capsys.readouterr().out
+
+
+# --- choosing a constant privately -----------------------------------------------------------------------------------
+
+
+def test_the_noise_of_private_trials_leaves_the_budget_whole(bench):
+    """On whole data every answer is Gaussian, and all compose to one: by the closed form of Balle & Wang 2018."""
+    private = bench("private_tuning")
+    alone, after = private.noise_multipliers(private.Setting("any", 3.0, 10, 1.0), trials=2, noisier=3.0)
+
+    def delta(shift):
+        a, b = shift / 2 - 3.0 / shift, -shift / 2 - 3.0 / shift
+        return norm.cdf(a) - np.exp(3.0) * norm.cdf(b)
+
+    whole = 10 / after**2 + 2 * 10 / (3 * after) ** 2 + 2 / private.COUNT_NOISE**2
+    assert delta(np.sqrt(whole)) == pytest.approx(private.DELTA, rel=0.02)
+    assert delta(np.sqrt(10) / alone) == pytest.approx(private.DELTA, rel=0.02)
+    assert after > 1.05 * alone
