@@ -9,7 +9,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 .PHONY: run test test-slow lint check format docs clean
 
-run: $(READY)  ## compare private optimizers at equal epsilon on scikit-learn's digits, in about a minute
+run: $(READY)  ## compare private optimizers at equal epsilon on scikit-learn's digits, in a minute or two
 	$(BIN)/vestige compare --quick
 
 test: $(READY)  ## the everyday tests

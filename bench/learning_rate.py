@@ -77,6 +77,7 @@ def _study(
         contenders=tuple(Contender(label, name, options) for label, name, options in contenders(methods)),
         budgets=tuple(PrivacyTarget("epsilon", value) for value in budgets),
         tuning_seeds=(1000, 1001),
+        choose="once",
         steps=steps,
         sample_rate=rate,
         rates=("tuned",),

@@ -49,7 +49,8 @@ HEAD = (
     "python bench/reproduction.py --data DATA --out runs/reproduction --render docs/results",
     "```",
     "",
-    "Test accuracy in percent with its 95% interval over seeds.",
+    "Test accuracy in percent with its 95% interval over seeds; what is told apart is so by the exact test of",
+    "docs/compare.md over all rows of a table.",
     "",
 )
 

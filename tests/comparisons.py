@@ -99,5 +99,6 @@ def one_cell(differences):
         for name, (middle, low, high, word) in {"dp-sgd": (0.0, 0.0, 0.0, "the baseline"), **differences}.items()
     ]
     labels = [{"label": row["method"]} for row in rows]
-    problems = {"problems": [{"task": "t"}], "contenders": labels, "baseline": "dp-sgd"}
-    return {"summary": {"baseline": "dp-sgd", "rows": rows}, "specification": problems, "records": []}
+    problems = {"problems": [{"task": "t"}], "contenders": labels, "baseline": "dp-sgd", "choose": "each seed"}
+    summary = {"baseline": "dp-sgd", "rows": rows, "choices": [], "tested": 1, "seeds_to_tell": 6}
+    return {"summary": summary, "specification": problems, "records": []}

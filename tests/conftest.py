@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +23,15 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     # On a GPU torch rounds convolutions to TF32 unless told otherwise; an oracle does not.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a script of bench/ by name."""
+    folder = str(Path(__file__).parents[1] / "bench")
+    sys.path.insert(0, folder)
+    yield importlib.import_module
+    sys.path.remove(folder)
 
 
 @pytest.fixture

@@ -1,29 +1,21 @@
 """Do the studies of bench/ say what their runs say? On made-up records whose answer is known."""
 
 import gzip
-import importlib
 import json
 import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.stats import norm
 
 from comparisons import AUTO, fake
 from vestige.compare import runs
+from vestige.compare.statistics import tells
 from vestige.methods.registry import METHODS
 from vestige.records import FailedRun
-
-BENCH = Path(__file__).parents[1] / "bench"
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """Imports a script of bench/ by name."""
-    sys.path.insert(0, str(BENCH))
-    yield importlib.import_module
-    sys.path.remove(str(BENCH))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +95,10 @@ def test_settings_of_few_methods_are_rows(study):
 def test_every_comparison_of_the_documents_can_be_made(bench):
     arena = bench("arena")
     for shown in arena.SHOWN.values():
-        assert len(shown.specification(None, small=False).tuning_seeds) == 3
+        made = shown.specification(None, small=False)
+        rows = len(made.problems) * len(made.budgets) * (len(made.contenders) - 1) * len(made.rates)
+        assert tells(len(made.seeds), rows)
+        assert made.choose == "each seed"
     everyone = {contender.method for contender in arena.SHOWN["cifar10"].specification(None, False).contenders}
     assert everyone == set(METHODS) - {"sa-dp-sgd"}  # which is dp-sam under another name
 
@@ -200,3 +195,21 @@ def test_the_study_of_finetuning_tells_private_from_plain(bench, tmp_path, monke
     assert 7.9 < rows[-1]["epsilon"] <= 8
     assert rows[-1]["time"] > 0
     assert "| causal-lm | epsilon 8 | perplexity " in capsys.readouterr().out
+
+
+# --- choosing a constant privately -----------------------------------------------------------------------------------
+
+
+def test_the_noise_of_private_trials_leaves_the_budget_whole(bench):
+    """On whole data every answer is Gaussian, and all compose to one: by the closed form of Balle & Wang 2018."""
+    private = bench("private_tuning")
+    alone, after = private.noise_multipliers(private.Setting("any", 3.0, 10, 1.0), trials=2, noisier=3.0)
+
+    def delta(shift):
+        a, b = shift / 2 - 3.0 / shift, -shift / 2 - 3.0 / shift
+        return norm.cdf(a) - np.exp(3.0) * norm.cdf(b)
+
+    whole = 10 / after**2 + 2 * 10 / (3 * after) ** 2 + 2 / private.COUNT_NOISE**2
+    assert delta(np.sqrt(whole)) == pytest.approx(private.DELTA, rel=0.02)
+    assert delta(np.sqrt(10) / alone) == pytest.approx(private.DELTA, rel=0.02)
+    assert after > 1.05 * alone

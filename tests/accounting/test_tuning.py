@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from histories import DELTA, steps
-from vestige.accounting import epsilon, rdp, theorems, tuned_epsilon, tuning
-from vestige.questions import CyclicGaussian
+from vestige.accounting import composed_epsilon, epsilon, rdp, theorems, tuned_epsilon, tuning
+from vestige.questions import CyclicGaussian, Gaussian, SampledGaussian
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,24 @@ def test_a_search_of_one_run_by_the_geometric_law_still_costs_and_more_runs_cost
     assert prices == sorted(prices)
     assert prices[0] >= epsilon(history, DELTA, "rdp")
     assert tuned_epsilon({}, DELTA, 10) == 0
+
+
+def test_runs_that_were_all_made_cost_their_composition():
+    """Subsampled, by dp_accounting's own loss distributions; on whole data, by the closed form of one Gaussian."""
+    made = [{SampledGaussian(0.05, 2.0): 200}, {SampledGaussian(0.05, 2.5): 200}, {SampledGaussian(0.05, 2.0): 150}]
+    accountant = PLDAccountant(value_discretization_interval=1e-4)
+    for (question, count), *_ in (run.items() for run in made):
+        accountant.compose(PoissonSampledDpEvent(question.rate, GaussianDpEvent(question.multiplier)), count)
+    ours, theirs = composed_epsilon(made, DELTA), accountant.get_epsilon(DELTA)
+    assert ours == pytest.approx(theirs, rel=1e-3)
+    assert ours == epsilon({SampledGaussian(0.05, 2.0): 350, SampledGaussian(0.05, 2.5): 200}, DELTA)
+    whole = composed_epsilon([{Gaussian(3.0): 1}] * 9, DELTA)
+    assert whole == pytest.approx(epsilon({Gaussian(1.0): 1}, DELTA), rel=1e-4)
+    assert composed_epsilon([], DELTA) == composed_epsilon([{}, {}], DELTA) == 0
+
+
+def test_a_cycle_that_one_run_leaves_unfinished_is_not_finished_by_the_next():
+    run = {CyclicGaussian(1.0, 4.0, 25): 30}  # an example is in two of its rounds at most
+    assert composed_epsilon([run] * 3, DELTA) == pytest.approx(epsilon({Gaussian(4.0): 6}, DELTA), rel=1e-4)
+    assert composed_epsilon([run] * 3, DELTA) > epsilon({CyclicGaussian(1.0, 4.0, 25): 90}, DELTA)
+    assert composed_epsilon([run], DELTA) == pytest.approx(epsilon(run, DELTA), rel=1e-9)

@@ -8,10 +8,11 @@ from typer.testing import CliRunner
 
 from commands import vestige
 from comparisons import TINY
-from vestige.cli import main
-from vestige.cli.progress import _marks, check_tasks
+from vestige.cli import compare, main
+from vestige.cli.progress import _cell, _marks, check_tasks
 from vestige.compare.arguments import contenders
 from vestige.compare.specification import Problem
+from vestige.compare.statistics import seeds_to_tell
 from vestige.methods.registry import METHODS
 
 
@@ -73,22 +74,63 @@ def test_a_helper_with_wrong_data_is_refused_before_it_fails_anything(tmp_path):
         check_tasks(replace(TINY, problems=(Problem("mnist-mlp", None),)))
 
 
-def row_of(method, p, mean=0.5):
-    return {"method": method, "p_holm": p, "mean": mean}
+def row_of(method, sentence, mean=0.5):
+    return {"method": method, "sentence": sentence, "mean": mean}
+
+
+BASE, SAME = row_of("dp-sgd", "the baseline"), row_of("a", "not distinguishable from dp-sgd at epsilon 3")
+FEW, ONE = (
+    row_of("b", "too few seeds to tell it from dp-sgd"),
+    row_of("c", "+1.00 points against dp-sgd, from one seed"),
+)
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "tested", "words"),
     [
-        ([row_of("dp-sgd", None), row_of("a", 0.5)], "unmarked: not distinguishable"),
-        ([row_of("dp-sgd", None), row_of("a", 0.5), row_of("b", None)], "not distinguishable; ?: not tested"),
-        ([row_of("a", None), row_of("b", None)], "no run of the baseline dp-sgd is here; --baseline names another"),
-        ([row_of("dp-sgd", None), row_of("a", None)], "two seeds of each or more"),
+        ([BASE, SAME], 1, "Holm over 1 rows); unmarked: not distinguishable"),
+        ([BASE, SAME, ONE], 1, "not distinguishable; ?: not tested"),
+        ([BASE, SAME, FEW], 2, "not distinguishable; ?: not tested"),
+        ([BASE, FEW], 30, "too few seeds to tell anything apart: 30 rows take 11 (exact paired test, Holm)"),
+        ([SAME, FEW], 0, "no run of the baseline dp-sgd is here; --baseline names another"),
+        ([BASE, ONE], 0, "another method and several seeds of each, with a choice for each seed"),
     ],
 )
-def test_what_was_not_tested_is_not_called_indistinguishable(rows, words):
-    said = _marks({"baseline": "dp-sgd", "rows": rows})
+def test_what_was_not_tested_is_not_called_indistinguishable(rows, tested, words):
+    needed = seeds_to_tell(tested) if tested else None
+    said = _marks({"baseline": "dp-sgd", "rows": rows, "tested": tested, "seeds_to_tell": needed})
     assert said.endswith(words)
+    marks = {
+        each["method"]: _cell({**each, "high": None, "epsilon": 3.0, "budget": "epsilon 3"}, True) for each in rows
+    }
+    assert all(mark.endswith(" ?") == (name in "bc") for name, mark in marks.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "seeds"),
+    [
+        (["--method", "dp-sgd", "--method", "fo-dp-sgd"], 7),
+        (["--method", "dp-sgd", "--method", "fo-dp-sgd", "--choose-once"], 6),
+        (["--method", "dp-sgd", "--method", "fo-dp-sgd", "--rates", "auto"], 6),
+        (["--method", "dp-sgd"], 6),
+        (["--method", "dp-sgd", "--method", "fo-dp-sgd", *["--epsilon", "1", "--epsilon", "3"], "--lr", "0.1"], 8),
+        (["--method", "dp-sgd", "--method", "fo-dp-sgd", "--seeds", "3"], 3),
+        (["--quick"], 9),
+    ],
+)
+def test_there_are_as_many_seeds_as_a_test_of_all_rows_takes(words, seeds, monkeypatch):
+    def seen(path, specification, *arguments, **more):
+        made.append(specification)
+        raise ValueError("enough")
+
+    made = []
+    monkeypatch.setattr(compare, "make_runs", seen)
+    assert "enough" in CliRunner().invoke(main.app, ["compare", *words]).stderr
+    assert len(made[0].seeds) == seeds
+    assert made[0].choose == ("once" if "--choose-once" in words else "each seed")
+    if "--quick" in words:
+        others = len(made[0].contenders) - 1
+        assert seeds == seeds_to_tell(others * len(made[0].budgets) * len(made[0].rates))
 
 
 def test_a_helper_without_the_task_or_with_several_hands_at_a_stopwatch_changes_nothing(tmp_path):

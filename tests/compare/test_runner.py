@@ -23,7 +23,7 @@ def test_a_whole_comparison_and_its_continuation(tmp_path):
     seen = []
     home = runner.compare(tmp_path / "c", TINY, on_progress=seen.append)
     records = home.records()
-    assert len(records) == runs.total(TINY, runs.grid_of(TINY)) == 12 + 2 * 2 * 2 * 3
+    assert len(records) == runs.total(TINY, runs.grid_of(TINY)) == 12 * 3 + 2 * 2 * 2 * 3
     assert len(completed(records.values())) == len(records)
     assert seen[-1].done == seen[-1].total
     assert "at epsilon" in seen[-1].best

@@ -42,7 +42,7 @@ def test_final_runs_wait_for_the_whole_grid_and_use_the_best_of_it():
     grid = runs.tuning_grid(TINY, known())
     records = {}
     first = runs.due(TINY, grid, records)
-    assert sum(run.stage == "tuning" for run in first) == 2 * 2 * 3
+    assert sum(run.stage == "tuning" for run in first) == 2 * 2 * 3 * 3, "every final seed has trials of its own"
     assert {run.stage for run in first} == {"tuning", "auto"}
     assert all(run.holdout == 0.2 for run in first if run.stage == "tuning")
     assert all(run.holdout == 0 and run.evaluations == 0 for run in first if run.stage == "auto")
@@ -54,6 +54,29 @@ def test_final_runs_wait_for_the_whole_grid_and_use_the_best_of_it():
     assert {run.seed for run in second} == {0, 1, 2}
     edge = tables.choices(TINY, grid, records)
     assert all(choice["at_edge"] for choice in edge)
+    assert [(choice["seed"], choice["tuning_seeds"]) for choice in edge[:3]] == [(0, [1000]), (1, [1001]), (2, [1002])]
+
+
+def test_every_final_seed_runs_at_the_rate_that_won_its_own_trials():
+    spec = replace(TINY, rates=("tuned",), tuning_seeds=(1000, 1002))
+    grid = runs.tuning_grid(spec, known())
+    assert spec.all_tuning_seeds == (1000, 1002, 1003, 1005, 1006, 1008)
+    assert runs.total(spec, grid) == 2 * 2 * (3 * 6 + 3)
+    best = {1000: 0.5, 1002: 1.0, 1003: 1.0, 1005: 1.0, 1006: 2.0, 1008: 2.0}  # by tuning seed; a trial has two
+    tuning = list(runs.tuning_runs(spec, grid))
+    belongs = runs.membership(spec)
+    assert all(map(belongs, tuning))
+    assert not belongs(replace(tuning[0], seed=1001))
+    records = {run.id: fake(run, 0.5 + 0.1 * (run.factor == best[run.seed])) for run in tuning if run.seed != 1003}
+    finals = {(run.seed, run.factor) for run in runs.due(spec, grid, records) if run.stage == "tuned"}
+    assert finals == {(0, 0.5), (2, 2.0)}, (
+        "0.5 and 1 are level in the trials of seed 0; those of seed 1 are not all here"
+    )
+    once = replace(spec, choose="once")
+    chosen = runs.due(once, grid, records)
+    assert {(run.seed, run.stage) for run in chosen} == {(seed, "tuned") for seed in (0, 1, 2)}
+    assert len({run.factor for run in chosen}) == 1
+    assert runs.total(once, grid) == 2 * 2 * (3 * 2 + 3)
 
 
 def test_a_failed_trial_loses_and_a_grid_that_failed_whole_gives_no_final_run():
@@ -67,7 +90,8 @@ def test_a_failed_trial_loses_and_a_grid_that_failed_whole_gives_no_final_run():
 
 
 def test_a_trial_tried_again_that_wins_supersedes_the_final_runs_of_the_one_that_won_before(tmp_path):
-    spec = replace(TINY, budgets=TINY.budgets[:1], contenders=TINY.contenders[:1], rates=("tuned",), evaluations=1)
+    whole = replace(TINY, budgets=TINY.budgets[:1], contenders=TINY.contenders[:1], rates=("tuned",), evaluations=1)
+    spec = replace(whole, choose="once")
     grid = runs.tuning_grid(spec, known())
     tuning = {run.factor: run for run in runs.tuning_runs(spec, grid)}
     scores = {0.5: 0.6, 1.0: 0.7}
@@ -98,6 +122,19 @@ def test_a_trial_tried_again_that_wins_supersedes_the_final_runs_of_the_one_that
     stages = {each["id"]: each["run"]["stage"] for each in reported_records(home)}
     assert sorted(stages.values()) == ["superseded"] * 3 + ["tuned"] * 3 + ["tuning"] * 3
     assert {name for name, stage in stages.items() if stage == "superseded"} == gone
+
+
+def test_a_trial_tried_again_supersedes_the_final_run_of_its_own_seed_only():
+    spec = replace(TINY, budgets=TINY.budgets[:1], contenders=TINY.contenders[:1], rates=("tuned",))
+    grid = runs.tuning_grid(spec, known())
+    records = {run.id: fake(run, 0.5 + 0.1 * (run.factor == 1.0)) for run in runs.tuning_runs(spec, grid)}
+    records |= {run.id: fake(run, 0.5) for run in runs.due(spec, grid, records)}
+    assert runs.superseded(spec, grid, records) == set()
+    again = next(run for run in runs.tuning_runs(spec, grid) if (run.factor, run.seed) == (2.0, 1001))
+    records[again.id] = fake(again, 0.9)
+    gone = runs.superseded(spec, grid, records)
+    assert [records[name].run.seed for name in gone] == [1]
+    assert [(run.seed, run.factor) for run in runs.due(spec, grid, records)] == [(1, 2.0)]
 
 
 def test_identity_is_the_job_not_the_machine():

@@ -10,6 +10,7 @@ from commands import vestige
 from comparisons import files
 from vestige.compare import runs
 from vestige.compare.folder import ComparisonFolder
+from vestige.compare.summary import summarised
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "written-by-0.1.0" / "comparison"
 
@@ -37,6 +38,10 @@ def test_it_is_reported(before):
     page = (before.path / "report.html").read_text()
     assert "14 of 14 runs" in page
     assert all(name[:8] in page for name in files(before))
+    assert "The choice of the rate is not in the tuned rows' intervals" in page
+    tuned = [row for row in summarised(before)["rows"] if row["rate"] == "tuned" and row["method"] != "dp-sgd"]
+    assert tuned
+    assert all("; not tested: one choice of the rate" in row["sentence"] for row in tuned)
 
 
 @pytest.mark.parametrize("stage", ["auto", "tuning"])

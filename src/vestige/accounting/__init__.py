@@ -6,7 +6,7 @@ from vestige.accounting.composition import epsilon
 from vestige.accounting.guarantees import Facts, Guarantee, guarantee
 from vestige.accounting.selective import published_claim_epsilon
 from vestige.accounting.theorems import History
-from vestige.accounting.tuning import tuned_epsilon
+from vestige.accounting.tuning import composed_epsilon, tuned_epsilon
 
 __all__ = [
     "Budget",
@@ -16,6 +16,7 @@ __all__ = [
     "Odometer",
     "RenyiFilter",
     "calibrate",
+    "composed_epsilon",
     "epsilon",
     "guarantee",
     "history_of_runs",

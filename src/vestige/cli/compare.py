@@ -40,7 +40,10 @@ def compare(
     noise_multiplier: Annotated[list[float] | None, typer.Option(help="Accounted noise instead of a budget.")] = None,
     paper_sigma: Annotated[list[float] | None, typer.Option(help="The sigma of the methods' papers.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder (or file) with the tasks' data.")] = None,
-    seeds: Annotated[int, typer.Option(help="Final runs per row, each with a fresh seed.")] = 5,
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="Final runs per row, each with a fresh seed (default: as many as a test of all rows takes)."),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps of every run.")] = 200,
     sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
     delta: Annotated[float, typer.Option(help="Allowed failure probability, below 1/N.")] = 1e-5,
@@ -50,6 +53,10 @@ def compare(
     lrs: Annotated[str | None, typer.Option(help="Grid of rates as numbers, instead of --factors.")] = None,
     tune: Annotated[list[str] | None, typer.Option(help="Tune an option too: beta=0.8,0.9 (repeatable).")] = None,
     tuning_seeds: Annotated[int, typer.Option(help="Runs per trial of the grid.")] = 1,
+    choose_once: Annotated[
+        bool,
+        typer.Option("--choose-once", help="Choose each rate once for all seeds: fewer trials, tuned rows not tested."),
+    ] = False,
     validation: Annotated[float, typer.Option(help="Share of the training data held out while tuning.")] = 0.2,
     lr: Annotated[float | None, typer.Option(help="Add rows at this rate, untuned.")] = None,
     rates: Annotated[str | None, typer.Option(help="Kinds of rows: tuned,auto,given (default: tuned,auto).")] = None,
@@ -69,13 +76,14 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Folder of the comparison (default: runs/compare-TIME).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue (or help with) the comparison in this folder.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="With --resume: try failed runs again.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A small comparison on digits, in about a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A small comparison on digits, in a minute or two.")] = False,
     as_json: Json = False,
 ) -> None:
     """Which private optimizer is best at this budget, and is the difference real?
 
-    Every method is tuned over the same grid, on a part of the training data held out for it, then run on fresh seeds;
-    beside it stands the same method at the automatic rate. Noise is calibrated so that all spend the same epsilon.
+    Every method is tuned over the same grid, on a part of the training data held out for it, anew for every final run,
+    so that the luck of the choice is in the intervals; beside it stands the same method at the automatic rate. Noise is
+    calibrated so that all spend the same epsilon.
 
     Examples:
 
@@ -88,6 +96,7 @@ def compare(
     from vestige.compare import presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.specification import FACTORS, Contender, Problem, Specification
+    from vestige.compare.statistics import seeds_to_tell
     from vestige.records import PrivacyTarget
 
     execution = Execution(engine, ray_address, workers, stack, device)
@@ -114,16 +123,20 @@ def compare(
         )
         specification = quick_specification()
     else:
-        check_steps(seeds, "seeds")
         check_steps(tuning_seeds, "tuning_seeds")
         kinds = tuple(rates.split(",")) if rates else (("tuned", "auto", "given") if lr else ("tuned", "auto"))
         _check_flags(context, kinds, lrs)
+        problems = tuple(Problem(name, data) for name in task or ["digits-mlp"])
+        compared = tuple(Contender(label, name, options, lr) for label, name, options in contenders(method or ["all"]))
+        budgets = budgets or [PrivacyTarget("epsilon", 3.0)]
+        if seeds is None:
+            tested = sum(not (choose_once and kind == "tuned") for kind in kinds)
+            seeds = seeds_to_tell(max(1, len(problems) * len(budgets) * tested * (len(compared) - 1)))
+        check_steps(seeds, "seeds")
         specification = Specification(
-            problems=tuple(Problem(name, data) for name in task or ["digits-mlp"]),
-            contenders=tuple(
-                Contender(label, name, options, lr) for label, name, options in contenders(method or ["all"])
-            ),
-            budgets=tuple(budgets or [PrivacyTarget("epsilon", 3.0)]),
+            problems=problems,
+            contenders=compared,
+            budgets=tuple(budgets),
             seeds=tuple(range(seeds)),
             steps=steps,
             sample_rate=sample_rate,
@@ -133,6 +146,7 @@ def compare(
             learning_rates=numbers("lrs", lrs) if lrs is not None else (),
             tune=grids(tune or ()),
             tuning_seeds=tuple(range(1000, 1000 + tuning_seeds)),
+            choose="once" if choose_once else "each seed",
             validation=validation,
             lr=lr,
             baseline=baseline,
@@ -150,13 +164,15 @@ def quick_specification() -> Any:
     from vestige.compare.specification import Contender, Problem, Specification
     from vestige.records import PrivacyTarget
 
-    names = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory"]
+    names = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "uniform-memory"]
     return Specification(
         problems=(Problem("digits-mlp"),),
         contenders=tuple(Contender(label, name, options) for label, name, options in contenders(names)),
-        budgets=tuple(PrivacyTarget("epsilon", value) for value in (1.0, 3.0, 8.0)),
+        budgets=tuple(PrivacyTarget("epsilon", value) for value in (1.0, 8.0)),
+        seeds=tuple(range(9)),  # twelve rows are tested, and eight seeds could not tell one of them
         steps=200,
         sample_rate=0.05,
+        factors=(0.25, 0.5, 1.0, 2.0),
     )
 
 
@@ -165,7 +181,7 @@ def _check_flags(context: typer.Context, kinds: tuple[str, ...], lrs: str | None
     if lrs is not None:
         refuse_if_given(context, ("factors",), "--lrs is a grid of rates already")
     if "tuned" not in kinds:
-        words = ("factors", "lrs", "tune", "tuning_seeds", "validation")
+        words = ("factors", "lrs", "tune", "tuning_seeds", "choose_once", "validation")
         refuse_if_given(context, words, f"--rates {','.join(kinds)} tunes nothing")
     if "given" not in kinds:
         refuse_if_given(context, ("lr",), f"--rates {','.join(kinds)} has no rows at a given rate")

@@ -135,7 +135,7 @@ def show(summary: dict[str, Any]) -> None:
     from vestige.compare.summary import price_lines
 
     sections: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    tested = any(row["p_holm"] is not None for row in summary["rows"])
+    tested = any(_verdict(row) for row in summary["rows"])
     for row in summary["rows"]:
         sections.setdefault((row["task"], row["budget"]), {}).setdefault(row["method"], {})[row["rate"]] = row
     for (task, budget), methods in sections.items():
@@ -151,11 +151,14 @@ def show(summary: dict[str, Any]) -> None:
             stdout.print(f"{row['method']} on {row['task']} ({row['rate']}): {row['sentence']}", markup=False)
     for line in price_lines(summary["prices"]):
         stdout.print(line, markup=False)
-    for row in summary["choices"]:
-        if row["at_edge"]:
+    edges = Counter((row["method"], row["budget"], row["task"]) for row in summary["choices"] if row["at_edge"])
+    chosen = Counter((row["method"], row["budget"], row["task"]) for row in summary["choices"])
+    for (method, budget, task), count in edges.items():
+        if 2 * count > chosen[method, budget, task]:
+            often = f" in {count} of {chosen[method, budget, task]} choices" if chosen[method, budget, task] > 1 else ""
             stderr.print(
-                f"note: the best rate of {row['method']} at {row['budget']} on {row['task']} lies at the edge of the "
-                f"grid: give a wider one",
+                f"note: the best rate of {method} at {budget} on {task} lies at the edge of the grid{often}: give a "
+                "wider one",
                 markup=False,
             )
     lines = Counter(f"{each['label']} on {each['task']}: {each['error']}" for each in summary["failed"])
@@ -168,13 +171,27 @@ def show(summary: dict[str, Any]) -> None:
 def _marks(summary: dict[str, Any]) -> str:
     """What the marks in the tables mean, or why there are none."""
     baseline, rows = summary["baseline"], summary["rows"]
-    if any(row["p_holm"] is not None for row in rows):
-        untested = any(row["p_holm"] is None and row["method"] != baseline and row["mean"] is not None for row in rows)
-        rest = "; ?: not tested" if untested else ""
-        return f"▲ better, ▼ worse than {baseline} (paired by seed, Holm); unmarked: not distinguishable{rest}"
+    others = [row for row in rows if row["method"] != baseline and row["mean"] is not None]
     if not any(row["method"] == baseline and row["mean"] is not None for row in rows):
         return f"nothing is tested, because no run of the baseline {baseline} is here; --baseline names another"
-    return "nothing is tested: that takes another method, and two seeds of each or more"
+    if not any(_verdict(row) for row in others):
+        if not summary["tested"]:
+            return "nothing is tested: that takes another method and several seeds of each, with a choice for each seed"
+        return (
+            f"too few seeds to tell anything apart: {summary['tested']} rows take {summary['seeds_to_tell']} (exact "
+            "paired test, Holm)"
+        )
+    rest = "; ?: not tested" if any(_verdict(row) is None for row in others) else ""
+    return (
+        f"▲ better, ▼ worse than {baseline} (exact test paired by seed, Holm over {summary['tested']} rows); unmarked: "
+        f"not distinguishable{rest}"
+    )
+
+
+def _verdict(row: dict[str, Any]) -> str | None:
+    """The first word of a row that was tested with seeds enough."""
+    word = str(row["sentence"].split()[0])
+    return word if word in ("better", "worse", "not") else None
 
 
 def _cell(row: dict[str, Any] | None, tested: bool) -> str:

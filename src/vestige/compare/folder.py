@@ -60,8 +60,11 @@ class ComparisonFolder:
                 f"{path} was written by another version of vestige (format {version}, this one reads "
                 f"{FORMAT_VERSION}): use that version, or start a new folder"
             )
+        written = content.get("specification")
+        if isinstance(written, dict):  # before 0.3 every rate was chosen once, for all seeds
+            written = {"choose": "once", **written}
         try:
-            return Specification.from_json(content.get("specification"))
+            return Specification.from_json(written)
         except ValueError as error:
             raise ValueError(f"{path} cannot be read: {error}; restore a copy, or start a new folder") from error
 

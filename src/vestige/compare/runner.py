@@ -61,7 +61,7 @@ def compare(
     """Make every run of a comparison that is not on record yet; without a specification, continue the folder's own.
 
     Formal guarantees: each record states the guarantee of its own run, released alone. Publishing several runs, or
-    choosing by them, costs more: `tables.tuning_prices` says how much the choice of a learning rate does.
+    choosing by them, costs more: `tables.tuning_prices` says how much the trials that a learning rate was chosen by do.
     """
     folder = ComparisonFolder(path)
     if specification is not None:

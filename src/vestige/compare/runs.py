@@ -1,4 +1,4 @@
-"""Which runs does a comparison need? Tuning runs over one grid for all, then final runs at the rate that won."""
+"""Which runs does a comparison need? Tuning runs over one grid for all, then final runs at the rates that won."""
 
 from __future__ import annotations
 
@@ -67,8 +67,14 @@ class Cell:
         )
         return replace(run, **{key: settings[key] for key in ("sample_rate", "steps", "delta") if key in settings})
 
-    def tuning_runs(self, specification: Specification, points: Iterable[TuningPoint]) -> list[Run]:
-        return [self.run(specification, "tuning", each, seed) for each in points for seed in specification.tuning_seeds]
+    def tuning_runs(
+        self, specification: Specification, points: Iterable[TuningPoint], seeds: Iterable[int]
+    ) -> list[Run]:
+        return [self.run(specification, "tuning", each, seed) for each in points for seed in seeds]
+
+    def trials(self, specification: Specification, points: Iterable[TuningPoint], seed: int) -> list[Run]:
+        """The tuning runs by which the rate of the final run of `seed` is chosen."""
+        return self.tuning_runs(specification, points, specification.trial_seeds(seed))
 
     def untuned(self, specification: Specification, rate: str) -> TuningPoint:
         """The point of a row that is not tuned: at the given rate, or at the automatic one."""
@@ -127,20 +133,20 @@ def _denser(rates: Sequence[float], count: int) -> list[float]:
 def tuning_runs(specification: Specification, grid: Grid) -> Iterator[Run]:
     if "tuned" in specification.rates:
         for cell in cells(specification):
-            yield from cell.tuning_runs(specification, grid[cell.contender.label])
+            yield from cell.tuning_runs(specification, grid[cell.contender.label], specification.all_tuning_seeds)
 
 
 def final_runs(specification: Specification, grid: Grid, records: Records) -> Iterator[Run]:
-    """The final runs that can be made now: those of a tuned row once its whole grid is on record."""
+    """The final runs that can be made now: those of a tuned row once the trials of their seed are on record."""
     for cell in cells(specification):
         for rate in specification.rates:
-            if rate == "tuned":
-                best = choose(specification, cell, grid, records)
-                point = best.point if best else None
-            else:
-                point = cell.untuned(specification, rate)
-            if point is not None:
-                for seed in specification.seeds:
+            for seed in specification.seeds:
+                if rate == "tuned":
+                    best = choose(specification, cell, grid, records, seed)
+                    point = best.point if best else None
+                else:
+                    point = cell.untuned(specification, rate)
+                if point is not None:
                     yield cell.run(specification, rate, point, seed)
 
 
@@ -156,7 +162,7 @@ def due(specification: Specification, grid: Grid, records: Records) -> list[Run]
 def total(specification: Specification, grid: Grid) -> int:
     """How many runs there will be in the end, unless all runs of some grid fail."""
     pairs = len(specification.problems) * len(specification.budgets)
-    tuning = sum(len(points) for points in grid.values()) * pairs * len(specification.tuning_seeds)
+    tuning = sum(len(points) for points in grid.values()) * pairs * len(specification.all_tuning_seeds)
     finals = pairs * len(specification.contenders) * len(specification.rates) * len(specification.seeds)
     return finals + (tuning if "tuned" in specification.rates else 0)
 
@@ -166,7 +172,7 @@ def membership(specification: Specification) -> Callable[[Run], bool]:
 
     Any point of the grid may win a tuned row, so final runs at each of them belong to it.
     """
-    grid, kinds = grid_of(specification), set()
+    grid, kinds, trial_seeds = grid_of(specification), set(), set(specification.all_tuning_seeds)
     for cell in cells(specification):
         for rate in specification.rates:
             if rate == "tuned":
@@ -177,7 +183,7 @@ def membership(specification: Specification) -> Callable[[Run], bool]:
             kinds |= {cell.run(specification, rate, point, 0).kind for point in points}
 
     def belongs(run: Run) -> bool:
-        seeds = specification.tuning_seeds if run.stage == "tuning" else specification.seeds
+        seeds = trial_seeds if run.stage == "tuning" else specification.seeds
         return run.seed in seeds and run.kind in kinds
 
     return belongs
@@ -196,12 +202,13 @@ class Choice:
     trials: int
 
 
-def choose(specification: Specification, cell: Cell, grid: Grid, records: Records) -> Choice | None:
-    """The point with the best mean validation accuracy; None while any is missing or if all failed."""
+def choose(specification: Specification, cell: Cell, grid: Grid, records: Records, seed: int) -> Choice | None:
+    """The point with the best mean validation accuracy in the trials of a final run's seed; None while any is missing
+    or if all failed."""
     points = grid[cell.contender.label]
     scores: list[tuple[float, TuningPoint]] = []
     for point in points:
-        found = [records.get(run.id) for run in cell.tuning_runs(specification, [point])]
+        found = [records.get(run.id) for run in cell.trials(specification, [point], seed)]
         if any(record is None for record in found):
             return None
         values = [record.score for record in completed(record for record in found if record is not None)]
@@ -220,14 +227,18 @@ def superseded(specification: Specification, grid: Grid, records: Records) -> fr
 
     A tuning run that failed and was tried again may win after final runs were made at another rate.
     """
-    winners: dict[tuple[str, str, str], Any] = {}
-    for cell in cells(specification):
-        best = choose(specification, cell, grid, records)
-        if best is not None:
-            run = cell.run(specification, "tuned", best.point, 0)
-            winners[run.cell] = _tuned_parts(run)
+    winners: dict[tuple[Any, ...], Any] = {}
     tuned = [record.run for record in records.values() if record.run.stage == "tuned"]
-    return frozenset(run.id for run in tuned if winners.get(run.cell, _tuned_parts(run)) != _tuned_parts(run))
+    seeds = {run.seed for run in tuned} & set(specification.seeds)
+    for cell in cells(specification):
+        for seed in seeds:
+            best = choose(specification, cell, grid, records, seed)
+            if best is not None:
+                run = cell.run(specification, "tuned", best.point, seed)
+                winners[*run.cell, seed] = _tuned_parts(run)
+    return frozenset(
+        run.id for run in tuned if winners.get((*run.cell, run.seed), _tuned_parts(run)) != _tuned_parts(run)
+    )
 
 
 def _tuned_parts(run: Run) -> tuple[Any, ...]:

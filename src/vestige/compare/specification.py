@@ -12,6 +12,7 @@ from vestige.files import read_value
 from vestige.records import PrivacyTarget
 
 Rate = Literal["tuned", "auto", "given"]
+Chosen = Literal["each seed", "once"]
 FACTORS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """The default grid: multiples of the automatic rate, which is chosen without data."""
 
@@ -54,6 +55,10 @@ class Specification:
     tune: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Further options to tune, for the methods that have them."""
     tuning_seeds: tuple[int, ...] = (1000,)
+    """The seeds of one trial's runs: as they are for the first final seed, and shifted past each other for the rest."""
+    choose: Chosen = "each seed"
+    """Whether every final seed has trials of its own. If one choice serves all ("once"), its luck is in no interval,
+    and tuned rows are not tested."""
     validation: float = 0.2
     """Share of the training data held out while tuning."""
     lr: float | None = None
@@ -104,11 +109,28 @@ class Specification:
                 raise ValueError(f"{name}={','.join(f'{rate:g}' for rate in grid)} must all be positive and finite")
         if not 0 < self.validation < 1:
             raise ValueError(f"validation={self.validation} must lie in (0, 1): it is the share held out for tuning")
-        if set(self.seeds) & set(self.tuning_seeds):
+        if self.choose not in get_args(Chosen):
+            raise ValueError(f"choose={self.choose!r} is unknown; choose from {', '.join(get_args(Chosen))}")
+        if not self.tuning_seeds:
+            raise ValueError("tuning_seeds=[] is empty: a trial needs one run at least")
+        if set(self.seeds) & set(self.all_tuning_seeds):
             raise ValueError(f"seeds={list(self.seeds)} were used for tuning too; final runs need fresh ones")
         empty = [name for name, values in self.tune.items() if not values]
         if empty:
             raise ValueError(f"tune: {empty[0]}=[] is an empty grid; give it values or leave it out")
+
+    def trial_seeds(self, seed: int) -> tuple[int, ...]:
+        """The seeds of the runs that each trial has where the rate of the final run of `seed` is chosen."""
+        if self.choose == "once":
+            return self.tuning_seeds
+        span = max(self.tuning_seeds) - min(self.tuning_seeds) + 1
+        return tuple(each + span * self.seeds.index(seed) for each in self.tuning_seeds)
+
+    @property
+    def all_tuning_seeds(self) -> tuple[int, ...]:
+        if self.choose == "once":
+            return self.tuning_seeds
+        return tuple(each for seed in self.seeds for each in self.trial_seeds(seed))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

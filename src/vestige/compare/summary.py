@@ -9,6 +9,7 @@ from typing import Any
 
 from vestige.compare import runs, tables
 from vestige.compare.folder import ComparisonFolder
+from vestige.compare.statistics import seeds_to_tell
 from vestige.records import completed, failed
 
 SUPERSEDED = "superseded"
@@ -21,12 +22,16 @@ def summarised(folder: ComparisonFolder) -> dict[str, Any]:
     grid = runs.grid_of(specification)
     gone = runs.superseded(specification, grid, records)
     standing = [record for record in records.values() if record.id not in gone]
+    rows = tables.rows(standing, specification.baseline, chosen_once=specification.choose == "once")
+    tested = sum(row["p_holm"] is not None for row in rows)
     return {
         "folder": str(folder.path),
         "total": runs.total(specification, grid),
         "done": len(completed(standing)),
         "baseline": specification.baseline,
-        "rows": tables.rows(standing, specification.baseline),
+        "rows": rows,
+        "tested": tested,
+        "seeds_to_tell": seeds_to_tell(tested) if tested else None,
         "choices": tables.choices(specification, grid, records),
         "prices": tables.tuning_prices(specification, grid, records),
         "failed": [
@@ -66,15 +71,13 @@ def price_lines(prices: Sequence[dict[str, Any]]) -> list[str]:
 
 def _price_line(rows: Sequence[dict[str, Any]], named: bool) -> str:
     charged = [row["epsilon_with_tuning"] for row in rows if row["epsilon_with_tuning"] is not None]
-    cost = f"together cost epsilon {_range(charged)}" if charged else "have no proven price"
-    repeats = rows[0]["runs_per_trial"]
-    each = f", of {repeats} runs each," if repeats > 1 else ""
+    runs = [row["trials"] * row["runs_per_trial"] for row in rows]
+    cost = f"together cost epsilon {_range(charged)}, all composed" if charged else "have no proven price"
     whose = f" ({', '.join(dict.fromkeys(row['method'] for row in rows))})" if named else ""
     return (
-        f"price of tuning at {rows[0]['budget']}{whose}: uncharged, as in the tuned rows, epsilon "
-        f"{_range([row['epsilon_one_run'] for row in rows])}; choosing by the best of a random number of trials with "
-        f"mean {_range([row['trials'] for row in rows])}{each} and one final run {cost} (Papernot & Steinke 2022, with "
-        "public validation data); the automatic rate costs nothing"
+        f"price of tuning at {rows[0]['budget']}{whose}: epsilon {_range([row['epsilon_one_run'] for row in rows])} of "
+        f"the tuned rows is that of one final run alone; it and the {_range(runs)} runs that its rate was chosen by "
+        f"{cost}, if the held-out examples are public (they are scored without noise); the automatic rate costs nothing"
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 from vestige import accounting
-from vestige.compare.runs import Cell, Grid, Records, cells, choose, superseded
+from vestige.compare.runs import Cell, Grid, Records, TuningPoint, cells, choose, superseded
 from vestige.compare.specification import Rate, Specification
-from vestige.compare.statistics import Difference, holm, least_step, paired, sentence, summarise
+from vestige.compare.statistics import Difference, holm, paired, sentence, summarise, untested
 from vestige.records import CompletedRun, RunRecord, completed, failed
 
 
@@ -24,22 +25,53 @@ class RowKey(NamedTuple):
 Rows = Mapping[RowKey, Sequence[RunRecord]]
 
 
-def rows(records: Iterable[RunRecord], baseline: str) -> list[dict[str, Any]]:
+def rows(records: Iterable[RunRecord], baseline: str, *, chosen_once: bool = False) -> list[dict[str, Any]]:
     """The table of a comparison, from its records alone: one row per task, budget, rate and contender.
 
-    Differences are paired by seed with the baseline under the same kind of rate, and corrected by Holm over all rows of
-    one task and kind of rate. Superseded runs are to be left out of `records`.
+    Differences are paired by seed with the baseline under the same kind of rate, and corrected by Holm over all rows.
+    Where the rate of a tuned row was `chosen_once` for all its seeds, the row is not tested. Superseded runs are to be
+    left out of `records`.
     """
     found = _by_row(records)
-    steps = {task: least_step(_accuracies(found, task)) for task in {key.task for key in found}}
-    differences = {key: _difference(key, found, baseline, steps[key.task]) for key in found}
-    adjusted: dict[RowKey, float] = {}
-    for family in {(key.task, key.rate) for key in found}:
-        mine = {key: each.p for key, each in differences.items() if each and (key.task, key.rate) == family}
-        tested = {key: p for key, p in mine.items() if p is not None}
-        adjusted.update(zip(tested, holm(list(tested.values())), strict=True))
-    made = [_row(key, runs, differences[key], adjusted.get(key), baseline) for key, runs in found.items()]
+    scores = {key: {seed: each.score for seed, each in _one_per_seed(runs).items()} for key, runs in found.items()}
+    verdicts = judge(scores, baseline, chosen_once=chosen_once)
+    made = [_row(key, runs, verdicts.get(key)) for key, runs in found.items()]
     return sorted(made, key=lambda row: (row["task"], row["budget_value"], row["rate"], -(row["mean"] or 0)))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What may be said about one row against the baseline."""
+
+    difference: Difference | None
+    """None where they share no seed."""
+    adjusted: float | None
+    """Its p after Holm; None where it is not tested."""
+    words: str
+
+
+def judge(
+    scores: Mapping[RowKey, Mapping[int, float]], baseline: str, *, chosen_once: bool = False
+) -> dict[RowKey, Verdict]:
+    """The verdict of every row but the baseline's own, from its accuracies by seed.
+
+    Formal guarantees: if the rows that are told apart are no different, in that the accuracies of a seed could be
+    exchanged with the baseline's, the probability of any such sentence is at most 5%, at any number of seeds and
+    whatever the distribution. For tuned rows that takes a choice of the rate for every seed.
+    """
+    others = [key for key in scores if key.label != baseline]
+    differences = {key: paired(scores[key], scores.get(key._replace(label=baseline), {})) for key in others}
+    excluded = {key for key in others if chosen_once and key.rate == "tuned"}
+    tested = {key: each.p for key, each in differences.items() if each and each.p is not None and key not in excluded}
+    adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
+    made = {}
+    for key, difference in differences.items():
+        if key in excluded and difference is not None:
+            words = untested(baseline, key.budget, difference)
+        else:
+            words = sentence(baseline, key.budget, difference, adjusted.get(key), len(tested))
+        made[key] = Verdict(difference, adjusted.get(key), words)
+    return made
 
 
 def _by_row(records: Iterable[RunRecord]) -> Rows:
@@ -63,34 +95,15 @@ def _one_per_seed(found: Iterable[RunRecord]) -> dict[int, CompletedRun]:
     return {record.run.seed: record for record in ordered}
 
 
-def _accuracies(found: Rows, task: str) -> list[float]:
-    """The accuracies of all final runs of a task."""
-    return [record.score for key, runs in found.items() if key.task == task for record in completed(runs)]
-
-
-def _difference(key: RowKey, found: Rows, baseline: str, resolution: float) -> Difference | None:
-    if key.label == baseline:
-        return None
-    ours, base = (
-        {seed: record.score for seed, record in _one_per_seed(runs).items()}
-        for runs in (found[key], found.get(key._replace(label=baseline), ()))
-    )
-    return paired(ours, base, resolution)
-
-
-def _row(
-    key: RowKey, found: Sequence[RunRecord], difference: Difference | None, adjusted: float | None, baseline: str
-) -> dict[str, Any]:
+def _row(key: RowKey, found: Sequence[RunRecord], verdict: Verdict | None) -> dict[str, Any]:
     done = list(_one_per_seed(found).values())
     summary = summarise([record.score for record in done]) if done else None
+    difference = verdict.difference if verdict else None
     spent = [record.statement.epsilon for record in done if record.statement.epsilon is not None]
     broken = failed(found)
+    words = verdict.words if verdict else "the baseline"
     if summary is None:
         words = f"every run failed: {broken[0].error}"
-    elif key.label == baseline:
-        words = "the baseline"
-    else:
-        words = sentence(baseline, key.budget, difference, adjusted)
     return {
         "task": key.task,
         "budget": key.budget,
@@ -114,8 +127,8 @@ def _row(
         "difference": difference.mean if difference else None,
         "difference_low": difference.low if difference else None,
         "difference_high": difference.high if difference else None,
-        "p": difference.p if difference else None,
-        "p_holm": adjusted,
+        "p": difference.p if difference and verdict and verdict.adjusted is not None else None,
+        "p_holm": verdict.adjusted if verdict else None,
         "sentence": words,
     }
 
@@ -126,13 +139,20 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def choices(specification: Specification, grid: Grid, records: Records) -> list[dict[str, Any]]:
-    """Which tuning point won where, and with what validation accuracy."""
+    """Which tuning point won where, for which final seed (None: for all), and with what validation accuracy."""
     if "tuned" not in specification.rates:
         return []
-    best = [(cell, choose(specification, cell, grid, records)) for cell in cells(specification)]
+    seeds = specification.seeds if specification.choose == "each seed" else specification.seeds[:1]
+    best = [
+        (cell, seed, choose(specification, cell, grid, records, seed))
+        for cell in cells(specification)
+        for seed in seeds
+    ]
     return [
         {
             **_named(cell),
+            "seed": seed if specification.choose == "each seed" else None,
+            "tuning_seeds": list(specification.trial_seeds(seed)),
             "lr": choice.point.lr,
             "factor": choice.point.factor if choice.point.lr is None else None,
             "options": dict(choice.point.options),
@@ -140,7 +160,7 @@ def choices(specification: Specification, grid: Grid, records: Records) -> list[
             "at_edge": choice.at_edge,
             "trials": choice.trials,
         }
-        for cell, choice in best
+        for cell, seed, choice in best
         if choice is not None
     ]
 
@@ -153,11 +173,11 @@ def _named(cell: Cell) -> dict[str, Any]:
 
 
 def tuning_prices(specification: Specification, grid: Grid, records: Records) -> list[dict[str, Any]]:
-    """What tuning costs compared with one run: one row per task, budget and contender with a final run.
+    """What one tuned run costs with the trials that its rate was chosen by: one row per task, budget and contender.
 
-    The bound (Papernot and Steinke 2022) covers choosing the best of a random number of trials with that mean, and one
-    final run. There is none where a run has no epsilon, or where its questions follow from earlier answers: the theorem
-    is about fixed questions.
+    All of these runs were made, so all are composed; the dearest seed counts. There is no price where a run has no
+    epsilon, or where its questions follow from earlier answers: composition is about fixed questions. Nor is there one
+    where a trial failed and no other shows what it may have asked.
     """
     if "tuned" not in specification.rates:
         return []
@@ -167,34 +187,52 @@ def tuning_prices(specification: Specification, grid: Grid, records: Records) ->
         if record.run.stage == "tuned" and record.id not in gone:
             finals.setdefault(record.run.cell, []).append(record)
     made = []
+    known_prices: dict[Any, float] = {}
     for cell in cells(specification):
         points = grid[cell.contender.label]
-        runs = cell.tuning_runs(specification, points)
-        tuned = finals.get(runs[0].cell, [])
-        if not tuned or any(run.id not in records for run in runs):
+        tuned = finals.get(cell.run(specification, "tuned", points[0], 0).cell, [])
+        searches = [(each, _trials(specification, cell, points, records, each)) for each in tuned]
+        whole = [(final, trials) for final, trials in searches if trials is not None]
+        if not whole:
             continue
-        found = [*tuned, *completed(records[run.id] for run in runs)]
-        spent = [record.statement.epsilon for record in tuned if record.statement.epsilon is not None]
-        known = all(record.statement.epsilon is not None for record in found)
-        covered = known and all(record.terms.schedule == "fixed" for record in found)
-        repeats = len(specification.tuning_seeds)
-        priced = _tuned_price(found, runs[0].delta, len(points), repeats) if covered else None
+        spent = [final.statement.epsilon for final, _ in whole]
+        prices = [_search_price(final, trials, known_prices) for final, trials in whole]
         made.append(
             {
                 **_named(cell),
                 "trials": len(points),
-                "runs_per_trial": repeats,
-                "epsilon_one_run": max(spent) if known else None,
-                "epsilon_with_tuning": priced,
+                "runs_per_trial": len(specification.tuning_seeds),
+                "epsilon_one_run": None if None in spent else max(each for each in spent if each is not None),
+                "epsilon_with_tuning": None if None in prices else max(each for each in prices if each is not None),
             }
         )
     return made
 
 
-def _tuned_price(found: Iterable[CompletedRun], delta: float, trials: int, repeats: int) -> float | None:
-    """The epsilon of choosing a rate by `trials` trials of `repeats` runs each, and of one final run with it."""
-    histories = {frozenset(record.history.items()): record.history for record in found}
-    try:
-        return accounting.tuned_epsilon(list(histories.values()), delta, trials, repeats=repeats, final_runs=1)
-    except ValueError:
-        return None  # a question without a Renyi curve has no such bound
+def _trials(
+    specification: Specification, cell: Cell, points: Sequence[TuningPoint], records: Records, final: CompletedRun
+) -> list[RunRecord] | None:
+    """The records of the trials that the rate of a final run was chosen by; None while one is missing."""
+    if final.run.seed not in specification.seeds:
+        return None
+    found = [records.get(run.id) for run in cell.trials(specification, points, final.run.seed)]
+    return None if None in found else [record for record in found if record is not None]
+
+
+def _search_price(final: CompletedRun, trials: Sequence[RunRecord], known: dict[Any, float]) -> float | None:
+    """The epsilon of all trials and of the run that followed; `known` are prices by what was asked."""
+    done = [final, *completed(trials)]
+    if any(record.statement.epsilon is None or record.terms.schedule != "fixed" for record in done):
+        return None
+    histories = [record.history for record in done]
+    for record in failed(trials):  # how far it came is not on record: it is charged like one that came to its end
+        alike = next((each for each in done if each.run.options == record.run.options), None)
+        if alike is None:
+            return None
+        histories.append(alike.history)
+    key = tuple(
+        sorted(tuple(sorted((repr(question), count) for question, count in each.items())) for each in histories)
+    )
+    if (key, final.run.delta) not in known:
+        known[key, final.run.delta] = accounting.composed_epsilon(histories, final.run.delta)
+    return known[key, final.run.delta]

@@ -183,6 +183,32 @@ def test_many_methods_that_cannot_be_told_apart_are_counted_and_named_on_request
     assert "method-0, method-1 are not distinguishable from dp-sgd." in few
 
 
+def test_the_page_says_what_was_not_tested_and_why():
+    short = one_cell({name: (0.1, 0.09, 0.11, "too few seeds to tell it") for name in "ab"})
+    words = report._findings(short)
+    assert "Too few seeds to tell a, b from dp-sgd: 1 rows take 6." in words
+    assert "shown to be better" not in words
+    assert "Holm over all 1 rows that are tested.  Not" in words, "nothing was chosen, so nothing is said of it"
+    chosen = {**short, "summary": {**short["summary"], "choices": [{}]}}
+    assert "the luck of the choice is in the intervals" in report._findings(chosen)
+    earlier = one_cell({"a": (0.1, 0.09, 0.11, "+10 points; not tested: one choice of the rate serves every seed,")})
+    earlier["summary"]["choices"], earlier["specification"]["choose"] = [{}], "once"
+    words = report._findings(earlier)
+    assert "Not tested, because each rate was chosen once for all seeds: a." in words
+    assert "The choice of the rate is not in the tuned rows' intervals" in words
+
+
+def test_choices_are_counted_by_cell(content):
+    made = report._tuning(content)
+    assert made.count("x auto") >= 4
+    assert "anew for each of its final runs" in made
+    assert " of 3<" in made
+    once = {**content, "specification": {**content["specification"], "choose": "once"}}
+    assert "once for all its final runs" in report._tuning(once)
+    assert report._counted(["a", "b", "a"]) == "a (2); b (1)"
+    assert report._counted(["a", "a"]) == "a"
+
+
 def test_the_page_says_how_many_trials_each_method_had(content):
     assert "Every method had the same number of trials" in report._tuning(content)
     first, *rest = content["summary"]["choices"]
@@ -204,7 +230,7 @@ def test_commands(folder, tmp_path):
     assert "no finished run" in run.invoke(main.app, ["report", str(tmp_path / "new")]).stderr
     again = run.invoke(main.app, ["compare", "--resume", str(folder), "--json", "--workers", "1"])
     summary = json.loads(again.stdout)
-    assert summary["done"] == 2 * 2 * (2 + 3 + 3)
+    assert summary["done"] == 2 * 2 * (2 * 3 + 3 + 3)
     assert {row["label"] for row in summary["failed"]} == {"bad"}
 
 

@@ -118,10 +118,10 @@ def _mean(values: Sequence[float]) -> float:
 
 def _accuracy_by_step(content: Content) -> Iterable[Figure]:
     """Means over runs: of final runs where they have curves, otherwise of the tuning runs that won."""
-    winners = {
-        (row["task"], row["budget"], row["method"]): (row["lr"], row["factor"], row["options"])
-        for row in content["summary"]["choices"]
-    }
+    winners: dict[tuple[str, str, str, int], tuple[Any, ...]] = {}
+    for row in content["summary"]["choices"]:
+        for seed in row["tuning_seeds"]:
+            winners[row["task"], row["budget"], row["method"], seed] = row["lr"], row["factor"], row["options"]
     cells: Cells = {}
     for record in content["records"]:
         run = record["run"]
@@ -130,7 +130,8 @@ def _accuracy_by_step(content: Content) -> Iterable[Figure]:
             continue
         budget = budget_of(run)
         if run["stage"] == "tuning":
-            lr, factor, options = winners.get((run["task"], budget, run["label"]), (None, None, None))
+            key = run["task"], budget, run["label"], run["seed"]
+            lr, factor, options = winners.get(key, (None, None, None))
             if (run["lr"], run["factor"] if run["lr"] is None else None) != (lr, factor):
                 continue
             if any(run["options"].get(key) != value for key, value in (options or {}).items()):
@@ -160,18 +161,26 @@ def _accuracy_by_epsilon(content: Content) -> Iterable[Figure]:
 
 
 def _accuracy_by_rate(content: Content) -> Iterable[Figure]:
-    cells: Cells = {}
+    """Means over the runs of a trial; where further options are tuned, those of the best."""
+    trials: dict[tuple[str, ...], dict[str, dict[float, dict[str, list[float]]]]] = {}
     for record in content["records"]:
         run = record["run"]
         if run["stage"] == "tuning" and record["status"] == "done":
             rate = run["lr"] if run["lr"] is not None else run["factor"]
-            by_method = cells.setdefault((run["task"], budget_of(run)), {})
-            by_rate = by_method.setdefault(run["label"], {})
-            by_rate.setdefault(float(rate), []).append(record["nonprivate_validation_accuracy"])
+            by_method = trials.setdefault((run["task"], budget_of(run)), {})
+            by_point = by_method.setdefault(run["label"], {}).setdefault(float(rate), {})
+            by_point.setdefault(repr(run["options"]), []).append(record["nonprivate_validation_accuracy"])
     absolute = bool(content["specification"]["learning_rates"])
     label = "learning rate" if absolute else "learning rate, as a multiple of the automatic one"
+    cells: Cells = {
+        where: {
+            name: {rate: [max(map(_mean, points.values()))] for rate, points in by_rate.items()}
+            for name, by_rate in by_method.items()
+        }
+        for where, by_method in trials.items()
+    }
     for (task, budget), found in _in_order(cells):
-        series, title = _drawn(content, found, max), f"{task} at {budget}: validation accuracy over the grid"
+        series, title = _drawn(content, found, _mean), f"{task} at {budget}: validation accuracy over the grid"
         key = f"rates-{task}-{budget}"
         yield Figure(key, title, label, "validation accuracy", series, log_x=True, percent=True)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -91,20 +92,38 @@ def _findings(content: Content) -> str:
                 others = [row for row in chosen if row["method"] != baseline and row["mean"] is not None]
                 if not chosen:
                     continue
-                lines.append(_finding(task, budget, words, others, baseline, chosen))
+                lines.append(_finding(content, (task, budget, words), others, chosen))
     note = (
-        "<p class='note'>Intervals are Student-t at 95% over seeds. Differences are paired by seed and "
-        "corrected by Holm "
-        "over all rows of one task and kind of rate. Not distinguishable does not mean equal: it means that these runs "
-        "cannot tell; the intervals below, each for itself, say how large a difference they leave open. Full dots are "
-        "told apart after the correction, hollow ones are not.</p>"
+        f"<p class='note'>Intervals are Student-t at 95% over seeds. Differences are paired by seed, tested by "
+        "exchanging the two of a pair, which supposes nothing about how accuracies are distributed, and corrected by "
+        f"Holm over all {content['summary']['tested']} rows that are tested. {_choice_words(content)} Not "
+        "distinguishable does not mean equal: it means that these runs cannot tell; the intervals below, each for "
+        "itself, say how large a difference they leave open. Full dots are told apart after the correction, hollow "
+        "ones are not.</p>"
     )
     if not lines:
         lines = [f"<li>Nothing can be compared with {text(baseline)} yet.</li>"]
     return f"<ul class='findings'>{''.join(lines)}</ul>{note}"
 
 
-def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline: str, chosen: Sequence[Any]) -> str:
+def _tested(row: Mapping[str, Any]) -> bool:
+    return str(row["sentence"]).startswith(("better", "worse", "not distinguishable"))
+
+
+def _choice_words(content: Content) -> str:
+    """Whether the luck of choosing a rate is in the intervals."""
+    if not content["summary"]["choices"]:
+        return ""
+    if content["specification"]["choose"] == "each seed":
+        return "Each tuned run had its rate chosen by trials of its own, so the luck of the choice is in the intervals."
+    return (
+        "<b>The choice of the rate is not in the tuned rows' intervals:</b> it was made once for all seeds, so these "
+        "rows are not tested."
+    )
+
+
+def _finding(content: Content, where: tuple[str, str, str], others: Sequence[Any], chosen: Sequence[Any]) -> str:
+    (task, budget, words), baseline = where, content["summary"]["baseline"]
     sentences = [f"<b>{text(task)}, {text(budget)}, {words}.</b>"]
     base = next((row for row in chosen if row["method"] == baseline and row["mean"] is not None), None)
     if base is not None:
@@ -114,11 +133,18 @@ def _finding(task: str, budget: str, words: str, others: Sequence[Any], baseline
         if apart:
             points = ", ".join(f"{text(row['method'])} by {abs(100 * row['difference']):.1f} points" for row in apart)
             sentences.append(f"{word.capitalize()} than {text(baseline)}: {points}.")
-        elif word == "better" and len(others) > 1:
+        elif word == "better" and len(others) > 1 and any(_tested(row) for row in others):
             sentences.append("No method is shown to be better.")
     broken = [row["method"] for row in chosen if row["mean"] is None]
     if broken:
         sentences.append(f"Every run of {text(', '.join(broken))} failed; the table says why.")
+    few = [row["method"] for row in others if row["sentence"].startswith("too few seeds")]
+    if few:
+        needed = f"{content['summary']['tested']} rows take {content['summary']['seeds_to_tell']}"
+        sentences.append(f"Too few seeds to tell {text(', '.join(few))} from {text(baseline)}: {needed}.")
+    once = [row["method"] for row in others if "; not tested:" in row["sentence"]]
+    if once:
+        sentences.append(f"Not tested, because each rate was chosen once for all seeds: {text(', '.join(once))}.")
     same = [row["method"] for row in others if row["sentence"].startswith("not distinguishable")]
     if len(same) > NAMED:
         said = f"{len(same)} methods are not distinguishable from {text(baseline)}"
@@ -167,33 +193,53 @@ def _tuning(content: Content) -> str:
     charged = {
         (row["task"], row["budget"], row["method"]): row["epsilon_with_tuning"] for row in content["summary"]["prices"]
     }
+    cells: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for row in content["summary"]["choices"]:
+        cells.setdefault((row["task"], row["budget"], row["method"]), []).append(row)
     choices = [
         {
-            "task": row["task"],
-            "budget": row["budget"],
-            "method": row["method"],
-            "winning rate": row["lr"] if row["lr"] is not None else f"{row['factor']:g} x auto",
-            "other options": ", ".join(f"{key}={value}" for key, value in row["options"].items()) or "-",
-            "validation accuracy": row["validation_accuracy"],
-            "trials": row["trials"],
-            "epsilon with tuning charged": charged.get((row["task"], row["budget"], row["method"])),
-            "at the edge of the grid": "yes" if row["at_edge"] else "no",
+            "task": task,
+            "budget": budget,
+            "method": method,
+            "winning rates": _counted(_rate(row) for row in rows),
+            "other options": _counted(_options(row) for row in rows),
+            "mean validation accuracy": sum(row["validation_accuracy"] for row in rows) / len(rows),
+            "trials": rows[0]["trials"],
+            "epsilon with tuning charged": charged.get((task, budget, method)),
+            "at the edge of the grid": f"{sum(row['at_edge'] for row in rows)} of {len(rows)}",
         }
-        for row in content["summary"]["choices"]
+        for (task, budget, method), rows in cells.items()
     ]
     if not choices:
         return "<p>Nothing was tuned.</p>"
     share = content["specification"]["validation"]
     counts = sorted({row["trials"] for row in choices})
     had = "the same number of trials" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} trials"
+    once = content["specification"]["choose"] == "once"
+    whose = "once for all its final runs" if once else "anew for each of its final runs"
     words = (
-        f"<p>Every method had {had} over the same range of rates, judged on {share:.0%} of the training data held out "
-        "for it; the test set was not looked at. The tuned rows treat the chosen rate as public: the price of having "
-        "looked is stated here and is not in their epsilon. With tuning charged, epsilon is that of the choice and of "
-        "one final run.</p>"
+        f"<p>Every method had {had} over the same range of rates, {whose}, judged on {share:.0%} of the training data "
+        "held out for it; the test set was not looked at. The tuned rows treat the chosen rate as public: the price of "
+        "having looked is stated here and is not in their epsilon. With tuning charged, epsilon is that of one final "
+        "run and of all trials that its rate was chosen by, composed as they were made; it counts the held-out "
+        "examples as public, because they are scored without noise.</p>"
     )
     lines = items(content["summary"]["price_lines"])
     return f"{words}<ul>{lines}</ul>" + table("choices", choices)
+
+
+def _rate(row: Mapping[str, Any]) -> str:
+    return f"{row['lr']:g}" if row["lr"] is not None else f"{row['factor']:.3g} x auto"
+
+
+def _options(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in row["options"].items()) or "-"
+
+
+def _counted(words: Iterable[str]) -> str:
+    """Each word once, the most frequent first, with how often it comes if there are several."""
+    found = Counter(words).most_common()
+    return "; ".join(f"{word} ({count})" if len(found) > 1 else word for word, count in found)
 
 
 def _step_words(content: Content) -> str:
