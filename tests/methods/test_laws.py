@@ -37,6 +37,7 @@ from vestige.training.planning import questions
 LOSS = nn.functional.cross_entropy
 NAMES = [name for name, entry in METHODS.items() if entry.neutral is not None]
 STEPS, RATE, NOISE = 6, 0.25, 1.0
+BANDS = 4
 
 
 def test_every_method_declares_a_neutral_setting():
@@ -44,10 +45,12 @@ def test_every_method_declares_a_neutral_setting():
 
 
 def usual(name, **options):
-    """A method at its defaults, but for what depends on the size of the data."""
+    """A method at its defaults, but for what depends on the size of the data or the budget."""
     if METHODS[name].privacy_class == "selection":
         fixed = {"progress": "none"} if "progress" in METHODS[name].options else {}
         options = {"validation_batch": 15, **fixed, **options}
+    if name == "dp-bandmf":
+        options = {"bands": BANDS, **options}
     made = build(name, **options)
     return replace(made, gate=made.gate.at(60))
 
@@ -199,7 +202,7 @@ def law_of_sensitivity(method, rate):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_example_moves_every_answer_by_at_most_its_sensitivity(name):
-    law_of_sensitivity(build(name), 0.25 if METHODS[name].privacy_class == "correlated noise" else 1.0)
+    law_of_sensitivity(usual(name), 0.25 if METHODS[name].privacy_class == "correlated noise" else 1.0)
 
 
 @dataclass(frozen=True)
@@ -340,7 +343,7 @@ def formula(name, rate, z, steps):
         epochs = Counter(int(step * rate + 1e-9) for step in range(steps))
         return [(rate, z * 0.99**epoch, count) for epoch, count in epochs.items()]
     if name == "dp-bandmf":
-        return [(rate * defaults["bands"], z, -(-steps // defaults["bands"]))]
+        return [(rate * BANDS, z, -(-steps // BANDS))]
     if name in ("dpsur", "dpsgd-br"):
         return [(rate, z, steps), (15 / 60, defaults["sigma_v"], steps)]
     if name in ("dp-ftrl", "dp-blt"):
@@ -383,7 +386,7 @@ def law_of_broken_examples(method, rate, engine=Reference):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_non_finite_example_changes_nothing_else(name):
-    law_of_broken_examples(build(name), 0.25 if METHODS[name].privacy_class == "correlated noise" else 1.0)
+    law_of_broken_examples(usual(name), 0.25 if METHODS[name].privacy_class == "correlated noise" else 1.0)
 
 
 class Credulous(Reference):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import sqrt
-from typing import Protocol
+from math import isfinite, sqrt
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,10 @@ class Noise(Protocol):
     one_fixed_question: bool
     """Whether its theorem is for runs that ask one question a step, the same at every step."""
 
+    def settled(self, rate: float, steps: int, epsilon: Callable[[], float]) -> Noise:
+        """The noise of a run of this rate, length and budget, where it leaves a parameter to these public facts."""
+        ...
+
     def sampling(self, rate: float) -> Sampling:
         """The sampling that its theorem supposes."""
         ...
@@ -78,11 +82,11 @@ class Noise(Protocol):
         ...
 
     def walk(self, rate: float, steps: int) -> float:
-        """How far the noise counts as walking when a learning rate is chosen, over the accounted multiplier.
+        """How far the sum of a run's noise walks, over the accounted multiplier: sqrt(steps) if it is independent.
 
-        sqrt(steps) if independent. Correlated noise walks less than its size suggests, but its size disturbs each step:
-        we take the geometric mean of what the sum walks and what independent noise of that size would, which lost least
-        in our trials. No theorem stands behind it.
+        It is the norm of the prefix sums' error, |A C^-1| in the words of matrix factorization, in units in which white
+        noise has sqrt(steps). The size of a single step's noise is not in it: correlated noise is large at each step
+        and cancels over steps, and it is the sum that the parameters keep.
         """
         ...
 
@@ -96,6 +100,9 @@ class White:
     """Independent noise at every step."""
 
     one_fixed_question = False
+
+    def settled(self, rate: float, steps: int, epsilon: Callable[[], float]) -> Noise:
+        return self
 
     def sampling(self, rate: float) -> Sampling:
         return Poisson(rate)
@@ -120,30 +127,40 @@ class Banded:
     The coefficients minimise the mean squared error of the prefix sums over `steps` steps at unit column norm.
 
     Formal guarantees: visits of one example lie `bands` steps apart, so its columns are orthogonal, and a run costs
-    ceil(steps / bands) sampled Gaussians at the rate within a part (their Theorem 4).
+    ceil(steps / bands) sampled Gaussians at the rate within a part (their Theorem 4). `bands="auto"` is a number that
+    follows from public facts alone (`rule_of_thumb`), fixed before the first question.
     """
 
-    bands: int = 4
+    bands: int | Literal["auto"] = "auto"
     one_fixed_question = True
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.bands, int) and self.bands >= 1):
-            raise ValueError(f"bands={self.bands} must be a whole number from 1 up; 1 is white noise")
+        if self.bands != "auto" and not (type(self.bands) is int and self.bands >= 1):
+            raise ValueError(f"bands={self.bands} must be a whole number from 1 up, or 'auto'; 1 is white noise")
+
+    def settled(self, rate: float, steps: int, epsilon: Callable[[], float]) -> Noise:
+        return self if self.bands != "auto" else Banded(rule_of_thumb(epsilon(), rate, steps))
 
     def sampling(self, rate: float) -> Sampling:
-        return CyclicPoisson(rate, self.bands)
+        return CyclicPoisson(rate, self._count)
 
     def question(self, asked: SampledGaussian) -> Question:
-        return CyclicGaussian(min(1.0, self.sampling(asked.rate).rate * self.bands), asked.multiplier, self.bands)
+        return CyclicGaussian(min(1.0, self.sampling(asked.rate).rate * self._count), asked.multiplier, self._count)
 
     def start(self, rate: float, steps: int, arithmetic: str = "lattice") -> NoiseSequence:
-        return _Toeplitz(banded_coefficients(self.bands, steps), 1.0, steps)
+        return _Toeplitz(banded_coefficients(self._count, steps), 1.0, steps)
 
     def walk(self, rate: float, steps: int) -> float:
-        return _walk(self.start(rate, steps), prefix_variances(banded_coefficients(self.bands, steps), steps))
+        return _walk(1.0, prefix_variances(banded_coefficients(self._count, steps), steps))
 
     def copies(self, rate: float, steps: int) -> float:
-        return self.bands - 1
+        return min(self._count, steps) - 1
+
+    @property
+    def _count(self) -> int:
+        if self.bands == "auto":
+            raise ValueError("bands='auto' follows from a run's budget, rate and length, which are not known here")
+        return self.bands
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,9 @@ class Buffered:
         if not (isinstance(self.buffers, int) and 0 <= self.buffers <= 6):
             raise ValueError(f"buffers={self.buffers} must be a whole number from 0 (white noise) to 6")
 
+    def settled(self, rate: float, steps: int, epsilon: Callable[[], float]) -> Noise:
+        return self
+
     def sampling(self, rate: float) -> Sampling:
         return CyclicPoisson(rate, turns(rate))
 
@@ -175,7 +195,7 @@ class Buffered:
 
     def walk(self, rate: float, steps: int) -> float:
         scales, decays = buffered_coefficients(self.buffers, steps, turns(rate))
-        return _walk(self.start(rate, steps), _prefix(_inverse_unrolled(scales, decays, steps)))
+        return _walk(self.start(rate, steps).scale, _prefix(_inverse_unrolled(scales, decays, steps)))
 
     def copies(self, rate: float, steps: int) -> float:
         return self.buffers
@@ -199,6 +219,9 @@ class Tree:
         if not (isinstance(self.restart, int) and self.restart >= 0):
             raise ValueError(f"restart={self.restart} must be a whole number of epochs, or 0 to choose the best")
 
+    def settled(self, rate: float, steps: int, epsilon: Callable[[], float]) -> Noise:
+        return self
+
     def sampling(self, rate: float) -> Sampling:
         return CyclicPoisson(rate, turns(rate))
 
@@ -212,12 +235,23 @@ class Tree:
 
     def walk(self, rate: float, steps: int) -> float:
         epochs = self.restart or best_restart(turns(rate), steps)
-        return _walk(self.start(rate, steps), tree_variances(epochs * turns(rate), steps))
+        return _walk(self.start(rate, steps).scale, tree_variances(epochs * turns(rate), steps))
 
     def copies(self, rate: float, steps: int) -> float:
         epochs = self.restart or best_restart(turns(rate), steps)
         last = min(epochs * turns(rate), steps + 1)  # after its last step a tree is dropped
         return max((place.bit_count() for place in range(1, last)), default=0)
+
+
+def rule_of_thumb(epsilon: float, rate: float, steps: int) -> int:
+    """How many bands suit a run of n steps and k epochs: about epsilon sqrt(n) / k (arXiv:2405.15913).
+
+    At least one, which is white noise; at most as many as there are steps, and as the parts of the data that a sample
+    of this rate can be drawn from (`CyclicPoisson`).
+    """
+    most = min(turns(rate), steps)
+    wanted = epsilon * sqrt(steps) / (rate * steps)
+    return min(max(1, round(wanted)), most) if isfinite(wanted) else most
 
 
 def turns(rate: float) -> int:
@@ -397,11 +431,10 @@ def prefix_variances(coefficients: Array, steps: int) -> Array:
     return _prefix(_inverse(coefficients, steps))
 
 
-def _walk(sequence: NoiseSequence, variances: Array) -> float:
-    # The sum of white noise has variance t at step t, with mean (T + 1) / 2: this makes its walk sqrt(T).
-    summed = max(2 * float(variances.mean()) - 1, 1e-12)
-    alone = sum(sequence.gain(index) ** 2 for index in range(len(variances)))
-    return sequence.scale * (summed * alone) ** 0.25
+def _walk(scale: float, variances: Array) -> float:
+    # The sum of white noise has variance t at step t, with mean (T + 1) / 2: this makes its walk sqrt(T). The mean over
+    # the steps, and not the last one's: the last prefix of a tree may be a single node.
+    return scale * sqrt(max(2 * float(variances.mean()) - 1, 1e-12))
 
 
 def _polynomials(scales: tuple[float, ...], decays: tuple[float, ...]) -> tuple[Array, Array]:
