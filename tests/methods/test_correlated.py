@@ -32,16 +32,18 @@ def dense(noise, rate, steps):
     return np.array(columns).T
 
 
-@pytest.mark.parametrize("noise", [correlated.Banded(4), correlated.Buffered(2), correlated.Tree(2)])
+@pytest.mark.parametrize("noise", [correlated.Banded(4), correlated.Buffered(2), correlated.Tree(2), correlated.Tree(3)])
 def test_correlated_noise_is_its_matrix_and_its_errors_and_gains_are_as_computed(noise):
     steps, rate = 48, 0.25
     matrix = dense(noise, rate, steps)
     stream = noise.start(rate, steps)
     np.testing.assert_allclose([stream.gain(t) for t in range(steps)], np.linalg.norm(matrix, axis=1), rtol=1e-6)
     prefix = np.linalg.norm(np.tril(np.ones((steps, steps))) @ matrix, axis=1) ** 2
-    # The learning rate sees what the sum of the noise walks: the error of A C^-1, in units of white noise's sqrt(steps).
-    walked = np.sqrt(2 * prefix.mean() - 1) * stream.scale
-    assert noise.walk(rate, steps) == pytest.approx(walked, rel=1e-6)
+    # The learning rate sees what parameters that forget slowly keep of the noise, in units of white noise's sqrt(steps).
+    lags = np.subtract.outer(np.arange(steps), np.arange(steps))
+    forgetful = np.where(lags >= 0, np.exp(-correlated.FORGETS / steps * np.maximum(lags, 0)), 0)
+    ratio = np.linalg.norm(forgetful @ matrix) / np.linalg.norm(forgetful)
+    assert noise.walk(rate, steps) == pytest.approx(np.sqrt(steps) * ratio * stream.scale, rel=1e-6)
     if isinstance(noise, correlated.Banded):
         c = correlated.banded_coefficients(4, steps)
         strategy = sum(np.diag(np.full(steps - k, c[k]), -k) for k in range(4))
@@ -61,7 +63,7 @@ def test_correlated_noise_is_its_matrix_and_its_errors_and_gains_are_as_computed
                 touched = strategy[:, first : first + 4 * visits : 4].sum(1)
                 assert touched @ touched <= visits * stream.scale**2 * (1 + 1e-9)
     if isinstance(noise, correlated.Tree):
-        np.testing.assert_allclose(prefix, correlated.tree_variances(8, steps))
+        np.testing.assert_allclose(prefix, correlated.tree_variances(4 * noise.restart, steps))
 
 
 def test_the_noise_of_a_tree_is_one_node_per_binary_digit():

@@ -82,11 +82,13 @@ class Noise(Protocol):
         ...
 
     def walk(self, rate: float, steps: int) -> float:
-        """How far the sum of a run's noise walks, over the accounted multiplier: sqrt(steps) if it is independent.
+        """How far the noise of a run moves the parameters, over the accounted multiplier: sqrt(steps) if independent.
 
-        It is the norm of the prefix sums' error, |A C^-1| in the words of matrix factorization, in units in which white
-        noise has sqrt(steps). The size of a single step's noise is not in it: correlated noise is large at each step
-        and cancels over steps, and it is the sum that the parameters keep.
+        Correlated noise is large at each step and cancels over steps, and it is the sum that the parameters keep: what
+        counts is the error of A C^-1, in the words of matrix factorization, in units in which white noise has
+        sqrt(steps). A adds up the steps, each forgotten a little as the gradient pulls the parameters back (`FORGETS`):
+        noise that cancels only over much of the run has disturbed it before. The form is derived; the constant is
+        fitted to our trials.
         """
         ...
 
@@ -151,7 +153,7 @@ class Banded:
         return _Toeplitz(banded_coefficients(self._count, steps), 1.0, steps)
 
     def walk(self, rate: float, steps: int) -> float:
-        return _walk(1.0, prefix_variances(banded_coefficients(self._count, steps), steps))
+        return _walk(1.0, steps, _forgetful_error(_inverse(banded_coefficients(self._count, steps), steps)))
 
     def copies(self, rate: float, steps: int) -> float:
         return min(self._count, steps) - 1
@@ -195,7 +197,7 @@ class Buffered:
 
     def walk(self, rate: float, steps: int) -> float:
         scales, decays = buffered_coefficients(self.buffers, steps, turns(rate))
-        return _walk(self.start(rate, steps).scale, _prefix(_inverse_unrolled(scales, decays, steps)))
+        return _walk(self.start(rate, steps).scale, steps, _forgetful_error(_inverse_unrolled(scales, decays, steps)))
 
     def copies(self, rate: float, steps: int) -> float:
         return self.buffers
@@ -235,7 +237,7 @@ class Tree:
 
     def walk(self, rate: float, steps: int) -> float:
         epochs = self.restart or best_restart(turns(rate), steps)
-        return _walk(self.start(rate, steps).scale, tree_variances(epochs * turns(rate), steps))
+        return _walk(self.start(rate, steps).scale, steps, _forgetful_tree(epochs * turns(rate), steps))
 
     def copies(self, rate: float, steps: int) -> float:
         epochs = self.restart or best_restart(turns(rate), steps)
@@ -318,14 +320,14 @@ class _Toeplitz(_Correlated):
 
     def next(self, fresh: Tensor) -> Tensor:
         first, *others = (float(c) for c in self._coefficients)
-        noise = fresh
-        for coefficient, past in zip(others, self._past, strict=False):
-            noise = noise - coefficient * past
         if others:
-            noise = noise / first
+            noise = fresh.clone()
+            for coefficient, past in zip(others, self._past, strict=False):
+                noise.add_(past, alpha=-coefficient)
+            noise.div_(first)
             self._past = [noise, *self._past][: len(others)]
             return noise.clone()
-        return noise if first == 1 else noise / first
+        return fresh if first == 1 else fresh / first
 
     def gain(self, index: int) -> float:
         return float(self._gains[min(index, len(self._gains) - 1)])
@@ -431,10 +433,43 @@ def prefix_variances(coefficients: Array, steps: int) -> Array:
     return _prefix(_inverse(coefficients, steps))
 
 
-def _walk(scale: float, variances: Array) -> float:
-    # The sum of white noise has variance t at step t, with mean (T + 1) / 2: this makes its walk sqrt(T). The mean over
-    # the steps, and not the last one's: the last prefix of a tree may be a single node.
-    return scale * sqrt(max(2 * float(variances.mean()) - 1, 1e-12))
+FORGETS = 3.0
+"""How often, in time constants, a parameter forgets during a run where it was, when a learning rate is chosen. At 0 the
+sum of all noise counts, which gave rates far too large where the noise cancels over much of the run (30 steps); at 10,
+rates too small in long runs."""
+
+
+def _forgetting(steps: int) -> float:
+    return float(np.exp(-FORGETS / steps))
+
+
+def _walk(scale: float, steps: int, error: float) -> float:
+    """`error` is the mean over the steps of the variance of sum_{k<=t} decay^(t-k) n_k, for unit fresh noise."""
+    white = float(np.cumsum(_forgetting(steps) ** (2 * np.arange(steps))).mean())
+    return scale * sqrt(steps * error / white)
+
+
+def _forgetful_error(inverse: Array) -> float:
+    """That error where the noise is the Toeplitz filter with this first column."""
+    from scipy.signal import lfilter
+
+    kept = lfilter([1.0], [1.0, -_forgetting(len(inverse))], inverse)
+    return float(np.cumsum(kept**2).mean())
+
+
+def _forgetful_tree(length: int, steps: int) -> float:
+    """That error where the noise is a tree's: a node is in the sum from its step on until a larger one replaces it."""
+    decay, born = _forgetting(steps), np.arange(steps)
+    place = born % length + 1
+    lasts = place & -place
+    stays = place + lasts > length  # of a finished tree nothing is replaced
+    gone = np.where(stays, steps, np.minimum(born + lasts, steps))
+
+    def squares(count: Array) -> Array:
+        return (1 - decay ** (2 * count)) / (1 - decay**2)
+
+    left = (1 - decay ** (gone - born)) ** 2  # taken out again, of what was put in and partly forgotten
+    return float((squares(gone - born) + left * squares(steps - gone)).sum() / steps)
 
 
 def _polynomials(scales: tuple[float, ...], decays: tuple[float, ...]) -> tuple[Array, Array]:
