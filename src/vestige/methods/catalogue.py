@@ -90,6 +90,7 @@ def _neutral(entry: Entry) -> str:
     same = ", ".join(f"{key}={value}" for key, value in neutral.like_options.items())
     with_rule = f" with the optimizer {neutral.optimizer}" if neutral.optimizer else ""
     with_rule += f" by {neutral.groups}" if neutral.groups else ""
+    with_rule += f" with norms by {neutral.norms}" if neutral.norms else ""
     return f"{setting}: equals {neutral.like}{f' ({same})' if same else ''}{with_rule}, bit for bit"
 
 

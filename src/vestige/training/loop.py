@@ -217,7 +217,7 @@ def advance(
     release, state.probe = method.probe.ask(Asking(curator, method, clip, now, state.step), point, state.probe)
     seen = state.learner.step(release, point, pace, state.step)
     seen |= {name: torch.tensor(value) for name, value in method.clip.shown(state.clip).items()}
-    state.clip = method.clip.learn(release.unclipped, state.clip)
+    state.clip = method.clip.heard(release, state.layout, method.clip.learn(release.unclipped, state.clip))
     return seen
 
 
