@@ -128,7 +128,15 @@ def test_other_libraries_of_privacy_are_oracles_of_the_tests_only():
 
 
 @pytest.mark.parametrize(
-    "name", [*inside("optim"), *inside("optim.optimizers"), *inside("methods"), "training.learning_rate", "layout", "compare.stacked.learner"]
+    "name",
+    [
+        *inside("optim"),
+        *inside("optim.optimizers"),
+        *inside("methods"),
+        "training.learning_rate",
+        "layout",
+        "compare.stacked.learner",
+    ],
 )
 def test_what_remembers_and_moves_never_sees_data(name):
     seen = reach(name)

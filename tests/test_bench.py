@@ -200,3 +200,13 @@ def test_the_study_of_finetuning_tells_private_from_plain(bench, tmp_path, monke
     assert 7.9 < rows[-1]["epsilon"] <= 8
     assert rows[-1]["time"] > 0
     assert "| causal-lm | epsilon 8 | perplexity " in capsys.readouterr().out
+
+
+def test_the_few_epoch_comparison_asks_for_its_regime_and_tables_its_runs(bench):
+    few = bench("few_epochs")
+    wanted = few.specification(["digits-mlp"], few.FIELD, None, 3)
+    assert wanted.steps * wanted.sample_rate == pytest.approx(3)
+    run = replace(runs.due(AUTO, runs.grid_of(AUTO), {})[0], task="t", label="m", factor=1.0)
+    found = [fake(replace(run, stage="auto", seed=seed), score) for seed, score in ((0, 0.5), (1, 0.6))]
+    found += [fake(replace(run, stage="tuned", factor=2.0), 0.7), fake(replace(run, stage="tuning"), 0.1)]
+    assert few.table(found).splitlines()[2] == "| t | m | 70.0 | 2 | 55.0 ± 7.1 |"

@@ -32,7 +32,9 @@ def dense(noise, rate, steps):
     return np.array(columns).T
 
 
-@pytest.mark.parametrize("noise", [correlated.Banded(4), correlated.Buffered(2), correlated.Tree(2), correlated.Tree(3)])
+@pytest.mark.parametrize(
+    "noise", [correlated.Banded(4), correlated.Buffered(2), correlated.Tree(2), correlated.Tree(3)]
+)
 def test_correlated_noise_is_its_matrix_and_its_errors_and_gains_are_as_computed(noise):
     steps, rate = 48, 0.25
     matrix = dense(noise, rate, steps)

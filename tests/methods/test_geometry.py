@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from itertools import pairwise
 from math import sqrt
 
 import numpy as np
@@ -160,7 +161,7 @@ def scales_by_hand(releases, stds, sizes, speed, spread):
     for t, release in enumerate(releases):
         found.append(scales)
         noise = (stds[t] * scales) ** 2
-        seen = [np.mean(release[a:b] ** 2) for a, b in zip(bounds, bounds[1:], strict=False)]
+        seen = [np.mean(release[a:b] ** 2) for a, b in pairwise(bounds)]
         moments = (1 - speed) * moments + speed * (np.array(seen) - noise)
         raw = np.maximum(moments / (1 - (1 - speed) ** (t + 1)), FLOOR * noise) ** 0.25
         raw = raw * np.sqrt(sum(sizes) / (sizes @ raw**2))

@@ -114,8 +114,9 @@ def _memory_in_stack(
     task: str, data: str | None, method: str, options: str, length: planning.Request, budget: PrivacyTarget
 ) -> int:
     loaded = _initial(task, data, 0)
-    given = "epsilon" if budget.kind == "epsilon" else "noise_multiplier"
-    built = planning.settled(build(method, **json.loads(options)), replace(length, **{given: budget.value}))
+    noise = None if budget.kind == "epsilon" else budget.value
+    given = replace(length, epsilon=budget.amount("epsilon"), noise_multiplier=noise)
+    built = planning.settled(build(method, **json.loads(options)), given)
     assert length.steps is not None
     return stacked.footprint(loaded.model, built, length.sample_rate, len(loaded.train[1]), length.steps)
 

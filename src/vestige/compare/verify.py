@@ -127,9 +127,10 @@ def _methods(record: CompletedRun) -> list[Method]:
         epsilon=run.budget.amount("epsilon"),
         noise_multiplier=stated.noise_multiplier,
     )
-    before = {key: value for key, value in EARLIER_DEFAULTS.get(run.method, {}).items() if key not in run.options}
-    built = [build(run.method, **run.options), *([build(run.method, **run.options, **before)] if before else [])]
-    return [settled(method, length) for method in built]
+    options: list[dict[str, Any]] = [dict(run.options)]
+    if run.method in EARLIER_DEFAULTS:
+        options.append({**EARLIER_DEFAULTS[run.method], **run.options})
+    return [settled(build(run.method, **each), length) for each in options]
 
 
 def _of_method(record: CompletedRun, method: Method, cost: Guarantee) -> str | None:

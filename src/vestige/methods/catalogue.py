@@ -11,7 +11,7 @@ from vestige.methods.base import written
 from vestige.methods.registry import METHODS, Entry, find
 
 RATE, STEPS, EPSILON = 0.05, 200, 3.0
-"""The defaults of `vestige train`, for facts that depend on them (the state of correlated noise), and a usual budget."""
+"""The defaults of `vestige train` and a usual budget, for facts that depend on them (the state of correlated noise)."""
 
 
 def rows() -> list[dict[str, Any]]:
