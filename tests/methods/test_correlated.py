@@ -169,6 +169,10 @@ def test_the_number_of_bands_is_planned_asked_and_written_down(tmp_path):
         build("dp-bandmf", bands="many")
 
 
+def spread(noise):
+    return [noise.scale * noise.gain(step) for step in range(6)]
+
+
 CORRELATED = [("dp-bandmf", {"bands": 4}, 4, 0.8), ("dp-blt", {}, 5, 1.0), ("dp-ftrl", {}, 5, 1.0)]
 
 
@@ -184,6 +188,9 @@ def test_a_resumed_run_is_two_mechanisms_and_is_charged_for_both(name, options, 
     assert resumed.state.step == 6
     assert resumed.curator._randomness != first.curator._randomness  # fresh noise over fresh parts
     assert resumed.curator.held_noise == 0
+    left, whole = (changes["method"].noise.start(0.2, steps) for steps in (6, 12))
+    assert spread(resumed.curator._noise) == spread(left)  # the strategy of the steps that are left
+    assert spread(left) != spread(whole)
     list(resumed)
     assert resumed.ledger.spent == {
         CyclicGaussian(rate, 2.0, bands): 6,
