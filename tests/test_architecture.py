@@ -24,8 +24,9 @@ ABOVE: dict[str, str] = {
     "engines.rehearsal": "mechanism mechanism.losses engines.per_example",
     "engines": "mechanism mechanism.losses engines.per_example engines.rehearsal engines.recorded",
     "engines.recorded": "mechanism mechanism.losses engines engines.per_example",
-    "optim": "randomness mechanism mechanism.losses",
-    "methods": "randomness mechanism optim",
+    "optim.optimizers": "",
+    "optim": "randomness mechanism mechanism.losses optim.optimizers",
+    "methods": "randomness mechanism optim optim.optimizers",
     "tasks": "mechanism mechanism.losses",
     "training": "accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
     "methods tasks",
@@ -127,7 +128,15 @@ def test_other_libraries_of_privacy_are_oracles_of_the_tests_only():
 
 
 @pytest.mark.parametrize(
-    "name", [*inside("optim"), *inside("methods"), "training.learning_rate", "layout", "compare.stacked.learner"]
+    "name",
+    [
+        *inside("optim"),
+        *inside("optim.optimizers"),
+        *inside("methods"),
+        "training.learning_rate",
+        "layout",
+        "compare.stacked.learner",
+    ],
 )
 def test_what_remembers_and_moves_never_sees_data(name):
     seen = reach(name)

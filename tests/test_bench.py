@@ -213,3 +213,13 @@ def test_the_noise_of_private_trials_leaves_the_budget_whole(bench):
     assert delta(np.sqrt(whole)) == pytest.approx(private.DELTA, rel=0.02)
     assert delta(np.sqrt(10) / alone) == pytest.approx(private.DELTA, rel=0.02)
     assert after > 1.05 * alone
+
+
+def test_the_few_epoch_comparison_asks_for_its_regime_and_tables_its_runs(bench):
+    few = bench("few_epochs")
+    wanted = few.specification(["digits-mlp"], few.FIELD, None, 3)
+    assert wanted.steps * wanted.sample_rate == pytest.approx(3)
+    run = replace(runs.due(AUTO, runs.grid_of(AUTO), {})[0], task="t", label="m", factor=1.0)
+    found = [fake(replace(run, stage="auto", seed=seed), score) for seed, score in ((0, 0.5), (1, 0.6))]
+    found += [fake(replace(run, stage="tuned", factor=2.0), 0.7), fake(replace(run, stage="tuning"), 0.1)]
+    assert few.table(found).splitlines()[2] == "| t | m | 70.0 | 2 | 55.0 ± 7.1 |"

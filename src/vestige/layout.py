@@ -131,6 +131,17 @@ class Layout:
         owners = torch.tensor([s.group for s in self.segments], device=per_group.device)
         return per_group[..., owners].repeat_interleave(lengths, dim=-1)
 
+    def summed(self, vector: Tensor) -> Tensor:
+        """The sum over each group's coordinates: [..., size] -> [..., groups].
+
+        >>> Layout((Segment("a", 0, (2,), group=1), Segment("b", 2, (1,), group=0))).summed(torch.tensor([1, 2, 4]))
+        tensor([4, 3])
+        """
+        total = vector.new_zeros((*vector.shape[:-1], self.groups))
+        for s in self.segments:
+            total[..., s.group] += vector[..., s.start : s.stop].sum(-1)
+        return total
+
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Every module of a model, each once; asked at every step, so faster than `model.modules()`."""

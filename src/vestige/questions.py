@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 
@@ -27,6 +27,10 @@ class Question:
             if name.endswith("multiplier") and not value >= 0:
                 raise ValueError(f"{name}={value} must not be negative: it is noise over sensitivity")
 
+    def during(self, attempt: int) -> Question:
+        """The question as it counts when it is asked after so many resumptions with fresh noise."""
+        return self
+
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}
 
@@ -35,7 +39,7 @@ class Question:
         cls = Question.kinds.get(row.get("kind", ""))
         if cls is None:
             raise ValueError(f"unknown kind of question {row.get('kind')!r}; known: {', '.join(Question.kinds)}")
-        return cls(**{f.name: row[f.name] for f in fields(cls)})
+        return cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row or f.default is MISSING})
 
 
 @dataclass(frozen=True)
@@ -61,17 +65,31 @@ class CyclicGaussian(Question):
     """One step of noise correlated over `bands` steps. The data are split once into `bands` parts, and step t takes a
     Poisson sample of part t mod bands with inclusion probability `rate`; `multiplier` is noise over the largest column
     norm of the strategy. Where the noise is correlated over more steps than that, `rate` is 1 (no amplification) and
-    `multiplier` is noise over the strategy's largest sensitivity per square root of an example's participations."""
+    `multiplier` is noise over the strategy's largest sensitivity per square root of an example's participations.
+
+    A process that resumes a run has neither the past noise nor the parts, which were never written down: it splits the
+    data anew and begins the strategy again, as mechanism number `mechanism`. Its steps add up by themselves: no step of
+    one mechanism takes the place of a step of another."""
 
     kind: ClassVar[str] = "cyclic-gaussian"
     rate: float
     multiplier: float
     bands: int
+    mechanism: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bands < 1:
             raise ValueError(f"bands={self.bands} must be at least 1; 1 is plain Poisson sampling")
+        if self.mechanism < 0:
+            raise ValueError(f"mechanism={self.mechanism} must be 0 or more: it counts what was begun before it")
+
+    def during(self, attempt: int) -> CyclicGaussian:
+        return replace(self, mechanism=attempt)
+
+    def to_json(self) -> dict[str, Any]:
+        row = super().to_json()
+        return row if self.mechanism else {key: value for key, value in row.items() if key != "mechanism"}
 
 
 @dataclass(frozen=True)

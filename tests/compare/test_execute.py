@@ -101,9 +101,10 @@ def test_a_stack_of_all_methods_says_of_each_what_it_says_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["dp-sgd", "dp-sat", "dp-sam", "dp-bandmf", "dp-ftrl", "adp-adamw", "sma-dp-sgd"])
 def test_methods_that_share_a_search_get_the_noise_they_would_get_alone(name):
-    method, loaded = build(name), tasks.load("digits-mlp", None, 0)
-    layout = Layout.of(loaded.model, method.grouping)
+    loaded = tasks.load("digits-mlp", None, 0)
     request = planning.Request(sample_rate=0.05, steps=40, delta=1e-5, epsilon=3.0, lr=1.0)
+    method = planning.settled(build(name), request)
+    layout = Layout.of(loaded.model, method.grouping)
     alone = planning.plan(loaded.model, layout, method, 1000, request)
     assert execute._calibrated(execute._asking(method), 3.0, 0.05, 40, 1e-5) == alone.noise_multiplier
 
@@ -146,7 +147,7 @@ def test_what_breaks_a_stack_is_recorded_with_the_run_it_belongs_to(tmp_path, mo
     assert {record["status"] for record in records if record["run"]["label"] == "dp-sgd"} == {"done"}
     assert all("TypeError" in record["error"] for record in records if record["run"]["label"] == "odd")
 
-    banded = (TINY.contenders[0], Contender("dp-bandmf", "dp-bandmf"))
+    banded = (TINY.contenders[0], Contender("dp-bandmf", "dp-bandmf", {"bands": 4}))
     fixed = tuple(PrivacyTarget("noise_multiplier", z) for z in (1.0, 2.0))  # nothing is calibrated, and refused so
     rare = replace(TINY, rates=("auto",), contenders=banded, budgets=fixed, sample_rate=0.3, seeds=(0,))
     records = files(runner.compare(tmp_path / "b", rare)).values()

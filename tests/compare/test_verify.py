@@ -12,7 +12,7 @@ from vestige import accounting
 from vestige.compare import runner
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender
-from vestige.compare.verify import verify_comparison
+from vestige.compare.verify import _contradiction, _cost, _methods, verify_comparison
 from vestige.questions import Question
 from vestige.records import PrivacyTarget, completed
 
@@ -243,3 +243,17 @@ EARLY = {
 def test_a_stop_that_the_budget_does_not_explain_is_found(odd, tmp_path, contradiction):
     forge, told = EARLY[contradiction]
     assert told in _forged(odd["early"], tmp_path, bool, forge)
+
+
+@pytest.mark.parametrize("bands", [2, 4, 5])
+def test_banded_noise_is_verified_with_the_bands_of_now_or_of_its_version(tmp_path, bands):
+    """A record stores the options it was given: none, where the number of bands was left to the version of then."""
+    contenders = (Contender("dp-bandmf", "dp-bandmf", {"bands": bands}),)
+    wanted = replace(AUTO, contenders=contenders, baseline="dp-bandmf", steps=12, sample_rate=0.2)
+    (record,) = completed(runner.compare(tmp_path / "c", wanted).records().values())
+    unsaid = replace(record, run=replace(record.run, options={}))
+    fault = _contradiction(unsaid, _cost(json.dumps(record.charged), 1e-5, json.dumps(record.terms.to_json())))
+    # epsilon sqrt(n) / k = 3 sqrt(12) / 2.4 = 4.3, and four was the default before
+    assert (fault is None) == (bands == 4), fault
+    later = replace(unsaid, run=replace(unsaid.run, budget=PrivacyTarget("epsilon", 8.0)))
+    assert {method.noise.bands for method in _methods(later)} == {5, 4}

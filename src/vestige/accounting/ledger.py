@@ -113,13 +113,16 @@ class Ledger:
     def ask(self, question: Question, *, step: int, part: int, sensitivity: float) -> None:
         """Charge one question, durably; or raise `BudgetSpent` and charge nothing."""
         free = self.replays_are_free and (step, part) in self._paid
+        place = {"row": "ask", "step": step, "part": part, "attempt": self.attempt}
+        row = {**place, "sensitivity": sensitivity, **question.to_json()}
+        if not self.replays_are_free:
+            question = question.during(self.attempt)
         if self.budget is not None and not free and not self.budget.allows(self.spent, question):
             raise BudgetSpent(
                 f"the budget is spent: {sum(self.spent.values())} questions were asked, and one more would exceed it. "
                 "Nothing was asked or moved; stop training here (`except vestige.BudgetSpent: break`)"
             )
-        place = {"row": "ask", "step": step, "part": part, "attempt": self.attempt}
-        self._append({**place, "sensitivity": sensitivity, **question.to_json()})
+        self._append(row)
         if not free:
             self.spent[question] += 1
         if self.replays_are_free:
@@ -195,7 +198,8 @@ class LedgerHistory:
         return len(self.heads)
 
     def spent(self, replays_are_free: bool) -> Counter[Question]:
-        """What was charged: every ask; or, where replays give the identical release, each step once."""
+        """What was charged: every ask, a resumed strategy as a mechanism of its own; or, where replays give the
+        identical release, each step once."""
         if not replays_are_free:
             return Counter(self.asks)
         return Counter(self.paid.values())
@@ -243,7 +247,7 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
                     f"{path}, line {number}: step {place[0]}, part {place[1]} where {wanted} was due: a gap or a reuse"
                 )
             question = Question.from_json(row)
-            history.asks[question] += 1
+            history.asks[question.during(row["attempt"])] += 1
             history.paid[place] = question
             history.last_step = max(history.last_step, place[0])
             due = {(place[0], place[1] + 1), (place[0] + 1, 0)}

@@ -24,7 +24,7 @@ from vestige.optim.probes import Here, Probe
 from vestige.questions import Question
 from vestige.randomness.correlated import Noise
 from vestige.randomness.schedules import Schedule
-from vestige.records import CompletedRun, FailedRun, Run, RunRecord, Terms
+from vestige.records import CompletedRun, FailedRun, PrivacyTarget, Run, RunRecord, Terms
 from vestige.training import planning
 from vestige.training.job import Job, complete, start
 from vestige.training.loop import Record as Step
@@ -101,13 +101,23 @@ def _can_stack(task: str, data: str | None, method: str, options: str, rate: flo
 def memory_in_stack(run: Run, machine: Machine) -> int:
     """Bytes that this run takes in a stack."""
     options = json.dumps(dict(run.options))
-    return _memory_in_stack(run.task, machine.data.get(run.task), run.method, options, run.sample_rate, run.steps)
+    return _memory_in_stack(run.task, machine.data.get(run.task), run.method, options, _length(run), run.budget)
+
+
+def _length(run: Run) -> planning.Request:
+    return planning.Request(sample_rate=run.sample_rate, steps=run.steps, delta=run.delta)
 
 
 @lru_cache(maxsize=1024)
-def _memory_in_stack(task: str, data: str | None, method: str, options: str, rate: float, steps: int) -> int:
+def _memory_in_stack(
+    task: str, data: str | None, method: str, options: str, length: planning.Request, budget: PrivacyTarget
+) -> int:
     loaded = _initial(task, data, 0)
-    return stacked.footprint(loaded.model, build(method, **json.loads(options)), rate, len(loaded.train[1]), steps)
+    noise = None if budget.kind == "epsilon" else budget.value
+    given = replace(length, epsilon=budget.amount("epsilon"), noise_multiplier=noise)
+    built = planning.settled(build(method, **json.loads(options)), given)
+    assert length.steps is not None
+    return stacked.footprint(loaded.model, built, length.sample_rate, len(loaded.train[1]), length.steps)
 
 
 def memory_ran_out(error: BaseException) -> bool:
@@ -359,21 +369,18 @@ def _prepared(run: Run, machine: Machine) -> _Prepared:
     task = _task(run, machine)
     method = build(run.method, **run.options)
     layout = method.layout(task.model)
+    length = replace(_length(run), epsilon=run.budget.amount("epsilon"))
     if run.budget.kind == "paper_sigma":
         groups = planning.paper_groups(method, layout)
         multiplier = accounted_multiplier(run.budget.value, method.memory.fresh_share, groups)
+        method = planning.settled(method, replace(length, noise_multiplier=multiplier))
     elif run.budget.kind == "noise_multiplier":
         multiplier = run.budget.value
+        method = planning.settled(method, replace(length, noise_multiplier=multiplier))
     else:
+        method = planning.settled(method, length)
         multiplier = _calibrated(_asking(method), run.budget.value, run.sample_rate, run.steps, run.delta)
-    request = planning.Request(
-        sample_rate=run.sample_rate,
-        steps=run.steps,
-        delta=run.delta,
-        epsilon=run.budget.amount("epsilon"),
-        noise_multiplier=multiplier,
-        lr=run.lr if run.lr is not None else "auto",
-    )
+    request = replace(length, noise_multiplier=multiplier, lr=run.lr if run.lr is not None else "auto")
     plan = planning.plan(task.model, layout, method, len(task.train[1]), request)
     if run.lr is None and run.factor != 1.0:
         plan = replace(plan, lr=run.factor * plan.lr, lr_reason=f"{run.factor:g} times {plan.lr_reason}")

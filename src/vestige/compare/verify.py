@@ -17,11 +17,13 @@ from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.questions import Question
 from vestige.records import CompletedRun, PrivacyTarget, completed
-from vestige.training.planning import questions
+from vestige.training.planning import Request, questions, settled
 from vestige.training.verify import reprice
 
 LEAST_SPENT = 0.99
 """Noise is fitted to a budget to 0.1%: a run that costs less than this share of it had other noise."""
+EARLIER_DEFAULTS = {"dp-bandmf": {"bands": 4}}
+"""Defaults until 0.3: a record stores the options that its run was given, and no others."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,28 @@ def _contradiction(record: CompletedRun, cost: Guarantee) -> str | None:
     for key, value in fixed.items():
         if getattr(stated, key) != value:
             return f"states {key} {getattr(stated, key)}, the run that it describes has {value}"
-    method = build(run.method, **run.options)
+    contradictions = [_of_method(record, method, cost) for method in _methods(record)]
+    return contradictions[0] if all(contradictions) else None
+
+
+def _methods(record: CompletedRun) -> list[Method]:
+    """The method of a record's run; and as an earlier version would have built it, where a default has changed."""
+    run, stated = record.run, record.statement
+    length = Request(
+        sample_rate=run.sample_rate,
+        steps=run.steps,
+        delta=run.delta,
+        epsilon=run.budget.amount("epsilon"),
+        noise_multiplier=stated.noise_multiplier,
+    )
+    options: list[dict[str, Any]] = [dict(run.options)]
+    if run.method in EARLIER_DEFAULTS:
+        options.append({**EARLIER_DEFAULTS[run.method], **run.options})
+    return [settled(build(run.method, **each), length) for each in options]
+
+
+def _of_method(record: CompletedRun, method: Method, cost: Guarantee) -> str | None:
+    run, stated = record.run, record.statement
     method = replace(method, gate=method.gate.at(round(stated.expected_batch / run.sample_rate)))
     sampling = method.noise.sampling(run.sample_rate).kind
     if record.terms.sampling != sampling:

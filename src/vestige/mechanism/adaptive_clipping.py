@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Clip, ClipState, Coins, FixedClip, Value, within
+from vestige.randomness.release import Release
 from vestige.randomness.streams import Stream
 
 
@@ -203,6 +204,95 @@ class Paced(FixedClip):
 
     def shown(self, state: ClipState) -> dict[str, Value]:
         return self.clip.shown(state)
+
+
+# --- geometry --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scaled(FixedClip):
+    """Each example's gradient, its groups divided by their `scales`, is scaled to norm at most `bound`.
+
+    Formal guarantees: adding or removing one example moves the sum, divided by the scales, by at most `bound` in the
+    2-norm. Noise of z * bound * scale on the coordinates of each group is noise of z * bound on that: one Gaussian
+    mechanism with multiplier z. The scales are public: they follow from earlier releases.
+    """
+
+    bound: float
+    scales: tuple[float, ...] = ()
+    """One for each group; none: all are 1, and this is a flat clip."""
+
+    def factors(self, norms: Tensor) -> Tensor:
+        return within(self.bound, norms / norms.new_tensor(self.scales) if self.scales else norms)
+
+    def sensitivity(self, layout: Layout) -> float | Tensor:
+        if not self.scales:
+            return self.bound
+        return layout.expand(self.bound * torch.tensor(self.scales, dtype=torch.float64)).float()
+
+
+@dataclass(frozen=True)
+class Geometric(FixedClip):
+    """Scales that follow the releases (GeoClip, Gilani et al. 2025, with one scale per group and no centre).
+
+    s_g is proportional to (E|g_g|^2 / d_g)^(1/4), which minimises the noise, sum_g d_g s_g^2, at a given expected norm
+    of the scaled gradient. The moment is a running mean of |release|^2 less the noise's own share, and at least
+    `FLOOR` of that: where no signal shows, scales drift back to one another. They are normalised so that the noise has
+    the energy of flat clipping at `bound`.
+    """
+
+    bound: float = 1.0
+    smoothing: float = 0.1
+    spread: float = 10.0
+    adaptive = True
+    stackable = False
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
+        if not 0 <= self.smoothing <= 1:
+            raise ValueError(f"smoothing={self.smoothing} must lie in [0, 1]")
+        if not 1 <= self.spread < inf:
+            raise ValueError(f"spread={self.spread} must be at least 1")
+
+    def factors(self, norms: Tensor) -> Tensor:
+        return within(self.bound, norms)
+
+    def sensitivity(self, layout: Layout) -> float:
+        """That of the first step; later ones follow from the state."""
+        return self.bound
+
+    def init(self) -> ClipState:
+        return {"steps": 0, "moments": [], "scales": []}
+
+    def now(self, state: ClipState) -> Clip:
+        return Scaled(self.bound, tuple(state["scales"]))
+
+    def heard(self, release: Release, layout: Layout, state: ClipState) -> ClipState:
+        if not self.smoothing or layout.groups == 1:
+            return state
+        noise = release.noise_std
+        variance = noise.square() if isinstance(noise, Tensor) else release.total.new_tensor(noise**2)
+        squares = torch.stack([release.total.square(), variance.expand_as(release.total)]).double()
+        sizes = torch.tensor(layout.group_sizes, dtype=torch.float64)
+        seen, own = (layout.summed(squares).cpu() / sizes).unbind()
+        before = torch.tensor(state["moments"] or [0.0] * layout.groups, dtype=torch.float64)
+        moments = before.lerp(seen - own, self.smoothing)
+        unbiased = moments / (1 - (1 - self.smoothing) ** (state["steps"] + 1))
+        scales = self._normalised(torch.maximum(unbiased, FLOOR * own) ** 0.25, sizes)
+        scales = self._normalised(scales.clamp(1 / self.spread, self.spread), sizes)
+        return {"steps": state["steps"] + 1, "moments": moments.tolist(), "scales": scales.tolist()}
+
+    @staticmethod
+    def _normalised(scales: Tensor, sizes: Tensor) -> Tensor:
+        return scales * (sizes.sum() / (sizes @ scales.square())).sqrt()
+
+    def with_bound(self, bound: float) -> Geometric:
+        return replace(self, bound=bound)
+
+
+FLOOR = 0.01
+"""The least second moment of a layer, in units of the noise's."""
 
 
 # Arithmetic that torch and Python write differently: on one number, or on one for each run of a stack.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vestige.layout import Layout
+from vestige.randomness.release import Release
 from vestige.randomness.streams import Stream
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -67,6 +68,10 @@ class Clip(Protocol):
         """The state after a step that released this noised fraction of unclipped examples."""
         ...
 
+    def heard(self, release: Release, layout: Layout, state: ClipState) -> ClipState:
+        """The state after a step with this release."""
+        ...
+
     def with_bound(self, bound: float) -> Clip:
         """The same clip with another bound."""
         ...
@@ -118,6 +123,9 @@ class FixedClip:
         return 1.0
 
     def learn(self, fraction: Value | None, state: ClipState) -> ClipState:
+        return state
+
+    def heard(self, release: Release, layout: Layout, state: ClipState) -> ClipState:
         return state
 
     def with_bound(self, bound: float) -> Any:

@@ -127,15 +127,20 @@ class Curator:
         total = float(torch.where(whole.isfinite(), whole.clamp(max=bound), 0.0).sum())
         return self._noised("norms", index, total, multiplier * bound) / self._sampling.rate
 
-    def replay_noise(self) -> None:
-        """After a resume: draw again the past noise that correlated noise depends on, which no checkpoint holds."""
+    def continue_noise(self, anew: Callable[[], NoiseSequence]) -> None:
+        """After a resume: the noise that correlated noise depends on, which no checkpoint holds.
+
+        A reproducible run draws it again. One with secret noise begins a new sequence, over parts of the data that are
+        drawn anew: a second mechanism.
+
+        Formal guarantees: given the releases so far, the steps from here on are a mechanism with fresh noise and fresh
+        parts, and compose with the earlier ones as such (`CyclicGaussian.during`).
+        """
         if not self._noise.keeps:
             return
         if not self._randomness.predictable:
-            raise ValueError(
-                "resume: this run's noise is correlated over steps and was never written down, because past noise "
-                "would uncover past sums; it cannot be continued in a new process, so start it again"
-            )
+            self._noise = anew()
+            return
         for index in range(self.asked):
             self._noise.replay(normal(self._layout.size, self._randomness.stream("noise", index), self._device))
 

@@ -1,7 +1,7 @@
 """The named methods, one file per family. Importing the package registers them all."""
 
-from vestige.methods.adam import adp_adamw, dp_adam, dp_adam_ac, dp_adambc, dp_adamw
-from vestige.methods.baselines import dp_auto_clip, dp_quantile, dp_sgd
+from vestige.methods.adam import adp_adamw, dp_adam, dp_adam_ac, dp_adambc, dp_adamw, dp_micro_adam
+from vestige.methods.baselines import dp_auto_clip, dp_muon, dp_quantile, dp_sgd, geoclip
 from vestige.methods.correlated import dp_bandmf, dp_blt, dp_ftrl
 from vestige.methods.filtered import disk, doppler, kalman_memory
 from vestige.methods.fractional import exponential_memory, fo_dp_sgd, post_fm, uniform_memory
@@ -25,6 +25,8 @@ __all__ = [
     "dp_blt",
     "dp_ftrl",
     "dp_is",
+    "dp_micro_adam",
+    "dp_muon",
     "dp_quantile",
     "dp_sam",
     "dp_sat",
@@ -33,6 +35,7 @@ __all__ = [
     "dpsur",
     "exponential_memory",
     "fo_dp_sgd",
+    "geoclip",
     "kalman_memory",
     "post_fm",
     "sa_dp_sgd",

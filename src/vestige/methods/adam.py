@@ -1,4 +1,4 @@
-"""Which methods are Adam? DP-Adam, and with weight decay, bias correction, a noise schedule or adaptive clipping."""
+"""Which methods are Adam? DP-Adam; with weight decay, bias correction, a noise schedule, adaptive clipping; sparse."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from vestige.methods.options import (
 )
 from vestige.methods.registry import Neutral, register
 from vestige.optim import averaging
+from vestige.optim.optimizers.micro_adam import MicroAdam
 from vestige.optim.rules import AdamBC, Rule
 from vestige.randomness import schedules
 
@@ -135,6 +136,36 @@ def dp_adam_ac(
         rule=Rule(torch.optim.Adam, {"betas": (beta1, beta2)}),
         average=averaging.ExponentialAverage(0.999),
     )
+
+
+@register(
+    "Hudisteanu, Kalinin and Cyffers, DP-MicroAdam, 2025, arXiv:2511.20509 (Modoranu et al., MicroAdam, NeurIPS 2024)",
+    "hudisteanu2025dpmicroadam",
+    neutral=Neutral({"density": 1.0}, like="dp-adam"),
+    aliases=("dp-microadam",),
+)
+def dp_micro_adam(
+    *,
+    clip: Bound = 1.0,
+    beta1: Beta1 = 0.9,
+    beta2: Beta2 = 0.999,
+    density: Annotated[float, "share of a private gradient that enters the window, largest entries first"] = 0.01,
+    window: Annotated[int, "how many sparse gradients the moments are rebuilt from"] = 10,
+) -> Method:
+    """Adam from the largest entries of the last few private gradients; what was left out waits as error feedback.
+
+    Resolved where the paper leaves it open, or otherwise than there: entries are chosen in each parameter by itself;
+    the error is kept in float32, not in 4 bits; bias correction counts all steps, not those of the window. At density
+    1, in the first `window` steps, it is Adam.
+    """
+    options = {"betas": (beta1, beta2), "density": density, "window": window}
+    return Method(clip=Flat(clip), rule=_checked(Rule(MicroAdam, options)))
+
+
+def _checked(rule: Rule) -> Rule:
+    """Refuse options that the optimizer would refuse only when a run starts."""
+    rule.build([torch.nn.Parameter(torch.zeros(1))], 1.0)
+    return rule
 
 
 def _adamw(beta1: float, beta2: float, weight_decay: float) -> Rule:

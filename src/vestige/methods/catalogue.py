@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from vestige.methods.base import written
 from vestige.methods.registry import METHODS, Entry, find
 
-RATE, STEPS = 0.05, 200
-"""The defaults of `vestige train`, for facts that depend on them (the state of correlated noise)."""
+RATE, STEPS, EPSILON = 0.05, 200, 3.0
+"""The defaults of `vestige train` and a usual budget, for facts that depend on them (the state of correlated noise)."""
 
 
 def rows() -> list[dict[str, Any]]:
@@ -59,12 +60,17 @@ def _row(entry: Entry) -> dict[str, Any]:
         "price": entry.price,
         "parts": {part: str(value) for part, value in entry.parts.items()},
         "defaults": {name: written(value) for name, value in entry.defaults.items()},
-        "copies": entry.make().copies(RATE, STEPS),
+        "copies": _copies(entry),
         "neutral": _neutral(entry),
         "reference": entry.reference,
         "bibtex": bibtex()[entry.cite],
         "aliases": list(entry.aliases),
     }
+
+
+def _copies(entry: Entry) -> float | None:
+    made = entry.make()
+    return replace(made, noise=made.noise.settled(RATE, STEPS, lambda: EPSILON)).copies(RATE, STEPS)
 
 
 @cache
@@ -84,6 +90,7 @@ def _neutral(entry: Entry) -> str:
     same = ", ".join(f"{key}={value}" for key, value in neutral.like_options.items())
     with_rule = f" with the optimizer {neutral.optimizer}" if neutral.optimizer else ""
     with_rule += f" by {neutral.groups}" if neutral.groups else ""
+    with_rule += f" with norms by {neutral.norms}" if neutral.norms else ""
     return f"{setting}: equals {neutral.like}{f' ({same})' if same else ''}{with_rule}, bit for bit"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
@@ -35,17 +35,25 @@ def dp_ftrl(
     "Choquette-Choo et al., (Amplified) Banded Matrix Factorization, NeurIPS 2023",
     "choquettechoo2023amplified",
     "correlated noise",
-    price="ceil(T / b) x SGM(b q, z): cyclic Poisson sampling over b bands",
+    price="ceil(T / b) x SGM(b q, z): cyclic Poisson sampling over b bands, in every process that continues the run",
     neutral=Neutral({"bands": 1}),
 )
 def dp_bandmf(
     *,
     clip: Bound = 1.0,
     momentum: Momentum = 0.0,
-    bands: Annotated[int, "over how many steps the noise is correlated (b); at most 1 / sample rate"] = 4,
+    bands: Annotated[
+        str | int,
+        "over how many steps the noise is correlated (b), at most 1 / sample rate; auto: epsilon sqrt(steps) / epochs",
+    ] = "auto",
 ) -> Method:
-    """Banded matrix factorization: noise that cancels over a few steps, with cyclic Poisson sampling."""
-    return Method(clip=Flat(clip), noise=Banded(bands), rule=sgd(momentum))
+    """Banded matrix factorization: noise that cancels over steps, with cyclic Poisson sampling.
+
+    The number of bands is a rule of thumb unless it is given: epsilon sqrt(n) / k for n steps and k epochs, between 1
+    and what the sampling allows. It sees public facts only, and the ledger records it. Many bands keep as many vectors
+    of past noise, less one.
+    """
+    return Method(clip=Flat(clip), noise=Banded(_bands(bands)), rule=sgd(momentum))
 
 
 @register(
@@ -63,3 +71,12 @@ def dp_blt(
 ) -> Method:
     """Buffered linear Toeplitz noise: nearly optimal correlations from a few buffers, and nothing is sampled."""
     return Method(clip=Flat(clip), noise=Buffered(buffers), rule=sgd(momentum))
+
+
+def _bands(bands: str | int) -> int | Literal["auto"]:
+    if bands == "auto" or isinstance(bands, int):
+        return bands  # type: ignore[return-value]
+    try:
+        return int(bands)
+    except ValueError:
+        raise ValueError(f"bands={bands!r} must be a whole number from 1 up, or 'auto'") from None

@@ -30,6 +30,8 @@ class Neutral:
     """The torch optimizer to give the other method, where the two have different ones."""
     groups: str | None = None
     """The groups by which the other method must clip, where this one clips by group."""
+    norms: str | None = None
+    """The groups whose norms the other method must add up, where this one does: the last bits depend on it."""
     sample_rate: float | None = None
     """The sampling rate at which they are equal; None: at any."""
 

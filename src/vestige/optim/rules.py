@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from vestige.optim.optimizers.micro_adam import MicroAdam
+from vestige.optim.optimizers.muon import HybridMuon
+
 AUTO_FLOOR = 0.1
 """The floor of AdamBC's second moment where it is "auto", in units of the noise variance."""
 
@@ -91,7 +94,7 @@ class AdamBC(Optimizer):
         p.add_(mean / second.clamp_(min=floor).sqrt_(), alpha=-group["lr"])
 
 
-SCALE_FREE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop")
+SCALE_FREE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "MicroAdam")
 """Optimizers that move each coordinate by about the learning rate, whatever the size of the gradient."""
 
 
@@ -122,6 +125,8 @@ class Rule:
 
     @property
     def scale_free(self) -> bool:
+        if self.optimizer is HybridMuon:
+            return bool(self.options.get("iterations", 5)) and self.options.get("rest", "adam") == "adam"
         return self.name in SCALE_FREE or (self.optimizer is AdamBC and self._floor == "auto")
 
     @property
@@ -164,6 +169,10 @@ class Rule:
         """Extra state, in copies of the parameters; None if unknown."""
         if self.optimizer is torch.optim.SGD:
             return 1.0 if self.options.get("momentum") else 0.0
+        if self.optimizer is HybridMuon:  # of a model whose parameters are nearly all in matrices
+            return 1.0 if self.options.get("momentum", 0.95) else 0.0
+        if self.optimizer is MicroAdam:  # the error, and of every sparse gradient values and places
+            return 1.0 + 2 * self.options.get("density", 0.01) * self.options.get("window", 10)
         return {"AdamBC": 2.0, "Adam": 2.0, "AdamW": 2.0, "NAdam": 2.0, "RAdam": 2.0, "Adagrad": 1.0}.get(self.name)
 
     @property
@@ -172,6 +181,13 @@ class Rule:
         if self.optimizer is AdamBC:
             # Where noise dominates, what is left of the second moment is the floor (in units of the noise if "auto").
             return float(AUTO_FLOOR if self._floor == "auto" else self._floor) ** -0.5
+        if self.optimizer is HybridMuon:
+            momentum = self.options.get("momentum", 0.95)
+            if not self.scale_free:
+                return None if self.options.get("iterations", 5) else 1 / (1 - momentum)
+            # A step has one length whatever the momentum, but with momentum steps agree with those before, and what
+            # the noise alone does adds up to sqrt((1 + momentum) / (1 - momentum)) as much.
+            return float(((1 + momentum) / (1 - momentum)) ** 0.5)
         if self.scale_free:
             return 1.0
         if self.optimizer is not torch.optim.SGD:
@@ -185,7 +201,7 @@ def sgd(momentum: float = 0.0, weight_decay: float = 0.0) -> Rule:
     return Rule(torch.optim.SGD, {"momentum": momentum, "weight_decay": weight_decay})
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adambc": AdamBC} | {
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adambc": AdamBC, "microadam": MicroAdam, "hybridmuon": HybridMuon} | {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type)

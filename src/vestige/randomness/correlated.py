@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import sqrt
-from typing import Protocol
+from math import isfinite, sqrt
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,10 @@ class Noise(Protocol):
     one_fixed_question: bool
     """Whether its theorem is for runs that ask one question a step, the same at every step."""
 
+    def settled(self, rate: float, steps: int, epsilon: Callable[[], float]) -> Noise:
+        """The noise of a run of this rate, length and budget, where it leaves a parameter to these public facts."""
+        ...
+
     def sampling(self, rate: float) -> Sampling:
         """The sampling that its theorem supposes."""
         ...
@@ -78,11 +82,13 @@ class Noise(Protocol):
         ...
 
     def walk(self, rate: float, steps: int) -> float:
-        """How far the noise counts as walking when a learning rate is chosen, over the accounted multiplier.
+        """How far the noise of a run moves the parameters, over the accounted multiplier: sqrt(steps) if independent.
 
-        sqrt(steps) if independent. Correlated noise walks less than its size suggests, but its size disturbs each step:
-        we take the geometric mean of what the sum walks and what independent noise of that size would, which lost least
-        in our trials. No theorem stands behind it.
+        Correlated noise is large at each step and cancels over steps, and it is the sum that the parameters keep: what
+        counts is the error of A C^-1, in the words of matrix factorization, in units in which white noise has
+        sqrt(steps). A adds up the steps, each forgotten a little as the gradient pulls the parameters back (`FORGETS`):
+        noise that cancels only over much of the run has disturbed it before. The form is derived; the constant is
+        fitted to our trials.
         """
         ...
 
@@ -96,6 +102,9 @@ class White:
     """Independent noise at every step."""
 
     one_fixed_question = False
+
+    def settled(self, rate: float, steps: int, epsilon: Callable[[], float]) -> Noise:
+        return self
 
     def sampling(self, rate: float) -> Sampling:
         return Poisson(rate)
@@ -120,30 +129,40 @@ class Banded:
     The coefficients minimise the mean squared error of the prefix sums over `steps` steps at unit column norm.
 
     Formal guarantees: visits of one example lie `bands` steps apart, so its columns are orthogonal, and a run costs
-    ceil(steps / bands) sampled Gaussians at the rate within a part (their Theorem 4).
+    ceil(steps / bands) sampled Gaussians at the rate within a part (their Theorem 4). `bands="auto"` is a number that
+    follows from public facts alone (`rule_of_thumb`), fixed before the first question.
     """
 
-    bands: int = 4
+    bands: int | Literal["auto"] = "auto"
     one_fixed_question = True
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.bands, int) and self.bands >= 1):
-            raise ValueError(f"bands={self.bands} must be a whole number from 1 up; 1 is white noise")
+        if self.bands != "auto" and not (type(self.bands) is int and self.bands >= 1):
+            raise ValueError(f"bands={self.bands} must be a whole number from 1 up, or 'auto'; 1 is white noise")
+
+    def settled(self, rate: float, steps: int, epsilon: Callable[[], float]) -> Noise:
+        return self if self.bands != "auto" else Banded(rule_of_thumb(epsilon(), rate, steps))
 
     def sampling(self, rate: float) -> Sampling:
-        return CyclicPoisson(rate, self.bands)
+        return CyclicPoisson(rate, self._count)
 
     def question(self, asked: SampledGaussian) -> Question:
-        return CyclicGaussian(min(1.0, self.sampling(asked.rate).rate * self.bands), asked.multiplier, self.bands)
+        return CyclicGaussian(min(1.0, self.sampling(asked.rate).rate * self._count), asked.multiplier, self._count)
 
     def start(self, rate: float, steps: int, arithmetic: str = "lattice") -> NoiseSequence:
-        return _Toeplitz(banded_coefficients(self.bands, steps), 1.0, steps)
+        return _Toeplitz(banded_coefficients(self._count, steps), 1.0, steps)
 
     def walk(self, rate: float, steps: int) -> float:
-        return _walk(self.start(rate, steps), prefix_variances(banded_coefficients(self.bands, steps), steps))
+        return _walk(1.0, steps, _forgetful_error(_inverse(banded_coefficients(self._count, steps), steps)))
 
     def copies(self, rate: float, steps: int) -> float:
-        return self.bands - 1
+        return min(self._count, steps) - 1
+
+    @property
+    def _count(self) -> int:
+        if self.bands == "auto":
+            raise ValueError("bands='auto' follows from a run's budget, rate and length, which are not known here")
+        return self.bands
 
 
 @dataclass(frozen=True)
@@ -162,6 +181,9 @@ class Buffered:
         if not (isinstance(self.buffers, int) and 0 <= self.buffers <= 6):
             raise ValueError(f"buffers={self.buffers} must be a whole number from 0 (white noise) to 6")
 
+    def settled(self, rate: float, steps: int, epsilon: Callable[[], float]) -> Noise:
+        return self
+
     def sampling(self, rate: float) -> Sampling:
         return CyclicPoisson(rate, turns(rate))
 
@@ -175,7 +197,7 @@ class Buffered:
 
     def walk(self, rate: float, steps: int) -> float:
         scales, decays = buffered_coefficients(self.buffers, steps, turns(rate))
-        return _walk(self.start(rate, steps), _prefix(_inverse_unrolled(scales, decays, steps)))
+        return _walk(self.start(rate, steps).scale, steps, _forgetful_error(_inverse_unrolled(scales, decays, steps)))
 
     def copies(self, rate: float, steps: int) -> float:
         return self.buffers
@@ -199,6 +221,9 @@ class Tree:
         if not (isinstance(self.restart, int) and self.restart >= 0):
             raise ValueError(f"restart={self.restart} must be a whole number of epochs, or 0 to choose the best")
 
+    def settled(self, rate: float, steps: int, epsilon: Callable[[], float]) -> Noise:
+        return self
+
     def sampling(self, rate: float) -> Sampling:
         return CyclicPoisson(rate, turns(rate))
 
@@ -212,12 +237,23 @@ class Tree:
 
     def walk(self, rate: float, steps: int) -> float:
         epochs = self.restart or best_restart(turns(rate), steps)
-        return _walk(self.start(rate, steps), tree_variances(epochs * turns(rate), steps))
+        return _walk(self.start(rate, steps).scale, steps, _forgetful_tree(epochs * turns(rate), steps))
 
     def copies(self, rate: float, steps: int) -> float:
         epochs = self.restart or best_restart(turns(rate), steps)
         last = min(epochs * turns(rate), steps + 1)  # after its last step a tree is dropped
         return max((place.bit_count() for place in range(1, last)), default=0)
+
+
+def rule_of_thumb(epsilon: float, rate: float, steps: int) -> int:
+    """How many bands suit a run of n steps and k epochs: about epsilon sqrt(n) / k (arXiv:2405.15913).
+
+    At least one, which is white noise; at most as many as there are steps, and as the parts of the data that a sample
+    of this rate can be drawn from (`CyclicPoisson`).
+    """
+    most = min(turns(rate), steps)
+    wanted = epsilon * sqrt(steps) / (rate * steps)
+    return min(max(1, round(wanted)), most) if isfinite(wanted) else most
 
 
 def turns(rate: float) -> int:
@@ -284,14 +320,14 @@ class _Toeplitz(_Correlated):
 
     def next(self, fresh: Tensor) -> Tensor:
         first, *others = (float(c) for c in self._coefficients)
-        noise = fresh
-        for coefficient, past in zip(others, self._past, strict=False):
-            noise = noise - coefficient * past
         if others:
-            noise = noise / first
+            noise = fresh.clone()
+            for coefficient, past in zip(others, self._past, strict=False):
+                noise.add_(past, alpha=-coefficient)
+            noise.div_(first)
             self._past = [noise, *self._past][: len(others)]
             return noise.clone()
-        return noise if first == 1 else noise / first
+        return fresh if first == 1 else fresh / first
 
     def gain(self, index: int) -> float:
         return float(self._gains[min(index, len(self._gains) - 1)])
@@ -397,11 +433,43 @@ def prefix_variances(coefficients: Array, steps: int) -> Array:
     return _prefix(_inverse(coefficients, steps))
 
 
-def _walk(sequence: NoiseSequence, variances: Array) -> float:
-    # The sum of white noise has variance t at step t, with mean (T + 1) / 2: this makes its walk sqrt(T).
-    summed = max(2 * float(variances.mean()) - 1, 1e-12)
-    alone = sum(sequence.gain(index) ** 2 for index in range(len(variances)))
-    return sequence.scale * (summed * alone) ** 0.25
+FORGETS = 3.0
+"""How often, in time constants, a parameter forgets during a run where it was, when a learning rate is chosen. At 0 the
+sum of all noise counts, which gave rates far too large where the noise cancels over much of the run (30 steps); at 10,
+rates too small in long runs."""
+
+
+def _forgetting(steps: int) -> float:
+    return float(np.exp(-FORGETS / steps))
+
+
+def _walk(scale: float, steps: int, error: float) -> float:
+    """`error` is the mean over the steps of the variance of sum_{k<=t} decay^(t-k) n_k, for unit fresh noise."""
+    white = float(np.cumsum(_forgetting(steps) ** (2 * np.arange(steps))).mean())
+    return scale * sqrt(steps * error / white)
+
+
+def _forgetful_error(inverse: Array) -> float:
+    """That error where the noise is the Toeplitz filter with this first column."""
+    from scipy.signal import lfilter
+
+    kept = lfilter([1.0], [1.0, -_forgetting(len(inverse))], inverse)
+    return float(np.cumsum(kept**2).mean())
+
+
+def _forgetful_tree(length: int, steps: int) -> float:
+    """That error where the noise is a tree's: a node is in the sum from its step on until a larger one replaces it."""
+    decay, born = _forgetting(steps), np.arange(steps)
+    place = born % length + 1
+    lasts = place & -place
+    stays = place + lasts > length  # of a finished tree nothing is replaced
+    gone = np.where(stays, steps, np.minimum(born + lasts, steps))
+
+    def squares(count: Array) -> Array:
+        return (1 - decay ** (2 * count)) / (1 - decay**2)
+
+    left = (1 - decay ** (gone - born)) ** 2  # taken out again, of what was put in and partly forgotten
+    return float((squares(gone - born) + left * squares(steps - gone)).sum() / steps)
 
 
 def _polynomials(scales: tuple[float, ...], decays: tuple[float, ...]) -> tuple[Array, Array]:

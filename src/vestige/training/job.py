@@ -23,7 +23,7 @@ from vestige.optim import averaging
 from vestige.optim.rules import named
 from vestige.records import RunResult
 from vestige.training.loop import Record, accuracy
-from vestige.training.persistence import NEWER_OPTIONS
+from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS
 from vestige.training.planning import paper_groups
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
@@ -228,6 +228,7 @@ def load(folder: RunFolder) -> Job:
     job, method = request["job"], request["public"]["method"]
     begun_with = {} if isinstance(method, str) else method["options"]
     options = {key: value for key, value in NEWER_OPTIONS.get(job["method"], {}).items() if key not in begun_with}
+    options |= {key: begun_with[key] for key in CHANGED_DEFAULTS.get(job["method"], ()) if key in begun_with}
     options |= {key: inf if value == "inf" else value for key, value in job["options"].items()}
     return Job(**{**job, "options": options})
 

@@ -218,7 +218,7 @@ def advance(
     release, state.probe = ask(method.probe, asking, point, state.probe, state.layout.constants)
     seen = state.learner.step(release, point, pace, state.step)
     seen |= {name: torch.tensor(value) for name, value in method.clip.shown(state.clip).items()}
-    state.clip = method.clip.learn(release.unclipped, state.clip)
+    state.clip = method.clip.heard(release, state.layout, method.clip.learn(release.unclipped, state.clip))
     return seen
 
 

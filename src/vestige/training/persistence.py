@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from vestige.accounting.ledger import Ledger, LedgerError
 from vestige.mechanism.curator import Curator
+from vestige.randomness.correlated import NoiseSequence
 from vestige.training.loop import TrainingState
 from vestige.training.planning import Request
 from vestige.training.run_folder import RunFolder
@@ -21,6 +22,10 @@ class Persistent(Protocol):
     curator: Curator
     normalised: bool
     ledger: Ledger
+
+    def noise_from_here(self) -> NoiseSequence:
+        """The noise of the steps that are left, begun anew."""
+        ...
 
 
 def start(run: Persistent, folder: RunFolder | None, public: dict[str, Any], request: dict[str, Any]) -> None:
@@ -83,13 +88,17 @@ NEWER = {"arithmetic": "float32"}
 NEWER_OPTIONS = {"sma-dp-sgd": {"spectrum_lag": 0}}
 """The same for options of methods: until 0.2 every step waited for its spectrum."""
 
+CHANGED_DEFAULTS = {"dp-bandmf": ("bands",)}
+"""Options whose default is another one now: a run that was started with the earlier one keeps it. Until 0.3 noise had 4
+bands."""
+
 
 def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to resume with other settings than at the start: what was priced must be what is asked."""
     for key, value in now.items():
         was = before.get(key, NEWER.get(key))
-        if key == "coordinates" and was is None:
-            continue
+        if key in ("coordinates", "noise_strategy") and was is None:
+            continue  # not written down before 0.2 and 0.3
         if key == "method" and isinstance(was, str):
             # Before 0.2 a method was stored as its repr, with class names: only its own name can be compared.
             was = {**value, "name": (re.findall(r"name='([^']+)'", was) or [was])[0]}
@@ -112,5 +121,5 @@ def _restore(run: Persistent, folder: RunFolder) -> None:
     run.curator.asked = saved["asked"]
     if run.curator.comparisons is not None:
         run.curator.comparisons.asked = saved["compared"]
-    run.curator.replay_noise()
+    run.curator.continue_noise(run.noise_from_here)
     run.ledger.resume(run.state.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import exp, log, sqrt
 from typing import Any, Literal
@@ -14,12 +14,13 @@ from vestige import accounting
 from vestige.checks import check_delta, check_multiplier, check_number, check_rate, check_steps, renamed
 from vestige.layout import Layout
 from vestige.methods.base import Method
-from vestige.questions import Question
+from vestige.questions import Question, SampledGaussian
 from vestige.randomness.schedules import Constant, level
 from vestige.training.learning_rate import auto_rate, initial_weight_norm
 
 DEFAULT_STEPS = 200
 MOST_STEPS = 10**8
+NOTHING_GIVEN = "neither a budget nor noise is given: give epsilon=3, say, or noise_multiplier=1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class Plan:
     """The budget; None if only the noise multiplier was given."""
     lr: float
     lr_reason: str
+    noise_strategy: str | None = None
+    """How the noise is correlated over steps, its number of bands included; None if it is independent."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,6 +72,42 @@ def questions(
     return history
 
 
+def settled(method: Method, request: Request) -> Method:
+    """The method with what its noise leaves to the rate, the length and the budget of a run, all of them public.
+
+    Without a budget the epsilon that counts is what independent noise of the given multiplier would cost.
+    """
+    length = DEFAULT_STEPS if request.steps is None else request.steps
+
+    def budget() -> float:
+        check_request(request)
+        check_steps(length)
+        if request.epsilon is None and request.noise_multiplier is None:
+            raise ValueError(NOTHING_GIVEN)
+        if request.epsilon is None:
+            assert request.noise_multiplier is not None
+            check_multiplier(request.noise_multiplier)
+            question = SampledGaussian(request.sample_rate, request.noise_multiplier)
+            return accounting.epsilon({question: length}, request.delta)
+        if request.noise_multiplier is not None and request.steps is None:
+            raise ValueError(
+                "bands='auto' follows from the number of steps, and without steps= they would follow from the bands: "
+                "give steps, or bands"
+            )
+        return request.epsilon
+
+    return replace(method, noise=method.noise.settled(request.sample_rate, length, budget))
+
+
+def check_request(request: Request) -> None:
+    for name in ("sample_rate", "delta", "epsilon", "noise_multiplier", "lr"):
+        value = getattr(request, name)
+        if value is not None and (name, value) != ("lr", "auto"):
+            check_number(name, value, finite=name == "lr")
+    check_rate(request.sample_rate)
+    check_delta(request.delta)
+
+
 def plan(
     model: nn.Module,
     layout: Layout,
@@ -83,11 +122,7 @@ def plan(
     steps are planned as the budget affords.
     """
     rate, steps, delta, epsilon = request.sample_rate, request.steps, request.delta, request.epsilon
-    for name in ("sample_rate", "delta", "epsilon", "noise_multiplier", "lr"):
-        value = getattr(request, name)
-        if value is not None and (name, value) != ("lr", "auto"):
-            check_number(name, value, finite=name == "lr")
-    check_rate(rate)
+    check_request(request)
     check_delta(delta, population)
     noise_multiplier = _one_noise(request.noise_multiplier, method.noise_multiplier)
     with renamed(method.origin.letters):
@@ -99,7 +134,7 @@ def plan(
                 steps = affordable(questions(method, rate, noise_multiplier, 1), epsilon, delta, accountant, first)
         check_steps(steps)
         if epsilon is None and noise_multiplier is None:
-            raise ValueError("neither a budget nor noise is given: give epsilon=3, say, or noise_multiplier=1")
+            raise ValueError(NOTHING_GIVEN)
         if noise_multiplier is None:
             assert epsilon is not None
             history_at = partial(questions, method, rate, steps=steps, first=first)
@@ -107,7 +142,8 @@ def plan(
         check_multiplier(noise_multiplier)
         method.clip.now(method.clip.init()).gradient_multiplier(noise_multiplier, rate * population)
     lr, reason = choose_rate(model, layout, method, population, rate, noise_multiplier, steps, request.lr)
-    return Plan(rate, steps, delta, noise_multiplier, epsilon, lr, reason)
+    strategy = repr(method.noise) if method.noise.one_fixed_question else None
+    return Plan(rate, steps, delta, noise_multiplier, epsilon, lr, reason, strategy)
 
 
 def _one_noise(asked: float | None, own: float | None) -> float | None:

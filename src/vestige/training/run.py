@@ -38,7 +38,7 @@ from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Scheduling, grouped
 from vestige.questions import BudgetSpent, Question
-from vestige.randomness.correlated import ARITHMETICS
+from vestige.randomness.correlated import ARITHMETICS, NoiseSequence
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import SAMPLINGS
@@ -46,7 +46,7 @@ from vestige.records import LedgerEnd, RunResult, Selection
 from vestige.training import persistence
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
-from vestige.training.planning import Plan, Request, plan, questions
+from vestige.training.planning import Plan, Request, plan, questions, settled
 from vestige.training.results import last_diagnostics, selection, statement
 from vestige.training.run_folder import RunFolder, paced
 from vestige.training.transcript import Transcript
@@ -241,7 +241,7 @@ class Training:
         self._examples = examples
         if examples.form.names is not None:
             check_shifted(model, loss)
-        self.method = replace(method, gate=method.gate.at(examples.population))
+        self.method = settled(replace(method, gate=method.gate.at(examples.population)), request)
         self.normalised = settings.normalise is None
         self._first: tuple[Question, ...] = () if settings.normalise is None else settings.normalise.questions
         judged = self._judged(examples)
@@ -320,6 +320,11 @@ class Training:
             comparisons=Comparisons(examples, key, charges, losses_of(model, loss, form), right, part),
         )
         return curator, None if judged is None else Evaluator(judged, key, charges, right)
+
+    def noise_from_here(self) -> NoiseSequence:
+        """The noise of the steps that are left, begun anew."""
+        left = max(1, self.plan.steps - self.state.step)
+        return self.method.noise.start(self.plan.sample_rate, left, self.settings.noise)
 
     @property
     def _sampling(self) -> Any:

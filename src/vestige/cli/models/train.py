@@ -205,6 +205,8 @@ def _announce(job: Any, training: Any) -> None:
         f"{plan.steps} steps, delta {plan.delta:g}",
         markup=False,
     )
+    if plan.noise_strategy is not None:
+        stderr.print(f"noise correlated over steps: {plan.noise_strategy}", markup=False)
     stderr.print(plan.lr_reason, markup=False)
     if job.physical_batch == "auto":
         stderr.print(
