@@ -8,10 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from vestige.accounting import rdp, trials
+from vestige.accounting import allocation, rdp, trials, truncation
 from vestige.accounting.profiles import Profile, sampled_gaussian
 from vestige.accounting.rdp import Array
-from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian, Trial
+from vestige.questions import (
+    AllocatedGaussian,
+    CyclicGaussian,
+    Gaussian,
+    Question,
+    SampledGaussian,
+    Trial,
+    TruncatedGaussian,
+)
 
 History = Mapping[Question, int]
 """How often each question was asked."""
@@ -51,6 +59,16 @@ THEOREMS: dict[type[Question], Theorem] = {
         lambda question: sampled_gaussian(question.rate, question.multiplier),
         lambda questions: rdp.curves([q.rate for q in questions], [q.multiplier for q in questions]),
         lambda question, count: -(-count // question.bands),
+    ),
+    AllocatedGaussian: Theorem(
+        "Chua et al. 2024, Balls-and-Bins Sampling (dominating pair); Feldman & Shenfeld 2026; docs/sampling.md",
+        allocation.profile,
+        allocation.curves,
+    ),
+    TruncatedGaussian: Theorem(
+        "Ganesh 2025 (2508.15089); docs/sampling.md",
+        truncation.profile,
+        truncation.curves,
     ),
     Trial: Theorem(
         "docs/theorems.md 4; a convex profile has a dominating pair: Zhu, Dong & Wang 2022",
