@@ -8,7 +8,7 @@ from scipy.special import ndtr
 
 from histories import DELTA
 from vestige.accounting import calibrate, epsilon
-from vestige.accounting.allocation import FOR_DELTAS, Grid, curves, likelihood_ratio, profile
+from vestige.accounting.samplings.allocation import FOR_DELTAS, Grid, curves, likelihood_ratio, profile
 from vestige.accounting.composition import loss_distribution
 from vestige.accounting.rdp import ORDERS
 from vestige.questions import AllocatedGaussian, Gaussian, SampledGaussian

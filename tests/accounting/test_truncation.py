@@ -9,7 +9,7 @@ import pytest
 
 from histories import DELTA
 from vestige.accounting import epsilon
-from vestige.accounting.truncation import crowding, profile
+from vestige.accounting.samplings.truncation import crowding, profile
 from vestige.questions import SampledGaussian, TruncatedGaussian
 
 
@@ -55,9 +55,7 @@ def _without(population, rate, most, others):
     return chances
 
 
-@pytest.mark.parametrize(
-    ("population", "rate", "most", "multiplier", "steps"), [(10_000, 0.01, 130, 1.0, 50)]
-)
+@pytest.mark.parametrize(("population", "rate", "most", "multiplier", "steps"), [(10_000, 0.01, 130, 1.0, 50)])
 def test_below_the_bound_of_another_library_and_above_poisson(population, rate, most, multiplier, steps):
     other = dp_accounting.pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     event = dp_accounting.TruncatedSubsampledGaussianDpEvent(population, rate, most, multiplier)

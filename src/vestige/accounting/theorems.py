@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from vestige.accounting import allocation, rdp, trials, truncation
+from vestige.accounting import rdp, trials
 from vestige.accounting.profiles import Profile, sampled_gaussian
 from vestige.accounting.rdp import Array
+from vestige.accounting.samplings import allocation, truncation
 from vestige.questions import (
     AllocatedGaussian,
     CyclicGaussian,

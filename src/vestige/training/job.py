@@ -54,6 +54,7 @@ class Job:
     split: str | None = None
     share: str | None = None
     sampling: str = "poisson"
+    max_batch: int | None = None
     noise: str = "lattice"
     engine: str = "bookkeeping"
     physical_batch: int | Literal["auto"] | None = None
@@ -129,6 +130,7 @@ def start(
         noise_multiplier=multiplier,
         lr=job.lr,
         sampling=job.sampling,
+        max_batch=job.max_batch,
         noise=job.noise,
         engine=job.engine,
         physical_batch=job.physical_batch,

@@ -15,7 +15,14 @@ NoiseMultiplierFlag = Annotated[float | None, typer.Option(help="Accounted noise
 PhysicalBatchFlag = Annotated[
     str | None, typer.Option(help="Split each sampled batch into parts of this size; auto: the largest that fits.")
 ]
-SamplingFlag = Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")]
+SamplingFlag = Annotated[
+    str,
+    typer.Option(
+        help="poisson; allocation (each example once an epoch, in a step drawn uniformly: cheaper over few epochs); "
+        "truncated (poisson, at most --max-batch kept); shuffled trains too but has no epsilon."
+    ),
+]
+MaxBatchFlag = Annotated[int | None, typer.Option(help="Most examples that a truncated sample keeps.")]
 NoiseFlag = Annotated[
     str, typer.Option(help="lattice (integers: the last bit tells nothing) or float32 (one more assumption).")
 ]

@@ -45,7 +45,7 @@ class Sum:
 
     @property
     def logs(self) -> Array:
-        return (self.lowest + np.arange(len(self.masses))) * self.step
+        return np.asarray((self.lowest + np.arange(len(self.masses))) * self.step, dtype=np.float64)
 
     def plus(self, other: Sum, negligible: float) -> Sum:
         """The sum with an independent number on the same grid; every sum is split between the points around it, and
