@@ -8,9 +8,9 @@ from scipy.special import ndtr
 
 from histories import DELTA
 from vestige.accounting import calibrate, epsilon
-from vestige.accounting.samplings.allocation import FOR_DELTAS, Grid, curves, likelihood_ratio, profile
 from vestige.accounting.composition import loss_distribution
 from vestige.accounting.rdp import ORDERS
+from vestige.accounting.samplings.allocation import FOR_DELTAS, Grid, curves, likelihood_ratio, profile
 from vestige.questions import AllocatedGaussian, Gaussian, SampledGaussian
 
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(160)

@@ -185,7 +185,7 @@ class PrivacyEngine:
         self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size)
         if target_delta is not None:
             check_delta(target_delta, self._population)
-        self._open(chosen, rate, noise_multiplier, target_delta, max_batch)
+        begun = self._open(chosen, rate, noise_multiplier, target_delta, max_batch)
         largest = min(filter(None, (max_physical_batch_size, max_batch)), default=None)
         sizes = sizes_of(self._population, rate, largest) if poisson_sampling else [expected]
         recorded = sizes if self._record else ()
@@ -204,6 +204,7 @@ class PrivacyEngine:
             self._randomness,
             self._facts.arithmetic,
         )
+        self._steps.draws = begun
         if poisson_sampling:
             data_loader = private_loader(data_loader, drawn, self._randomness, max_physical_batch_size, parts)
         return module, optimizer, data_loader
@@ -373,7 +374,7 @@ class PrivacyEngine:
         }
         if not self._resume:
             self._ledger.open(facts)
-            return
+            return 0
         history = self._ledger.claim()
         for key, value in facts.items():
             if key == "delta" and key not in history.facts:
@@ -383,6 +384,7 @@ class PrivacyEngine:
                     f"resume: {key} is {value!r} now but was {history.facts.get(key)!r}; use the same settings"
                 )
         self._ledger.resume(history.last_step + 1)
+        return history.last_step + 1
 
     def _private_steps(self) -> PrivateSteps:
         if self._steps is None:

@@ -74,7 +74,7 @@ def require_plain(method: Method, sampling: str) -> None:
     wrong = {
         "correlated noise": method.noise.one_fixed_question,
         "a gate": bool(method.gate.tests) or method.gate.adaptive,
-        "a clip that counts": method.clip.adaptive,
+        "an adaptive clip": method.clip.adaptive,
         "a noise schedule": method.schedule != Constant(),
         "importance sampling, or more than one sample a step,": method.probe.period(0.5) != 1
         or any(method.probe.questions(0.5, 1.0, step) != (plain,) for step in range(2)),
