@@ -1,7 +1,7 @@
 """What does random allocation cost beside Poisson sampling, and how long does that take to find out?
 
-`python bench/allocation.py` prints the table of docs/sampling.md; `--other` adds the bounds of PLD_accounting, where that
-is installed (minutes).
+`python bench/allocation.py` prints the table of docs/sampling.md; `--other` adds the bounds of PLD_accounting, where
+that is installed (minutes).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import vestige
 from conftest import make_toy
 from vestige import accounting
 from vestige.accounting.ledger import read
+from vestige.mechanism.evaluation import PrivateEvaluation
 from vestige.questions import AllocatedGaussian, Gaussian, TruncatedGaussian
 from vestige.training.persistence import saver
 from vestige.training.verify import verify
@@ -116,7 +117,7 @@ def test_the_budget_stops_between_epochs_only():
 
 
 def test_noise_is_calibrated_to_epochs():
-    training = start(noise_multiplier=None, epsilon=3.0, evaluate="private")
+    training = start(noise_multiplier=None, epsilon=3.0, evaluate=PrivateEvaluation(error=0.5))
     (question,) = (q for q in training._planned if isinstance(q, AllocatedGaussian))
     assert training._planned[question] == 3
     assert any(isinstance(q, Gaussian) for q in training._planned)
