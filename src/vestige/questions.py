@@ -93,6 +93,39 @@ class CyclicGaussian(Question):
 
 
 @dataclass(frozen=True)
+class AllocatedGaussian(Question):
+    """A whole epoch of noised sums: every example is put into one of its `steps`, uniformly and independently of the
+    others, and `multiplier` is the noise of each sum over its sensitivity. It is asked when the epoch begins."""
+
+    kind: ClassVar[str] = "allocated-gaussian"
+    steps: int
+    multiplier: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (isinstance(self.steps, int) and self.steps >= 1):
+            raise ValueError(f"steps={self.steps} must be a whole number, at least 1: those of an epoch")
+
+
+@dataclass(frozen=True)
+class TruncatedGaussian(Question):
+    """A noised sum over a Poisson sample of `population` examples at `rate`, of which at most `most` are kept: where
+    more have joined, so many of them are chosen uniformly."""
+
+    kind: ClassVar[str] = "truncated-gaussian"
+    rate: float
+    multiplier: float
+    most: int
+    population: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("most", "population"):
+            if not (isinstance(getattr(self, name), int) and getattr(self, name) >= 1):
+                raise ValueError(f"{name}={getattr(self, name)} must be a whole number, at least 1")
+
+
+@dataclass(frozen=True)
 class Trial(Question):
     """A candidate update and a noisy test of it on a fresh sample; of a rejected one only the rejection is released.
 

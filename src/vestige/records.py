@@ -66,10 +66,14 @@ class Run:
     evaluations: int
     reproducible: bool
     physical_batch: int | None
+    sampling: str = "poisson"
 
     @cached_property
     def id(self) -> str:
-        content = json.dumps({"version": FORMAT_VERSION, **asdict(self)}, sort_keys=True)
+        facts = asdict(self)
+        if self.sampling == "poisson":
+            del facts["sampling"]  # as before there was a choice
+        content = json.dumps({"version": FORMAT_VERSION, **facts}, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:20]
 
     @property

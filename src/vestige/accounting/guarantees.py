@@ -8,7 +8,15 @@ from math import exp, inf
 from vestige.accounting.composition import epsilon
 from vestige.accounting.theorems import History
 from vestige.checks import check_delta
-from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian, Trial
+from vestige.questions import (
+    AllocatedGaussian,
+    CyclicGaussian,
+    Gaussian,
+    Question,
+    SampledGaussian,
+    Trial,
+    TruncatedGaussian,
+)
 
 ARITHMETICS = {
     "lattice": "rounding in float32 moves a sum by less than 1/1024 of an example's bound, which is charged",
@@ -49,7 +57,8 @@ class Facts:
     """What decides whether the questions' price is a guarantee about this run."""
 
     sampling: str = "poisson"
-    """ "poisson", "cyclic-poisson", "every-example", or what has no theorem here, such as "shuffled"."""
+    """ "poisson", "cyclic-poisson", "allocation", "truncated", "every-example", or what has no theorem here, such as
+    "shuffled"."""
     noise: str = "secret"
     """ "secret" or "seeded"."""
     arithmetic: str = "lattice"
@@ -87,6 +96,8 @@ SAMPLING: dict[str, tuple[type[Question], ...]] = {
     "poisson": (SampledGaussian, Gaussian, Trial),
     "cyclic-poisson": (CyclicGaussian, Gaussian),
     "every-example": (Gaussian,),
+    "allocation": (AllocatedGaussian, Gaussian),
+    "truncated": (TruncatedGaussian, Gaussian),
 }
 """Which questions a way of sampling answers as their theorems suppose."""
 
@@ -130,7 +141,8 @@ def _lost(spent: float, history: History, facts: Facts) -> float:
     over all numbers of all answers; a question may have two."""
     if facts.arithmetic != "lattice":
         return 0.0
-    numbers = 2 * sum(history.values()) * facts.coordinates
+    answers = sum(count * getattr(question, "steps", 1) for question, count in history.items())
+    numbers = 2 * answers * facts.coordinates
     return (1 + exp(min(spent, 500.0))) * DISTANCE * numbers
 
 

@@ -188,6 +188,7 @@ class LedgerHistory:
     asks: Counter[Question] = field(default_factory=Counter)
     paid: dict[tuple[int, int], Question] = field(default_factory=dict)
     last_step: int = -1
+    """The last step that was asked about; where questions are about epochs, the last of its epoch."""
 
     @property
     def head(self) -> str:
@@ -219,6 +220,7 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
         text = text[:whole]
     history: LedgerHistory | None = None
     due = {(-1, 0), (0, 0)}  # what is asked before the first step is step -1
+    epoch = 1
     for number, row in enumerate(_rows(path, text), start=1):
         _check_chain(path, number, row, history)
         if history is None:
@@ -235,6 +237,8 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
             history.attempts += 1
             history.files = None
             due = {(row["from_step"], 0)} | ({(-1, 0)} if row["from_step"] == 0 else set())
+            if epoch > 1:  # a run that is continued inside an epoch asks for the whole of it again
+                due.add((row["from_step"] - row["from_step"] % epoch, 0))
         elif row.get("row") == "finish":
             history.files = dict(row["files"])  # the last one counts: a finished run may be saved again
         elif history.files is not None:
@@ -242,15 +246,20 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
         elif row.get("row") == "ask":
             place = (row["step"], row["part"])
             if row["attempt"] != history.attempts - 1 or place not in due:
-                wanted = " or ".join(f"step {step}, part {part}" for step, part in sorted(due))
+                places = sorted(due)
+                places = places if len(places) <= 3 else [places[0], places[-1]]
+                wanted = " or ".join(f"step {step}, part {part}" for step, part in places)
                 raise LedgerError(
                     f"{path}, line {number}: step {place[0]}, part {place[1]} where {wanted} was due: a gap or a reuse"
                 )
             question = Question.from_json(row)
             history.asks[question.during(row["attempt"])] += 1
             history.paid[place] = question
-            history.last_step = max(history.last_step, place[0])
+            epoch = getattr(question, "steps", 1)  # a question about a whole epoch is due again when that has ended
+            history.last_step = max(history.last_step, place[0] + epoch - 1)
             due = {(place[0], place[1] + 1), (place[0] + 1, 0)}
+            if epoch > 1:
+                due = {(place[0] + steps, 0) for steps in range(1, epoch + 1)}
         else:
             raise LedgerError(f"{path}, line {number}: unknown row {row.get('row')!r}")
         history.heads.append(row["hash"])

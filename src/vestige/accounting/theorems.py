@@ -11,7 +11,16 @@ import numpy as np
 from vestige.accounting import rdp, trials
 from vestige.accounting.profiles import Profile, sampled_gaussian
 from vestige.accounting.rdp import Array
-from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian, Trial
+from vestige.accounting.samplings import allocation, truncation
+from vestige.questions import (
+    AllocatedGaussian,
+    CyclicGaussian,
+    Gaussian,
+    Question,
+    SampledGaussian,
+    Trial,
+    TruncatedGaussian,
+)
 
 History = Mapping[Question, int]
 """How often each question was asked."""
@@ -51,6 +60,16 @@ THEOREMS: dict[type[Question], Theorem] = {
         lambda question: sampled_gaussian(question.rate, question.multiplier),
         lambda questions: rdp.curves([q.rate for q in questions], [q.multiplier for q in questions]),
         lambda question, count: -(-count // question.bands),
+    ),
+    AllocatedGaussian: Theorem(
+        "Chua et al. 2024, Balls-and-Bins Sampling (dominating pair); Feldman & Shenfeld 2026; docs/sampling.md",
+        allocation.profile,
+        allocation.curves,
+    ),
+    TruncatedGaussian: Theorem(
+        "Ganesh 2025 (2508.15089); docs/sampling.md",
+        truncation.profile,
+        truncation.curves,
     ),
     Trial: Theorem(
         "docs/theorems.md 4; a convex profile has a dominating pair: Zhu, Dong & Wang 2022",

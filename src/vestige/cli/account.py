@@ -11,14 +11,30 @@ from vestige.cli.errors import refuse_others
 from vestige.cli.terminal import Json, print_json, stdout
 
 ALWAYS = ("sample_rate", "steps", "delta", "as_json")
-GAUSSIAN = ("noise_multiplier", "epsilon", "paper_sigma", "beta", "groups", "accountant", "sampling")
+EPOCHS = ("epochs", "steps_per_epoch")
+TRUNCATED = ("max_batch", "examples")
+GAUSSIAN = (
+    "noise_multiplier",
+    "epsilon",
+    "paper_sigma",
+    "beta",
+    "groups",
+    "accountant",
+    "sampling",
+    *EPOCHS,
+    *TRUNCATED,
+)
 TRIALS = ("method", "accounting_by", "accepted", "sigma_t", "validation_rate", "sigma_v", "threshold")
 
 
 def account(
     context: typer.Context,
-    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")],
-    steps: Annotated[int, typer.Option("--steps", "--trials", help="Number of steps, or of trials.")],
+    sample_rate: Annotated[float | None, typer.Option(help="Probability q that an example joins a step.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", "--trials", help="Number of steps, or of trials.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Epochs, with --steps-per-epoch: instead of --sample-rate and --steps.")
+    ] = None,
+    steps_per_epoch: Annotated[int | None, typer.Option(help="Steps of an epoch: the rate is one over it.")] = None,
     delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5,
     noise_multiplier: Annotated[float | None, typer.Option(help="Accounted noise multiplier: gives epsilon.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Budget: gives the noise multiplier.")] = None,
@@ -30,7 +46,15 @@ def account(
         int | None, typer.Option(help="Clipped in this many groups: --paper-sigma is then each group's own.")
     ] = None,
     accountant: Annotated[str, typer.Option(help="pld (tight, what is reported) or rdp (fast).")] = "pld",
-    sampling: Annotated[str, typer.Option(help="How batches are drawn; only poisson has a price.")] = "poisson",
+    sampling: Annotated[
+        str,
+        typer.Option(
+            help="poisson (a toss for each example and step), allocation (each example in one step of every epoch, "
+            "drawn uniformly) or truncated (poisson, at most --max-batch of --examples kept). Others have no price."
+        ),
+    ] = "poisson",
+    max_batch: Annotated[int | None, typer.Option(help="Most examples that a truncated sample keeps.")] = None,
+    examples: Annotated[int | None, typer.Option(help="Size of the dataset, for truncated samples.")] = None,
     method: Annotated[
         str | None, typer.Option(help="dpsur or dpsgd-br: price trials.", rich_help_panel="Selective methods")
     ] = None,
@@ -73,10 +97,16 @@ def account(
 
         vestige account --sample-rate 0.04 --paper-sigma 1.1 --beta 0.9 --steps 6250 --groups 21
 
+        vestige account --sampling allocation --epochs 3 --steps-per-epoch 98 --noise-multiplier 0.5155
+
+        vestige account --sampling truncated --max-batch 700 --examples 50000 --sample-rate 0.01 --epsilon 3 --steps 500
+
         vestige account --method dpsur --trials 2914 --accepted 1246 --sample-rate 0.01707 --sigma-t 3 \\
             --validation-rate 0.00427 --sigma-v 1.37 --threshold -1.5 --accounting trial-level
     """
     if method is not None:
+        if sample_rate is None or steps is None:
+            raise ValueError(f"{'sample_rate' if sample_rate is None else 'trials'}=None: {method} is priced by trials")
         allowed = (*ALWAYS, *TRIALS) if sigma_t is not None else (*ALWAYS, *TRIALS, "noise_multiplier")
         refuse_others(context, allowed, f"{method} is priced trial by trial; its noise is --sigma-t")
         noise = sigma_t if sigma_t is not None else noise_multiplier
@@ -89,9 +119,9 @@ def account(
     _check_one_of(noise_multiplier=noise_multiplier, epsilon=epsilon, paper_sigma=paper_sigma)
     if beta != 1 and paper_sigma is None:
         raise ValueError(f"beta={beta} rescales --paper-sigma only: the accounted multiplier already contains it")
-    plan = StepPlan(
-        sample_rate, steps, delta, noise_multiplier, epsilon, paper_sigma, beta, groups, accountant, sampling
-    )
+    pace = _pace(sampling, sample_rate, steps, epochs, steps_per_epoch)
+    drawn = Drawing(sampling, *pace, max_batch, examples)
+    plan = StepPlan(drawn, delta, noise_multiplier, epsilon, paper_sigma, beta, groups, accountant)
     result = _price_steps(plan)
     print_json(result) if as_json else _print_steps(result)
 
@@ -104,12 +134,70 @@ def _check_one_of(**choices: float | None) -> None:
         raise ValueError(f"give exactly one of {', '.join(others)} and {last}, not {' and '.join(given) or 'none'}")
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """A number of Gaussian steps on Poisson samples, as given by the flags."""
+def _pace(
+    sampling: str, sample_rate: float | None, steps: int | None, epochs: int | None, steps_per_epoch: int | None
+) -> tuple[float, int, int]:
+    """The rate, the number of steps, and the steps of an epoch."""
+    from vestige.checks import check_steps
 
+    if epochs is None and steps_per_epoch is None and sampling != "allocation":
+        if sample_rate is None or steps is None:
+            raise ValueError("give --sample-rate and --steps, or --epochs and --steps-per-epoch")
+        return sample_rate, steps, 1
+    if epochs is None or steps_per_epoch is None or sample_rate is not None or steps is not None:
+        raise ValueError("give --epochs and --steps-per-epoch, both of them, and neither --sample-rate nor --steps")
+    check_steps(epochs, "epochs")
+    check_steps(steps_per_epoch, "steps_per_epoch")
+    return 1 / steps_per_epoch, epochs * steps_per_epoch, steps_per_epoch
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How examples are drawn, as given by the flags."""
+
+    sampling: str
     sample_rate: float
     steps: int
+    steps_per_epoch: int
+    max_batch: int | None
+    examples: int | None
+
+    def asked(self, multiplier: float) -> dict[Any, int]:
+        """The questions of the plan, each with its count."""
+        from vestige.questions import AllocatedGaussian, SampledGaussian, TruncatedGaussian
+
+        if self.sampling == "allocation":
+            return {AllocatedGaussian(self.steps_per_epoch, multiplier): self.steps // self.steps_per_epoch}
+        if self.sampling == "truncated":
+            assert self.max_batch is not None
+            assert self.examples is not None
+            return {TruncatedGaussian(self.sample_rate, multiplier, self.max_batch, self.examples): self.steps}
+        return {SampledGaussian(self.sample_rate, multiplier): self.steps}
+
+    def check(self) -> None:
+        from vestige import accounting, checks
+
+        checks.check_rate(self.sample_rate)
+        checks.check_steps(self.steps)
+        if self.sampling not in ("poisson", "allocation", "truncated"):
+            reasons = accounting.guarantee({}, 0.5, accounting.Facts(sampling=self.sampling)).reasons
+            raise ValueError(f"sampling={self.sampling!r} has no price: {'; '.join(reasons)}")
+        needed = {"max_batch": self.max_batch, "examples": self.examples}
+        for name, value in needed.items():
+            flag = f"--{name.replace('_', '-')}"
+            if self.sampling == "truncated":
+                if value is None:
+                    raise ValueError(f"{name}=None: truncated sampling is priced from {flag}")
+                checks.check_steps(value, name)
+            elif value is not None:
+                raise ValueError(f"{name}={value} belongs to --sampling truncated")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A number of Gaussian steps on samples, as given by the flags."""
+
+    drawn: Drawing
     delta: float
     noise_multiplier: float | None
     epsilon: float | None
@@ -117,30 +205,22 @@ class StepPlan:
     beta: float
     groups: int | None
     accountant: str
-    sampling: str
 
 
 def _price_steps(plan: StepPlan) -> dict[str, Any]:
     from vestige import accounting, checks
-    from vestige.questions import SampledGaussian
 
     delta, accountant, groups = plan.delta, plan.accountant, plan.groups
-    checks.check_rate(plan.sample_rate)
-    checks.check_steps(plan.steps)
+    plan.drawn.check()
     checks.check_delta(delta)
     if accountant not in ("pld", "rdp"):
         raise ValueError(f"accountant={accountant!r} must be pld or rdp")
-    if plan.sampling != "poisson":
-        reasons = accounting.guarantee({}, delta, accounting.Facts(sampling=plan.sampling)).reasons
-        raise ValueError(f"sampling={plan.sampling!r} has no price: {'; '.join(reasons)}")
     if groups is not None:
         checks.check_steps(groups, "groups")
     if not 0 < plan.beta <= 1:
         raise ValueError(f"beta={plan.beta} must lie in (0, 1]")
 
-    def asked(multiplier: float) -> accounting.History:
-        return {SampledGaussian(plan.sample_rate, multiplier): plan.steps}
-
+    asked = plan.drawn.asked
     multiplier = plan.noise_multiplier
     if plan.epsilon is not None:
         multiplier = accounting.calibrate(asked, plan.epsilon, delta, accountant)
@@ -152,13 +232,18 @@ def _price_steps(plan: StepPlan) -> dict[str, Any]:
         "epsilon": accounting.epsilon(asked(multiplier), delta, accountant),
         "delta": delta,
         "noise_multiplier": multiplier,
-        "sample_rate": plan.sample_rate,
-        "steps": plan.steps,
+        "sample_rate": plan.drawn.sample_rate,
+        "steps": plan.drawn.steps,
         "accountant": accountant,
         "epsilon_rdp": accounting.epsilon(asked(multiplier), delta, "rdp"),
         "adjacency": "add/remove one example",
-        "sampling": "poisson",
+        "sampling": plan.drawn.sampling,
     }
+    if plan.drawn.sampling == "allocation":
+        epoch = plan.drawn.steps_per_epoch
+        result |= {"epochs": plan.drawn.steps // epoch, "steps_per_epoch": epoch}
+    if plan.drawn.sampling == "truncated":
+        result |= {"max_batch": plan.drawn.max_batch, "examples": plan.drawn.examples}
     if groups is not None:
         # The epsilon of one group as if it were the whole release. Papers plot it, but an example contributes to every
         # group at once, so it is no guarantee.
@@ -173,14 +258,21 @@ def _print_steps(result: dict[str, Any]) -> None:
         f"{result['epsilon_rdp']:.4f})"
     )
     stdout.print(
-        f"noise multiplier {result['noise_multiplier']:.6g}, {result['steps']} steps, Poisson rate "
-        f"{result['sample_rate']:g}, add/remove one example"
+        f"noise multiplier {result['noise_multiplier']:.6g}, {result['steps']} steps, {_drawn(result)}, add/remove one "
+        "example"
     )
     if "groups" in result:
         stdout.print(
             f"{result['groups']} groups on one sample, priced jointly "
             f"(nonguarantee_marginal_epsilon {result['nonguarantee_marginal_epsilon']:.4f}: no guarantee)"
         )
+
+
+def _drawn(result: dict[str, Any]) -> str:
+    if result["sampling"] == "allocation":
+        return f"each example in one of {result['steps_per_epoch']} steps of each of {result['epochs']} epochs"
+    most = f", at most {result['max_batch']} of {result['examples']} kept" if result["sampling"] == "truncated" else ""
+    return f"Poisson rate {result['sample_rate']:g}{most}"
 
 
 def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str) -> dict[str, Any]:

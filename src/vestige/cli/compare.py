@@ -65,6 +65,9 @@ def compare(
         int, typer.Option(help="Evaluations on the test set during a final run, for curves; 0: only at its end.")
     ] = 0,
     physical_batch: Annotated[int | None, typer.Option(help="Split samples into parts of this size.")] = None,
+    sampling: Annotated[
+        str, typer.Option(help="poisson; or allocation: each example once an epoch. Such runs are made one by one.")
+    ] = "poisson",
     reproducible: Annotated[
         bool, typer.Option("--reproducible", help="Fix noise and sampling. Protects nobody: for tests.")
     ] = False,
@@ -153,6 +156,7 @@ def compare(
             evaluations=evaluations,
             reproducible=reproducible,
             physical_batch=physical_batch,
+            sampling=sampling,  # type: ignore[arg-type]
         )
     check_tasks(specification)
     _check_names(specification)

@@ -83,6 +83,8 @@ def stackable(run: Run, machine: Machine) -> tuple[Any, ...] | None:
     """What runs of one stack have in common, or None if this run must be made alone."""
     if not machine.stack or run.physical_batch is not None or run.task not in tasks.names():
         return None
+    if run.sampling != "poisson":
+        return None
     if not _can_stack(run.task, machine.data.get(run.task), run.method, json.dumps(dict(run.options)), run.sample_rate):
         return None
     return (run.task, run.holdout, run.sample_rate, run.steps, run.delta, run.evaluations, run.reproducible)
@@ -258,6 +260,7 @@ def _job(run: Run, machine: Machine) -> Job:
         paper_sigma=run.budget.amount("paper_sigma"),
         lr=run.lr if run.lr is not None else "auto",
         physical_batch=run.physical_batch,
+        sampling=run.sampling,
         seed=run.seed,
         reproducible=run.reproducible,
         device=machine.device,

@@ -64,6 +64,7 @@ class Cell:
             evaluations=TUNING_EVALUATIONS if tuning else specification.evaluations,
             reproducible=specification.reproducible,
             physical_batch=specification.physical_batch,
+            sampling=specification.sampling,
         )
         return replace(run, **{key: settings[key] for key in ("sample_rate", "steps", "delta") if key in settings})
 

@@ -67,6 +67,8 @@ class Specification:
     """How often a final run is evaluated on the test set before its end; a comparison needs none."""
     reproducible: bool = False
     physical_batch: int | None = None
+    sampling: Literal["poisson", "allocation"] = "poisson"
+    """How every run draws its samples: as its method's theorem assumes, or by random allocation, one by one."""
 
     def __post_init__(self) -> None:
         for name in ("problems", "contenders", "budgets", "seeds", "rates"):
@@ -77,6 +79,8 @@ class Specification:
         check_delta(self.delta)
         if self.physical_batch is not None:
             check_steps(self.physical_batch, "physical_batch")
+        if self.sampling not in ("poisson", "allocation"):
+            raise ValueError(f"sampling={self.sampling!r} is not compared; choose from poisson, allocation")
         if self.evaluations < 0:
             raise ValueError(f"evaluations={self.evaluations} must be a whole number from 0 up")
         if self.lr is not None and not 0 < self.lr < inf:

@@ -16,8 +16,9 @@ from vestige.mechanism.groups import PerGroup
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.questions import Question
+from vestige.randomness.sampling import Sampling
 from vestige.records import CompletedRun, PrivacyTarget, completed
-from vestige.training.planning import Request, questions, settled
+from vestige.training.planning import Request, questions, sampling_of, settled
 from vestige.training.verify import reprice
 
 LEAST_SPENT = 0.99
@@ -109,11 +110,13 @@ def _cost(charged: str, delta: float, terms: str) -> Guarantee:
 def _contradiction(record: CompletedRun, cost: Guarantee) -> str | None:
     """What a record states or charges that the run it describes cannot have, or None."""
     run, stated = record.run, record.statement
-    fixed = {"delta": run.delta, "sample_rate": run.sample_rate, "budget": run.budget.amount("epsilon")}
+    methods = _methods(record)
+    rate = _drawn(record, methods[0]).rate if run.sampling == "allocation" else run.sample_rate
+    fixed = {"delta": run.delta, "sample_rate": rate, "budget": run.budget.amount("epsilon")}
     for key, value in fixed.items():
         if getattr(stated, key) != value:
             return f"states {key} {getattr(stated, key)}, the run that it describes has {value}"
-    contradictions = [_of_method(record, method, cost) for method in _methods(record)]
+    contradictions = [_of_method(record, method, rate, cost) for method in methods]
     return contradictions[0] if all(contradictions) else None
 
 
@@ -133,16 +136,22 @@ def _methods(record: CompletedRun) -> list[Method]:
     return [settled(build(run.method, **each), length) for each in options]
 
 
-def _of_method(record: CompletedRun, method: Method, cost: Guarantee) -> str | None:
-    run, stated = record.run, record.statement
-    method = replace(method, gate=method.gate.at(round(stated.expected_batch / run.sample_rate)))
-    sampling = method.noise.sampling(run.sample_rate).kind
-    if record.terms.sampling != sampling:
-        return f"says that its sampling was {record.terms.sampling}, that of {run.method} is {sampling}"
+def _drawn(record: CompletedRun, method: Method) -> Sampling:
+    """How its samples are drawn."""
+    run = record.run
+    request = Request(sample_rate=run.sample_rate, delta=run.delta, sampling=run.sampling)
+    return sampling_of(method, request, 1)  # only a truncated sample depends on the population
+
+
+def _of_method(record: CompletedRun, method: Method, rate: float, cost: Guarantee) -> str | None:
+    run, stated, drawn = record.run, record.statement, _drawn(record, method)
+    method = replace(method, gate=method.gate.at(round(stated.expected_batch / rate)))
+    if record.terms.sampling != drawn.kind:
+        return f"says that its sampling was {record.terms.sampling}, that of {run.method} is {drawn.kind}"
     schedule = "filtered" if method.gate.adaptive else "fixed"
     if record.terms.schedule != schedule:
         return f"says that its questions were {record.terms.schedule}, those of {run.method} are {schedule}"
-    asking = partial(questions, method, run.sample_rate, stated.noise_multiplier)
+    asking = partial(questions, method, rate, stated.noise_multiplier, sampling=drawn)
     charges = _filter_contradiction if method.gate.adaptive else _charge_contradiction
     return charges(record, asking) or _noise_contradiction(record, method, cost)
 

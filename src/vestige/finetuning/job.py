@@ -72,6 +72,7 @@ class FineTuning:
     steps: int | None = None
     lr: float | Literal["auto"] | None = None
     sampling: str = "poisson"
+    max_batch: int | None = None
     noise: str = "lattice"
     engine: str = "bookkeeping"
     physical_batch: int | Literal["auto"] | None = None
@@ -123,6 +124,7 @@ def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoi
         noise_multiplier=job.noise_multiplier,
         lr=lr,
         sampling=job.sampling,
+        max_batch=job.max_batch,
         noise=job.noise,
         engine=job.engine,
         physical_batch=job.physical_batch,

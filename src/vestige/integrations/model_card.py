@@ -28,6 +28,8 @@ SAMPLING = {
     "cyclic-poisson": "cyclic Poisson: the rows are split once into parts that take turns; in its part's turn each row "
     "joins by a toss of its own",
     "every-example": "none: every row is in every step",
+    "allocation": "random allocation: in every epoch each row is in one step, drawn uniformly and kept secret",
+    "truncated": "truncated Poisson: each row joins by a toss of its own; of too many some are dropped at random",
 }
 ARITHMETIC = {
     "lattice": "added in integers on a public lattice, so that the last bit of a release tells nothing",
@@ -37,6 +39,8 @@ ANSWERS = {
     "sampled-gaussian": "a sum over a Poisson sample, each row's part of it bounded, with Gaussian noise",
     "gaussian": "a sum over all rows, each row's part of it bounded, with Gaussian noise",
     "cyclic-gaussian": "a sum over a sample of the part whose turn it is, with Gaussian noise correlated over steps",
+    "allocated-gaussian": "an epoch of sums, each row in one of them and its part of it bounded, with Gaussian noise",
+    "truncated-gaussian": "a sum over a truncated Poisson sample, each row's part of it bounded, with Gaussian noise",
     "trial": "a noised candidate update with a noised test of it; of a rejected one only the rejection is seen",
 }
 NOT_COVERED = (

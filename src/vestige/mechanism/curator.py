@@ -69,6 +69,8 @@ class Curator:
         self._priced: tuple[Clip, float | Tensor, float] | None = None
         self.asked = 0
         """Gradients asked so far: the index of the next one's streams."""
+        self._begun: int | None = None
+        """The epoch that this process has charged last, where a question is about an epoch."""
         self.nonprivate_broken_examples = torch.zeros((), dtype=torch.long, device=self._device)
 
     @property
@@ -98,9 +100,11 @@ class Curator:
         Formal guarantees: one Poisson-subsampled Gaussian mechanism with the sampling's rate and this multiplier,
         however many answers it has: together they whiten to one shift (Gaussian queries on one sample compose by the
         sum of squared inverse multipliers, and all of them are charged before the first is answered). With correlated
-        noise, one step of the mechanism that `question` names.
+        noise, one step of the mechanism that `question` names; with another sampling, what that makes of the question
+        (`Sampling.question`).
         """
         _, ceiling = self._sensitivity(clip)
+        assert boost == 1 or self._sampling.kind == "poisson", "planning refuses importance sampling under others"
         rate = min(1.0, self._sampling.rate * boost)
         index = self._numbered(question or SampledGaussian(rate, multiplier), step, part, ceiling)
         clip = clip.drawn(partial(self._randomness.stream, "thin", index))
@@ -155,8 +159,17 @@ class Curator:
         return self._noise.held()
 
     def _numbered(self, question: Question, step: int, part: int, sensitivity: float) -> int:
-        """Charge a question about gradients and number it; the number selects its random streams."""
-        self._charges.charge(question, step=step, part=part, sensitivity=sensitivity)
+        """Charge a question about gradients and number it; the number selects its random streams.
+
+        Where one is about a whole epoch, it is charged at the first gradient that this process takes of it: no other
+        process knows the epoch's allocation, so one that continues it draws, and charges, another.
+        """
+        period = self._sampling.period
+        epoch, place = divmod(self.asked, period)
+        if period == 1 or epoch != self._begun:
+            priced = self._sampling.question(question)
+            self._charges.charge(priced, step=step - place, part=part, sensitivity=sensitivity)
+            self._begun = epoch
         self.asked += 1
         return self.asked - 1
 

@@ -39,6 +39,7 @@ from vestige.privacy_engine.passes import Passes
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import prepare
+from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import choose_rate
 
@@ -119,6 +120,8 @@ class PrivacyEngine:
         method: str | Method = "dp-sgd",
         loss_reduction: str = "mean",
         poisson_sampling: bool = True,
+        sampling: str = "poisson",
+        max_batch: int | None = None,
         max_physical_batch_size: PhysicalBatch = None,
         steps_per_batch: int = 1,
         tokens_per_example: int | None = None,
@@ -134,6 +137,9 @@ class PrivacyEngine:
         - `method` is a name or a value. One that asks somewhere else than at the parameters takes a closure:
           `optimizer.step(closure)`. One with a schedule, an adaptive clip or a gate is for `vestige.train`.
         - `loss_reduction` is "mean" or "sum", as your loss is over the batch.
+        - `sampling="allocation"` makes every pass over the loader an epoch: each example is in one of its
+          examples / batch_size batches, drawn uniformly, and the whole epoch is charged at its first step, however
+          many follow. `sampling="truncated"` keeps at most `max_batch` examples of a Poisson sample.
         - `poisson_sampling=False` keeps your loader, and has no epsilon.
         - `max_physical_batch_size` splits each sampled batch: keep calling `optimizer.step()` after every part, and
           only the last one moves; "auto" finds the largest that fits, for batches (inputs..., targets).
@@ -169,15 +175,19 @@ class PrivacyEngine:
             max_physical_batch_size = _largest_part(module, data_loader, chosen)
         with renamed({"bound": "max_grad_norm"}):
             chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
-        rate, parts = rate_of(data_loader), Parts(steps_per_batch) if poisson_sampling else AnyRows()
         self._population = len(data_loader.dataset)  # type: ignore[arg-type]
+        drawn, parts = self._sampling(data_loader, sampling, max_batch), Parts(steps_per_batch)
+        if not poisson_sampling:
+            drawn, parts = _kept(data_loader, sampling, max_batch), AnyRows()
+        rate = drawn.rate
         self._collates = data_loader.collate_fn not in (None, default_collate)
         size, expected = Layout.of(module).size, max(1, round(rate * self._population))
-        self._facts = replace(self._facts, sampling="poisson" if poisson_sampling else "shuffled", coordinates=size)
+        self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size)
         if target_delta is not None:
             check_delta(target_delta, self._population)
-        layout = self._open(chosen, module, rate, noise_multiplier, target_delta)
-        sizes = sizes_of(self._population, rate, max_physical_batch_size) if poisson_sampling else [expected]
+        layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch)
+        largest = min(filter(None, (max_physical_batch_size, max_batch)), default=None)
+        sizes = sizes_of(self._population, rate, largest) if poisson_sampling else [expected]
         recorded = sizes if self._record else ()
         passes = Passes(module, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example)
         planned = SampledGaussian(rate, noise_multiplier)
@@ -187,14 +197,16 @@ class PrivacyEngine:
             moves,
             chosen,
             planned,
+            drawn,
             rate * self._population,
             steps_per_batch,
             self._ledger,
             self._randomness,
             self._facts.arithmetic,
         )
+        self._steps.draws = begun
         if poisson_sampling:
-            data_loader = private_loader(data_loader, rate, self._randomness, max_physical_batch_size, parts)
+            data_loader = private_loader(data_loader, drawn, self._randomness, max_physical_batch_size, parts)
         return module, optimizer, data_loader
 
     def make_private_with_epsilon(
@@ -210,35 +222,38 @@ class PrivacyEngine:
         draws: int | None = None,
         method: str | Method = "dp-sgd",
         steps_per_batch: int = 1,
+        sampling: str = "poisson",
+        max_batch: int | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """As `make_private`, with the noise that spends `target_epsilon` in `epochs` passes over the loader, or in as
         many `draws` of it.
 
-        A step that would exceed the target raises `BudgetSpent` and does not happen. `options` are those of
-        `make_private`.
+        A step that would exceed the target raises `BudgetSpent` and does not happen; with `sampling="allocation"` that
+        is the first of an epoch. `options` are those of `make_private`.
         """
         if (epochs is None) == (draws is None):
             raise ValueError("give epochs, or draws: over how many batches the budget is spent")
         check_loader(data_loader)
         check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
-        rate = rate_of(data_loader)
+        drawn = self._sampling(data_loader, sampling, max_batch)
         if draws is None:
             assert epochs is not None
             check_steps(epochs, "epochs")
-            draws = epochs * draws_per_epoch(rate)
+            draws = epochs * draws_per_epoch(drawn.rate)
         check_steps(draws, "draws")
         chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
 
         def asked(multiplier: float) -> dict[Question, int]:
-            return {SampledGaussian(rate, multiplier / sqrt(steps_per_batch)): draws}  # type: ignore[dict-item]
+            each = SampledGaussian(drawn.rate, multiplier / sqrt(steps_per_batch))
+            return {drawn.question(each): -(-draws // drawn.period)}  # type: ignore[operator]
 
         noise_multiplier = accounting.calibrate(asked, target_epsilon, target_delta, self._accountant)
         self._ledger.budget = accounting.Budget(target_epsilon, target_delta, asked(noise_multiplier))
         return self.make_private(
             module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm, method=chosen, steps_per_batch=steps_per_batch, target_delta=target_delta,
-            **options,
+            sampling=sampling, max_batch=max_batch, **options,
         )  # fmt: skip
 
     def criterion(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -278,7 +293,7 @@ class PrivacyEngine:
     def may_step(self) -> bool:
         """Whether the budget, if there is one, pays for another step."""
         steps, budget = self._private_steps(), self._ledger.budget
-        return budget is None or budget.allows(self._ledger.spent, steps.question)
+        return budget is None or steps.paid_ahead or budget.allows(self._ledger.spent, steps.question)
 
     def automatic_rate(self, steps: int) -> tuple[float, str]:
         """The learning rate that `lr="auto"` is for the optimizer and so many steps, and how it was found: from public
@@ -336,8 +351,23 @@ class PrivacyEngine:
         if heads[rows - 1 : rows] != [saved.get("ledger_head")]:
             raise LedgerError(f"{self._ledger.path} does not contain what the checkpoint was trained on")
 
-    def _open(self, method: Method, module: nn.Module, rate: float, multiplier: float, delta: float | None) -> Layout:
-        """Open the ledger, and lay out the releases: where steps are balanced, by the constants of its beginning."""
+    def _sampling(self, loader: DataLoader[Any], name: str, max_batch: int | None) -> Sampling:
+        """How a loader's samples are drawn."""
+        if name == "shuffled":
+            raise ValueError("sampling='shuffled': poisson_sampling=False keeps your own batches, without an epsilon")
+        return sampling_by_name(name, rate_of(loader), len(loader.dataset), max_batch)  # type: ignore[arg-type]
+
+    def _open(
+        self,
+        method: Method,
+        module: nn.Module,
+        rate: float,
+        multiplier: float,
+        delta: float | None,
+        max_batch: int | None,
+    ) -> tuple[Layout, int]:
+        """Open the ledger, and lay out the releases: where steps are balanced, by the constants of its beginning. Also
+        how many draws it has seen."""
         history = self._ledger.claim() if self._resume else None
         layout = method.layout(module, None if history is None else history.facts.get("balance"))
         facts = {
@@ -353,10 +383,11 @@ class PrivacyEngine:
             "population": self._population,
             **({} if delta is None else {"delta": delta}),
             **({} if method.balance is None else {"balance": layout.constants_of_all}),
+            **({} if max_batch is None else {"max_batch": max_batch}),
         }
         if history is None:
             self._ledger.open(facts)
-            return layout
+            return layout, 0
         for key, value in facts.items():
             if key == "delta" and key not in history.facts:
                 continue  # until 0.2 loops did not write it down
@@ -365,7 +396,7 @@ class PrivacyEngine:
                     f"resume: {key} is {value!r} now but was {history.facts.get(key)!r}; use the same settings"
                 )
         self._ledger.resume(history.last_step + 1)
-        return layout
+        return layout, history.last_step + 1
 
     def _private_steps(self) -> PrivateSteps:
         if self._steps is None:
@@ -378,6 +409,15 @@ def refuse_others(others: dict[str, Any]) -> None:
         if name in ELSEWHERE:
             raise ValueError(f"{name}={value!r} is not an argument here: {ELSEWHERE[name]}")
         raise TypeError(f"make_private() got an unexpected keyword argument {name!r}")
+
+
+def _kept(loader: DataLoader[Any], sampling: str, max_batch: int | None) -> Sampling:
+    """The user's own batches, for which no epsilon holds."""
+    if sampling != "poisson" or max_batch is not None:
+        raise ValueError(
+            f"poisson_sampling=False keeps your own batches: leave sampling={sampling!r} and max_batch out"
+        )
+    return Shuffled(rate_of(loader))
 
 
 def _fit_for_a_loop(method: Method) -> Method:

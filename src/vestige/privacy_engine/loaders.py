@@ -1,4 +1,4 @@
-"""How does a DataLoader draw Poisson samples? Whole or in parts, with workers, and safe to leave at any time."""
+"""How does a DataLoader draw private samples? Whole or in parts, with workers, and safe to leave at any time."""
 
 from __future__ import annotations
 
@@ -12,43 +12,51 @@ from torch.utils.data import default_collate as torch_collate
 
 from vestige.privacy_engine.parts import Part, Parts
 from vestige.randomness.keys import Randomness
-from vestige.randomness.sampling import Poisson
+from vestige.randomness.sampling import Sampling
 
 
-class PoissonBatches(Sampler[list[int]]):
-    """Index lists of Poisson samples, each split into parts of at most `physical_batch`; an empty draw is one part.
+class PrivateBatches(Sampler[list[int]]):
+    """Index lists of samples, each split into parts of at most `physical_batch`; an empty draw is one part.
 
-    Every part is announced as it is drawn, in the process that draws: no other library that rebuilds the loader around
-    this sampler can lose it.
+    With random allocation every pass over the loader is an epoch with an allocation of its own: one that was left early
+    is over. Every part is announced as it is drawn, in the process that draws: no other library that rebuilds the
+    loader around this sampler can lose it.
     """
 
     poisson = True
 
     def __init__(
-        self, population: int, rate: float, randomness: Randomness, steps: int, physical_batch: int | None, parts: Parts
+        self,
+        population: int,
+        sampling: Sampling,
+        randomness: Randomness,
+        steps: int,
+        physical_batch: int | None,
+        parts: Parts,
     ) -> None:
-        self.population, self._rate, self.steps, self.physical_batch = population, rate, steps, physical_batch
+        self.population, self._sampling, self.steps, self.physical_batch = population, sampling, steps, physical_batch
         self._randomness, self._draws, self.parts = randomness, 0, parts
 
     @property
     def rate(self) -> float:
         """As it is priced: it cannot be set."""
-        return self._rate
+        return self._sampling.rate
 
     @property
     def batch_size(self) -> int:
         """The expected one."""
-        return max(1, round(self._rate * self.population))
+        return max(1, round(self.rate * self.population))
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
         self.parts.forget()
+        self._draws += -self._draws % self._sampling.period
         for _ in range(self.steps):
             draw = self._draws
             self._draws += 1
-            joined = Poisson(self._rate).draw(self.population, draw, self._randomness).tolist()
+            joined = self._sampling.draw(self.population, draw, self._randomness).tolist()
             size = self.physical_batch or max(1, len(joined))
             pieces = [joined[i : i + size] for i in range(0, len(joined), size)] or [[]]
             for number, piece in enumerate(pieces):
@@ -57,7 +65,7 @@ class PoissonBatches(Sampler[list[int]]):
 
 
 class PrivateLoader(DataLoader[Any]):
-    """A loader over Poisson samples that tells when it hands one out: workers fetch others meanwhile."""
+    """A loader over private samples that tells when it hands one out: workers fetch others meanwhile."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches: Any = self.batch_sampler
@@ -73,11 +81,11 @@ def draws_per_epoch(rate: float) -> int:
 
 
 def private_loader(
-    loader: DataLoader[Any], rate: float, randomness: Randomness, physical_batch: int | None, parts: Parts
+    loader: DataLoader[Any], sampling: Sampling, randomness: Randomness, physical_batch: int | None, parts: Parts
 ) -> DataLoader[Any]:
-    """The user's loader with Poisson samples at `rate` instead of its own batches; everything else as it was."""
+    """The user's loader with private samples instead of its own batches; everything else as it was."""
     dataset: Any = loader.dataset
-    batches = PoissonBatches(len(dataset), rate, randomness, draws_per_epoch(rate), physical_batch, parts)
+    batches = PrivateBatches(len(dataset), sampling, randomness, draws_per_epoch(sampling.rate), physical_batch, parts)
     made: DataLoader[Any] = PrivateLoader(
         dataset,
         batch_sampler=batches,

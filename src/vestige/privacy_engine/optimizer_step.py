@@ -27,6 +27,7 @@ from vestige.questions import SampledGaussian
 from vestige.randomness.correlated import Independent
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum, Release
+from vestige.randomness.sampling import Sampling
 
 Closure = Callable[[], Any]
 SCALED = (
@@ -81,6 +82,7 @@ class PrivateSteps:
         optimizer: Optimizer,
         method: Method,
         planned: SampledGaussian,
+        sampling: Sampling,
         expected_batch: float,
         steps_per_batch: int,
         ledger: Ledger,
@@ -90,9 +92,12 @@ class PrivateSteps:
         self._noise = Independent(arithmetic)
         self.passes, self.optimizer, self.method = passes, optimizer, method
         self.planned, self.expected_batch = planned, expected_batch
-        self.question = replace(planned, multiplier=planned.multiplier / sqrt(steps_per_batch))
-        """What is asked about a draw: all the answers that its steps take, as one."""
+        self.question = sampling.question(replace(planned, multiplier=planned.multiplier / sqrt(steps_per_batch)))
+        """What is asked about a draw, or about an epoch: all the answers that its steps take, as one."""
+        self._period = sampling.period
         self._paid: int | None = None
+        """The draw, or the epoch, that was charged last."""
+        self._latest = -1
         self.ledger, self.randomness = ledger, randomness
         self.step_number, self.asked, self.draws = 0, 0, 0
         self._learner: Learner | None = None
@@ -184,13 +189,19 @@ class PrivateSteps:
         assert (at.then, at.clip, at.boost) == (None, None, 1), "the engine refuses such probes"
         draw, total = self.passes.taken()
         sensitivity, ceiling = sensitivity_on(total.device, self.method.clip, self.passes.layout)
-        if draw != self._paid:
+        if draw // self._period != self._paid:
             self.ledger.ask(self.question, step=self.draws, part=0, sensitivity=float(ceiling))
-            self._paid, self.draws = draw, self.draws + 1
+            self._paid, self.draws = draw // self._period, self.draws + self._period
+        self._latest = draw
         index, self.asked = self.asked, self.asked + 1
         stream = self.randomness.stream("noise", index)
         std, _ = self._noise.add(BoundedSum(total, sensitivity), self.planned.multiplier, stream)
         return Release(total.float(), std, self.expected_batch, sample_rate=self.planned.rate)
+
+    @property
+    def paid_ahead(self) -> bool:
+        """Whether the next draw of the same pass over the loader is charged already."""
+        return self._paid is not None and (self._latest + 1) // self._period == self._paid
 
     def _elsewhere(self, closure: Closure) -> Any:
         """The parameters go where the method asks, the user's closure runs there, the parameters come back."""

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vestige.checks import check_rate
+from vestige.checks import check_rate, check_steps
 from vestige.devices import triton_available
+from vestige.questions import AllocatedGaussian, Question, SampledGaussian, TruncatedGaussian
 from vestige.randomness import binomial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.streams import Stream
@@ -28,13 +29,31 @@ class Sampling(Protocol):
     @property
     def rate(self) -> float: ...
 
+    @property
+    def period(self) -> int:
+        """How many steps one question is about: it is asked at the first of them."""
+        ...
+
+    def question(self, asked: Question) -> Question:
+        """What the question of a Poisson sample is under this sampling."""
+        ...
+
     def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
         """The indices asked by question number `index`."""
         ...
 
 
+class _StepByStep:
+    """Every step's sample is a question of its own."""
+
+    period: ClassVar[int] = 1
+
+    def question(self, asked: Question) -> Question:
+        return asked
+
+
 @dataclass(frozen=True)
-class Poisson:
+class Poisson(_StepByStep):
     """Every example joins independently with probability `rate`: the sampling that amplification theorems assume.
 
     Formal guarantees: exactly so, for the rate as float64 holds it, if the stream's words are uniform: see `joined`.
@@ -111,7 +130,7 @@ def _fifties(bits: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class CyclicPoisson:
+class CyclicPoisson(_StepByStep):
     """Every example belongs to one of `bands` parts, drawn once; question t takes a Poisson sample of part t mod bands.
 
     `rate` is the share of all examples in a sample, so members of the part in turn join with probability rate * bands.
@@ -139,16 +158,76 @@ class CyclicPoisson:
 
 
 @lru_cache(maxsize=4)
-def parts(population: int, bands: int, randomness: Randomness, moved: bool) -> list[np.ndarray]:
+def parts(
+    population: int, bands: int, randomness: Randomness, moved: bool, purpose: str = "part", index: int = 0
+) -> list[np.ndarray]:
     """The members of each part. Each example's part is its own toss, so that other examples keep theirs when one is
     added or removed. A key that moved into a forked process is another one, and has no parts."""
-    part = randomness.stream("part", 0, continues=True).integers(bands, size=population)
+    part = randomness.stream(purpose, index, continues=True).integers(bands, size=population)
     order = np.argsort(part, kind="stable")
     return np.split(order, np.cumsum(np.bincount(part, minlength=bands))[:-1])
 
 
 @dataclass(frozen=True)
-class Shuffled:
+class Allocation:
+    """Every epoch, each example is put into one of its `period` steps: every example is used once an epoch.
+
+    An epoch is one question, asked at its first step. Which step an example is in is known to this process alone: a run
+    that is continued by another draws the rest of its epoch from an allocation of its own, and asks again.
+
+    Formal guarantees: each example's step is uniform and independent of the other examples' and epochs'.
+    """
+
+    kind: ClassVar[str] = "allocation"
+    period: int
+
+    def __post_init__(self) -> None:
+        check_steps(self.period, "steps_per_epoch")
+
+    @property
+    def rate(self) -> float:
+        return 1 / self.period
+
+    def question(self, asked: Question) -> Question:
+        return AllocatedGaussian(self.period, asked.multiplier) if isinstance(asked, SampledGaussian) else asked
+
+    def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
+        epoch, place = divmod(index, self.period)
+        moved = randomness.moved
+        return torch.from_numpy(parts(population, self.period, randomness, moved, "allocation", epoch)[place])
+
+
+@dataclass(frozen=True)
+class Truncated(_StepByStep):
+    """A Poisson sample of which at most `most` examples are kept, drawn uniformly from those that joined.
+
+    Formal guarantees: given who joined, every set of `most` of them is as likely.
+    """
+
+    kind: ClassVar[str] = "truncated"
+    rate: float
+    most: int
+    population: int
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate)
+        check_steps(self.most, "max_batch")
+
+    def question(self, asked: Question) -> Question:
+        if not isinstance(asked, SampledGaussian):
+            return asked
+        return TruncatedGaussian(asked.rate, asked.multiplier, self.most, self.population)
+
+    def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
+        assert population == self.population, "a truncated sample is priced for the size of its dataset"
+        found = joined(population, self.rate, randomness.stream("sample", index))
+        if len(found) > self.most:
+            found = found[places(len(found), self.most, randomness.stream("kept", index))]
+        return torch.from_numpy(found)
+
+
+@dataclass(frozen=True)
+class Shuffled(_StepByStep):
     """Fixed-size batches of a fresh permutation each epoch, as ordinary loaders give. No epsilon is known to hold."""
 
     kind: ClassVar[str] = "shuffled"
@@ -164,4 +243,21 @@ class Shuffled:
         return torch.from_numpy(order[place * size : (place + 1) * size])
 
 
-SAMPLINGS: dict[str, type[Poisson] | type[Shuffled]] = {"poisson": Poisson, "shuffled": Shuffled}
+SAMPLINGS = ("poisson", "allocation", "truncated", "shuffled")
+
+
+def sampling_by_name(name: str, rate: float, population: int, max_batch: int | None = None) -> Sampling:
+    """The sampling that a user names; an epoch of an allocation has 1 / rate steps, rounded."""
+    if name not in SAMPLINGS:
+        raise ValueError(f"sampling={name!r} is unknown; choose from {', '.join(SAMPLINGS)}")
+    if (max_batch is not None) != (name == "truncated"):
+        raise ValueError(
+            f"max_batch={max_batch} with sampling={name!r}: sampling='truncated' keeps at most so many examples of a "
+            "sample, and needs it; leave it out elsewhere"
+        )
+    check_rate(rate)
+    if name == "allocation":
+        return Allocation(max(1, round(1 / rate)))
+    if max_batch is not None:
+        return Truncated(rate, max_batch, population)
+    return Poisson(rate) if name == "poisson" else Shuffled(rate)

@@ -56,6 +56,7 @@ class Job:
     balance: str | None = None
     standardise: bool = False
     sampling: str = "poisson"
+    max_batch: int | None = None
     noise: str = "lattice"
     engine: str = "bookkeeping"
     physical_batch: int | Literal["auto"] | None = None
@@ -133,6 +134,7 @@ def start(
         noise_multiplier=multiplier,
         lr=job.lr,
         sampling=job.sampling,
+        max_batch=job.max_batch,
         noise=job.noise,
         engine=job.engine,
         physical_batch=job.physical_batch,

@@ -15,6 +15,7 @@ from vestige.checks import check_delta, check_multiplier, check_number, check_ra
 from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.questions import Question, SampledGaussian
+from vestige.randomness.sampling import Sampling, sampling_by_name
 from vestige.randomness.schedules import Constant, level
 from vestige.training.learning_rate import auto_rate, initial_weight_norm
 
@@ -33,6 +34,9 @@ class Request:
     epsilon: float | None = None
     noise_multiplier: float | None = None
     lr: float | Literal["auto"] = "auto"
+    sampling: str = "poisson"
+    max_batch: int | None = None
+    """The most examples that a truncated sample keeps."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,48 @@ class Plan:
         return asdict(self)
 
 
+def sampling_of(method: Method, request: Request, population: int) -> Sampling:
+    """How a run draws its samples: as the noise's theorem assumes, or as requested, where that has a theorem too.
+
+    Shuffled batches have none, and train without an epsilon.
+    """
+    if request.sampling == "poisson" and request.max_batch is None:
+        return method.noise.sampling(request.sample_rate)
+    drawn = sampling_by_name(request.sampling, request.sample_rate, population, request.max_batch)
+    if request.sampling != "shuffled":
+        require_plain(method, request.sampling)
+    return drawn
+
+
+def require_plain(method: Method, sampling: str) -> None:
+    """Refuse what has a theorem for Poisson samples only."""
+    plain = SampledGaussian(0.5, 1.0)
+    wrong = {
+        "correlated noise": method.noise.one_fixed_question,
+        "a gate": bool(method.gate.tests) or method.gate.adaptive,
+        "an adaptive clip": method.clip.adaptive,
+        "a noise schedule": method.schedule != Constant(),
+        "importance sampling, or more than one sample a step,": method.probe.period(0.5) != 1
+        or any(method.probe.questions(0.5, 1.0, step) != (plain,) for step in range(2)),
+    }
+    for part, there in wrong.items():
+        if there:
+            raise ValueError(
+                f"sampling={sampling!r}: {part} has no theorem under it, and {method.name} has that; use Poisson "
+                "samples, or another method"
+            )
+
+
 def questions(
-    method: Method, sample_rate: float, noise_multiplier: float, steps: int, first: tuple[Question, ...] = ()
+    method: Method,
+    sample_rate: float,
+    noise_multiplier: float,
+    steps: int,
+    first: tuple[Question, ...] = (),
+    sampling: Sampling | None = None,
 ) -> dict[Question, int]:
-    """The questions of a whole run, `first` before its steps, each with its count."""
+    """The questions of a whole run, `first` before its steps, each with its count. `sampling` says what they are where
+    samples are not Poisson ones: of an epoch that is asked as a whole, every step that was begun costs the whole."""
     period = method.probe.period(sample_rate)
     kinds: Counter[tuple[float, int]] = Counter()
     if method.schedule == Constant():
@@ -68,7 +110,10 @@ def questions(
     history: Counter[Question] = Counter(first)
     for (multiplier, phase), count in kinds.items():
         for question in method.gate.questions(method.questions(sample_rate, multiplier, phase)):
-            history[question] += count
+            if sampling is None:
+                history[question] += count
+            else:
+                history[sampling.question(question)] += -(-count // sampling.period)
     return history
 
 
@@ -121,23 +166,26 @@ def plan(
     `first` are questions before the first step. Where noise and budget are both given and the steps are not, as many
     steps are planned as the budget affords.
     """
-    rate, steps, delta, epsilon = request.sample_rate, request.steps, request.delta, request.epsilon
+    steps, delta, epsilon = request.steps, request.delta, request.epsilon
     check_request(request)
     check_delta(delta, population)
+    sampling = sampling_of(method, request, population)
+    rate = sampling.rate if request.sampling == "allocation" else request.sample_rate
     noise_multiplier = _one_noise(request.noise_multiplier, method.noise_multiplier)
     with renamed(method.origin.letters):
         accountant = check_schedule(method, epsilon)
         if steps is None:
-            steps = DEFAULT_STEPS
+            steps = -(-DEFAULT_STEPS // sampling.period) * sampling.period
             if epsilon is not None and noise_multiplier is not None:
                 check_multiplier(noise_multiplier)
-                steps = affordable(questions(method, rate, noise_multiplier, 1), epsilon, delta, accountant, first)
+                once = questions(method, rate, noise_multiplier, 1, sampling=sampling)
+                steps = sampling.period * affordable(once, epsilon, delta, accountant, first)
         check_steps(steps)
         if epsilon is None and noise_multiplier is None:
             raise ValueError(NOTHING_GIVEN)
         if noise_multiplier is None:
             assert epsilon is not None
-            history_at = partial(questions, method, rate, steps=steps, first=first)
+            history_at = partial(questions, method, rate, steps=steps, first=first, sampling=sampling)
             noise_multiplier = accounting.calibrate(history_at, epsilon, delta, accountant)
         check_multiplier(noise_multiplier)
         method.clip.now(method.clip.init()).gradient_multiplier(noise_multiplier, rate * population)

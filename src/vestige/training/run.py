@@ -41,15 +41,17 @@ from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import ARITHMETICS, NoiseSequence
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import prepare
-from vestige.randomness.sampling import SAMPLINGS
 from vestige.records import LedgerEnd, RunResult, Selection
 from vestige.training import persistence
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
-from vestige.training.planning import Plan, Request, plan, questions, settled
+from vestige.training.planning import Plan, Request, plan, questions, sampling_of, settled
 from vestige.training.results import last_diagnostics, selection, statement
 from vestige.training.run_folder import RunFolder, paced
 from vestige.training.transcript import Transcript
+
+PRICED = ("poisson", "allocation", "truncated")
+"""Samplings whose cost is shown at every step."""
 
 
 def train(
@@ -67,6 +69,7 @@ def train(
     lr_scheduler: Scheduling | None = None,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     sampling: str = "poisson",
+    max_batch: int | None = None,
     noise: str = "lattice",
     physical_batch: PhysicalBatch = None,
     engine: str = "bookkeeping",
@@ -100,8 +103,10 @@ def train(
     - `sample_rate` is the probability that an example joins a step; `delta` lies below 1 / examples.
     - `lr` is a number, or "auto", which sees public numbers only. `lr_scheduler` makes a torch scheduler of the
       optimizer, and `param_groups` are those of torch.optim: options by group, `lr` where a group gives none.
-    - `sampling="shuffled"` trains too, without an epsilon. `noise="float32"` adds noise in floating point, which is
-      faster on a CPU and rests on one more assumption.
+    - `sampling="allocation"` uses every example once an epoch, in one of its 1 / sample_rate steps, drawn uniformly: an
+      epoch is one question, charged when it begins, and the budget stops between epochs. `sampling="truncated"` keeps
+      at most `max_batch` examples of a Poisson sample. `sampling="shuffled"` trains too, without an epsilon.
+    - `noise="float32"` adds noise in floating point, which is faster on a CPU and rests on one more assumption.
     - `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds
       the largest that fits, on made-up examples. `engine` is "bookkeeping", "unrecorded" or "reference", which is slow.
     - `collate_fn`, `num_workers` and `pin_memory` are those of a DataLoader: workers read the next samples while one is
@@ -132,18 +137,15 @@ def train(
     """
     require_one_process(model)
     require_independent(model)
-    if sampling not in SAMPLINGS:
-        raise ValueError(f"sampling={sampling!r} is unknown; choose from {', '.join(SAMPLINGS)}")
     if noise not in ARITHMETICS:
         raise ValueError(f"noise={noise!r} is unknown; choose from {', '.join(ARITHMETICS)}")
     check_physical_batch(physical_batch)
     loading = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
     if isinstance(data, DataLoader):
-        loading, sample_rate = _of_loader(data, loading, sample_rate)
+        loading, sample_rate = _of_loader(data, loading, sample_rate, sampling)
     if sample_rate is None:
         raise ValueError("sample_rate=None: give the probability that an example joins a step, such as 256 / len(data)")
     settings = Settings(
-        sampling=sampling,
         noise=noise,
         physical_batch=physical_batch,
         engine=engine,
@@ -159,7 +161,14 @@ def train(
         nonprivate_logs=nonprivate_logs,
     )
     wanted = Request(
-        sample_rate=sample_rate, steps=steps, delta=delta, epsilon=epsilon, noise_multiplier=noise_multiplier, lr=lr
+        sample_rate=sample_rate,
+        steps=steps,
+        delta=delta,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        lr=lr,
+        sampling=sampling,
+        max_batch=max_batch,
     )
     chosen = build(method) if isinstance(method, str) else method
     if not isinstance(chosen, Method):
@@ -183,7 +192,7 @@ def _evaluation(asked: Any) -> PrivateEvaluation | None:
     return PrivateEvaluation() if asked == "private" else asked
 
 
-def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None) -> tuple[Loading, float]:
+def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None, sampling: str) -> tuple[Loading, float]:
     """How a user's loader reads, and its rate unless another is given; its own way of drawing is replaced, and that is
     said."""
     check_loader(loader, "data")
@@ -192,11 +201,15 @@ def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None) -> t
             "data is a DataLoader, with a collate_fn, num_workers and pin_memory of its own: set them there"
         )
     rate = rate_of(loader) if rate is None else rate
-    warnings.warn(
-        f"data is a DataLoader: its batches are replaced by Poisson samples at sample_rate={rate:.4g}, in which every "
-        "example joins by a toss of its own",
-        stacklevel=3,
-    )
+    drawn = {"poisson": "Poisson samples", "truncated": "truncated Poisson samples"}
+    how = "in which every example joins by a toss of its own"
+    if sampling == "allocation":
+        drawn, how = {"allocation": "a random allocation"}, "in which every example's step is drawn by itself"
+    if sampling in drawn:
+        warnings.warn(
+            f"data is a DataLoader: its batches are replaced by {drawn[sampling]} at sample_rate={rate:.4g}, {how}",
+            stacklevel=3,
+        )
     return Loading.of(loader), rate
 
 
@@ -204,7 +217,6 @@ def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None) -> t
 class Settings:
     """How a run is made, apart from its budget."""
 
-    sampling: str = "poisson"
     noise: str = "lattice"
     physical_batch: PhysicalBatch = None
     engine: str = "bookkeeping"
@@ -247,6 +259,7 @@ class Training:
         judged = self._judged(examples)
         self._last_question = None if judged is None else settings.evaluate.question(judged.population)  # type: ignore[union-attr]
         self.plan: Plan = plan(model, self.layout, self.method, examples.population, request, self._besides)
+        self._sampling = sampling_of(self.method, request, examples.population)
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
         self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=settings.seed is not None)
         self.curator, self._evaluator = self._curator_of(examples, loss, judged)
@@ -306,7 +319,8 @@ class Training:
         engine = make(model, loss, self.layout)
         prepare(next(model.parameters()).device)
         if isinstance(engine, Captured):
-            engine.expect(sizes_of(examples.population, rate, min(part or LARGEST_SUM, LARGEST_SUM)))
+            most = getattr(self._sampling, "most", LARGEST_SUM)
+            engine.expect(sizes_of(examples.population, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
         curator = Curator(
             examples,
             engine,
@@ -325,12 +339,6 @@ class Training:
         """The noise of the steps that are left, begun anew."""
         left = max(1, self.plan.steps - self.state.step)
         return self.method.noise.start(self.plan.sample_rate, left, self.settings.noise)
-
-    @property
-    def _sampling(self) -> Any:
-        """The sampling that the noise's theorem assumes; or another, for which no epsilon is known to hold."""
-        rate, name = self.plan.sample_rate, self.settings.sampling
-        return self.method.noise.sampling(rate) if name == "poisson" else SAMPLINGS[name](rate)
 
     def open(self, resume: bool, request: dict[str, Any]) -> None:
         """Open the run's folder and ledger, new or where an interrupted run left them, and set its budget."""
@@ -352,6 +360,7 @@ class Training:
             "population": self.curator.population,
             "groups": list(self.layout.group_names),
             "adjacency": "add/remove one example",
+            "max_batch": getattr(self._sampling, "most", None),
             "normalise": repr(self.settings.normalise),
             "evaluate": self.settings.evaluate and self.settings.evaluate.identity,
             **({} if self.method.balance is None else {"balance": self.layout.constants_of_all}),
@@ -371,7 +380,8 @@ class Training:
     @property
     def _planned(self) -> dict[Question, int]:
         plan = self.plan
-        return questions(self.method, plan.sample_rate, plan.noise_multiplier, plan.steps, self._besides)
+        rate, multiplier = plan.sample_rate, plan.noise_multiplier
+        return questions(self.method, rate, multiplier, plan.steps, self._besides, self._sampling)
 
     @property
     def physical_batch(self) -> int | None:
@@ -422,7 +432,7 @@ class Training:
         Where questions follow from earlier answers it is the filter's from the first step on: nothing less is proved.
         """
         neutral = replace(self.facts, schedule="fixed", filter_epsilon=None, arithmetic="lattice", coordinates=0)
-        if neutral != accounting.Facts():
+        if replace(neutral, sampling="poisson") != accounting.Facts() or neutral.sampling not in PRICED:
             return None
         if self.facts.schedule == "filtered":
             return self.facts.filter_epsilon

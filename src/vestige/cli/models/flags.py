@@ -21,7 +21,14 @@ BalanceFlag = Annotated[
         help="Steps of each layer: plain (the same noise in all), or relative (the same share of its initial weights)."
     ),
 ]
-SamplingFlag = Annotated[str, typer.Option(help="poisson; shuffled trains too but has no epsilon.")]
+SamplingFlag = Annotated[
+    str,
+    typer.Option(
+        help="poisson; allocation (each example once an epoch, in a step drawn uniformly: cheaper over few epochs); "
+        "truncated (poisson, at most --max-batch kept); shuffled trains too but has no epsilon."
+    ),
+]
+MaxBatchFlag = Annotated[int | None, typer.Option(help="Most examples that a truncated sample keeps.")]
 NoiseFlag = Annotated[
     str, typer.Option(help="lattice (integers: the last bit tells nothing) or float32 (one more assumption).")
 ]

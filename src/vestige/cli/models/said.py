@@ -33,7 +33,7 @@ def warn_of(job: Any) -> None:
             "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
             markup=False,
         )
-    if job.sampling != "poisson":
+    if job.sampling == "shuffled":
         stderr.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
 
 

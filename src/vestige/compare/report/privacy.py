@@ -69,6 +69,7 @@ SAMPLERS = {
     "cyclic-poisson": "the data are split once into parts that take turns; at its part's turn an example joins by its "
     "own coin flip, and always where the charge says rate 1.",
     "every-example": "every example is in every step.",
+    "allocation": "in every epoch each example is in one step, drawn uniformly and kept secret.",
 }
 
 

@@ -1,0 +1,1 @@
+"""What do samples cost that are not Poisson ones? One file for each way of drawing them."""
