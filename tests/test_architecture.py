@@ -36,8 +36,10 @@ ABOVE: dict[str, str] = {
     "compare.stacked": "randomness mechanism mechanism.losses optim methods",
     "compare.report": "",
     "compare": "accounting randomness mechanism mechanism.losses optim methods tasks training compare.stacked compare.report",
+    # It attacks what the others build: the curator and the stack themselves, and runs of the training loop.
+    "audit": "accounting randomness mechanism mechanism.losses engines optim methods tasks training compare.stacked",
     "cli": "accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
-    "cli.models",
+    "cli.models audit",
     "cli.models": "cli accounting methods training integrations finetuning",
 }
 """Which packages each package may import, beside itself and the modules of the root."""
