@@ -16,7 +16,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 ABOVE: dict[str, str] = {
     "": "",
-    "accounting": "",
+    "accounting": "accounting.meaning",
+    "accounting.meaning": "accounting",
     "randomness": "",
     "mechanism.losses": "mechanism",
     "mechanism": "randomness mechanism.losses",

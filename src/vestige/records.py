@@ -125,6 +125,12 @@ class Statement:
     adjacency: str
     reasons: tuple[str, ...] = ()
     epsilon_if_noise_were_secret: float | None = None
+    attacker_accuracy: float | None = None
+    """What the epsilon means (`accounting.Meaning`): upper bounds, which versions before 0.3 did not write."""
+    detection_at_1_percent: float | None = None
+    gaussian_mu: float | None = None
+    epsilon_replacing: float | None = None
+    replacing_by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

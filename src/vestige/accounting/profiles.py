@@ -84,8 +84,10 @@ def replaced_gaussian(rate: float, multiplier: float, deepest: float = DEEPEST) 
     """
     heights = partial(_replaced, rate, multiplier)
     loss = (1 / multiplier + deepest) / multiplier
-    ends = np.logaddexp(np.log1p(-rate), np.log(rate) + np.array([1, -1]) * loss - 0.5 / multiplier**2)
-    reach = float(ends[0] - ends[1]) if rate < 1 else 2 * loss
+    reach = 2 * loss
+    if rate < 1:
+        ends = np.logaddexp(np.log1p(-rate), np.log(rate) + np.array([1, -1]) * loss - 0.5 / multiplier**2)
+        reach = float(ends[0] - ends[1])
     return Profile(heights, heights, reach, reach)
 
 
@@ -94,7 +96,8 @@ def _replaced(rate: float, multiplier: float, loss: Array) -> Array:
     held = (1 - rate) * np.expm1(loss)
     with np.errstate(divide="ignore"):
         scaled = np.log(held) - log(2 * rate) + 0.5 / multiplier**2 - loss / 2
-    start = multiplier**2 * (loss / 2 + np.where(scaled < 300, np.arcsinh(np.exp(np.minimum(scaled, 300))), scaled + log(2)))
+    crossing = np.where(scaled < 300, np.arcsinh(np.exp(np.minimum(scaled, 300))), scaled + log(2))
+    start = multiplier**2 * (loss / 2 + crossing)
     low, high = ndtr((1 - start) / multiplier), np.exp(loss) * ndtr((-1 - start) / multiplier)
     return np.maximum(rate * (low - high) - held * ndtr(-start / multiplier), 0.0)
 

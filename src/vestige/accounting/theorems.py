@@ -55,6 +55,7 @@ THEOREMS: dict[type[Question], Theorem] = {
         lambda question: sampled_gaussian(question.rate, question.multiplier),
         lambda questions: rdp.curves([q.rate for q in questions], [q.multiplier for q in questions]),
         lambda question, count: -(-count // question.bands),
+        lambda question: replaced_gaussian(question.rate, question.multiplier),  # it takes the other's place in a part
     ),
     Trial: Theorem(
         "docs/theorems.md 4; a convex profile has a dominating pair: Zhu, Dong & Wang 2022",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
 from vestige.cli.errors import refuse_others
-from vestige.cli.terminal import Json, print_json, stdout
+from vestige.cli.terminal import Json, meant, print_json, stdout
 
 ALWAYS = ("sample_rate", "steps", "delta", "as_json")
 GAUSSIAN = ("noise_multiplier", "epsilon", "paper_sigma", "beta", "groups", "accountant", "sampling")
@@ -158,6 +158,7 @@ def _price_steps(plan: StepPlan) -> dict[str, Any]:
         "epsilon_rdp": accounting.epsilon(asked(multiplier), delta, "rdp"),
         "adjacency": "add/remove one example",
         "sampling": "poisson",
+        **asdict(accounting.meaning(asked(multiplier), delta)),
     }
     if groups is not None:
         # The epsilon of one group as if it were the whole release. Papers plot it, but an example contributes to every
@@ -176,11 +177,18 @@ def _print_steps(result: dict[str, Any]) -> None:
         f"noise multiplier {result['noise_multiplier']:.6g}, {result['steps']} steps, Poisson rate "
         f"{result['sample_rate']:g}, add/remove one example"
     )
+    print_meaning(result)
     if "groups" in result:
         stdout.print(
             f"{result['groups']} groups on one sample, priced jointly "
             f"(nonguarantee_marginal_epsilon {result['nonguarantee_marginal_epsilon']:.4f}: no guarantee)"
         )
+
+
+def print_meaning(result: dict[str, Any]) -> None:
+    """What an epsilon means, in words: upper bounds on any attacker, and the epsilon of replacing an example."""
+    for line in meant(result):
+        stdout.print(line, markup=False)
 
 
 def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str) -> dict[str, Any]:
@@ -200,6 +208,7 @@ def _print_trials(result: dict[str, Any]) -> None:
             f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accounting']}, "
             f"{result['trials']} trials; by Renyi {result['epsilon_rdp']:.4f})"
         )
+        print_meaning(result)
     if "published_claim_epsilon" in result:
         claim, accepted = result["published_claim_epsilon"], result["accepted"]
         stdout.print(f"published claim {claim:.4f} for {accepted} accepted updates: refuted, not a guarantee")

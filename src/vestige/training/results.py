@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from vestige import accounting
@@ -33,7 +34,13 @@ def statement(
         adjacency=promise.adjacency,
         reasons=promise.reasons,
         epsilon_if_noise_were_secret=promise.epsilon_if_noise_were_secret,
+        **meant(promise),
     )
+
+
+def meant(promise: accounting.Guarantee) -> dict[str, Any]:
+    """What the promise means, as fields of a statement."""
+    return {} if promise.meaning is None else asdict(promise.meaning)
 
 
 def last_diagnostics(record: Record) -> dict[str, Any]:
