@@ -170,6 +170,17 @@ class Selection:
     """Not a guarantee: the papers charge applied updates only, and that is refuted (docs/selective.md)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """What the canaries of a run show: epsilon is at least so much, with a confidence."""
+
+    canaries: int
+    guesses: int
+    right: int
+    epsilon_lower_bound: float
+    confidence: float
+
+
 @dataclass(frozen=True)
 class LedgerEnd:
     """How long a ledger's hash chain was when a result was written, and its last hash."""
@@ -196,6 +207,8 @@ class RunResult:
     """The standard deviation of its noise."""
     statement: Statement
     selection: Selection | None = None
+    audit: Audited | None = None
+    """What its canaries show, if any were planted."""
     steps: int
     seed: int | None = None
     seconds: float | None = None

@@ -8,7 +8,7 @@ from scipy.special import ndtr, ndtri
 from scipy.stats import binomtest
 
 from vestige import audit
-from vestige.audit.bounds import mu_bounds, one_run_p_value, threshold_bounds
+from vestige.audit.statistics.bounds import mu_bounds, one_run_p_value, threshold_bounds
 
 REPETITIONS = 1000
 DELTA = 1e-3

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vestige.accounting.ledger import Ledger
 from vestige.audit.canaries import Canary
 from vestige.audit.evidence import Evidence
+from vestige.audit.statistics.rates import Array
 from vestige.engines.reference import Reference, add_clipped
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
@@ -26,7 +27,7 @@ from vestige.mechanism.losses.loss_difference import Scores, losses_of, right_an
 from vestige.methods.base import Method
 from vestige.questions import Question
 from vestige.randomness.keys import Randomness
-from vestige.training.loop import TrainingState, run
+from vestige.training.loop import TrainingState, run, step
 from vestige.training.planning import Plan
 
 
@@ -89,7 +90,7 @@ class LoneRuns:
         self._model.load_state_dict(self._start)
         self._planted.present = present
         plan, method, ledger = self._plan, self.method, Ledger(None)
-        curator = self._curator(ledger, present)
+        curator = self._curator(ledger, lambda: present)
         evidence, fresh = Evidence(plan.sample_rate), list[int]()
         curator.observer = partial(self._observe, evidence, fresh)
         state = TrainingState(self._model, method, self._layout, plan.lr)
@@ -102,7 +103,26 @@ class LoneRuns:
         found = evidence.scores(method.noise, plan.steps, sequence.keeps)
         return float(found) if np.ndim(found) == 0 else 0.0, Counter(ledger.spent)
 
-    def _curator(self, ledger: Ledger, present: bool) -> Curator:
+    def steps_apart(self, present: Sequence[bool]) -> tuple[Array, Counter[Question]]:
+        """One run in which the canary is there at the steps that `present` names: each step's own score, and what all
+        of them were charged.
+
+        Given what was released before, a step is a mechanism of its own, so that one run is as many runs of one step:
+        for noise that is independent over steps. A candidate that was undone is one score for all: nothing is seen.
+        """
+        self._model.load_state_dict(self._start)
+        plan, method, ledger = self._plan, self.method, Ledger(None)
+        curator = self._curator(ledger, lambda: self._planted.present)
+        state, scores = TrainingState(self._model, method, self._layout, plan.lr), []
+        for there in present:
+            self._planted.present = there
+            evidence = Evidence(plan.sample_rate)
+            curator.observer = partial(self._observe, evidence, [])
+            record = step(state, method, curator, plan.noise_multiplier)
+            scores.append(evidence.scores(method.noise, 1, correlated=False) if record.accepted else np.zeros(()))
+        return np.array([float(each) for each in scores]), Counter(ledger.spent)
+
+    def _curator(self, ledger: Ledger, present: Callable[[], bool]) -> Curator:
         key, charges, rate = Randomness.secret(), Charges(ledger.ask), self._plan.sample_rate
         scores = (losses_of(self._model, self._loss), right_answers(self._model))
         losses, right = (partial(self._without, each, present) for each in scores)
@@ -117,9 +137,9 @@ class LoneRuns:
             comparisons=Comparisons(self._examples, key, charges, losses, right),
         )
 
-    def _without(self, scores: Scores, present: bool, batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
+    def _without(self, scores: Scores, present: Callable[[], bool], batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
         """The scores of those who are there."""
-        if not present:
+        if not present():
             stays = ~is_canary(self._canary.inputs.to(self._device), batch)
             batch = [part[stays] for part in batch]
         return scores(batch, parameters)
@@ -135,7 +155,3 @@ class LoneRuns:
             views = self._layout.views(self._canary.gradient.to(self._device))
             add_clipped({name: part.unsqueeze(0) for name, part in views.items()}, clip, self._layout, share)
         evidence.add(answer.index, answer.release.total, share, answer.release.noise_std, answer.rate)
-
-
-Report = Callable[[int], bool]
-"""Called with the number of runs done; False ends the audit early."""

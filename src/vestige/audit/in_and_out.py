@@ -7,17 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import exp, log
 from typing import Any
 
 import numpy as np
 import torch
+from scipy.interpolate import PchipInterpolator
 from torch import Tensor, nn
 
 from vestige import accounting, tasks
 from vestige.audit.alone import LoneRuns
-from vestige.audit.bounds import epsilon_lower_bound, gaussian_fit
+from vestige.audit.statistics.bounds import epsilon_lower_bound, gaussian_fit
 from vestige.audit.canaries import Canary, check_kind, make_canary
-from vestige.audit.rates import Array, area_under_curve, check_confidence, rate_of_detection
+from vestige.audit.statistics.rates import Array, Interval, area_under_curve, check_confidence, rate_of_detection
 from vestige.audit.result import InAndOut
 from vestige.audit.stacked import AuditedStack
 from vestige.audit.stand_in import NAME, stand_in
@@ -25,7 +27,7 @@ from vestige.compare.stacked import StackedRun, check_noise, footprint, why_not
 from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.methods.registry import build
-from vestige.questions import Question
+from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 from vestige.training.planning import Plan, Request, plan
 
 VIEWS = {
@@ -218,6 +220,41 @@ def _alone(
     return np.array(found[True]), np.array(found[False]), most
 
 
+def noise_factor(asked: accounting.History, delta: float, area: Interval) -> Interval | None:
+    """How much noise the ROC's area looks like, over what was priced: 1 where the attack finds what the accountant
+    allows. None for questions whose noise is not one number.
+
+    It is an estimate: of the same questions with all noise multiplied by one factor, that whose largest area is the
+    measured one. A weak attack looks like more noise than there is.
+    """
+    if not all(isinstance(question, SampledGaussian | Gaussian | CyclicGaussian) for question in asked):
+        return None
+    factors = np.linspace(-log(LARGEST_FACTOR), log(LARGEST_FACTOR), 9)
+    areas = [accounting.tradeoff(_with_noise(asked, exp(each)), delta).area() for each in factors]
+    rising, place = np.unique(areas, return_index=True)  # more noise, less area
+    between = PchipInterpolator(rising, factors[place]) if len(rising) > 1 else lambda area: np.zeros_like(area)
+    wanted = np.clip([area.high, area.estimate, area.low], rising[0], rising[-1])
+    low, middle, high = np.exp(between(wanted)).tolist()
+    return Interval(middle, low, high, area.confidence)
+
+
+LARGEST_FACTOR = 4.0
+"""More noise than this times what was priced looks like nothing to any attack."""
+
+
+def _with_noise(asked: accounting.History, factor: float) -> accounting.History:
+    return {replace(question, multiplier=question.multiplier * factor): n for question, n in asked.items()}  # type: ignore[call-arg, attr-defined]
+
+
+def _ends(noise: Interval | None) -> tuple[float, float]:
+    return (1.0, 1.0) if noise is None else (noise.estimate, noise.high)
+
+
+def _epsilon_at(asked: accounting.History, delta: float, factor: float) -> float:
+    """Epsilon of the same questions with so much more noise; none where no signal was found."""
+    return 0.0 if factor > 0.999 * LARGEST_FACTOR else accounting.epsilon(_with_noise(asked, factor), delta)
+
+
 def judged(
     scores: Scores, subject: Subject, planned: Plan, sees: str, confidence: float, wanted: int
 ) -> InAndOut:
@@ -230,6 +267,9 @@ def judged(
     bound = epsilon_lower_bound(a, b, delta, confidence)
     broken = bound if curve is None else epsilon_lower_bound(a, b, delta, confidence, curve)
     fit = gaussian_fit(a, b, delta, confidence)
+    area = area_under_curve(a, b, confidence)
+    noise = None if filtered else noise_factor(asked, delta, area)
+    at = [None if noise is None else _epsilon_at(asked, delta, factor) for factor in _ends(noise)]
     return InAndOut(
         task=subject.name,
         method=subject.method.name,
@@ -254,7 +294,11 @@ def judged(
         detected=bound.detected,
         false_alarms=bound.false_alarms,
         guesses=bound.guesses,
-        area=area_under_curve(a, b, confidence),
+        area=area,
+        area_allowed=None if curve is None else accounting.tradeoff(asked, delta).area(),
+        noise_factor=noise,
+        epsilon_by_area=at[0],
+        epsilon_by_area_low=at[1],
         detection_at_1_percent=rate_of_detection(a, b, 0.01, confidence),
         curve_broken_by=broken.broken_by,
         curve_detected=broken.detected,

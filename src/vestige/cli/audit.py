@@ -128,8 +128,16 @@ def _print(found: Any) -> None:
         f"most {found.epsilon:.3f} (accountant) at delta {found.delta:g}",
         f"estimate, if scores are normal: {found.epsilon_estimate:.3f}, at least {found.epsilon_estimate_low:.3f} "
         f"({found.confidence:.4g}); mu {found.mu:.3f}",
-        f"ROC area {found.area}; detected at 1% false alarms {found.detection_at_1_percent}",
+        f"ROC area {found.area}"
+        + ("" if found.area_allowed is None else f", at most {found.area_allowed:.3g} by the accountant")
+        + f"; detected at 1% false alarms {found.detection_at_1_percent}",
     ]
+    if found.noise_factor is not None:
+        lines.insert(
+            3,
+            f"estimate by the ROC's area: epsilon {found.epsilon_by_area:.3f}, at least {found.epsilon_by_area_low:.3f} "
+            f"({found.confidence:.4g}); the noise looks like {found.noise_factor} of what was priced",
+        )
     for line in lines:
         stdout.print(line, markup=False)
     stdout.print(_verdict(found), markup=False)
@@ -140,6 +148,8 @@ def _verdict(found: Any) -> str:
         return "no contradiction: the accountant's promise stands, as far as this attack can tell"
     if found.epsilon_lower_bound > found.epsilon:
         return "CONTRADICTION: the lower bound exceeds the accountant's epsilon, which is wrong for this code"
+    if found.curve_broken_by is None or found.curve_broken_by <= 0:
+        return "CONTRADICTION: the ROC's area is more than the accountant's curve allows"
     return (
         f"CONTRADICTION: {found.curve_detected:.1%} detected at {found.curve_false_alarms:.1%} false alarms (both "
         f"bounded, {found.confidence:.4g} confidence) is more than the accountant's curve allows"

@@ -24,21 +24,35 @@ LARGEST_MU, LARGEST_EPSILON = 100.0, 200.0
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """Deltas of a history at epsilons from 0 up, from above and the larger of both directions.
+    """Deltas of a history at epsilons from 0 up, from above, where an example is removed and where one is added.
 
-    Formal guarantees: `detection(a)` bounds the detections of every attacker with a share `a` of false alarms.
+    Formal guarantees: `detection(a)` bounds the detections of every attacker with a share `a` of false alarms, who
+    tells data with an example from data without it; `area()` bounds the area under every attacker's ROC.
     """
 
     epsilons: Array
-    deltas: Array
+    removing: Array
+    """sup over events of Pr[with] - e^epsilon Pr[without]."""
+    adding: Array
+
+    @property
+    def deltas(self) -> Array:
+        return np.maximum(self.removing, self.adding)
 
     def detection(self, alarms: Array) -> Array:
         """The most detections (TPR) at each share of false alarms (FPR)."""
         alarms = np.asarray(alarms, dtype=np.float64)[..., None]
-        above = self.deltas + np.exp(np.minimum(self.epsilons, 500.0)) * alarms
+        above = self.removing + np.exp(np.minimum(self.epsilons, 500.0)) * alarms
         # The same promise about guessing "absent": 1 - FPR <= delta + e^epsilon (1 - TPR).
-        below = 1 - np.exp(-self.epsilons) * np.maximum(1 - alarms - self.deltas, 0.0)
+        below = 1 - np.exp(-self.epsilons) * np.maximum(1 - alarms - self.adding, 0.0)
         return np.asarray(np.minimum(1.0, np.minimum(above, below).min(axis=-1)))
+
+    def area(self) -> float:
+        """The largest area under a ROC, to four digits."""
+        small = np.geomspace(1e-6, 0.5, 400)
+        alarms = np.concatenate([[0.0], small, 1 - small[-2::-1], [1.0]])
+        found = self.detection(alarms)
+        return min(1.0, float(((found[1:] + found[:-1]) / 2) @ np.diff(alarms)))
 
     def mu(self) -> float:
         """The smallest mu whose Gaussian mechanism has deltas at least as large, between the held epsilons too."""
@@ -67,7 +81,7 @@ def tradeoff(history: History, delta: float, epsilon: float | None = None) -> Tr
     """
     epsilon = epsilon_by_distribution(history, delta, COARSE) if epsilon is None else epsilon
     if epsilon == 0.0:
-        return Tradeoff(np.zeros(2), np.full(2, delta * (1 + IDEAL)))
+        return Tradeoff(np.zeros(2), np.full(2, delta * (1 + IDEAL)), np.full(2, delta * (1 + IDEAL)))
     claimed = of_one_pair(epsilon, delta)
     if epsilon > LARGEST_EPSILON:
         return claimed
@@ -75,12 +89,14 @@ def tradeoff(history: History, delta: float, epsilon: float | None = None) -> Tr
         losses = loss_distribution(history, grid_step(epsilon, SPACING), 0.3 * epsilon)
     except OverflowError:
         return claimed
-    found = np.array([max(each.delta(loss) for each in losses) for loss in claimed.epsilons])
-    return Tradeoff(claimed.epsilons, np.minimum(found + IDEAL * delta, claimed.deltas))
+    found = np.array([[each.delta(loss) for loss in claimed.epsilons] for each in losses])
+    removing, adding = np.minimum(found + IDEAL * delta, claimed.deltas)
+    return Tradeoff(claimed.epsilons, removing, adding)
 
 
 def of_one_pair(epsilon: float, delta: float) -> Tradeoff:
     """What (epsilon, delta) alone says at smaller epsilons e: (e^epsilon - e^e + delta (1 + e^e)) / (1 + e^epsilon)."""
     held = np.linspace(0.0, epsilon, POINTS)
     gap = -np.expm1(held - epsilon) + delta * (1 + IDEAL) * (np.exp(-epsilon) + np.exp(held - epsilon))
-    return Tradeoff(held, np.asarray(gap / (1 + np.exp(-epsilon))))
+    bound = np.asarray(gap / (1 + np.exp(-epsilon)))
+    return Tradeoff(held, bound, bound)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.special import bdtrc, gammaln, log_ndtr, ndtr, ndtri
 
-from vestige.audit.rates import Array, check_confidence, highest_rate, lowest_rate, scores_of
+from vestige.audit.statistics.rates import Array, check_confidence, highest_rate, lowest_rate, scores_of
 from vestige.checks import check_delta
 
 THRESHOLDS = 128
