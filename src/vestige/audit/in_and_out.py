@@ -33,6 +33,7 @@ from vestige.training.planning import Plan, Request, plan
 VIEWS = {
     "releases": "every release is seen (white-box)",
     "model": "only the final model is seen, its parameters included",
+    "state": "what the run keeps after its last step is seen: the buffers of its memory and its optimizer's moments",
     "loss": "only the canary's loss at the final model is seen (black-box)",
 }
 LARGEST_STACK, MEMORY = 2000, 1 << 29
@@ -192,7 +193,8 @@ def _stacked(
         stack.plant(canary, present, watched=sees == "releases")
         for _ in stack.train():
             pass
-        scores = {"releases": stack.by_releases, "model": stack.by_model, "loss": stack.by_loss}[sees]()
+        views = {"releases": stack.by_releases, "model": stack.by_model, "loss": stack.by_loss}
+        scores = np.stack(list(_kept(stack).values()), axis=-1) if sees == "state" else views[sees]()
         there = stack.present.cpu().numpy()
         for side in (True, False):
             found[side].append(scores[there == side])
@@ -201,7 +203,23 @@ def _stacked(
         done += now
         if not goes_on(done):
             break
-    return np.concatenate(found[True]), np.concatenate(found[False]), asked
+    inside, outside = np.concatenate(found[True]), np.concatenate(found[False])
+    return (*_most_telling(inside, outside), asked) if sees == "state" else (inside, outside, asked)
+
+
+def _kept(stack: AuditedStack) -> dict[str, Array]:
+    found = stack.by_state()
+    if not found:
+        raise ValueError("sees='state': this method keeps nothing between steps but its model; use sees='model'")
+    return found
+
+
+def _most_telling(inside: Array, outside: Array) -> tuple[Array, Array]:
+    """The scores by the one buffer, [runs, buffers], that tells most on every other run; of the remaining runs."""
+    areas = [area_under_curve(a, b).estimate for a, b in zip(inside[::2].T, outside[::2].T, strict=True)]
+    best = int(np.abs(np.array(areas) - 0.5).argmax())
+    sign = 1 if areas[best] >= 0.5 else -1
+    return sign * inside[1::2, best], sign * outside[1::2, best]
 
 
 def _alone(

@@ -7,7 +7,8 @@ exactly zero to a sum, as if there were no such row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from vestige.compare.stacked.curator import StackedCurator
 from vestige.compare.stacked.mlp import MLP
 from vestige.compare.stacked.stack import Stack
 from vestige.mechanism.clipping import Parameters
+from vestige.optim.learner import Learner
 from vestige.randomness.release import Release
 
 
@@ -103,6 +105,23 @@ class AuditedCurator(StackedCurator):
         return self._share
 
 
+def kept_vectors(learner: Learner, probe: Mapping[str, Any], size: int) -> Iterator[tuple[str, Tensor]]:
+    """Every vector of the parameters' size that a learner keeps between steps, [runs, size]."""
+    optimizer = getattr(learner.mover, "optimizer", None)
+    moments = optimizer.state_dict()["state"] if optimizer is not None else {}
+    kept: dict[str, Any] = {"memory": learner.memory, "average": learner.average, "probe": probe, "optimizer": moments}
+    queue = list(kept.items())
+    while queue:
+        name, value = queue.pop(0)
+        if isinstance(value, Mapping):
+            queue += [(f"{name} {key}", part) for key, part in value.items()]
+        elif isinstance(value, list | tuple):
+            queue += [(f"{name} {index}", part) for index, part in enumerate(value)]
+        elif isinstance(value, Tensor) and value.dim() >= 2 and value.shape[-1] == size and value.is_floating_point():
+            rows = value.flatten(1, -2).unbind(1) if value.dim() > 2 else [value]
+            yield from ((name if len(rows) == 1 else f"{name} {index}", row) for index, row in enumerate(rows))
+
+
 class AuditedStack(Stack):
     """A stack with a canary as its last example, in the runs that `present` names."""
 
@@ -139,6 +158,20 @@ class AuditedStack(Stack):
         outputs = self.network.forward(views, inputs)[-1][:, 0]
         target = self._canary.target.to(self.device).expand(len(outputs))
         return (-functional.cross_entropy(outputs.double(), target, reduction="none")).cpu().numpy()
+
+    @torch.no_grad()
+    def by_state(self) -> dict[str, np.ndarray]:
+        """Each run's product of the canary's first share with every vector that the runs keep after their last step:
+        buffers of the memory, moments of the optimizer, an average; and of its squares, for buffers of squares."""
+        found: dict[str, np.ndarray] = {}
+        assert len(self.parts) == 1 and len(self.parts[0][1]) == 1, "an audit has runs of one method"
+        curator, (learner,) = self._audited(self.parts[0][0]), self.parts[0][1]
+        share = curator.share(curator._point).double()
+        unit = share / share.norm(dim=-1, keepdim=True).clamp(min=1e-300)
+        for name, value in kept_vectors(learner.learner, curator.state, self.layout.size):
+            found[name] = (value.double() * unit).sum(-1).cpu().numpy()
+            found[f"{name}, squared"] = (value.double() * unit.square()).sum(-1).cpu().numpy()
+        return found
 
     @staticmethod
     def _audited(curator: StackedCurator) -> AuditedCurator:

@@ -28,8 +28,8 @@ def audit(
     sees: Annotated[
         str | None,
         typer.Option(
-            help="What the attacker sees: releases (all of them), model (the last one) or loss (of the canary at the "
-            "last model). [default: releases for a gradient canary, loss for the others]"
+            help="What the attacker sees: releases (all of them), model (the last one), state (buffers of memory and "
+            "optimizer at the end; half of the runs choose which) or loss (of the canary at the last model). [default: releases for a gradient canary, loss for the others]"
         ),
     ] = None,
     runs: Annotated[int, typer.Option(help="Runs, half of them with the canary.")] = 2000,
