@@ -64,8 +64,8 @@ def line(epsilon: float, fault: str, runs: int) -> dict[str, Any]:
 
 def table(lines: list[dict[str, Any]]) -> str:
     head = (
-        "| fault | epsilon, at most | at least (99.99%, no assumption) | by the ROC's area: estimate, at least | noise over "
-        "what was priced | ROC area, allowed | contradiction |\n|---|---|---|---|---|---|---|\n"
+        "| fault | epsilon, at most | at least (99.99%, no assumption) | by the ROC's area: estimate, at least | noise "
+        "over what was priced | ROC area, allowed | contradiction |\n|---|---|---|---|---|---|---|\n"
     )
     rows = []
     for each in sorted(lines, key=lambda row: (list(FAULTS).index(row["fault"]), row["budget"])):
@@ -89,7 +89,9 @@ def main() -> None:
     lines = json.loads(asked.out.read_text())["lines"] if asked.out.exists() else []
     for fault in FAULTS:
         for epsilon in asked.epsilons:
-            if not any((each["fault"], each["budget"], each["wanted"]) == (fault, epsilon, asked.runs) for each in lines):
+            if not any(
+                (each["fault"], each["budget"], each["wanted"]) == (fault, epsilon, asked.runs) for each in lines
+            ):
                 lines.append(line(epsilon, fault, asked.runs))
                 write_json(asked.out, {"lines": lines})
                 print(json.dumps(lines[-1]), flush=True)

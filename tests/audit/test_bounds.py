@@ -8,7 +8,7 @@ from scipy.special import ndtr, ndtri
 from scipy.stats import binomtest
 
 from vestige import audit
-from vestige.audit.statistics.bounds import mu_bounds, one_run_p_value, threshold_bounds
+from vestige.accounting.lower_bounds.bounds import mu_bounds, one_run_p_value, threshold_bounds
 
 REPETITIONS = 1000
 DELTA = 1e-3
@@ -165,7 +165,9 @@ def test_one_run_p_value_is_the_authors():
 
 def test_delta_lowers_every_bound():
     inside, outside = (each[0] for each in normals(2.0, 1000))
-    assert audit.epsilon_lower_bound(inside, outside, 0.1).epsilon < audit.epsilon_lower_bound(inside, outside, 0).epsilon
+    assert (
+        audit.epsilon_lower_bound(inside, outside, 0.1).epsilon < audit.epsilon_lower_bound(inside, outside, 0).epsilon
+    )
     assert audit.one_run_epsilon(100, 100, 90, 1e-3, 0.95) < audit.one_run_epsilon(100, 100, 90, 0.0, 0.95)
 
 

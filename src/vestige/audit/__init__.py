@@ -10,7 +10,7 @@ The statistics take scores from any library's runs:
 True
 """
 
-from vestige.audit.statistics.bounds import (
+from vestige.accounting.lower_bounds.bounds import (
     GaussianFit,
     OneRunBound,
     ThresholdBound,
@@ -20,7 +20,7 @@ from vestige.audit.statistics.bounds import (
     one_run_bound,
     one_run_epsilon,
 )
-from vestige.audit.statistics.rates import Interval, area_under_curve, clopper_pearson, rate_of_detection
+from vestige.accounting.lower_bounds.rates import Interval, area_under_curve, clopper_pearson, rate_of_detection
 
 __all__ = [
     "GaussianFit",

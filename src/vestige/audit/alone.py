@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from vestige.accounting.ledger import Ledger
+from vestige.accounting.lower_bounds.rates import Array
 from vestige.audit.canaries import Canary
 from vestige.audit.evidence import Evidence
-from vestige.audit.statistics.rates import Array
 from vestige.engines.reference import Reference, add_clipped
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
@@ -137,7 +137,9 @@ class LoneRuns:
             comparisons=Comparisons(self._examples, key, charges, losses, right),
         )
 
-    def _without(self, scores: Scores, present: Callable[[], bool], batch: Sequence[Tensor], parameters: Parameters) -> Tensor:
+    def _without(
+        self, scores: Scores, present: Callable[[], bool], batch: Sequence[Tensor], parameters: Parameters
+    ) -> Tensor:
         """The scores of those who are there."""
         if not present():
             stays = ~is_canary(self._canary.inputs.to(self._device), batch)

@@ -81,12 +81,14 @@ def planted_gradient(model: nn.Module, layout: Layout, inputs: Tensor, random: t
 
 
 def _free_directions(model: nn.Module, layout: Layout, inputs: Tensor) -> tuple[str, Tensor] | None:
-    """The weight of a first linear layer and an orthonormal basis of what its inputs never touch; None if it has none."""
+    """The weight of a first linear layer and an orthonormal basis of what its inputs never touch; None without any."""
     rows = inputs.flatten(1)
     if not rows.is_floating_point():
         return None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    first = next((module for module in model.modules() if next(module.parameters(recurse=False), None) is not None), None)
+    first = next(
+        (module for module in model.modules() if next(module.parameters(recurse=False), None) is not None), None
+    )
     if not isinstance(first, nn.Linear) or first.in_features != rows.shape[1]:
         return None
     name = names[id(first.weight)]

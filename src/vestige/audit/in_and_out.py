@@ -16,10 +16,10 @@ from scipy.interpolate import PchipInterpolator
 from torch import Tensor, nn
 
 from vestige import accounting, tasks
+from vestige.accounting.lower_bounds.bounds import epsilon_lower_bound, gaussian_fit
+from vestige.accounting.lower_bounds.rates import Array, Interval, area_under_curve, check_confidence, rate_of_detection
 from vestige.audit.alone import LoneRuns
-from vestige.audit.statistics.bounds import epsilon_lower_bound, gaussian_fit
 from vestige.audit.canaries import Canary, check_kind, make_canary
-from vestige.audit.statistics.rates import Array, Interval, area_under_curve, check_confidence, rate_of_detection
 from vestige.audit.result import InAndOut
 from vestige.audit.stacked import AuditedStack
 from vestige.audit.stand_in import NAME, stand_in
@@ -97,7 +97,9 @@ def audit(
     if sees not in VIEWS:
         raise ValueError(f"sees={sees!r} is unknown; choose from {', '.join(VIEWS)}")
     if sees == "loss" and canary == "gradient":
-        raise ValueError("sees='loss' with canary='gradient': a planted gradient has no input of its own, hence no loss")
+        raise ValueError(
+            "sees='loss' with canary='gradient': a planted gradient has no input of its own, hence no loss"
+        )
     if runs < 8:
         raise ValueError(f"runs={runs} must be 8 at least, half of them with the canary; thousands show something")
     if examples < 1:
@@ -222,9 +224,7 @@ def _most_telling(inside: Array, outside: Array) -> tuple[Array, Array]:
     return sign * inside[1::2, best], sign * outside[1::2, best]
 
 
-def _alone(
-    subject: Subject, planned: Plan, runs: int, goes_on: OnRuns
-) -> tuple[Array, Array, Counter[Question]]:
+def _alone(subject: Subject, planned: Plan, runs: int, goes_on: OnRuns) -> tuple[Array, Array, Counter[Question]]:
     lone = LoneRuns(subject.model, subject.loss, subject.data, subject.canary, subject.method, planned)
     found: dict[bool, list[float]] = {True: [], False: []}
     most: Counter[Question] = Counter()
@@ -273,9 +273,7 @@ def _epsilon_at(asked: accounting.History, delta: float, factor: float) -> float
     return 0.0 if factor > 0.999 * LARGEST_FACTOR else accounting.epsilon(_with_noise(asked, factor), delta)
 
 
-def judged(
-    scores: Scores, subject: Subject, planned: Plan, sees: str, confidence: float, wanted: int
-) -> InAndOut:
+def judged(scores: Scores, subject: Subject, planned: Plan, sees: str, confidence: float, wanted: int) -> InAndOut:
     """What the scores prove, beside what the accountant says of the same charges."""
     delta, asked = planned.delta, scores.asked
     filtered = subject.method.gate.adaptive
@@ -322,5 +320,3 @@ def judged(
         curve_detected=broken.detected,
         curve_false_alarms=broken.false_alarms,
     )
-
-

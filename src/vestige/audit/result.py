@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vestige.audit.statistics.rates import Interval
-
+from vestige.accounting.lower_bounds.rates import Interval
 
 ENOUGH = 400
 """Runs from which on the interval of a ROC's area is trusted."""

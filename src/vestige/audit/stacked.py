@@ -1,8 +1,8 @@
 """How are thousands of runs attacked at once? A stack whose curator also holds a canary, present in every other run.
 
 Nothing of the mechanism is written again here: samples, clips, sums, noise and charges are those of
-`vestige.compare.stacked`. The canary is one more example; where it is absent its gradient counts as unusable, which adds
-exactly zero to a sum, as if there were no such row.
+`vestige.compare.stacked`. The canary is one more example; where it is absent its gradient counts as unusable, which
+adds exactly zero to a sum, as if there were no such row.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class AuditedCurator(StackedCurator):
         mechanism would."""
         if self._share is None or not self._fixed:
             kept, self.fresh = self.fresh, self._scratch
-            self._planted.mark(torch.ones_like(self._everywhere, dtype=torch.bool), torch.ones_like(self._planted.present))
+            self._planted.mark(
+                torch.ones_like(self._everywhere, dtype=torch.bool), torch.ones_like(self._planted.present)
+            )
             super().sum(self._everywhere, torch.ones_like(self._everywhere, dtype=torch.bool), point)
             self.fresh, self._share = kept, self._scratch
         return self._share
@@ -139,8 +141,9 @@ class AuditedStack(Stack):
         """Each run's log-likelihood ratio of the canary's presence, from all releases; in the stack's order."""
         found = []
         for curator, _ in self.parts:
-            assert isinstance(curator, AuditedCurator) and curator.evidence is not None
-            found.append(curator.evidence.scores(curator.noise, self.steps, curator.sequence.keeps))
+            evidence = self._audited(curator).evidence
+            assert evidence is not None
+            found.append(evidence.scores(curator.noise, self.steps, curator.sequence.keeps))
         return np.concatenate(found)
 
     @torch.no_grad()
@@ -164,8 +167,8 @@ class AuditedStack(Stack):
         """Each run's product of the canary's first share with every vector that the runs keep after their last step:
         buffers of the memory, moments of the optimizer, an average; and of its squares, for buffers of squares."""
         found: dict[str, np.ndarray] = {}
-        assert len(self.parts) == 1 and len(self.parts[0][1]) == 1, "an audit has runs of one method"
-        curator, (learner,) = self._audited(self.parts[0][0]), self.parts[0][1]
+        ((planted, (learner,)),) = self.parts  # an audit has runs of one method
+        curator = self._audited(planted)
         share = curator.share(curator._point).double()
         unit = share / share.norm(dim=-1, keepdim=True).clamp(min=1e-300)
         for name, value in kept_vectors(learner.learner, curator.state, self.layout.size):
@@ -177,5 +180,3 @@ class AuditedStack(Stack):
     def _audited(curator: StackedCurator) -> AuditedCurator:
         assert isinstance(curator, AuditedCurator)
         return curator
-
-

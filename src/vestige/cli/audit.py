@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vestige.cli.errors import refuse_others
-from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, stderr, step_progress, stdout
+from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, stderr, stdout, step_progress
 
 
 def audit(
@@ -29,7 +29,8 @@ def audit(
         str | None,
         typer.Option(
             help="What the attacker sees: releases (all of them), model (the last one), state (buffers of memory and "
-            "optimizer at the end; half of the runs choose which) or loss (of the canary at the last model). [default: releases for a gradient canary, loss for the others]"
+            "optimizer at the end; half of the runs choose which) or loss (of the canary at the last model). "
+            "[default: releases for a gradient canary, loss for the others]"
         ),
     ] = None,
     runs: Annotated[int, typer.Option(help="Runs, half of them with the canary.")] = 2000,
@@ -43,9 +44,7 @@ def audit(
     lr: Annotated[str, typer.Option(help="Learning rate, or auto.")] = "auto",
     examples: Annotated[int, typer.Option(help="Other examples: the first of the task's.")] = 100,
     confidence: Annotated[float, typer.Option(help="Of the lower bound.")] = 0.95,
-    minutes: Annotated[
-        float, typer.Option(help="Stop starting runs after this long; what was made is judged.")
-    ] = 10.0,
+    minutes: Annotated[float, typer.Option(help="Stop starting runs after this long; what was made is judged.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Fixes the canary and the initial weights.", min=0, max=LARGEST_SEED)] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
     as_json: Json = False,
@@ -124,8 +123,8 @@ def _print(found: Any) -> None:
         f"{found.method}, {found.canary} canary among {found.examples} examples of {found.task}; {VIEWS[found.sees]}",
         f"{found.runs} runs{fewer} of {found.steps} steps at rate {found.sample_rate:g}, half of them with the canary "
         f"({way}, {found.seconds:g} s)",
-        f"epsilon is at least {found.epsilon_lower_bound:.3f} ({found.confidence:.4g} confidence, no assumption) and at "
-        f"most {found.epsilon:.3f} (accountant) at delta {found.delta:g}",
+        f"epsilon is at least {found.epsilon_lower_bound:.3f} ({found.confidence:.4g} confidence, no assumption) and "
+        f"at most {found.epsilon:.3f} (accountant) at delta {found.delta:g}",
         f"estimate, if scores are normal: {found.epsilon_estimate:.3f}, at least {found.epsilon_estimate_low:.3f} "
         f"({found.confidence:.4g}); mu {found.mu:.3f}",
         f"ROC area {found.area}"
@@ -135,8 +134,9 @@ def _print(found: Any) -> None:
     if found.noise_factor is not None:
         lines.insert(
             3,
-            f"estimate by the ROC's area: epsilon {found.epsilon_by_area:.3f}, at least {found.epsilon_by_area_low:.3f} "
-            f"({found.confidence:.4g}); the noise looks like {found.noise_factor} of what was priced",
+            f"estimate by the ROC's area: epsilon {found.epsilon_by_area:.3f}, at least "
+            f"{found.epsilon_by_area_low:.3f} ({found.confidence:.4g}); the noise looks like {found.noise_factor} of "
+            "what was priced",
         )
     for line in lines:
         stdout.print(line, markup=False)

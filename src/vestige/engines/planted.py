@@ -1,4 +1,4 @@
-"""How is one run audited? Made-up canaries among its examples, each there or not by a coin, and the sum of its releases.
+"""How is one run audited? Made-up canaries among its examples, each there by a coin, and the sum of its releases.
 
 A canary is a row that no person owns: it has no input, only a gradient far beyond every bound along a direction of its
 own. It is sampled, clipped and noised like any other row; where its coin kept it out, it adds exactly nothing.

@@ -158,11 +158,14 @@ def _means(meaning: accounting.Meaning | None) -> Iterator[tuple[str, str]]:
     yield (
         "An attacker, at most",
         f"who sees all releases and knows all other rows is right about one row's presence "
-        f"{meaning.attacker_accuracy:.1%} of the time at even odds, and detects {meaning.detection_at_1_percent:.1%} of "
-        "those present at 1% false alarms",
+        f"{meaning.attacker_accuracy:.1%} of the time at even odds, and detects {meaning.detection_at_1_percent:.1%} "
+        "of those present at 1% false alarms",
     )
     if meaning.gaussian_mu is not None:
-        yield "Gaussian mu", f"{meaning.gaussian_mu:.3g}: a Gaussian mechanism that is no more private, down to this delta"
+        yield (
+            "Gaussian mu",
+            f"{meaning.gaussian_mu:.3g}: a Gaussian mechanism that is no more private, down to this delta",
+        )
     if meaning.epsilon_replacing is not None:
         by = {"theorem": "", "group of two": ", as removing one and adding one"}[meaning.replacing_by]
         yield "Replacing a row", f"epsilon {_upwards(meaning.epsilon_replacing):g} at the same delta{by}"

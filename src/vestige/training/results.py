@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vestige import accounting
-from vestige.audit.statistics.bounds import one_run_bound
+from vestige.accounting.lower_bounds.bounds import one_run_bound
 from vestige.engines.planted import Canaries
 from vestige.methods.base import Method
 from vestige.questions import Question, SampledGaussian

@@ -214,8 +214,8 @@ def _announce(job: Any, training: Any) -> None:
     warn_of(job)
     if job.audit:
         stderr.print(
-            f"audit: {job.audit} made-up rows are planted, each by a coin; nobody's row is copied or left out, and sums "
-            "are divided by as many rows more",
+            f"audit: {job.audit} made-up rows are planted, each by a coin; nobody's row is copied or left out, and "
+            "sums are divided by as many rows more",
             markup=False,
         )
     if job.nonprivate_transcript:

@@ -91,9 +91,7 @@ def area_under_curve(inside: ArrayLike, outside: ArrayLike, confidence: float = 
     return Interval(area, float(low), float(high), confidence)
 
 
-def rate_of_detection(
-    inside: ArrayLike, outside: ArrayLike, false_alarms: float, confidence: float = 0.95
-) -> Interval:
+def rate_of_detection(inside: ArrayLike, outside: ArrayLike, false_alarms: float, confidence: float = 0.95) -> Interval:
     """The share of canaries that are detected (TPR) where a share `false_alarms` of absent ones is (FPR).
 
     Formal guarantees: the ends hold the truth with this confidence, whatever the scores' distributions. A quantile of

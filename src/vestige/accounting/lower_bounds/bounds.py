@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 from scipy.special import bdtrc, gammaln, log_ndtr, ndtr, ndtri
 
-from vestige.audit.statistics.rates import Array, check_confidence, highest_rate, lowest_rate, scores_of
+from vestige.accounting.lower_bounds.rates import Array, check_confidence, highest_rate, lowest_rate, scores_of
 from vestige.checks import check_delta
 
 THRESHOLDS = 128
@@ -294,7 +294,9 @@ def one_run_epsilon(canaries: int, guesses: int, right: int, delta: float, confi
         low, high = high, 2 * high
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if one_run_p_value(canaries, guesses, right, middle, delta) <= alpha else (low, middle)
+        low, high = (
+            (middle, high) if one_run_p_value(canaries, guesses, right, middle, delta) <= alpha else (low, middle)
+        )
     return low
 
 
