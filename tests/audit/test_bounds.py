@@ -37,9 +37,10 @@ def test_threshold_bounds_cover(mu, confidence):
 
 @pytest.mark.parametrize("mu", [0.3, 1.5])
 def test_a_true_promise_is_not_broken_and_a_false_one_is(mu):
-    def promise(alarms):
+    def curve(alarms):
         return ndtr(ndtri(alarms) + mu)
 
+    promise = curve, curve
     _, margin, _ = threshold_bounds(*normals(mu, 2000), DELTA, 0.9, promise)
     assert keeps(margin > 0, 0.9)
     _, margin, _ = threshold_bounds(*normals(mu / 0.7, 4000, 100), DELTA, 0.95, promise)
@@ -190,3 +191,23 @@ def test_separated_scores_reach_the_most_that_so_many_runs_can_show():
 def test_mistakes_are_refused_by_name(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_promise_that_differs_by_direction_is_kept_in_both(swapped):
+    """Scores of a sampled Gaussian mechanism, exactly drawn, against its own curve: tight, and not symmetric."""
+    from vestige.accounting import tradeoff
+    from vestige.questions import SampledGaussian
+
+    rate, noise, steps = 0.05, 0.7, 20
+    random = np.random.default_rng(5)
+    curve = tradeoff({SampledGaussian(rate, noise): steps}, 1e-5)
+
+    def scores(present):
+        joined = random.random((200, 2000, steps)) < (rate if present else 0.0)
+        x = joined + noise * random.standard_normal(joined.shape)
+        return np.log(1 - rate + rate * np.exp((2 * x - 1) / (2 * noise**2))).sum(-1)
+
+    promise = curve.promise[::-1] if swapped else curve.promise
+    _, margin, _ = threshold_bounds(scores(True), scores(False), 1e-5, 0.95, promise)
+    assert keeps(margin > 0, 0.95) != swapped

@@ -52,7 +52,7 @@ def judged(name, runs):
     inside, outside, asked = scores_of(name, runs)
     curve = accounting.tradeoff(asked, DELTA)
     area = area_under_curve(inside, outside, CONFIDENCE)
-    broken = epsilon_lower_bound(inside, outside, DELTA, CONFIDENCE, curve.detection).breaks_promise
+    broken = epsilon_lower_bound(inside, outside, DELTA, CONFIDENCE, curve.promise).breaks_promise
     return area, curve.area(), broken
 
 

@@ -278,7 +278,7 @@ def judged(scores: Scores, subject: Subject, planned: Plan, sees: str, confidenc
     delta, asked = planned.delta, scores.asked
     filtered = subject.method.gate.adaptive
     promise = planned.epsilon if filtered and planned.epsilon is not None else accounting.epsilon(asked, delta)
-    curve = None if filtered else accounting.tradeoff(asked, delta).detection
+    curve = None if filtered else accounting.tradeoff(asked, delta).promise
     a, b = scores.inside, scores.outside
     bound = epsilon_lower_bound(a, b, delta, confidence)
     broken = bound if curve is None else epsilon_lower_bound(a, b, delta, confidence, curve)

@@ -23,7 +23,11 @@ def audit(
     ] = "stand-in",
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     canary: Annotated[
-        str, typer.Option(help="gradient (beyond the bound, along a random direction), mislabelled or blank.")
+        str,
+        typer.Option(
+            help="gradient (beyond the bound, along a random direction), mislabelled or blank; selection: attack the "
+            "accept bits of dpsur or dpsgd-br, against the papers' claim and our price."
+        ),
     ] = "gradient",
     sees: Annotated[
         str | None,
@@ -59,10 +63,17 @@ def audit(
         vestige audit --method fo-dp-sgd --epsilon 3 --runs 200 --steps 20
 
         vestige audit --task digits-mlp --epsilon 8 --canary mislabelled --runs 200 --steps 20 --json
+
+        vestige audit --method dpsur --canary selection --runs 400 --trials 30
     """
     if run is not None:
         refuse_others(context, ("run", "as_json"), "a run of `vestige train --audit` has been made already")
         _audit_run(run, as_json)
+        return
+    if canary == "selection":
+        allowed = ("method", "canary", "runs", "steps", "delta", "confidence", "as_json")
+        refuse_others(context, allowed, "the attack on accept bits makes its own data and noise")
+        _audit_selection(method, runs, steps, delta, confidence, as_json)
         return
     from vestige.audit.in_and_out import audit as attack
     from vestige.cli.models.flags import learning_rate
@@ -154,6 +165,28 @@ def _verdict(found: Any) -> str:
         f"CONTRADICTION: {found.curve_detected:.1%} detected at {found.curve_false_alarms:.1%} false alarms (both "
         f"bounded, {found.confidence:.4g} confidence) is more than the accountant's curve allows"
     )
+
+
+def _audit_selection(method: str, runs: int, trials: int, delta: float, confidence: float, as_json: bool) -> None:
+    from vestige.audit.selection import attack_selection
+
+    found = attack_selection(method, runs=runs, trials=trials, delta=delta, confidence=confidence)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        verdict = "BROKEN" if found.claim_broken else "not broken by so many runs"
+        lines = [
+            f"{found.method}: the first accepted of up to {found.trials} candidates, all pure noise, in {found.runs} runs",
+            f"ROC area {found.area}",
+            f"the papers' claim for one accepted update, epsilon {found.claimed_epsilon:.3f}, allows "
+            f"{found.claimed_area:.3f}: {verdict}",
+            f"our price of {found.trials} trials, epsilon {found.epsilon:.3f}, allows {found.allowed_area:.3f}: "
+            + ("CONTRADICTION" if found.contradicts else "it stands"),
+        ]
+        for line in lines:
+            stdout.print(line, markup=False)
+    if found.contradicts:
+        sys.exit(1)
 
 
 def _audit_run(run: Path, as_json: bool) -> None:

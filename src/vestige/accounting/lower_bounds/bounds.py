@@ -21,7 +21,10 @@ LARGEST = 100.0
 """Epsilons beyond this are not told apart."""
 
 Curve = Callable[[Array], Array]
-"""The most that a share of false alarms (FPR) allows of detections (TPR), at each of them: an accountant's promise."""
+"""The most that a share of false alarms allows of detections, at each of them."""
+Promise = tuple[Curve, Curve]
+"""An accountant's: for guessing "inside" (TPR by FPR), and for guessing "outside" (TNR by FNR). They differ where adding an
+example costs another curve than removing one, as with sampling."""
 
 
 def _check_delta(delta: float) -> None:
@@ -63,13 +66,13 @@ def epsilon_lower_bound(
     outside: ArrayLike,
     delta: float,
     confidence: float = 0.95,
-    promise: Curve | None = None,
+    promise: Promise | None = None,
 ) -> ThresholdBound:
     """Epsilon from below, from scores of independent runs with the canary and without it; larger means "with".
 
     Every other run chooses a threshold, and whether to guess "inside" above it or "outside" below it; the remaining
-    runs are scored. The order of the scores must not depend on them. With `promise`, a curve that an accountant
-    promises, the threshold is chosen to break it: a test of the whole curve sees far smaller faults than epsilon at a
+    runs are scored. The order of the scores must not depend on them. With `promise`, the curves that an accountant
+    promises (`accounting.tradeoff(...).promise`), the threshold is chosen to break it: a test of the whole curve sees far smaller faults than epsilon at a
     small delta does.
 
     Formal guarantees: if the runs are (epsilon, delta)-differentially private, `epsilon` of the result is at most that
@@ -99,7 +102,7 @@ class Chosen:
 
 
 def threshold_bounds(
-    inside: Array, outside: Array, delta: float, confidence: float, promise: Curve | None = None
+    inside: Array, outside: Array, delta: float, confidence: float, promise: Promise | None = None
 ) -> tuple[Array, Array, Chosen]:
     """`epsilon_lower_bound` for many repetitions at once, [repetitions, runs]: epsilons, margins over the promise."""
     alpha = (1 - confidence) / 2
@@ -109,7 +112,9 @@ def threshold_bounds(
     places = np.unique(np.round(np.linspace(0, pooled.shape[1] - 1, THRESHOLDS)).astype(int))
     tried = pooled[:, places]
     rates = _rates(*choosing, tried, alpha)
-    gains = np.stack([_gain(*pair, delta, promise) for pair in rates], axis=-1)  # [repetitions, thresholds, 2]
+    curves = (None, None) if promise is None else promise
+    # [repetitions, thresholds, 2]
+    gains = np.stack([_gain(*pair, delta, curve) for pair, curve in zip(rates, curves, strict=True)], axis=-1)
     best = gains.reshape(len(rows), -1).argmax(axis=1)
     threshold, above = tried[rows, best // 2], best % 2 == 0
     tested = np.sort(inside[:, 1::2]), np.sort(outside[:, 1::2])
@@ -117,7 +122,9 @@ def threshold_bounds(
         np.where(above, up[:, 0], down[:, 0])
         for up, down in zip(*_rates(*tested, threshold[:, None], alpha), strict=True)
     )
-    margin = detected - promise(alarms) if promise is not None else np.full(len(rows), -inf)
+    margin = np.full(len(rows), -inf)
+    if promise is not None:
+        margin = detected - np.where(above, promise[0](alarms), promise[1](alarms))
     return _epsilon(detected, alarms, delta), margin, Chosen(threshold, above, detected, alarms)
 
 
@@ -142,10 +149,10 @@ def _epsilon(detected: Array, alarms: Array, delta: float) -> Array:
         return np.clip(np.log(np.maximum(detected - delta, 0.0) / alarms), 0.0, LARGEST)
 
 
-def _gain(detected: Array, alarms: Array, delta: float, promise: Curve | None) -> Array:
+def _gain(detected: Array, alarms: Array, delta: float, curve: Curve | None) -> Array:
     """What a threshold is chosen by. Where no epsilon is positive, the nearest one is best."""
-    if promise is not None:
-        return detected - promise(alarms)
+    if curve is not None:
+        return detected - curve(alarms)
     with np.errstate(divide="ignore"):
         return np.log(np.maximum(detected - delta, 1e-300) / alarms)
 

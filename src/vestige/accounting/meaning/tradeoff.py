@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,11 @@ class Tradeoff:
         # The same promise about guessing "absent": 1 - FPR <= delta + e^epsilon (1 - TPR).
         below = 1 - np.exp(-self.epsilons) * np.maximum(1 - alarms - self.adding, 0.0)
         return np.asarray(np.minimum(1.0, np.minimum(above, below).min(axis=-1)))
+
+    @property
+    def promise(self) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+        """What is promised about guessing that the example is there, and about guessing that it is not."""
+        return self.detection, Tradeoff(self.epsilons, self.adding, self.removing).detection
 
     def area(self) -> float:
         """The largest area under a ROC, to four digits."""
