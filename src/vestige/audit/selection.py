@@ -1,8 +1,8 @@
 """Are rejected candidates free? An attack on the accept bits of selective methods, against the papers' claim and ours.
 
-The data are made up so that no gradient says anything: every candidate is pure noise. The loss rises with the one weight
-for all examples but the canary, whose loss falls a thousand times faster, so that its presence turns the test around:
-which candidates are kept tells whether it is there, before a single gradient does.
+The data are made up so that no gradient says anything: every candidate is pure noise. The loss rises with the one
+weight for all examples but the canary, whose loss falls a thousand times faster, so that its presence turns the test
+around: which candidates are kept tells whether it is there, before a single gradient does.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def _audit_selection(method: str, runs: int, trials: int, delta: float, confiden
     else:
         verdict = "BROKEN" if found.claim_broken else "not broken by so many runs"
         lines = [
-            f"{found.method}: the first accepted of up to {found.trials} candidates, all pure noise, in {found.runs} runs",
+            f"{found.method}: the first accepted of up to {found.trials} candidates, all noise; {found.runs} runs",
             f"ROC area {found.area}",
             f"the papers' claim for one accepted update, epsilon {found.claimed_epsilon:.3f}, allows "
             f"{found.claimed_area:.3f}: {verdict}",

@@ -23,8 +23,8 @@ LARGEST = 100.0
 Curve = Callable[[Array], Array]
 """The most that a share of false alarms allows of detections, at each of them."""
 Promise = tuple[Curve, Curve]
-"""An accountant's: for guessing "inside" (TPR by FPR), and for guessing "outside" (TNR by FNR). They differ where adding an
-example costs another curve than removing one, as with sampling."""
+"""An accountant's: for guessing "inside" (TPR by FPR), and for guessing "outside" (TNR by FNR). They differ where adding
+an example has another curve than removing one, as with sampling."""
 
 
 def _check_delta(delta: float) -> None:
@@ -72,8 +72,8 @@ def epsilon_lower_bound(
 
     Every other run chooses a threshold, and whether to guess "inside" above it or "outside" below it; the remaining
     runs are scored. The order of the scores must not depend on them. With `promise`, the curves that an accountant
-    promises (`accounting.tradeoff(...).promise`), the threshold is chosen to break it: a test of the whole curve sees far smaller faults than epsilon at a
-    small delta does.
+    promises (`accounting.tradeoff(...).promise`), the threshold is chosen to break it: a test of the whole curve sees
+    far smaller faults than epsilon at a small delta does.
 
     Formal guarantees: if the runs are (epsilon, delta)-differentially private, `epsilon` of the result is at most that
     with probability at least `confidence`, and `breaks_promise` of a true promise is True with probability at most 1 -
