@@ -129,6 +129,12 @@ class Statement:
     adjacency: str
     reasons: tuple[str, ...] = ()
     epsilon_if_noise_were_secret: float | None = None
+    attacker_accuracy: float | None = None
+    """What the epsilon means (`accounting.Meaning`): upper bounds, which versions before 0.3 did not write."""
+    detection_at_1_percent: float | None = None
+    gaussian_mu: float | None = None
+    epsilon_replacing: float | None = None
+    replacing_by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +174,17 @@ class Selection:
     """Not a guarantee: the papers charge applied updates only, and that is refuted (docs/selective.md)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """What the canaries of a run show: epsilon is at least so much, with a confidence."""
+
+    canaries: int
+    guesses: int
+    right: int
+    epsilon_lower_bound: float
+    confidence: float
+
+
 @dataclass(frozen=True)
 class LedgerEnd:
     """How long a ledger's hash chain was when a result was written, and its last hash."""
@@ -196,6 +213,8 @@ class RunResult:
     """The standard deviation of its noise."""
     statement: Statement
     selection: Selection | None = None
+    audit: Audited | None = None
+    """What its canaries show, if any were planted."""
     steps: int
     seed: int | None = None
     seconds: float | None = None

@@ -4,6 +4,8 @@ from vestige.accounting.budgets import Budget, Odometer, RenyiFilter, history_of
 from vestige.accounting.calibration import calibrate
 from vestige.accounting.composition import epsilon
 from vestige.accounting.guarantees import Facts, Guarantee, guarantee
+from vestige.accounting.meaning.meaning import Meaning, meaning
+from vestige.accounting.meaning.tradeoff import Tradeoff, tradeoff
 from vestige.accounting.selective import published_claim_epsilon
 from vestige.accounting.theorems import History
 from vestige.accounting.tuning import composed_epsilon, tuned_epsilon
@@ -13,14 +15,18 @@ __all__ = [
     "Facts",
     "Guarantee",
     "History",
+    "Meaning",
     "Odometer",
     "RenyiFilter",
+    "Tradeoff",
     "calibrate",
     "composed_epsilon",
     "epsilon",
     "guarantee",
     "history_of_runs",
+    "meaning",
     "published_claim_epsilon",
+    "tradeoff",
     "tuned_epsilon",
     "within",
 ]

@@ -65,14 +65,14 @@ def epsilon_by_distribution(history: History, delta: float, fineness: float) -> 
             losses = loss_distribution(history, interval, best)
         except OverflowError:
             return best
-        best = min(best, _epsilon_of(losses, delta, guess=best))
+        best = min(best, epsilon_of(losses, delta, guess=best))
         # Far below its target a composed distribution is still an upper bound, but a loose one.
         if best == 0.0 or max(each.slack(best) for each in losses) < SLACK * delta:
             break
     return best
 
 
-def _epsilon_of(losses: Sequence[Composed], delta: float, guess: float) -> float:
+def epsilon_of(losses: Sequence[Composed], delta: float, guess: float) -> float:
     """The smallest epsilon whose delta is no larger in either direction, to eight digits from above."""
 
     def surplus(loss: float) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import exp, inf
 
 from vestige.accounting.composition import epsilon
+from vestige.accounting.meaning.meaning import Meaning, meaning
 from vestige.accounting.theorems import History
 from vestige.checks import check_delta
 from vestige.questions import (
@@ -90,6 +92,15 @@ class Guarantee:
     assumptions: tuple[str, ...] = ASSUMPTIONS
     adjacency: str = "add/remove one example"
     epsilon_if_noise_were_secret: float | None = None
+    history: History | None = field(default=None, compare=False, repr=False)
+    """What was asked."""
+
+    @cached_property
+    def meaning(self) -> Meaning | None:
+        """What the epsilon means for an attacker; None where there is none. Computed when first read."""
+        if self.epsilon is None or self.history is None:
+            return None
+        return meaning(self.history, self.delta, filtered=self.epsilon if self.accountant == "renyi filter" else None)
 
 
 SAMPLING: dict[str, tuple[type[Question], ...]] = {
@@ -130,7 +141,8 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
     held = ((OPAQUE_LOSS, facts.opaque_loss), (PADDED, facts.padded), (NEGLECTED, neglected))
     further = [text for text, holds in held if holds]
     assumptions = (ARITHMETICS[facts.arithmetic], *ASSUMPTIONS[1:], *further)
-    result = Guarantee(spent, delta, "renyi filter" if filtered else "pld", proved, reasons, assumptions)
+    accountant = "renyi filter" if filtered else "pld"
+    result = Guarantee(spent, delta, accountant, proved, reasons, assumptions, history=dict(history))
     if not reasons:
         return result
     return replace(result, epsilon=None, epsilon_if_noise_were_secret=None if broken else spent)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, exp, expm1
+from functools import partial
+from math import ceil, exp, expm1, log
 
 import numpy as np
 from scipy.special import ndtr
@@ -71,6 +72,34 @@ def reaches(rate: float, multiplier: float, deepest: float) -> tuple[float, floa
     if rate == 1:
         return loss, loss
     return float(np.logaddexp(np.log1p(-rate), np.log(rate) + loss)), min(loss, -float(np.log1p(-rate)))
+
+
+def replaced_gaussian(rate: float, multiplier: float, deepest: float = DEEPEST) -> Profile:
+    """The sampled Gaussian, one example replaced by another: (1 - q) N(0, s^2) + q N(1, s^2) against (1 - q) N(0, s^2)
+    + q N(-1, s^2).
+
+    Why this pair is the worst: whatever two vectors g and h of norm at most one the examples add, an event of
+    probability a under N(0, s^2) has at most Phi(z + 1/s) under N(g, s^2) and at least Phi(z - 1/s) under N(h, s^2),
+    where Phi(z) = a (Neyman & Pearson, twice); a half-line attains both where h = -g.
+    """
+    heights = partial(_replaced, rate, multiplier)
+    loss = (1 / multiplier + deepest) / multiplier
+    reach = 2 * loss
+    if rate < 1:
+        ends = np.logaddexp(np.log1p(-rate), np.log(rate) + np.array([1, -1]) * loss - 0.5 / multiplier**2)
+        reach = float(ends[0] - ends[1])
+    return Profile(heights, heights, reach, reach)
+
+
+def _replaced(rate: float, multiplier: float, loss: Array) -> Array:
+    """sup over events of P - e^loss Q for that pair: the event is a half-line, from where P = e^loss Q."""
+    held = (1 - rate) * np.expm1(loss)
+    with np.errstate(divide="ignore"):
+        scaled = np.log(held) - log(2 * rate) + 0.5 / multiplier**2 - loss / 2
+    crossing = np.where(scaled < 300, np.arcsinh(np.exp(np.minimum(scaled, 300))), scaled + log(2))
+    start = multiplier**2 * (loss / 2 + crossing)
+    low, high = ndtr((1 - start) / multiplier), np.exp(loss) * ndtr((-1 - start) / multiplier)
+    return np.maximum(rate * (low - high) - held * ndtr(-start / multiplier), 0.0)
 
 
 def connect_dots(profile: Profile, step: float) -> tuple[int, Array, float]:

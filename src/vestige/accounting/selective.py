@@ -7,6 +7,7 @@ from math import isnan
 from typing import Any
 
 from vestige.accounting.composition import epsilon
+from vestige.accounting.meaning.meaning import meaning
 from vestige.checks import check_delta, check_multiplier, check_rate, check_steps
 from vestige.questions import Question, SampledGaussian, Trial
 
@@ -80,6 +81,7 @@ def price(run: Trials, accounting_by: str) -> dict[str, Any]:
         result["epsilon"] = epsilon(asked, run.delta)
         result["epsilon_rdp"] = epsilon(asked, run.delta, "rdp")
         result["accountant"] = "pld"
+        result |= asdict(meaning(asked, run.delta))
     return result
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vestige.accounting import rdp, trials
-from vestige.accounting.profiles import Profile, sampled_gaussian
+from vestige.accounting.profiles import Profile, replaced_gaussian, sampled_gaussian
 from vestige.accounting.rdp import Array
 from vestige.accounting.samplings import allocation, truncation
 from vestige.questions import (
@@ -41,6 +41,8 @@ class Theorem:
     """The Renyi divergences of one occasion at `rdp.ORDERS`: [questions, orders]."""
     occasions: Callable[[Any, int], int] = lambda question, count: count
     """On how many occasions at most one example takes part, when the question is asked `count` times."""
+    replacing: Callable[[Any], Profile] | None = None
+    """The profile of one occasion where an example is replaced by another; None where no theorem gives it."""
 
 
 THEOREMS: dict[type[Question], Theorem] = {
@@ -48,11 +50,13 @@ THEOREMS: dict[type[Question], Theorem] = {
         "Zhu, Dong & Wang 2022 (dominating pair, both directions); Mironov, Talwar & Zhang 2019 (Renyi)",
         lambda question: sampled_gaussian(question.rate, question.multiplier),
         lambda questions: rdp.curves([q.rate for q in questions], [q.multiplier for q in questions]),
+        replacing=lambda question: replaced_gaussian(question.rate, question.multiplier),
     ),
     Gaussian: Theorem(
         "Balle & Wang 2018; adaptive queries under a fixed strategy matrix: Denisov et al. 2022",
         lambda question: sampled_gaussian(1.0, question.multiplier),
         lambda questions: rdp.curves([1.0] * len(questions), [q.multiplier for q in questions]),
+        replacing=lambda question: replaced_gaussian(1.0, question.multiplier),
     ),
     # Steps t and t + bands are independent given the strategy's bands, and one example belongs to one part.
     CyclicGaussian: Theorem(
@@ -60,6 +64,7 @@ THEOREMS: dict[type[Question], Theorem] = {
         lambda question: sampled_gaussian(question.rate, question.multiplier),
         lambda questions: rdp.curves([q.rate for q in questions], [q.multiplier for q in questions]),
         lambda question, count: -(-count // question.bands),
+        lambda question: replaced_gaussian(question.rate, question.multiplier),  # it takes the other's place in a part
     ),
     AllocatedGaussian: Theorem(
         "Chua et al. 2024, Balls-and-Bins Sampling (dominating pair); Feldman & Shenfeld 2026; docs/sampling.md",

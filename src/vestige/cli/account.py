@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
 
 from vestige.cli.errors import refuse_others
-from vestige.cli.terminal import Json, print_json, stdout
+from vestige.cli.terminal import Json, meant, print_json, stdout
 
 ALWAYS = ("sample_rate", "steps", "delta", "as_json")
 EPOCHS = ("epochs", "steps_per_epoch")
@@ -238,6 +238,7 @@ def _price_steps(plan: StepPlan) -> dict[str, Any]:
         "epsilon_rdp": accounting.epsilon(asked(multiplier), delta, "rdp"),
         "adjacency": "add/remove one example",
         "sampling": plan.drawn.sampling,
+        **asdict(accounting.meaning(asked(multiplier), delta)),
     }
     if plan.drawn.sampling == "allocation":
         epoch = plan.drawn.steps_per_epoch
@@ -261,6 +262,7 @@ def _print_steps(result: dict[str, Any]) -> None:
         f"noise multiplier {result['noise_multiplier']:.6g}, {result['steps']} steps, {_drawn(result)}, add/remove one "
         "example"
     )
+    print_meaning(result)
     if "groups" in result:
         stdout.print(
             f"{result['groups']} groups on one sample, priced jointly "
@@ -273,6 +275,12 @@ def _drawn(result: dict[str, Any]) -> str:
         return f"each example in one of {result['steps_per_epoch']} steps of each of {result['epochs']} epochs"
     most = f", at most {result['max_batch']} of {result['examples']} kept" if result["sampling"] == "truncated" else ""
     return f"Poisson rate {result['sample_rate']:g}{most}"
+
+
+def print_meaning(result: dict[str, Any]) -> None:
+    """What an epsilon means, in words: upper bounds on any attacker, and the epsilon of replacing an example."""
+    for line in meant(result):
+        stdout.print(line, markup=False)
 
 
 def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str) -> dict[str, Any]:
@@ -292,6 +300,7 @@ def _print_trials(result: dict[str, Any]) -> None:
             f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accounting']}, "
             f"{result['trials']} trials; by Renyi {result['epsilon_rdp']:.4f})"
         )
+        print_meaning(result)
     if "published_claim_epsilon" in result:
         claim, accepted = result["published_claim_epsilon"], result["accepted"]
         stdout.print(f"published claim {claim:.4f} for {accepted} accepted updates: refuted, not a guarantee")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vestige.cli.errors import fail
-from vestige.cli.terminal import LARGEST_SEED, Json, print_json, stderr, stdout
+from vestige.cli.terminal import LARGEST_SEED, Json, meant, print_json, stderr, stdout
 
 
 def verify(
@@ -80,6 +80,8 @@ def _verify_run(run: Path, unfinished: bool, as_json: bool) -> None:
             f"epsilon {promise.epsilon:.4f} at delta {promise.delta:g} ({promise.accountant}; by Renyi "
             f"{promise.epsilon_rdp:.4f}), {promise.adjacency}"
         )
+        for line in meant(vars(promise.meaning)):
+            stdout.print(line, markup=False)
     else:
         stdout.print("no epsilon: " + "; ".join(promise.reasons), markup=False)
     if verdict.unchecked:

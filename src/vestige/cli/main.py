@@ -23,6 +23,7 @@ COMMANDS = {
         "checks",
         "Recompute a run's epsilon from its ledger alone, and hold its result, model and checkpoint against it.",
     ),
+    "audit": ("audit", "Attack a method with a canary, and bound epsilon from below with a confidence."),
     "doctor": (
         "checks",
         "Examine a model and its data before training; name what is at fault (exit code 1 if anything is).",

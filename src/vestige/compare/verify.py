@@ -88,6 +88,11 @@ def _misstated(record: CompletedRun, cost: Guarantee) -> str | None:
         stated, found = getattr(record.statement, key), getattr(cost, key)
         if not (stated == found if stated is None or found is None else abs(stated - found) <= 1e-6 * max(1.0, found)):
             return f"states {key.replace('_', ' ')} {stated}, its charges cost {found}"
+    if record.statement.attacker_accuracy is not None and cost.meaning is not None:
+        for key in ("attacker_accuracy", "detection_at_1_percent", "gaussian_mu", "epsilon_replacing"):
+            stated, found = getattr(record.statement, key), getattr(cost.meaning, key)
+            if (stated or 0.0) < (found or 0.0) * (1 - 1e-6):
+                return f"states {key.replace('_', ' ')} {stated}, its charges allow {found}"
     return None
 
 

@@ -147,12 +147,32 @@ def _rows(run: _Account) -> Iterator[tuple[str, str]]:
         yield "Epsilon, delta", f"{_upwards(promise.epsilon):g}, {promise.delta:g}"
         by_renyi = "" if promise.epsilon_rdp is None else f"; by Renyi divergences alone {promise.epsilon_rdp:.4g}"
         yield "Accountant", f"{ACCOUNTANTS.get(promise.accountant, promise.accountant)}: an upper bound{by_renyi}"
+        yield from _means(promise.meaning)
     yield "Sampling", f"{SAMPLING.get(facts['sampling'], facts['sampling'])}, rate {rate:.6g}"
     arithmetic = ARITHMETIC[facts.get("arithmetic", "float32")]
     yield "Noise", f"multiplier {facts['noise_multiplier']:.6g} of each row's bound, {facts['noise']}; {arithmetic}"
     yield "Steps", _steps(run)
     yield "Expected batch", f"{rate * population:.6g} rows"
     yield "Method", _method(facts["method"])
+
+
+def _means(meaning: accounting.Meaning | None) -> Iterator[tuple[str, str]]:
+    if meaning is None:
+        return
+    yield (
+        "An attacker, at most",
+        f"who sees all releases and knows all other rows is right about one row's presence "
+        f"{meaning.attacker_accuracy:.1%} of the time at even odds, and detects {meaning.detection_at_1_percent:.1%} "
+        "of those present at 1% false alarms",
+    )
+    if meaning.gaussian_mu is not None:
+        yield (
+            "Gaussian mu",
+            f"{meaning.gaussian_mu:.3g}: a Gaussian mechanism that is no more private, down to this delta",
+        )
+    if meaning.epsilon_replacing is not None:
+        by = {"theorem": "", "group of two": ", as removing one and adding one"}[meaning.replacing_by]
+        yield "Replacing a row", f"epsilon {_upwards(meaning.epsilon_replacing):g} at the same delta{by}"
 
 
 def _mechanism(run: _Account) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf, sqrt
 
@@ -34,6 +35,19 @@ from vestige.randomness.release import BoundedSum, Release
 from vestige.randomness.sampling import Poisson, Sampling
 
 Witness = Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A release with the public facts of its question: what an attacker who sees every release knows of it."""
+
+    release: Release
+    index: int
+    """The question's number; two answers on one sample share it."""
+    rate: float
+    parameters: Parameters
+    clip: Clip
+    transform: Transform | None
 
 
 class Curator:
@@ -67,6 +81,8 @@ class Curator:
         self.expected_batch = sampling.rate * self.population
         self._noise: NoiseSequence = noise if noise is not None else Independent()
         self._priced: tuple[Clip, float | Tensor, float] | None = None
+        self.observer: Callable[[Answer], None] | None = None
+        """Called with every release, for audits: releases and public facts only."""
         self.asked = 0
         """Gradients asked so far: the index of the next one's streams."""
         self._begun: int | None = None
@@ -110,14 +126,23 @@ class Curator:
         clip = clip.drawn(partial(self._randomness.stream, "thin", index))
         sampling = self._sampling if boost == 1 else Poisson(rate)
         sample = sampling.draw(self.population, index, self._randomness)
+        shown = partial(self._shown, index, rate, clip, transform)
         if then is None:
-            return self._answer(sample, parameters, clip, multiplier, transform, index)
+            return shown(parameters, self._answer(sample, parameters, clip, multiplier, transform, index))
         assert clip.count_deviation(multiplier, self.expected_batch) == inf, (
             "Method refuses to count twice on one sample"
         )
         each = multiplier * sqrt(2)
-        first = self._answer(sample, parameters, clip, each, transform, index)
-        return self._answer(sample, then(first), clip, each, transform, index, again="-again")
+        first = shown(parameters, self._answer(sample, parameters, clip, each, transform, index))
+        second = then(first)
+        return shown(second, self._answer(sample, second, clip, each, transform, index, again="-again"))
+
+    def _shown(
+        self, index: int, rate: float, clip: Clip, transform: Transform | None, point: Parameters, release: Release
+    ) -> Release:
+        if self.observer is not None:
+            self.observer(Answer(release, index, rate, point, clip, transform))
+        return release
 
     def norms(self, parameters: Parameters, bound: float, multiplier: float, *, step: int, part: int = 0) -> float:
         """A noised estimate of the sum of min(norm, bound) over all examples, from a fresh sample.

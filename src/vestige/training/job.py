@@ -69,6 +69,7 @@ class Job:
     normalise: str = "group"
     moments_noise: float = 8.0
     moments_bound: float = 2.5
+    audit: int | None = None
     nonprivate_transcript: str | None = None
     nonprivate_logs: bool = False
 
@@ -145,6 +146,7 @@ def start(
         public=_public_examples(job, method),
         normalise=moments,
         evaluate=_evaluation(job),
+        audit=job.audit,
         nonprivate_transcript=job.nonprivate_transcript,
         nonprivate_logs=job.nonprivate_logs,
     )

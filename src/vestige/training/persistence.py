@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from vestige.accounting.ledger import Ledger, LedgerError
+from vestige.engines.planted import Canaries
 from vestige.mechanism.curator import Curator
 from vestige.randomness.correlated import NoiseSequence
 from vestige.training.loop import TrainingState
@@ -22,6 +23,7 @@ class Persistent(Protocol):
     curator: Curator
     normalised: bool
     ledger: Ledger
+    canaries: Canaries | None
 
     def noise_from_here(self) -> NoiseSequence:
         """The noise of the steps that are left, begun anew."""
@@ -69,6 +71,7 @@ def saver(run: Persistent, folder: RunFolder) -> Callable[[], None]:
                 "asked": run.curator.asked,
                 "compared": run.curator.comparisons.asked if run.curator.comparisons else 0,
                 "normalised": run.normalised,
+                **({} if run.canaries is None else {"canaries": run.canaries.state_dict()}),
                 "ledger_rows": run.ledger.rows,
                 "ledger_head": run.ledger.head,
             }
@@ -117,6 +120,8 @@ def _restore(run: Persistent, folder: RunFolder) -> None:
         )
     run.state.load_state_dict(saved["state"])
     run.normalised = saved["normalised"]
+    if run.canaries is not None:
+        run.canaries.load_state_dict(saved["canaries"])
     # A secret run draws from a new key; a reproducible one must continue the same streams.
     run.curator.asked = saved["asked"]
     if run.curator.comparisons is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from vestige import accounting
+from vestige.accounting.lower_bounds.bounds import one_run_bound
+from vestige.engines.planted import Canaries
 from vestige.methods.base import Method
 from vestige.questions import Question, SampledGaussian
-from vestige.records import Selection, Statement
+from vestige.records import Audited, Selection, Statement
 from vestige.training.loop import Record
 from vestige.training.planning import Plan
 
@@ -33,7 +36,32 @@ def statement(
         adjacency=promise.adjacency,
         reasons=promise.reasons,
         epsilon_if_noise_were_secret=promise.epsilon_if_noise_were_secret,
+        **meant(promise),
     )
+
+
+AUDIT_CONFIDENCE = 0.95
+
+
+def audited(canaries: Canaries, delta: float) -> Audited:
+    """How large epsilon is at least, by the canaries of one run.
+
+    Formal guarantees: with probability 0.95 over coins, samples and noise, `epsilon_lower_bound` is at most the run's
+    epsilon at `delta` (Steinke, Nasr & Jagielski 2023). It is computed from releases and made-up rows alone.
+    """
+    found = one_run_bound(canaries.scores(), canaries.included.numpy(), delta, AUDIT_CONFIDENCE)
+    return Audited(
+        canaries=found.canaries,
+        guesses=found.guesses,
+        right=found.right,
+        epsilon_lower_bound=found.epsilon,
+        confidence=found.confidence,
+    )
+
+
+def meant(promise: accounting.Guarantee) -> dict[str, Any]:
+    """What the promise means, as fields of a statement."""
+    return {} if promise.meaning is None else asdict(promise.meaning)
 
 
 def last_diagnostics(record: Record) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.accounting.ledger import Ledger
 from vestige.balance import Constants
 from vestige.engines.independence import require_independent
+from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.processes import require_one_process
 from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.recorded.recording import sizes_of
@@ -46,7 +47,7 @@ from vestige.training import persistence
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import Plan, Request, plan, questions, sampling_of, settled
-from vestige.training.results import last_diagnostics, selection, statement
+from vestige.training.results import audited, last_diagnostics, selection, statement
 from vestige.training.run_folder import RunFolder, paced
 from vestige.training.transcript import Transcript
 
@@ -84,6 +85,7 @@ def train(
     public: tuple[Tensor, Tensor] | None = None,
     normalise: PrivateMoments | None = None,
     evaluate: PrivateEvaluation | Literal["private"] | None = None,
+    audit: int | None = None,
     nonprivate_transcript: str | Path | None = None,
     nonprivate_logs: bool = False,
 ) -> Training:
@@ -121,6 +123,9 @@ def train(
     - `evaluate="private"` asks, after the last step, how many training examples the model gets right: one more
       question, planned and priced with the others; `PrivateEvaluation` chooses its error, or other private examples.
       `training.result()` has the answer.
+    - `audit=1000` plants so many made-up canaries among the examples, each there or not by a coin, and the result says
+      how large epsilon is at least: `training.result().audit`. No person's row is copied or left out; the sums hold
+      about half as many made-up rows more, and are divided by so many more.
     - `nonprivate_transcript` (a file for raw sums) and `nonprivate_logs` void the guarantee.
 
     >>> import torch, vestige
@@ -157,6 +162,7 @@ def train(
         public=public,
         normalise=normalise,
         evaluate=_evaluation(evaluate),
+        audit=audit,
         transcript=None if nonprivate_transcript is None else Path(nonprivate_transcript),
         nonprivate_logs=nonprivate_logs,
     )
@@ -190,6 +196,20 @@ def _evaluation(asked: Any) -> PrivateEvaluation | None:
     if asked is not None and asked != "private" and not isinstance(asked, PrivateEvaluation):
         raise ValueError(f"evaluate={asked!r} must be 'private', or a PrivateEvaluation")
     return PrivateEvaluation() if asked == "private" else asked
+
+
+def _canaries(settings: Settings, method: Method, layout: Layout, device: Any) -> Canaries | None:
+    count = settings.audit
+    if count is None:
+        return None
+    if settings.normalise is not None:
+        raise ValueError(f"audit={count}: canaries have no inputs whose moments normalise='private' could ask for")
+    if method.gate.tests:
+        raise ValueError(
+            f"audit={count}: {method.name} publishes what its test accepts, and canaries are scored by all releases; "
+            "leave audit out, or attack the method by `vestige audit`"
+        )
+    return Canaries(count, layout, device)
 
 
 def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None, sampling: str) -> tuple[Loading, float]:
@@ -228,6 +248,7 @@ class Settings:
     public: tuple[Tensor, Tensor] | None = None
     normalise: PrivateMoments | None = None
     evaluate: PrivateEvaluation | None = None
+    audit: int | None = None
     transcript: Path | None = None
     nonprivate_logs: bool = False
 
@@ -253,13 +274,16 @@ class Training:
         self._examples = examples
         if examples.form.names is not None:
             check_shifted(model, loss)
+        self.canaries = _canaries(settings, method, self.layout, examples.device)
+        """Made-up rows, for an audit of this run."""
+        self._population = examples.population + (settings.audit or 0)
         self.method = settled(replace(method, gate=method.gate.at(examples.population)), request)
         self.normalised = settings.normalise is None
         self._first: tuple[Question, ...] = () if settings.normalise is None else settings.normalise.questions
         judged = self._judged(examples)
         self._last_question = None if judged is None else settings.evaluate.question(judged.population)  # type: ignore[union-attr]
-        self.plan: Plan = plan(model, self.layout, self.method, examples.population, request, self._besides)
-        self._sampling = sampling_of(self.method, request, examples.population)
+        self.plan: Plan = plan(model, self.layout, self.method, self._population, request, self._besides)
+        self._sampling = sampling_of(self.method, request, self._population)
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
         self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=settings.seed is not None)
         self.curator, self._evaluator = self._curator_of(examples, loss, judged)
@@ -321,9 +345,13 @@ class Training:
         if isinstance(engine, Captured):
             most = getattr(self._sampling, "most", LARGEST_SUM)
             engine.expect(sizes_of(examples.population, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
+        asked, answering = examples, engine
+        if self.canaries is not None:
+            asked = PlantedExamples(examples, self.canaries)  # type: ignore[assignment]
+            answering = PlantedEngine(engine, self.layout, self.canaries)  # type: ignore[assignment]
         curator = Curator(
-            examples,
-            engine,
+            asked,
+            answering,
             self.layout,
             self._sampling,
             key,
@@ -333,6 +361,8 @@ class Training:
             noise=self.method.noise.start(rate, self.plan.steps, settings.noise),
             comparisons=Comparisons(examples, key, charges, losses_of(model, loss, form), right, part),
         )
+        if self.canaries is not None:
+            curator.observer = self.canaries.observe
         return curator, None if judged is None else Evaluator(judged, key, charges, right)
 
     def noise_from_here(self) -> NoiseSequence:
@@ -364,6 +394,7 @@ class Training:
             "normalise": repr(self.settings.normalise),
             "evaluate": self.settings.evaluate and self.settings.evaluate.identity,
             **({} if self.method.balance is None else {"balance": self.layout.constants_of_all}),
+            **({} if self.settings.audit is None else {"canaries": self.settings.audit}),
             **self._rates(),
         }
 
@@ -466,6 +497,7 @@ class Training:
             "private_accuracy": self.private_accuracy,
             "private_accuracy_error": None if self.private_accuracy is None else self.settings.evaluate.error,  # type: ignore[union-attr]
             "selection": self.selection(),
+            "audit": None if self.canaries is None else audited(self.canaries, self.plan.delta),
             "steps": self.state.step,
             "stopped": "finished" if self.state.step >= self.plan.steps else "budget",
             "run": str(self.folder.path) if self.folder else None,

@@ -12,6 +12,7 @@ from vestige.accounting.budgets import FilteredBudget
 from vestige.accounting.ledger import LedgerError, LedgerHistory, read
 from vestige.questions import Question
 from vestige.records import RunResult, Statement
+from vestige.training.results import meant
 from vestige.training.run_folder import RunFolder
 
 FACTS = tuple(each.name for each in fields(accounting.Facts))
@@ -35,6 +36,7 @@ class Verdict:
             "delta": self.guarantee.delta,
             "accountant": self.guarantee.accountant,
             "epsilon_rdp": self.guarantee.epsilon_rdp,
+            **meant(self.guarantee),
             "epsilon_if_noise_were_secret": self.guarantee.epsilon_if_noise_were_secret,
             "reasons": list(self.guarantee.reasons),
             "asked": self.asked,
@@ -129,6 +131,7 @@ def _check_result(
         adjacency=facts["adjacency"],
         reasons=promise.reasons,
         epsilon_if_noise_were_secret=promise.epsilon_if_noise_were_secret,
+        **(meant(promise) if said.attacker_accuracy is not None else {}),
     )
     for each in fields(Statement):
         _same(each.name, getattr(said, each.name), getattr(expected, each.name))

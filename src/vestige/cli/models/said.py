@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from vestige.cli.errors import INTERRUPTED, refuse_others
-from vestige.cli.terminal import stderr
+from vestige.cli.terminal import meant, stderr
 
 
 def continued(context: typer.Context, resume: Path, others: tuple[str, ...], load: Callable[[Any], Any]) -> Any:
@@ -45,6 +45,8 @@ def add_privacy(table: Table, stated: Any) -> None:
             f"epsilon {stated.epsilon:.4g} at delta {stated.delta:g} ({stated.accountant}; "
             f"by Renyi {stated.epsilon_rdp:.4g})",
         )
+        for line in meant(vars(stated)):
+            table.add_row("", line)
     else:
         table.add_row("privacy", "none: " + "; ".join(stated.reasons))
     if stated.epsilon_if_noise_were_secret is not None:

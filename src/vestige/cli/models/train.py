@@ -96,6 +96,13 @@ def train(
         ),
     ] = "public",
     evaluate_error: Annotated[float, typer.Option(help="Standard error of the private accuracy.")] = 0.01,
+    audit: Annotated[
+        int | None,
+        typer.Option(
+            help="Plant so many made-up canaries, each by a coin, and say how large epsilon is at least. The more, the "
+            "more they show; they take part in sums and change nobody's row."
+        ),
+    ] = None,
     device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None,
     resume: ResumeFlag = None,
@@ -168,6 +175,7 @@ def train(
             normalise=normalise,
             moments_noise=moments_noise,
             moments_bound=moments_bound,
+            audit=audit,
             nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
             nonprivate_logs=nonprivate_logs,
         )
@@ -216,6 +224,12 @@ def _announce(job: Any, training: Any) -> None:
             f"physical batch {training.physical_batch}: the most that fits, or that a sample has", markup=False
         )
     warn_of(job)
+    if job.audit:
+        stderr.print(
+            f"audit: {job.audit} made-up rows are planted, each by a coin; nobody's row is copied or left out, and "
+            "sums are divided by as many rows more",
+            markup=False,
+        )
     if job.nonprivate_transcript:
         stderr.print("NOT PRIVATE: --nonprivate-transcript writes raw sums; the guarantee is void", markup=False)
     if job.nonprivate_logs:
@@ -233,6 +247,14 @@ def _summarise(result: Any) -> None:
     else:
         table.add_row("private accuracy", "not asked: the run was interrupted, or its budget was spent")
     add_privacy(table, stated)
+    if result.audit is not None:
+        found = result.audit
+        table.add_row(
+            "audit",
+            f"epsilon is at least {found.epsilon_lower_bound:.3g} ({found.confidence:.0%}: {found.right} of "
+            f"{found.guesses} guesses about {found.canaries} canaries were right)"
+            + ("" if stated.epsilon is None else f", at most {stated.epsilon:.4g}"),
+        )
     table.add_row("steps", f"{result.steps} ({result.stopped})")
     if selection is not None:
         table.add_row(

@@ -90,11 +90,22 @@ def _charged(done: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "budget": budget_of(run),
                 "questions asked of the data in one run": asked,
                 "epsilon": record["epsilon"],
+                **(_means(record) if any(each.get("attacker_accuracy") for each in done) else {}),
                 "runs": 0,
             },
         )
         row["runs"] += 1
     return [kinds[key] for key in sorted(kinds)]
+
+
+def _means(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record's epsilon means; a record of an earlier version, or without an epsilon, does not say it."""
+    return {
+        "attacker is right, at most": record.get("attacker_accuracy"),
+        "detected at 1% false alarms, at most": record.get("detection_at_1_percent"),
+        "Gaussian mu": record.get("gaussian_mu"),
+        "epsilon for replacing one": record.get("epsilon_replacing"),
+    }
 
 
 LISTED = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,9 @@ class Stack:
     `progress()[i].asked` counts it, each question before its answer exists.
     """
 
+    curator: ClassVar[type[StackedCurator]] = StackedCurator
+    """Who answers; an audit plants a canary there."""
+
     def __init__(
         self,
         runs: Sequence[StackedRun],
@@ -111,12 +114,13 @@ class Stack:
         check_rate(sample_rate)
         if not runs:
             raise ValueError("runs=[] must hold at least one run")
-        for run in runs:
+        for run in {(id(run.model), id(run.method)): run for run in runs}.values():
             reason = why_not(run.model, functional.cross_entropy, run.method)
             if reason:
                 raise ValueError(f"runs: {reason}, so it cannot be stacked; train it alone")
         # Runs with the same questions are adjacent, and among them those with the same updates: each kind is a slice.
-        self._order = sorted(range(len(runs)), key=lambda i: _place(runs[i]))
+        places = {kind: _place(run) for kind, run in {_kind(run): run for run in runs}.items()}
+        self._order = sorted(range(len(runs)), key=lambda i: places[_kind(runs[i])])
         self.runs = [runs[i] for i in self._order]
         self.device, self.steps, self.step = device, steps, 0
         self.layout = Layout.of(runs[0].model)
@@ -130,7 +134,7 @@ class Stack:
         self.parts: list[tuple[StackedCurator, list[StackedLearner]]] = []
         for part in alike([_asks(run) for run in self.runs]):
             mine, rows = self.runs[part], self.parameters[part]
-            curator = StackedCurator(
+            curator = self.curator(
                 mine, part, rows, examples, self.network, sample_rate=sample_rate, steps=steps, fast=self._fast
             )
             learners = [StackedLearner(mine[same], same, rows[same]) for same in alike([_moves(run) for run in mine])]
@@ -163,7 +167,7 @@ class Stack:
     @torch.no_grad()
     def accuracies(self, test: tuple[Tensor, Tensor], chunk: int = 512) -> list[float]:
         """Each run's accuracy on PUBLIC data, in the order given; of its averaged parameters, where it keeps them."""
-        views = self.layout.views(self._evaluated())
+        views = self.layout.views(self.evaluated())
         right = torch.zeros(len(self.runs), dtype=torch.long, device=self.device)
         for inputs, targets in zip(test[0].flatten(1).split(chunk), test[1].split(chunk), strict=True):
             outputs = self.network.forward(views, inputs.to(self.device))[-1]
@@ -182,7 +186,8 @@ class Stack:
     def _given(self) -> list[int]:
         return sorted(range(len(self._order)), key=lambda i: self._order[i])
 
-    def _evaluated(self) -> Tensor:
+    def evaluated(self) -> Tensor:
+        """What is judged and published of every run, in the stack's own order: averages, where they are kept."""
         averages = [
             (curator.part.start + each.part.start, each.learner.average["mean"])
             for curator, learners in self.parts
@@ -205,6 +210,10 @@ class Stack:
             each.step(mine, pace[each.part], self.step)
         for clip in curator.clips:
             clip.learn()
+
+
+def _kind(run: StackedRun) -> tuple[int, float]:
+    return id(run.method), run.noise_multiplier
 
 
 def _place(run: StackedRun) -> tuple[str, str, str]:

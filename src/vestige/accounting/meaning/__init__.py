@@ -1,0 +1,1 @@
+"""What an epsilon means for an attacker: upper bounds, from the same loss distributions."""

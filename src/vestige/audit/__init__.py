@@ -1,0 +1,38 @@
+"""How much does a run give away, measured? Attacks with canaries, and lower bounds on epsilon with their confidence.
+
+The statistics take scores from any library's runs:
+
+>>> import numpy as np
+>>> from vestige.audit import epsilon_lower_bound
+>>> random = np.random.default_rng(0)
+>>> bound = epsilon_lower_bound(random.normal(2, 1, 4000), random.normal(0, 1, 4000), delta=1e-5)
+>>> 1 < bound.epsilon < 6 and bound.confidence == 0.95
+True
+"""
+
+from vestige.accounting.lower_bounds.bounds import (
+    GaussianFit,
+    OneRunBound,
+    ThresholdBound,
+    epsilon_lower_bound,
+    epsilon_of_mu,
+    gaussian_fit,
+    one_run_bound,
+    one_run_epsilon,
+)
+from vestige.accounting.lower_bounds.rates import Interval, area_under_curve, clopper_pearson, rate_of_detection
+
+__all__ = [
+    "GaussianFit",
+    "Interval",
+    "OneRunBound",
+    "ThresholdBound",
+    "area_under_curve",
+    "clopper_pearson",
+    "epsilon_lower_bound",
+    "epsilon_of_mu",
+    "gaussian_fit",
+    "one_run_bound",
+    "one_run_epsilon",
+    "rate_of_detection",
+]

@@ -1,0 +1,202 @@
+"""How much does a run give away, measured? `vestige audit` attacks runs and bounds epsilon from below."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vestige.cli.errors import refuse_others
+from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, stderr, stdout, step_progress
+
+
+def audit(
+    context: typer.Context,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run of `vestige train --audit`: print what its canaries show.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="What to attack: a method of `vestige methods`.")] = "dp-sgd",
+    task: Annotated[
+        str, typer.Option(help="stand-in (made up), a task of `vestige tasks`, or FILE.py:FUNCTION.")
+    ] = "stand-in",
+    data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
+    canary: Annotated[
+        str,
+        typer.Option(
+            help="gradient (beyond the bound, along a random direction), mislabelled or blank; selection: attack the "
+            "accept bits of dpsur or dpsgd-br, against the papers' claim and our price."
+        ),
+    ] = "gradient",
+    sees: Annotated[
+        str | None,
+        typer.Option(
+            help="What the attacker sees: releases (all of them), model (the last one), state (buffers of memory and "
+            "optimizer at the end; half of the runs choose which) or loss (of the canary at the last model). "
+            "[default: releases for a gradient canary, loss for the others]"
+        ),
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Runs, half of them with the canary.")] = 2000,
+    epsilon: Annotated[float | None, typer.Option(help="Privacy budget: the noise follows from it.")] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="Accounted noise multiplier: epsilon follows from it.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="Allowed failure probability.")] = 1e-5,
+    sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
+    steps: Annotated[int, typer.Option("--steps", "--trials", help="Steps of each run.")] = 100,
+    lr: Annotated[str, typer.Option(help="Learning rate, or auto.")] = "auto",
+    examples: Annotated[int, typer.Option(help="Other examples: the first of the task's.")] = 100,
+    confidence: Annotated[float, typer.Option(help="Of the lower bound.")] = 0.95,
+    minutes: Annotated[float, typer.Option(help="Stop starting runs after this long; what was made is judged.")] = 10.0,
+    seed: Annotated[int, typer.Option(help="Fixes the canary and the initial weights.", min=0, max=LARGEST_SEED)] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Attack a method with a canary, and bound epsilon from below with a confidence.
+
+    An audit proves no privacy. It proves that epsilon is at least so much, and exits with code 1 where that is more
+    than the accountant says: a bug. Without a run it makes thousands of short ones, half of them with the canary.
+
+    Examples:
+
+        vestige audit --method fo-dp-sgd --epsilon 3 --runs 200 --steps 20
+
+        vestige audit --task digits-mlp --epsilon 8 --canary mislabelled --runs 200 --steps 20 --json
+
+        vestige audit --method dpsur --canary selection --runs 400 --trials 30
+    """
+    if run is not None:
+        refuse_others(context, ("run", "as_json"), "a run of `vestige train --audit` has been made already")
+        _audit_run(run, as_json)
+        return
+    if canary == "selection":
+        allowed = ("method", "canary", "runs", "steps", "delta", "confidence", "as_json")
+        refuse_others(context, allowed, "the attack on accept bits makes its own data and noise")
+        _audit_selection(method, runs, steps, delta, confidence, as_json)
+        return
+    from vestige.audit.in_and_out import audit as attack
+    from vestige.cli.models.flags import learning_rate
+    from vestige.devices import check_device, default_device
+
+    if epsilon is None and noise_multiplier is None:
+        raise ValueError("give --epsilon or --noise-multiplier: what is to be attacked")
+    where = device or default_device()
+    check_device(where)
+    with step_progress(not as_json) as bar, graceful_stop() as stopping:
+        show = bar(method, runs)
+
+        def on_runs(done: int) -> bool:
+            show(done, None, None, None)
+            return not stopping()
+
+        found = attack(
+            method,
+            task=task,
+            data=data,
+            canary=canary,
+            sees=sees,
+            runs=runs,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            sample_rate=sample_rate,
+            steps=steps,
+            lr=learning_rate(lr),
+            examples=examples,
+            confidence=confidence,
+            seconds=60 * minutes,
+            seed=seed,
+            device=where,
+            on_runs=on_runs,
+        )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _print(found)
+    if found.contradicts:
+        sys.exit(1)
+
+
+def _print(found: Any) -> None:
+    from vestige.audit.in_and_out import VIEWS
+    from vestige.audit.stand_in import NAME
+
+    if found.task != NAME:
+        stderr.print(
+            f"the runs were trained on examples of {found.task}: this audit is not private, keep it to yourself unless "
+            "they are public",
+            markup=False,
+        )
+    way = "stacked" if found.stacked else "one by one, since they do not stack"
+    fewer = "" if found.runs == found.wanted else f" of {found.wanted} that were asked for"
+    lines = [
+        f"{found.method}, {found.canary} canary among {found.examples} examples of {found.task}; {VIEWS[found.sees]}",
+        f"{found.runs} runs{fewer} of {found.steps} steps at rate {found.sample_rate:g}, half of them with the canary "
+        f"({way}, {found.seconds:g} s)",
+        f"epsilon is at least {found.epsilon_lower_bound:.3f} ({found.confidence:.4g} confidence, no assumption) and "
+        f"at most {found.epsilon:.3f} (accountant) at delta {found.delta:g}",
+        f"estimate, if scores are normal: {found.epsilon_estimate:.3f}, at least {found.epsilon_estimate_low:.3f} "
+        f"({found.confidence:.4g}); mu {found.mu:.3f}",
+        f"ROC area {found.area}"
+        + ("" if found.area_allowed is None else f", at most {found.area_allowed:.3g} by the accountant")
+        + f"; detected at 1% false alarms {found.detection_at_1_percent}",
+    ]
+    if found.noise_factor is not None:
+        lines.insert(
+            3,
+            f"estimate by the ROC's area: epsilon {found.epsilon_by_area:.3f}, at least "
+            f"{found.epsilon_by_area_low:.3f} ({found.confidence:.4g}); the noise looks like {found.noise_factor} of "
+            "what was priced",
+        )
+    for line in lines:
+        stdout.print(line, markup=False)
+    stdout.print(_verdict(found), markup=False)
+
+
+def _verdict(found: Any) -> str:
+    if not found.contradicts:
+        return "no contradiction: the accountant's promise stands, as far as this attack can tell"
+    if found.epsilon_lower_bound > found.epsilon:
+        return "CONTRADICTION: the lower bound exceeds the accountant's epsilon, which is wrong for this code"
+    if found.curve_broken_by is None or found.curve_broken_by <= 0:
+        return "CONTRADICTION: the ROC's area is more than the accountant's curve allows"
+    return (
+        f"CONTRADICTION: {found.curve_detected:.1%} detected at {found.curve_false_alarms:.1%} false alarms (both "
+        f"bounded, {found.confidence:.4g} confidence) is more than the accountant's curve allows"
+    )
+
+
+def _audit_selection(method: str, runs: int, trials: int, delta: float, confidence: float, as_json: bool) -> None:
+    from vestige.audit.selection import attack_selection
+
+    found = attack_selection(method, runs=runs, trials=trials, delta=delta, confidence=confidence)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        verdict = "BROKEN" if found.claim_broken else "not broken by so many runs"
+        lines = [
+            f"{found.method}: the first accepted of up to {found.trials} candidates, all noise; {found.runs} runs",
+            f"ROC area {found.area}",
+            f"the papers' claim for one accepted update, epsilon {found.claimed_epsilon:.3f}, allows "
+            f"{found.claimed_area:.3f}: {verdict}",
+            f"our price of {found.trials} trials, epsilon {found.epsilon:.3f}, allows {found.allowed_area:.3f}: "
+            + ("CONTRADICTION" if found.contradicts else "it stands"),
+        ]
+        for line in lines:
+            stdout.print(line, markup=False)
+    if found.contradicts:
+        sys.exit(1)
+
+
+def _audit_run(run: Path, as_json: bool) -> None:
+    from vestige.audit.one_run import read
+
+    found = read(run)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        for line in found.lines():
+            stdout.print(line, markup=False)
+    if found.contradicts:
+        sys.exit(1)
