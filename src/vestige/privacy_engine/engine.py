@@ -357,7 +357,8 @@ class PrivacyEngine:
             raise ValueError("sampling='shuffled': poisson_sampling=False keeps your own batches, without an epsilon")
         return sampling_by_name(name, rate_of(loader), len(loader.dataset), max_batch)  # type: ignore[arg-type]
 
-    def _open(self, method: Method, rate: float, multiplier: float, delta: float | None, max_batch: int | None) -> None:
+    def _open(self, method: Method, rate: float, multiplier: float, delta: float | None, max_batch: int | None) -> int:
+        """Open the ledger, new or where it ends; the number of the next draw."""
         facts = {
             "noise": self._facts.noise,
             "arithmetic": self._facts.arithmetic,
