@@ -18,7 +18,7 @@ from torch.nn import functional
 from vestige.audit.canaries import Canary
 from vestige.audit.evidence import Evidence
 from vestige.compare.stacked.curator import StackedCurator
-from vestige.compare.stacked.mlp import MLP
+from vestige.compare.stacked.mlp import MLP, StackedScales
 from vestige.compare.stacked.stack import Stack
 from vestige.mechanism.clipping import Parameters
 from vestige.optim.learner import Learner
@@ -38,8 +38,10 @@ class PlantedMLP(MLP):
         """Which rows of the next sum are the canary, [runs, batch], and in which runs it is there."""
         self._canary, self._absent = canary, canary & ~(self.present if present is None else present)[:, None]
 
-    def squares(self, values: list[Tensor], errors: list[Tensor], input_squares: Tensor) -> Tensor:
-        found = super().squares(values, errors, input_squares)
+    def squares(
+        self, values: list[Tensor], errors: list[Tensor], input_squares: Tensor, scales: StackedScales = None
+    ) -> Tensor:
+        found = super().squares(values, errors, input_squares, scales)
         if self._gradient is not None:
             found = torch.where(self._canary.unsqueeze(-1), self._planted_squares(found), found)
         return found.masked_fill(self._absent.unsqueeze(-1), torch.inf)
@@ -49,12 +51,20 @@ class PlantedMLP(MLP):
         names = [[name for name in (layer.weight, layer.bias) if name is not None] for layer in self.layers]
         return like.new_tensor([sum(float(self._gradient[n].double().square().sum()) for n in each) for each in names])
 
-    def add_weighted(self, values: list[Tensor], errors: list[Tensor], weights: Tensor, into: Tensor) -> None:
+    def add_weighted(
+        self,
+        values: list[Tensor],
+        errors: list[Tensor],
+        weights: Tensor,
+        into: Tensor,
+        scales: StackedScales = None,
+    ) -> None:
+        """A planted gradient is what is clipped and released: where steps are balanced, it is scaled already."""
         if self._gradient is None:
-            super().add_weighted(values, errors, weights, into)
+            super().add_weighted(values, errors, weights, into, scales)
             return
         planted = self._canary.unsqueeze(-1)
-        super().add_weighted(values, errors, weights.masked_fill(planted, 0.0), into)
+        super().add_weighted(values, errors, weights.masked_fill(planted, 0.0), into, scales)
         share = torch.where(planted, weights, 0.0).sum(dim=1)  # [runs, layers]
         views = self.layout.views(into)
         for index, layer in enumerate(self.layers):
