@@ -27,8 +27,9 @@ def sums(population, rate, most, others, own):
     return chances
 
 
-def test_the_worst_case_costs_at_most_its_price():
-    population, rate, most, multiplier = 6, 0.4, 3, 0.8
+@pytest.mark.parametrize(("rate", "most"), [(0.4, 3), (0.9, 1)])
+def test_the_worst_case_costs_at_most_its_price(rate, most):
+    population, multiplier = 6, 0.8
     grid = np.linspace(-20, 20, 40_001)
 
     def density(chances):

@@ -85,7 +85,7 @@ def by_coordinate(model, constants):
     return torch.cat([torch.full((p.numel(),), constants[name]) for name, p in model.named_parameters()])
 
 
-CONSTANTS = {"0.weight": 0.25, "0.bias": 0.5, "2.weight": 1.0, "2.bias": 0.5}
+CONSTANTS = {"0.weight": 0.5, "0.bias": 0.25, "2.weight": 1.0, "2.bias": 0.25}
 RELATIVE = Relative()(network())
 
 
