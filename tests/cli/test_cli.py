@@ -116,6 +116,15 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
         trend = release[t] if trend is None else 0.2 * release[t] + 0.8 * trend
 
 
+def test_account_prices_other_samplings():
+    epochs = ("--epochs", "3", "--steps-per-epoch", "12", "--noise-multiplier", "1")
+    allocated = as_json("account", "--sampling", "allocation", *epochs)
+    poisson = as_json("account", *epochs)
+    truncated = as_json("account", "--sampling", "truncated", "--max-batch", "12", "--examples", "120", *epochs)
+    assert (allocated["epochs"], allocated["steps_per_epoch"], allocated["steps"]) == (3, 12, 36)
+    assert allocated["epsilon"] < poisson["epsilon"] < truncated["epsilon"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -146,6 +155,15 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
         (["account", "--sample-rate", "0.1", "--steps", "10"], "exactly one of"),
         (["account", "--sample-rate", "0.1", "--steps", "10", "--epsilon", "1", "--sampling", "shuffled"], "shuffled"),
         (["account", "--sample-rate", "0.1", "--steps", "10", "--noise-multiplier", "-1"], "--noise-multiplier=-1"),
+        (
+            ["account", "--sampling", "allocation", "--sample-rate", "0.1", "--steps", "10", "--epsilon", "1"],
+            "--epochs",
+        ),
+        (
+            ["account", "--sampling", "truncated", "--sample-rate", "0.1", "--steps", "10", "--epsilon", "1"],
+            "--max-batch",
+        ),
+        (["account", "--sample-rate", "0.1", "--steps", "10", "--epsilon", "1", "--max-batch", "9"], "--max-batch=9"),
         (
             ["account", "--sample-rate", "0.1", "--steps", "10", "--noise-multiplier", "1e-300"],
             "--noise-multiplier=1e-300",
