@@ -78,6 +78,14 @@ def test_a_record_that_states_honestly_more_than_its_budget_is_found(compared, t
     assert "more than its budget" in verify_comparison(copy.path).wrong[record["id"]]
 
 
+def test_a_record_whose_epsilon_means_more_than_it_says_is_found(compared, tmp_path):
+    copy = ComparisonFolder(shutil.copytree(compared.path, tmp_path / "c"))
+    record = next(each for each in files(copy).values() if each["run"]["method"] == "dp-sgd")
+    record["attacker_accuracy"] -= 0.01
+    (copy.runs / f"{record['id']}.json").write_text(json.dumps(record))
+    assert "attacker accuracy" in verify_comparison(copy.path).wrong[record["id"]]
+
+
 def test_a_filtered_record_that_spent_more_than_its_filter_is_found(compared, tmp_path):
     copy = ComparisonFolder(shutil.copytree(compared.path, tmp_path / "c"))
     record = next(each for each in files(copy).values() if each.get("schedule") == "filtered")

@@ -120,8 +120,8 @@ def attack_selection(
     )
     scores = np.array([lone.first_accepted(i % 2 == 0) for i in range(runs)])
     inside, outside = scores[::2], scores[1::2]
-    claim = {SampledGaussian(1.0, SILENT): 1, SampledGaussian(1.0, sigma_v): 1}
-    ours = {question: trials for question in chosen.gate.questions(chosen.questions(1.0, SILENT))}
+    claim: accounting.History = {SampledGaussian(1.0, SILENT): 1, SampledGaussian(1.0, sigma_v): 1}
+    ours: accounting.History = {question: trials for question in chosen.gate.questions(chosen.questions(1.0, SILENT))}
     area = area_under_curve(inside, outside, confidence)
     curves = [accounting.tradeoff(history, delta) for history in (claim, ours)]
     broken = [

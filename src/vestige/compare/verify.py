@@ -78,7 +78,8 @@ def _fault(record: CompletedRun) -> str | None:
         if (terms.noise == "seeded") != run.reproducible:
             return f"says that its noise was {terms.noise}, which is not so of the run that it describes"
         cost = _cost(json.dumps(record.charged), run.delta, json.dumps(terms.to_json()))
-        return _misstated(record, cost) or _excess(run.budget, cost.epsilon) or _contradiction(record, cost)
+        wrong = _misstated(record, cost) or _excess(run.budget, cost.epsilon) or _contradiction(record, cost)
+        return wrong or _understated(record, cost)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         return f"cannot be priced: {type(error).__name__}: {error}"
 
@@ -88,6 +89,11 @@ def _misstated(record: CompletedRun, cost: Guarantee) -> str | None:
         stated, found = getattr(record.statement, key), getattr(cost, key)
         if not (stated == found if stated is None or found is None else abs(stated - found) <= 1e-6 * max(1.0, found)):
             return f"states {key.replace('_', ' ')} {stated}, its charges cost {found}"
+    return None
+
+
+def _understated(record: CompletedRun, cost: Guarantee) -> str | None:
+    """What a record says that its epsilon means, and it means more; or None. Earlier versions said nothing of it."""
     if record.statement.attacker_accuracy is not None and cost.meaning is not None:
         for key in ("attacker_accuracy", "detection_at_1_percent", "gaussian_mu", "epsilon_replacing"):
             stated, found = getattr(record.statement, key), getattr(cost.meaning, key)

@@ -23,8 +23,8 @@ LARGEST = 100.0
 Curve = Callable[[Array], Array]
 """The most that a share of false alarms allows of detections, at each of them."""
 Promise = tuple[Curve, Curve]
-"""An accountant's: for guessing "inside" (TPR by FPR), and for guessing "outside" (TNR by FNR). They differ where adding
-an example has another curve than removing one, as with sampling."""
+"""An accountant's: for guessing "inside" (TPR by FPR), and for guessing "outside" (TNR by FNR). They differ where
+adding an example has another curve than removing one, as with sampling."""
 
 
 def _check_delta(delta: float) -> None:
