@@ -70,10 +70,7 @@ class Run:
 
     @cached_property
     def id(self) -> str:
-        facts = asdict(self)
-        if self.sampling == "poisson":
-            del facts["sampling"]  # as before there was a choice
-        content = json.dumps({"version": FORMAT_VERSION, **facts}, sort_keys=True)
+        content = json.dumps({"version": FORMAT_VERSION, **self.to_json()}, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:20]
 
     @property
@@ -95,7 +92,10 @@ class Run:
         return f"{self.label} on {self.task}, {self.budget}, {self.stage}, {self.steps} steps, seed {self.seed}"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        facts = asdict(self)
+        if self.sampling == "poisson":
+            del facts["sampling"]  # as until 0.2, when there was no choice
+        return facts
 
     @classmethod
     def from_json(cls, content: Any) -> Run:
@@ -388,6 +388,8 @@ def _flat(record: Any) -> dict[str, Any]:
 
 
 def _plain(part: Any) -> Any:
+    if isinstance(part, Run):
+        return part.to_json()
     if is_dataclass(part) and not isinstance(part, type):
         return asdict(part)
     if isinstance(part, tuple | list):
