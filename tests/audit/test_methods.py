@@ -23,7 +23,7 @@ ALONE = {
     "dpsgd-br": {"sigma_v": 2.0, "validation_batch": 4, "threshold": 4.0, "progress": "none"},
 }
 """Methods that do not stack, with options by which most candidates are accepted."""
-LOOSE = {"dp-ftrl", "dp-bandmf", "dp-blt", *ALONE}
+LOOSE = ("dp-ftrl", "dp-bandmf", "dp-blt", *ALONE)
 """Methods whose accountant charges for more than this attacker uses: correlated noise, tests of candidates."""
 
 
@@ -114,7 +114,7 @@ def test_a_fault_is_noticed_in_every_method(name, fault, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*LOOSE])
+@pytest.mark.parametrize("name", LOOSE)
 def test_twice_the_bound_is_noticed_where_the_accountant_is_loose(name, monkeypatch):
     faults.looser_clip(monkeypatch, 2.0)
     area, allowed, _ = judged(name, 2400 if name in ALONE else 20_000)
