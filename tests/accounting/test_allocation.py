@@ -131,3 +131,14 @@ def test_renyi_curves_are_above_the_moments():
 def test_calibration_meets_the_budget():
     multiplier = calibrate(lambda noise: {AllocatedGaussian(12, noise): 4, Gaussian(20.0): 1}, 3.0, DELTA)
     assert 2.99 < epsilon({AllocatedGaussian(12, multiplier): 4, Gaussian(20.0): 1}, DELTA) <= 3.0
+
+
+@pytest.mark.parametrize("multiplier", [300.0, 1e4])
+def test_much_noise_takes_no_longer_grid(multiplier):
+    """Sums of a number and of one that is nearly zero lie far below all others: they are charged, not followed."""
+    found, _ = likelihood_ratio(20, multiplier, FOR_DELTAS)
+    assert len(found.masses) < 3000
+    assert found.lost < 1e-20
+    assert float(found.masses @ np.exp(found.logs)) + found.lost == pytest.approx(20, rel=1e-9)
+    question = AllocatedGaussian(20, multiplier)
+    assert epsilon({question: 1}, 1e-5) <= epsilon({Gaussian(multiplier): 1}, 1e-5)

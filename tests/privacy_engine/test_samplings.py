@@ -91,6 +91,10 @@ def test_the_budget_stops_between_epochs():
     engine, *loop = private(target=3.0, epochs=1, sampling="allocation")
     epoch(*loop, most=2)
     assert engine.may_step, "the rest of the epoch is paid"
+    next(iter(loop[2]))
+    assert not engine.may_step, "what was handed out begins another epoch"
+    with pytest.raises(ValueError, match="cannot price AllocatedGaussian; take guarantee"):
+        _ = engine.history
 
 
 def test_truncated_batches_never_exceed_their_bound():

@@ -54,8 +54,7 @@ def epsilon(history: History, delta: float, accountant: str = "pld") -> float:
 def epsilon_by_distribution(history: History, delta: float, fineness: float) -> float:
     by_renyi = rdp.tight_epsilon(total_curve(history), delta)
     asked = occasions(history)
-    # The largest loss of a single question is about this; a grid much finer than that helps nobody.
-    largest = max((rdp.classic_epsilon(curve, 1e-20) for curve in curves(asked).values()), default=0.0)
+    largest = largest_loss(asked)
     if by_renyi == 0.0 or by_renyi > HOPELESS or largest > HOPELESS_ONCE:
         return by_renyi
     interval = grid_step(max(by_renyi, largest), COARSE if len(asked) > MANY else fineness)
@@ -70,6 +69,11 @@ def epsilon_by_distribution(history: History, delta: float, fineness: float) -> 
         if best == 0.0 or max(each.slack(best) for each in losses) < SLACK * delta:
             break
     return best
+
+
+def largest_loss(asked: History) -> float:
+    """The largest loss of a single question is about this; a grid much finer than that helps nobody."""
+    return max((rdp.classic_epsilon(curve, 1e-20) for curve in curves(asked).values()), default=0.0)
 
 
 def epsilon_of(losses: Sequence[Composed], delta: float, guess: float) -> float:
@@ -94,14 +98,23 @@ def grid_step(scale: float, fineness: float) -> float:
     return float(2.0 ** floor(log2(scale * fineness)))
 
 
-def loss_distribution(history: History, interval: float, target: float) -> tuple[Composed, Composed]:
+def loss_distribution(
+    history: History, interval: float, target: float, *, reached: bool = False
+) -> tuple[Composed, Composed]:
     """The loss distributions of a whole history, removing an example and adding one, from above and most exact at
-    losses near the target. The history must cost something."""
+    losses near the target; with `reached`, near one that losses of that direction reach. The history must cost
+    something."""
     asked = _fewer(occasions(history))
     costly = {question for question, curve in curves(asked).items() if curve[-1] > 0}
     both = [(_single(question, interval), count) for question, count in asked.items() if question in costly]
     remove, add = ([(pair[way], count) for pair, count in both] for way in (0, 1))
-    return Composed(remove, interval, target), Composed(add, interval, target)
+    targets = [min(target, interval * _highest(parts) / 2) if reached else target for parts in (remove, add)]
+    return Composed(remove, interval, targets[0]), Composed(add, interval, targets[1])
+
+
+def _highest(parts: Sequence[tuple[LossMasses, int]]) -> int:
+    """The largest finite loss, in steps; one at least."""
+    return max(1, sum(count * (part.lowest + len(part.masses) - 1) for part, count in parts))
 
 
 @lru_cache(maxsize=128)

@@ -79,7 +79,7 @@ class LoneRuns:
             raise ValueError("canary: the data hold its input already, so it cannot be told apart; choose another seed")
         self._start, self._model, self._loss, self._canary = copy.deepcopy(model.state_dict()), model, loss, canary
         self.method, self._plan = method, plan
-        self._layout = Layout.of(model, method.grouping)
+        self._layout = method.layout(model)
         self._planted = PlantedEngine(
             engine_by_name(engine)(model, loss, self._layout), self._layout, canary, self._device
         )

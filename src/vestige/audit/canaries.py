@@ -30,7 +30,7 @@ class Canary:
 
 def check_kind(kind: str) -> None:
     if kind not in KINDS:
-        raise ValueError(f"canary={kind!r} is unknown; choose from {', '.join(KINDS)}")
+        raise ValueError(f"canary={kind!r} is unknown; choose from {', '.join(KINDS)}, selection")
 
 
 def make_canary(

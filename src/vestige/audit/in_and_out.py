@@ -28,7 +28,7 @@ from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
-from vestige.training.planning import Plan, Request, plan
+from vestige.training.planning import Plan, Request, plan, settled
 
 VIEWS = {
     "releases": "every release is seen (white-box)",
@@ -100,8 +100,11 @@ def audit(
         raise ValueError(
             "sees='loss' with canary='gradient': a planted gradient has no input of its own, hence no loss"
         )
-    if runs < 8:
-        raise ValueError(f"runs={runs} must be 8 at least, half of them with the canary; thousands show something")
+    least = 16 if sees == "state" else 8
+    if runs < least:
+        raise ValueError(
+            f"runs={runs} must be {least} at least, half of them with the canary; thousands show something"
+        )
     if examples < 1:
         raise ValueError(f"examples={examples} must be 1 at least: the canary is one more")
     chosen = build(method) if isinstance(method, str) else method
@@ -109,10 +112,10 @@ def audit(
         raise ValueError(f"data={data!r} with task={NAME!r}, which makes its examples up: name the task of the data")
     if isinstance(task, str):
         task = stand_in(examples, seed) if task == NAME else tasks.load(task, data, seed)
-    subject = Subject.of(task, chosen, canary, examples, seed, device)
     request = Request(
         sample_rate=sample_rate, steps=steps, delta=delta, epsilon=epsilon, noise_multiplier=noise_multiplier, lr=lr
     )
+    subject = Subject.of(task, settled(chosen, request), canary, examples, seed, device)
     planned = plan(subject.model, subject.layout, subject.method, subject.population, request)
     found = attack(subject, planned, runs, sees, seconds=seconds, on_runs=on_runs)
     return judged(found, subject, planned, sees, confidence, runs)
@@ -135,7 +138,7 @@ class Subject:
         model = copy.deepcopy(task.model).to(device)
         population = len(data[1]) + 1
         method = replace(method, gate=method.gate.at(population))
-        canary = make_canary(kind, model, Layout.of(model, method.grouping), data, task.test, seed)
+        canary = make_canary(kind, model, method.layout(model), data, task.test, seed)
         return cls(task.name, model, task.loss, method, data, canary)
 
     @property

@@ -39,7 +39,8 @@ class OneRun:
             f"delta {self.delta:g}",
         ]
         if self.contradicts:
-            lines.append("CONTRADICTION: the accountant's epsilon is wrong for this run, or it was one run in twenty")
+            chance = f"or this is one of the {1 - found.confidence:.2g} of runs in which the bound fails"
+            lines.append(f"CONTRADICTION: the accountant's epsilon is wrong for this run, {chance}")
         return lines
 
 

@@ -81,6 +81,10 @@ def audit(
 
     if epsilon is None and noise_multiplier is None:
         raise ValueError("give --epsilon or --noise-multiplier: what is to be attacked")
+    if epsilon is not None and noise_multiplier is not None:
+        raise ValueError(f"epsilon={epsilon} and noise_multiplier={noise_multiplier}: the noise follows from epsilon")
+    if not minutes > 0:
+        raise ValueError(f"minutes={minutes} must be positive")
     where = device or default_device()
     check_device(where)
     with step_progress(not as_json) as bar, graceful_stop() as stopping:
@@ -130,6 +134,8 @@ def _print(found: Any) -> None:
         )
     way = "stacked" if found.stacked else "one by one, since they do not stack"
     fewer = "" if found.runs == found.wanted else f" of {found.wanted} that were asked for"
+    if found.sees == "state":
+        fewer += ", beside those that chose the buffer,"
     lines = [
         f"{found.method}, {found.canary} canary among {found.examples} examples of {found.task}; {VIEWS[found.sees]}",
         f"{found.runs} runs{fewer} of {found.steps} steps at rate {found.sample_rate:g}, half of them with the canary "

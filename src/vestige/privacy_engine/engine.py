@@ -286,8 +286,15 @@ class PrivacyEngine:
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
-        """(noise multiplier, sample rate, number of steps), as Opacus's accountants keep it."""
-        return [(q.multiplier, q.rate, n) for q, n in self._ledger.spent.items() if isinstance(q, SampledGaussian)]
+        """(noise multiplier, sample rate, number of steps), as Opacus's accountants keep it: of Poisson samples."""
+        found = []
+        for question, count in self._ledger.spent.items():
+            if not isinstance(question, SampledGaussian):
+                raise ValueError(
+                    f"history: accountants of Poisson samples cannot price {type(question).__name__}; take guarantee()"
+                )
+            found.append((question.multiplier, question.rate, count))
+        return found
 
     @property
     def may_step(self) -> bool:

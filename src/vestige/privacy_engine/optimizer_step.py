@@ -200,8 +200,9 @@ class PrivateSteps:
 
     @property
     def paid_ahead(self) -> bool:
-        """Whether the next draw of the same pass over the loader is charged already."""
-        return self._paid is not None and (self._latest + 1) // self._period == self._paid
+        """Whether the next draw is charged already: the one that was handed out, or the next of the same pass."""
+        later = (part.draw for part in self.passes.parts.waiting() if part.draw > self._latest)
+        return self._paid is not None and next(later, self._latest + 1) // self._period == self._paid
 
     def _elsewhere(self, closure: Closure) -> Any:
         """The parameters go where the method asks, the user's closure runs there, the parameters come back."""

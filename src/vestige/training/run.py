@@ -18,6 +18,7 @@ from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.accounting.ledger import Ledger
 from vestige.balance import Constants
+from vestige.checks import check_steps
 from vestige.engines.independence import require_independent
 from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.processes import require_one_process
@@ -202,6 +203,7 @@ def _canaries(settings: Settings, method: Method, layout: Layout, device: Any) -
     count = settings.audit
     if count is None:
         return None
+    check_steps(count, "audit")
     if settings.normalise is not None:
         raise ValueError(f"audit={count}: canaries have no inputs whose moments normalise='private' could ask for")
     if method.gate.tests:

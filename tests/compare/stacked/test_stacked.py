@@ -17,8 +17,9 @@ from vestige.compare.stacked.stack import Stack, check_noise, footprint, why_not
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.groups import Layers, Patterns
+from vestige.methods import registry
 from vestige.methods.base import by_group
-from vestige.methods.registry import METHODS, build
+from vestige.methods.registry import METHODS
 from vestige.optim import averaging
 from vestige.optim.rules import named, sgd
 from vestige.questions import SampledGaussian
@@ -67,7 +68,13 @@ VARIANTS = [
     ("sma-dp-sgd", {"gate": "open", "beta": 0.5, "norm_cap": "off", "window": 6}, 1.0, 0.4, 4),
 ]
 """What the defaults of the registered methods leave untried."""
-STACKABLE = [name for name, entry in METHODS.items() if name not in ("dp-is", "dpsur", "dpsgd-br")]
+ALONE = ("dp-is", "dpsur", "dpsgd-br", "dp-micro-adam", "dp-muon", "geoclip")
+STACKABLE = [name for name, entry in METHODS.items() if name not in ALONE]
+
+
+def build(name, **options):
+    """A method; the number of bands, which follows from a run's budget and length, is fixed."""
+    return registry.build(name, **({"bands": 4} if name == "dp-bandmf" else {}), **options)
 
 
 def data(examples=120, width=12, classes=4):
@@ -360,6 +367,9 @@ def test_coverage_is_said_and_refused():
         (build("dpsur"), "gates"),
         (build("dpsgd-br"), "gates"),
         (build("dp-is"), "the probe of dp-is works on one run at a time"),
+        (build("dp-micro-adam"), "the rule of dp-micro-adam works on one run at a time"),
+        (build("dp-muon"), "the rule of dp-muon works on one run at a time"),
+        (build("geoclip"), "the clip of geoclip works on one run at a time"),
         (build("disk", extrapolation=0.5), "the probe of disk works on one run at a time"),
         (build("dp-sam", ascent="own"), "the probe of dp-sam works on one run at a time"),
         (replace(build("dp-sgd"), augment=Augment(2)), "augments"),

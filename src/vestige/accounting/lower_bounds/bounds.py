@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import exp, inf, log, sqrt
+from math import exp, inf, isnan, log, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import brentq
-from scipy.special import bdtrc, gammaln, log_ndtr, ndtr, ndtri
+from scipy.special import bdtrc, gammaln, log_ndtr, nctdtrinc, ndtr, stdtrit
 
 from vestige.accounting.lower_bounds.rates import Array, check_confidence, highest_rate, lowest_rate, scores_of
-from vestige.checks import check_delta
+from vestige.checks import check_delta, require
 
 THRESHOLDS = 128
 """How many thresholds are tried on the scores that choose one."""
@@ -179,7 +180,7 @@ class GaussianFit:
 def gaussian_fit(inside: ArrayLike, outside: ArrayLike, delta: float, confidence: float = 0.95) -> GaussianFit:
     """The mu of the Gaussian mechanism whose best attack would score like this, and its epsilon.
 
-    The bound inverts the test of mu by the difference of means over the pooled deviation, whose own error is counted.
+    The bound inverts the test of mu by the difference of means over the pooled deviation (non-central t).
 
     Formal guarantees: none about a mechanism whose scores are not normal: it is an estimate. For normal scores of one
     width, `mu_low` exceeds the truth with probability at most 1 - `confidence`.
@@ -199,14 +200,11 @@ def mu_bounds(inside: Array, outside: Array, confidence: float) -> tuple[Array, 
     gap = inside.mean(axis=1) - outside.mean(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         mu = np.where(gap == 0, 0.0, gap / np.sqrt(spread))
-    # mu^ - mu has variance 1/m + 1/n + mu^2/(2 freedom): solve (mu^ - mu)^2 = z^2 times that for the smaller root.
-    square = float(ndtri(confidence)) ** 2
-    means, width = 1 / many + 1 / few, square / (2 * freedom)
-    # The estimate is biased outwards by the pooled deviation's own bias, 3 / (4 freedom - 1) of it (Hedges 1981).
-    fair = mu * (1 - 3 / (4 * freedom - 1))
+    # The studentised difference of means is non-central t: its largest centre below which it would be too large.
+    width = sqrt(1 / many + 1 / few)
+    found = np.minimum(mu / width, LARGEST / width)
     with np.errstate(invalid="ignore"):
-        root = np.sqrt(fair**2 - (1 - width) * (fair**2 - square * means))
-        low = np.where(np.isfinite(fair), (fair - root) / (1 - width), LARGEST)
+        low = np.where(found > stdtrit(freedom, confidence), nctdtrinc(freedom, confidence, found) * width, 0.0)
     return np.maximum(mu, 0.0), np.maximum(low, 0.0)
 
 
@@ -217,6 +215,7 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
     4.3772
     """
     check_delta(delta)
+    require("mu", mu, not isnan(mu), "be a number")
     if mu <= 0 or delta_of_mu(mu, 0.0) <= delta:
         return 0.0
     if mu > sqrt(LARGEST):
@@ -255,6 +254,7 @@ def one_run_bound(
 
     `included` are the coins, fair and independent. `guesses` is k, or several k, over which the error is divided: they
     must be chosen before the coins are read. Unless given, they are all canaries, a half of them, a quarter and so on.
+    Equal scores are put in an order that does not depend on the one in which they are given.
 
     Formal guarantees: if the run is (epsilon, delta)-differentially private for adding or removing one canary,
     `epsilon` of the result is at most that with probability at least `confidence` (Steinke, Nasr & Jagielski 2023,
@@ -262,12 +262,13 @@ def one_run_bound(
     """
     _check_delta(delta)
     check_confidence(confidence)
-    score, coin = scores_of(scores, "scores"), np.asarray(included, dtype=bool)
+    score, coin = scores_of(scores, "scores"), _coins(included)
     if coin.shape != score.shape:
         raise ValueError(f"included: {coin.shape} coins for {score.shape} scores; give one for each canary")
     count = len(score)
     tried = _guesses(count, guesses)
-    order = np.argsort(-score, kind="stable")
+    drawn = np.random.default_rng(0).permutation(count)  # among equal scores, not the order in which they were given
+    order = drawn[np.argsort(-score[drawn], kind="stable")]
     best = OneRunBound(0.0, delta, confidence, count, tried[0], 0)
     for k in tried:
         right = int(coin[order[: k // 2]].sum() + (~coin[order[count - k // 2 :]]).sum())
@@ -278,12 +279,21 @@ def one_run_bound(
     return best
 
 
+def _coins(included: ArrayLike) -> Array:
+    coins = np.asarray(included)
+    if coins.dtype != bool and not (coins.dtype.kind in "iuf" and np.isin(coins, (0, 1)).all()):
+        raise ValueError("included: coins must be True or False, or 1 or 0")
+    return coins.astype(bool)
+
+
 def _guesses(count: int, asked: int | Sequence[int] | None) -> list[int]:
     if asked is None:
         return [count >> halvings for halvings in range(6) if count >> halvings >= 8] or [count]
-    tried = [asked] if isinstance(asked, int) else list(asked)
+    tried: list[Any] = [asked] if np.ndim(asked) == 0 else list(asked)  # type: ignore[arg-type]
+    if not tried:
+        raise ValueError("guesses=[] is empty: give how many canaries to guess about, or leave it out")
     for k in tried:
-        if not 2 <= k <= count:
+        if not (isinstance(k, int | np.integer) and 2 <= k <= count):
             raise ValueError(f"guesses={k} must be from 2 to the number of canaries, {count}")
     return tried
 

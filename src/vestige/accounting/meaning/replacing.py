@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from math import exp, inf
 
-from vestige.accounting.composition import COARSE, epsilon_by_distribution, epsilon_of, grid_step
-from vestige.accounting.meaning.tradeoff import LARGEST_EPSILON, SPACING
+from vestige.accounting.composition import COARSE, epsilon_by_distribution, epsilon_of, grid_step, largest_loss
+from vestige.accounting.meaning.tradeoff import LARGEST_EPSILON
 from vestige.accounting.pld import Composed, LossMasses
 from vestige.accounting.profiles import connect_dots
 from vestige.accounting.theorems import History, occasions, theorem_for
 from vestige.questions import Question
+
+LEAST = 1e-3
+"""Where the search for an epsilon begins at least: smaller ones need not be exact."""
 
 
 def replacing(history: History, delta: float, epsilon: float) -> tuple[float | None, str]:
@@ -38,9 +41,9 @@ def _costs(question: Question) -> bool:
 
 
 def _by_theorem(asked: History, delta: float, guess: float) -> float:
-    guess = max(guess, 1e-6)
-    for _ in range(8):
-        interval = grid_step(guess, SPACING)
+    guess, largest = max(guess, LEAST), 2 * largest_loss(asked)
+    for _ in range(20):
+        interval = grid_step(max(guess, largest), COARSE)
         parts = []
         for question, count in asked.items():
             profile = theorem_for(question).replacing

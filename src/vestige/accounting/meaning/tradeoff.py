@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import log_ndtr, ndtr
 
-from vestige.accounting.composition import COARSE, epsilon_by_distribution, grid_step, loss_distribution
+from vestige.accounting.composition import (
+    COARSE,
+    epsilon_by_distribution,
+    grid_step,
+    largest_loss,
+    loss_distribution,
+)
 from vestige.accounting.rdp import Array
-from vestige.accounting.theorems import History
+from vestige.accounting.theorems import History, occasions
 
-SPACING = 5e-4
-"""The step of the loss grid relative to epsilon: these numbers are shown to three digits."""
 POINTS = 1001
 """Epsilons at which a curve is held."""
 IDEAL = 1e-3
@@ -92,11 +96,14 @@ def tradeoff(history: History, delta: float, epsilon: float | None = None) -> Tr
     if epsilon > LARGEST_EPSILON:
         return claimed
     try:
-        losses = loss_distribution(history, grid_step(epsilon, SPACING), 0.3 * epsilon)
+        interval = grid_step(max(epsilon, largest_loss(occasions(history))), COARSE)
+        losses = loss_distribution(history, interval, 0.3 * epsilon, reached=True)
     except OverflowError:
         return claimed
     found = np.array([[each.delta(loss) for loss in claimed.epsilons] for each in losses])
-    removing, adding = np.minimum(found + IDEAL * delta, claimed.deltas)
+    found = np.minimum(found + IDEAL * delta, claimed.deltas)
+    # At epsilon 0 both are the total variation, and neither rises.
+    removing, adding = np.minimum(found, found[:, 0].min())
     return Tradeoff(claimed.epsilons, removing, adding)
 
 

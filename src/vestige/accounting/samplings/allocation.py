@@ -26,8 +26,13 @@ MOST_CELLS = 6000
 """Longest grid: an addition takes so many squared operations. A coarser one is a looser bound, and still one."""
 CELL_ROUNDING, SUM_ROUNDING = 1e-14, 2.0**-52
 """By how much the masses of a cell may be wrong relative to themselves, and by how much one more term makes a sum."""
+NEARLY_ABSENT = 1e6
+"""Up to so many times what is negligible a probability of zero is not followed through sums, but charged."""
 SHIFT = 1e-12
 """More than rounding may move the logarithm of a point of the grid."""
+DROWNED = 100.0
+"""With more noise than this times the sensitivity, Renyi curves are those of an example whose step is known: a grid
+would be long, and deltas do not need them."""
 NOISELESS = 0.06
 """Less noise than this times the sensitivity hides nothing, and no grid could hold the losses: priced as if every step
 saw the example."""
@@ -70,10 +75,14 @@ class Sum:
             higher = part * both
             found[place + 1 : place + 1 + len(both)] += higher
             found[place : place + len(both)] += both - higher
-        for one, zero in ((self, other.zero), (other, self.zero)):
-            if zero:
-                found[one.lowest - first : one.lowest - first + len(one.masses)] += zero * one.masses
-        return Sum(self.step, first, found, self.zero * other.zero, self.lost + other.lost)._trimmed(negligible)
+        zero, lost = self.zero * other.zero, self.lost + other.lost
+        for one, absent in ((self, other.zero), (other, self.zero)):
+            if absent > NEARLY_ABSENT * negligible:
+                found[one.lowest - first : one.lowest - first + len(one.masses)] += absent * one.masses
+            elif absent:  # far below all other sums: moved to zero and to infinity, so that the grid stays short
+                zero += absent * float(one.masses.sum())
+                lost += absent * float(one.masses @ np.exp(one.logs))
+        return Sum(self.step, first, found, zero, lost)._trimmed(negligible)
 
     def _trimmed(self, negligible: float) -> Sum:
         """Without negligible ends: the lower is split between zero and the first point kept, the upper is lost."""
@@ -202,7 +211,7 @@ def _curve(steps: int, multiplier: float) -> Array:
     if multiplier == 0:
         return np.full(len(ORDERS), inf)
     known = ORDERS / (2 * multiplier**2)  # T is a mean, and its moments are at most those of its terms
-    if steps == 1 or multiplier < NOISELESS or multiplier == inf:
+    if steps == 1 or not NOISELESS <= multiplier <= DROWNED:
         return known
     found, wrong = likelihood_ratio(steps, multiplier, FOR_MOMENTS)
     logs = found.logs - log(steps)
