@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from vestige.audit.membership import Success
 from vestige.audit.stand_in import NAME, stand_in
 from vestige.methods.base import Method
 from vestige.methods.registry import build
+from vestige.training.planning import DEFAULT_STEPS
 from vestige.training.run import train
 
 NON_PRIVATE = "non-private"
@@ -45,25 +46,34 @@ OnModels = Callable[[int], bool]
 """Called with the number of models trained; False ends the inference with the targets that are done."""
 
 
+class Fitted(NamedTuple):
+    """What a trained model cost, its steps, and how to train another on equally many rows."""
+
+    epsilon: float | None
+    steps: int
+    again: Training
+
+
 @dataclass(frozen=True)
 class Training:
     """How the models are trained, with or without privacy; all of it public."""
 
     method: Method | None
     sample_rate: float
-    steps: int
+    steps: int | None
     lr: float | Literal["auto"] = "auto"
     epsilon: float | None = None
     noise_multiplier: float | None = None
     delta: float = 1e-5
 
-    def fit(self, task: tasks.Task, model: nn.Module, rows: Array, seed: int) -> float | None:
-        """Train a model in place on these rows of the task; its epsilon."""
+    def fit(self, task: tasks.Task, model: nn.Module, rows: Array, seed: int) -> Fitted:
+        """Train a model in place on these rows of the task."""
         chosen = torch.from_numpy(rows)
         data = (task.train[0][chosen], task.train[1][chosen])
         if self.method is None:
-            nonprivate_fit(model, task.loss, data, self.sample_rate, self.steps, self.lr, seed)
-            return None
+            steps = DEFAULT_STEPS if self.steps is None else self.steps
+            nonprivate_fit(model, task.loss, data, self.sample_rate, steps, self.lr, seed)
+            return Fitted(None, steps, self)
         run = train(
             model,
             task.loss,
@@ -79,7 +89,11 @@ class Training:
         )
         for _ in run:
             pass
-        return run.guarantee().epsilon
+        # The noise that epsilon affords is found once: it is the same for every half.
+        calibrated = self.steps is not None and self.noise_multiplier is None and not run.method.gate.adaptive
+        noise = run.plan.noise_multiplier
+        again = replace(self, noise_multiplier=noise, epsilon=None) if calibrated else self
+        return Fitted(run.guarantee().epsilon, run.state.step, again)
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,7 @@ class Inference:
     targets: int
     wanted: int
     steps: int
+    """Of the model that took most."""
     sample_rate: float
     confidence: float
     nonprivate_accuracy_of_members: float
@@ -128,7 +143,7 @@ def infer_membership(
     noise_multiplier: float | None = None,
     delta: float = 1e-5,
     sample_rate: float = 0.05,
-    steps: int = 100,
+    steps: int | None = 100,
     lr: float | Literal["auto"] = "auto",
     confidence: float = 0.95,
     device: str = "cpu",
@@ -138,7 +153,7 @@ def infer_membership(
 ) -> Inference:
     """Train targets and shadow models on random halves of a task's first examples, and attack the targets.
 
-    `method="non-private"` trains with Adam instead, `lr` 0.001 unless it is given. The shadow models are trained as the
+    `steps=None` takes as many as epsilon affords at the method's own noise. `method="non-private"` trains with Adam instead, `lr` 0.001 unless it is given. The shadow models are trained as the
     targets are: the attacker knows method, budget and data, all but who was in. On data of your own this changes whom
     models are trained on: every row is in half of them, and the result is not private.
 
@@ -166,13 +181,13 @@ def infer_membership(
     begin = time.perf_counter()
     halves = np.random.default_rng(seed)
     seen: list[Observed] = []
-    spent: list[float] = []
+    fitted: list[Fitted] = []
     while len(seen) < shadows + targets:
         paired = len(seen) < shadows and len(seen) % 2 == 1
         members = ~seen[-1].members if paired else _half(examples, halves)
         model = copy.deepcopy(task.model).to(device)
-        cost = training.fit(task, model, np.flatnonzero(members), seed + len(seen))
-        spent += [] if cost is None else [cost]
+        fitted.append(training.fit(task, model, np.flatnonzero(members), seed + len(seen)))
+        training = fitted[-1].again
         seen.append(observe(task, model, members, gradients="gradients" in attacks))
         if on_models is not None and not on_models(len(seen)):
             break
@@ -182,6 +197,7 @@ def infer_membership(
     labels = task.train[1][:examples].numpy()
     right = [each.logits.argmax(axis=1) == labels for each in attacked]
     inside = [each.members for each in attacked]
+    spent = [each.epsilon for each in fitted if each.epsilon is not None]
     return Inference(
         task=task.name,
         method=training.method.name if training.method else NON_PRIVATE,
@@ -191,7 +207,7 @@ def infer_membership(
         shadows=shadows,
         targets=len(attacked),
         wanted=targets,
-        steps=steps,
+        steps=max(each.steps for each in fitted),
         sample_rate=sample_rate,
         confidence=confidence,
         nonprivate_accuracy_of_members=float(np.mean([a[b].mean() for a, b in zip(right, inside, strict=True)])),

@@ -150,8 +150,12 @@ def success(scores: Sequence[ArrayLike], members: Sequence[ArrayLike], confidenc
 
 
 def _over_targets(found: Sequence[Interval], confidence: float) -> Interval:
-    """All measures are shares: so are the ends."""
+    """All measures are shares: so are the ends. Where all targets agree, such as on no detection at all, the spread of
+    a few says nothing, and the ends are those over examples."""
     mean = mean_interval([each.estimate for each in found], confidence)
+    if mean.low == mean.high:
+        low, high = (float(np.mean(ends)) for ends in zip(*((each.low, each.high) for each in found), strict=True))
+        return Interval(mean.estimate, low, high, confidence)
     return Interval(mean.estimate, max(0.0, mean.low), min(1.0, mean.high), confidence)
 
 
