@@ -22,6 +22,7 @@ from vestige.accounting.lower_bounds.rates import Array, check_confidence
 from vestige.audit import membership
 from vestige.audit.membership import Success
 from vestige.audit.stand_in import NAME, stand_in
+from vestige.mechanism.clipping import Loss
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.training.planning import DEFAULT_STEPS
@@ -153,9 +154,10 @@ def infer_membership(
 ) -> Inference:
     """Train targets and shadow models on random halves of a task's first examples, and attack the targets.
 
-    `steps=None` takes as many as epsilon affords at the method's own noise. `method="non-private"` trains with Adam instead, `lr` 0.001 unless it is given. The shadow models are trained as the
-    targets are: the attacker knows method, budget and data, all but who was in. On data of your own this changes whom
-    models are trained on: every row is in half of them, and the result is not private.
+    The shadow models are trained as the targets are: the attacker knows method, budget and data, all but who was in.
+    `method="non-private"` trains with Adam, `lr` 0.001 unless it is given; `steps=None` takes as many steps as epsilon
+    affords at the method's own noise. On data of your own this changes whom models are trained on: every row is in
+    half of them, and the result is not private.
 
     >>> found = infer_membership("non-private", task="stand-in", attacks=["loss"], shadows=2, targets=2, examples=40)
     >>> 0 <= found.attacks["loss"].area.estimate <= 1
@@ -234,7 +236,10 @@ def scores_by(attack: str, targets: Sequence[Observed], shadows: Sequence[Observ
 
     def features(of: Observed) -> Array:
         outputs = membership.output_features(of.logits, labels)
-        return outputs if attack == "shadow" else np.column_stack([outputs, of.gradients])
+        if attack == "shadow":
+            return outputs
+        assert of.gradients is not None
+        return np.column_stack([outputs, of.gradients])
 
     known = np.stack([features(each) for each in shadows])
     return [membership.by_shadow_models(features(each), known, members) for each in targets]
@@ -253,7 +258,7 @@ def observe(task: tasks.Task, model: nn.Module, members: Array, *, gradients: bo
 
 
 def nonprivate_gradient_norms(
-    model: nn.Module, loss: tasks.Loss, inputs: Tensor, targets: Tensor, layers: int = LAYERS
+    model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, layers: int = LAYERS
 ) -> Tensor:
     """The norm of every example's gradient in each parameter of the last layers with weights, [examples, parameters].
 
@@ -283,7 +288,7 @@ def nonprivate_gradient_norms(
 
 def nonprivate_fit(
     model: nn.Module,
-    loss: tasks.Loss,
+    loss: Loss,
     data: tuple[Tensor, Tensor],
     sample_rate: float,
     steps: int,

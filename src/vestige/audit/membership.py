@@ -191,8 +191,8 @@ def _normals(seen: Array, used: Array, side: str) -> tuple[Array, Array]:
     count = used.sum(axis=0)
     if (count < 1).any() or (count < 2).all():
         raise ValueError(
-            f"members: {int((count < 1).sum())} examples have no shadow model {side} them, and {int((count > 1).sum())} "
-            "have two; train more shadow models, half of them on each example"
+            f"members: {int((count < 1).sum())} examples have no shadow model {side} them, and two are needed for a "
+            "variance; train more shadow models, half of them on each example"
         )
     mean = np.where(used, seen, 0.0).sum(axis=0) / count
     squares = np.where(used, (seen - mean) ** 2, 0.0).sum(axis=0)
