@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from vestige import tasks
+from vestige.audit import inference
 from vestige.audit.inference import infer_membership, nonprivate_fit, nonprivate_gradient_norms
 from vestige.audit.membership import by_shadow_models, lira, logit_confidence, losses, output_features, success
 from vestige.audit.stand_in import stand_in
@@ -60,6 +61,15 @@ def test_lira_is_the_log_likelihood_ratio():
     wanted = norm.logpdf(0.3, a.mean(), a.std(ddof=1)) - norm.logpdf(0.3, b.mean(), b.std(ddof=1))
     assert lira([0.3], seen, members) == pytest.approx([wanted])
     assert lira([0.3], seen, members, online=False) == pytest.approx([(0.3 - b.mean()) / b.std(ddof=1)])
+
+
+def test_with_few_models_all_examples_share_one_variance_for_each_side():
+    random = np.random.default_rng(8)
+    members = np.arange(8)[:, None] % 2 == np.arange(3) % 2
+    seen, target = random.normal(size=(8, 3)), random.normal(size=3)
+    sides = [np.stack([seen[members[:, i] == side, i] for i in range(3)], axis=1) for side in (True, False)]
+    a, b = ((side.mean(axis=0), np.sqrt(side.var(axis=0, ddof=1).mean())) for side in sides)
+    assert lira(target, seen, members) == pytest.approx(norm.logpdf(target, *a) - norm.logpdf(target, *b))
 
 
 @pytest.mark.parametrize("attack", ["lira", "shadow"])
@@ -158,6 +168,18 @@ def test_a_model_that_memorises_is_vulnerable_and_a_private_one_is_not():
     assert 0.9 < private.epsilon <= 1
     assert all(found.area.estimate < 0.65 for found in private.attacks.values())
     assert all((a == b).all() for a, b in zip(before, task.model.parameters(), strict=True))
+
+
+def test_every_example_is_in_half_of_the_shadow_models_and_every_model_has_half(monkeypatch):
+    seen, observe = [], inference.observe
+    noted = lambda task, model, members, **more: seen.append(members) or observe(task, model, members, **more)  # noqa: E731
+    monkeypatch.setattr(inference, "observe", noted)
+    infer_membership("non-private", task="stand-in", attacks=["loss"], shadows=6, targets=2, examples=31, steps=1)
+    members = np.stack(seen)
+    assert members.shape == (8, 30)
+    assert (members.sum(axis=1) == 15).all()
+    assert (members[:6].sum(axis=0) == 3).all()
+    assert len(np.unique(members, axis=0)) == 8
 
 
 def test_an_inference_that_is_stopped_judges_the_targets_that_are_done():
