@@ -72,14 +72,14 @@ def test_with_few_models_all_examples_share_one_variance_for_each_side():
     assert lira(target, seen, members) == pytest.approx(norm.logpdf(target, *a) - norm.logpdf(target, *b))
 
 
-@pytest.mark.parametrize("attack", ["lira", "shadow"])
+@pytest.mark.parametrize("attack", ["lira", "lira-offline", "shadow"])
 def test_members_that_were_shuffled_are_guessed(attack):
     random = np.random.default_rng(4)
     seen, members = normal_models(16, random)
     targets, inside = normal_models(6, random)
     wrong = [random.permutation(each) for each in inside]
-    if attack == "lira":
-        scores = [lira(each, seen, members) for each in targets]
+    if attack != "shadow":
+        scores = [lira(each, seen, members, online=attack == "lira") for each in targets]
     else:
         scores = [by_shadow_models(each[:, None], seen[..., None], members) for each in targets]
     assert success(scores, list(inside)).area.low > 0.55
@@ -172,7 +172,11 @@ def test_a_model_that_memorises_is_vulnerable_and_a_private_one_is_not():
 
 def test_every_example_is_in_half_of_the_shadow_models_and_every_model_has_half(monkeypatch):
     seen, observe = [], inference.observe
-    noted = lambda task, model, members, **more: seen.append(members) or observe(task, model, members, **more)  # noqa: E731
+
+    def noted(task, model, members, **more):
+        seen.append(members)
+        return observe(task, model, members, **more)
+
     monkeypatch.setattr(inference, "observe", noted)
     infer_membership("non-private", task="stand-in", attacks=["loss"], shadows=6, targets=2, examples=31, steps=1)
     members = np.stack(seen)
