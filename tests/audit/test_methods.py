@@ -21,6 +21,9 @@ ALONE = {
     "dp-is": {"boost": 1.0},
     "dpsur": {"sigma_v": 2.0, "validation_batch": 4, "threshold": 4.0},
     "dpsgd-br": {"sigma_v": 2.0, "validation_batch": 4, "threshold": 4.0, "progress": "none"},
+    "dp-micro-adam": {},
+    "dp-muon": {},
+    "geoclip": {},
 }
 """Methods that do not stack, with options by which most candidates are accepted."""
 LOOSE = ("dp-ftrl", "dp-bandmf", "dp-blt", *ALONE)
@@ -28,7 +31,8 @@ LOOSE = ("dp-ftrl", "dp-bandmf", "dp-blt", *ALONE)
 
 
 def subject_of(name):
-    return Subject.of(stand_in(4), build(name, **ALONE.get(name, {})), "gradient", 4, 0, "cpu")
+    options = {"bands": 4} if name == "dp-bandmf" else ALONE.get(name, {})
+    return Subject.of(stand_in(4), build(name, **options), "gradient", 4, 0, "cpu")
 
 
 def scores_of(name, runs, noise=1.0):

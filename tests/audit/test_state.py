@@ -52,7 +52,7 @@ def test_a_memory_that_keeps_a_raw_sum_is_caught(monkeypatch):
 
 def test_a_method_without_state_says_so():
     with pytest.raises(ValueError, match="keeps nothing"):
-        audit("dp-sgd", epsilon=3, runs=8, steps=2, sees="state")
+        audit("dp-sgd", epsilon=3, runs=16, steps=2, sees="state")
 
 
 @pytest.mark.parametrize("sees", ["model", "loss"])

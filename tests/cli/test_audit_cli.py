@@ -47,6 +47,10 @@ def test_an_audit_as_json_and_a_fault(capsys, monkeypatch):
         (["audit", "--epsilon", "3", "--sees", "loss"], "--sees="),
         (["audit", "--epsilon", "3", "--runs", "2"], "--runs=2"),
         (["audit", "--epsilon", "3", "--data", "x.npz"], "--data="),
+        (["audit", "--membership", "magic", "--epsilon", "3"], "--membership="),
+        (["audit", "--membership", "all"], "--epsilon"),
+        (["audit", "--membership", "all", "--epsilon", "3", "--canary", "blank"], "--canary cannot be given"),
+        (["audit", "--epsilon", "3", "--targets", "2"], "--targets cannot be given"),
         (["audit", "nowhere", "--epsilon", "3"], "--epsilon cannot be given"),
         (["audit", "nowhere"], "no finished run"),
     ],
@@ -67,3 +71,21 @@ def test_training_with_canaries(capsys, tmp_path):
     code, said = called(capsys, "audit", out, "--json")
     assert code == 0
     assert json.loads(said.out)["canaries"] == 40
+
+
+MEMBERSHIP = ["--membership", "loss,lira", "--shadows", "4", "--targets", "2", "--examples", "40", "--steps", "5"]
+
+
+def test_an_inference_of_membership_is_printed_and_says_whom_it_trained_on(capsys):
+    code, said = called(capsys, "audit", "--method", "non-private", *MEMBERSHIP)
+    assert code == 0
+    assert "2 targets, 4 shadow models, 20 members each, 5 steps" in said.out
+    assert "lira-offline" not in said.out
+    assert "changes whom models are trained on" in said.err
+    code, said = called(capsys, "audit", "--task", "stand-in", "--epsilon", "2", *MEMBERSHIP, "--json")
+    found = json.loads(said.out)
+    assert code == 0
+    assert said.err == ""
+    assert found["epsilon"] <= 2
+    assert set(found["attacks"]) == {"loss", "lira"}
+    assert 0 <= found["attacks"]["lira"]["area"]["low"] <= found["attacks"]["lira"]["area"]["estimate"]

@@ -21,18 +21,34 @@ from vestige.accounting.lower_bounds.bounds import (
     one_run_epsilon,
 )
 from vestige.accounting.lower_bounds.rates import Interval, area_under_curve, clopper_pearson, rate_of_detection
+from vestige.audit.membership import (
+    Success,
+    by_shadow_models,
+    lira,
+    logit_confidence,
+    losses,
+    output_features,
+    success,
+)
 
 __all__ = [
     "GaussianFit",
     "Interval",
     "OneRunBound",
+    "Success",
     "ThresholdBound",
     "area_under_curve",
+    "by_shadow_models",
     "clopper_pearson",
     "epsilon_lower_bound",
     "epsilon_of_mu",
     "gaussian_fit",
+    "lira",
+    "logit_confidence",
+    "losses",
     "one_run_bound",
     "one_run_epsilon",
+    "output_features",
     "rate_of_detection",
+    "success",
 ]

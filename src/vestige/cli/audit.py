@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from vestige.cli.errors import refuse_others
+from vestige.cli.errors import refuse_if_given, refuse_others
 from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, stderr, stdout, step_progress
 
 
@@ -17,10 +18,26 @@ def audit(
     run: Annotated[
         Path | None, typer.Argument(help="A run of `vestige train --audit`: print what its canaries show.")
     ] = None,
-    method: Annotated[str, typer.Option(help="What to attack: a method of `vestige methods`.")] = "dp-sgd",
+    method: Annotated[
+        str, typer.Option(help="What to attack: a method of `vestige methods`; with --membership also non-private.")
+    ] = "dp-sgd",
+    membership: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask who was trained on instead, by shadow models: loss, shadow, lira, lira-offline, gradients "
+            "(white-box), several with commas, or all.",
+            metavar="ATTACKS",
+        ),
+    ] = None,
+    shadows: Annotated[int, typer.Option(help="Shadow models of --membership, in pairs on the two halves.")] = 16,
+    targets: Annotated[int, typer.Option(help="Models that --membership attacks.")] = 5,
     task: Annotated[
-        str, typer.Option(help="stand-in (made up), a task of `vestige tasks`, or FILE.py:FUNCTION.")
-    ] = "stand-in",
+        str | None,
+        typer.Option(
+            help="stand-in (made up), a task of `vestige tasks`, or FILE.py:FUNCTION. "
+            "[default: stand-in; digits-mlp for --membership]",
+        ),
+    ] = None,
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     canary: Annotated[
         str,
@@ -46,7 +63,13 @@ def audit(
     sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
     steps: Annotated[int, typer.Option("--steps", "--trials", help="Steps of each run.")] = 100,
     lr: Annotated[str, typer.Option(help="Learning rate, or auto.")] = "auto",
-    examples: Annotated[int, typer.Option(help="Other examples: the first of the task's.")] = 100,
+    examples: Annotated[
+        int | None,
+        typer.Option(
+            help="Other examples, the first of the task's; for --membership all, half of them members. "
+            "[default: 100; 1000 for --membership]"
+        ),
+    ] = None,
     confidence: Annotated[float, typer.Option(help="Of the lower bound.")] = 0.95,
     minutes: Annotated[float, typer.Option(help="Stop starting runs after this long; what was made is judged.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Fixes the canary and the initial weights.", min=0, max=LARGEST_SEED)] = 0,
@@ -65,6 +88,8 @@ def audit(
         vestige audit --task digits-mlp --epsilon 8 --canary mislabelled --runs 200 --steps 20 --json
 
         vestige audit --method dpsur --canary selection --runs 400 --trials 30
+
+        vestige audit --membership all --method non-private --examples 400 --steps 400
     """
     if run is not None:
         refuse_others(context, ("run", "as_json"), "a run of `vestige train --audit` has been made already")
@@ -75,18 +100,55 @@ def audit(
         refuse_others(context, allowed, "the attack on accept bits makes its own data and noise")
         _audit_selection(method, runs, steps, delta, confidence, as_json)
         return
-    from vestige.audit.in_and_out import audit as attack
     from vestige.cli.models.flags import learning_rate
     from vestige.devices import check_device, default_device
 
-    if epsilon is None and noise_multiplier is None:
-        raise ValueError("give --epsilon or --noise-multiplier: what is to be attacked")
     if epsilon is not None and noise_multiplier is not None:
         raise ValueError(f"epsilon={epsilon} and noise_multiplier={noise_multiplier}: the noise follows from epsilon")
     if not minutes > 0:
         raise ValueError(f"minutes={minutes} must be positive")
     where = device or default_device()
     check_device(where)
+    if membership is not None:
+        why = "--membership trains no canary; it has --shadows and --targets"
+        refuse_if_given(context, ("canary", "sees", "runs", "minutes"), why)
+        from vestige.audit.inference import ATTACKS, infer_membership
+
+        with step_progress(not as_json) as bar, graceful_stop() as stopping:
+            show_models = bar(method, shadows + targets)
+
+            def on_models(done: int) -> bool:
+                show_models(done, "shadow models" if done < shadows else "targets", None, None)
+                return not stopping()
+
+            _print_membership(
+                infer_membership(
+                    method,
+                    task=task or "digits-mlp",
+                    attacks=tuple(ATTACKS) if membership == "all" else membership.split(","),
+                    shadows=shadows,
+                    targets=targets,
+                    examples=1000 if examples is None else examples,
+                    epsilon=epsilon,
+                    noise_multiplier=noise_multiplier,
+                    delta=delta,
+                    sample_rate=sample_rate,
+                    steps=steps,
+                    lr=learning_rate(lr),
+                    confidence=confidence,
+                    device=where,
+                    seed=seed,
+                    data=data,
+                    on_models=on_models,
+                ),
+                as_json,
+            )
+        return
+    refuse_if_given(context, ("shadows", "targets"), "they are of --membership")
+    from vestige.audit.in_and_out import audit as attack
+
+    if epsilon is None and noise_multiplier is None:
+        raise ValueError("give --epsilon or --noise-multiplier: what is to be attacked")
     with step_progress(not as_json) as bar, graceful_stop() as stopping:
         show = bar(method, runs)
 
@@ -96,7 +158,7 @@ def audit(
 
         found = attack(
             method,
-            task=task,
+            task=task or "stand-in",
             data=data,
             canary=canary,
             sees=sees,
@@ -107,7 +169,7 @@ def audit(
             sample_rate=sample_rate,
             steps=steps,
             lr=learning_rate(lr),
-            examples=examples,
+            examples=100 if examples is None else examples,
             confidence=confidence,
             seconds=60 * minutes,
             seed=seed,
@@ -171,6 +233,40 @@ def _verdict(found: Any) -> str:
         f"CONTRADICTION: {found.curve_detected:.1%} detected at {found.curve_false_alarms:.1%} false alarms (both "
         f"bounded, {found.confidence:.4g} confidence) is more than the accountant's curve allows"
     )
+
+
+def _print_membership(found: Any, as_json: bool) -> None:
+    from vestige.audit.inference import ATTACKS
+    from vestige.audit.stand_in import NAME
+
+    if found.task != NAME:
+        stderr.print(
+            f"every model was trained on a random half of {found.examples} examples of {found.task}: this changes whom "
+            "models are trained on, and what is printed is not private; keep it to yourself unless they are public",
+            markup=False,
+        )
+    if as_json:
+        print_json(found.to_json())
+        return
+    price = "no privacy" if found.epsilon is None else f"epsilon {found.epsilon:.3f} each at delta {found.delta:g}"
+    fewer = "" if found.targets == found.wanted else f" of {found.wanted} that were asked for"
+    table = Table("attack", "ROC area", "detected at 1% false alarms", "at 0.1%")
+    for name, success in found.attacks.items():
+        cells = (success.area, success.detected_at_1_percent, success.detected_at_1_permille)
+        table.add_row(name, *(f"{each.estimate:.3f} ({each.low:.3f} to {each.high:.3f})" for each in cells))
+    for line in (
+        f"{found.method} on {found.task}, {price}: {found.targets} targets{fewer}, {found.shadows} shadow models, "
+        f"{found.examples // 2} members each, {found.steps} steps at rate {found.sample_rate:g} ({found.seconds:g} s)",
+        f"right about {found.nonprivate_accuracy_of_members:.1%} of members and "
+        f"{found.nonprivate_accuracy_of_others:.1%} of others",
+    ):
+        stdout.print(line, markup=False)
+    stdout.print(table)
+    over = "targets" if found.targets > 1 else "examples"
+    few = "" if found.examples >= 2000 else f"; of {found.examples // 2} others, 0.1% means none"
+    lines = [f"{name}: {ATTACKS[name]}" for name in found.attacks]
+    for line in (*lines, f"intervals over {over}, {found.confidence:.4g} confidence; an area of 0.5 is guessing{few}"):
+        stdout.print(line, markup=False)
 
 
 def _audit_selection(method: str, runs: int, trials: int, delta: float, confidence: float, as_json: bool) -> None:
