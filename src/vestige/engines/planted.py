@@ -17,7 +17,6 @@ from vestige.engines.reference import add_clipped
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, GradientEngine, Parameters, Transform
 from vestige.mechanism.examples import Draw, Examples
-from vestige.randomness.release import Release
 
 LARGE = 1e4
 """The norm of a canary's gradient: the clip has to cut it."""
@@ -82,10 +81,9 @@ class Canaries:
             norms.append(add_clipped(self.gradients(part.tolist()), clip, self._layout, into))
         return torch.cat(norms)
 
-    def observe(self, release: Release) -> None:
-        """Keep the sum of the releases."""
-        std = release.noise_std
-        self.summed += release.total.double() / (std.double() if isinstance(std, Tensor) else std) ** 2
+    def observe(self, released: Tensor, std: float | Tensor) -> None:
+        """Keep the sum of the releases: one more, and the deviation of its noise."""
+        self.summed += released.double() / (std.double() if isinstance(std, Tensor) else std) ** 2
 
     def scores(self) -> list[float]:
         """Each canary's product with the sum of the releases: larger where it is likelier to have been there."""

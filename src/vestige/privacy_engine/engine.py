@@ -192,8 +192,8 @@ class PrivacyEngine:
         if not poisson_sampling:
             if self._audit is not None:
                 raise ValueError(
-                    f"audit={self._audit} with poisson_sampling=False: canaries join samples that we draw, and your own "
-                    "batches have no epsilon to hold against; leave one of them out"
+                    f"audit={self._audit} with poisson_sampling=False: canaries join samples that we draw, and your "
+                    "own batches have no epsilon to hold against; leave one of them out"
                 )
             drawn, parts = _kept(data_loader, sampling, max_batch), AnyRows()
         rate = drawn.rate
@@ -309,9 +309,9 @@ class PrivacyEngine:
         """What the canaries of `PrivacyEngine(audit=1000)` show of all steps so far: epsilon is at least so much with
         95% confidence, beside the accountant's at most; at `delta`, or the `target_delta` of `make_private`.
 
-        Formal guarantees: with probability 0.95 over coins, samples and noise, the lower bound is at most the epsilon of
-        the loop at `delta` (Steinke, Nasr & Jagielski 2023), if it is looked at once. It is computed from releases and
-        made-up rows alone.
+        Formal guarantees: with probability 0.95 over coins, samples and noise, the lower bound is at most the epsilon
+        of the loop at `delta` (Steinke, Nasr & Jagielski 2023), at a step that was not chosen by looking at it. It is
+        computed from releases and made-up rows alone.
         """
         steps = self._private_steps()
         if steps.canaries is None:

@@ -201,7 +201,7 @@ class PrivateSteps:
         release = Release(total.float(), std, self.expected_batch, sample_rate=self.planned.rate)
         if self.canaries is not None:
             self.canaries.to(total.device)
-            self.canaries.observe(release)
+            self.canaries.observe(release.total, std)
         return release
 
     @property

@@ -42,8 +42,8 @@ def statement(
 
 AUDIT_CONFIDENCE = 0.95
 PLANTED = (
-    "nobody's row was copied, changed or left out for it; about half of the canaries were in the sums as made-up rows, and "
-    "the public divisor counts them all"
+    "nobody's row was copied, changed or left out for it; about half of the canaries were in the sums as made-up rows, "
+    "and the public divisor counts them all"
 )
 """What planting changes for the people in the data."""
 

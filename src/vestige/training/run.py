@@ -363,7 +363,7 @@ class Training:
         )
         if self.canaries is not None:
             observe = self.canaries.observe
-            curator.observer = lambda answer: observe(answer.release)
+            curator.observer = lambda answer: observe(answer.release.total, answer.release.noise_std)
         return curator, None if judged is None else Evaluator(judged, key, charges, right)
 
     def noise_from_here(self) -> NoiseSequence:
