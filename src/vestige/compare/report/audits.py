@@ -23,6 +23,9 @@ BROKEN = (
     "In {broken} of {all} audits the attack found more than the guarantee allows: until the cause is found, that "
     "guarantee must not be relied on."
 )
+STRAYS = (
+    "Curves of finitely many runs stray, also above what is allowed: the verdict counts that error, the eye does not."
+)
 LIMITS = (
     "The lower bound is proved, with its confidence, of the runs that were attacked: it is no estimate of epsilon, and "
     "a small one is no sign of privacy. An attack may be weak, and at small delta even a perfect one needs many runs.",
@@ -40,7 +43,12 @@ def page(audits: Sequence[Audit], title: str) -> str:
     broken = sum(bool(each["contradicts"]) for each in audits)
     sentence = BROKEN.format(broken=broken, all=len(audits)) if broken else STANDS
     found = items(_finding(each, label) for each, label in zip(audits, labels, strict=True))
-    rocs = panels(curves, ()) or "<p>An audit of one run has no curve: each of its canaries is one guess.</p>"
+    drawn = panels(curves, ())
+    rocs = (
+        f"<p>{STRAYS}</p>{drawn}"
+        if drawn
+        else "<p>An audit of one run has no curve: each of its canaries is one guess.</p>"
+    )
     sections = [
         ("result", "At least, at most", f"<ul class='findings'>{found}</ul>{panels(bounds, labels)}"),
         ("curves", "What the attacker detected", rocs),
