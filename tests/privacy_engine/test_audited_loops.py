@@ -174,7 +174,7 @@ def test_a_loop_goes_on_with_its_canaries(tmp_path):
     engine.save_checkpoint(path=tmp_path / "saved", module=model, optimizer=optimizer)
     kept = engine._steps.canaries
     engine._ledger.close()
-    with pytest.raises(ValueError, match="population is 91 now but was 90"):
+    with pytest.raises(ValueError, match="canaries is 31 now but was 30"):
         private(PrivacyEngine(audit=PLANTED + 1, ledger=file, resume=True), multiplier=1.0)
     again = PrivacyEngine(audit=PLANTED, ledger=file, resume=True)
     model, optimizer, loader = private(again, multiplier=1.0)
@@ -183,7 +183,9 @@ def test_a_loop_goes_on_with_its_canaries(tmp_path):
     assert again._steps.canaries.key == kept.key
     assert torch.equal(again._steps.canaries.summed, kept.summed)
     assert torch.equal(again._steps.canaries.included, kept.included)
+    held = again.state_dict()
     epochs(model, optimizer, loader)
+    assert torch.equal(held["canaries"]["summed"], kept.summed), "what is held stays as it was"
     assert not torch.equal(again._steps.canaries.summed, kept.summed)
     assert again.audit(1e-5).audited.canaries == PLANTED
 

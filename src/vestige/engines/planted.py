@@ -51,11 +51,11 @@ class Canaries:
         self._device, self.summed = device, self.summed.to(device)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"key": self.key, "summed": self.summed}
+        return {"key": self.key, "summed": self.summed.clone()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._start(saved["key"])
-        self.summed = saved["summed"].to(self._device)
+        self.summed = saved["summed"].to(self._device, copy=True)
 
     def direction(self, number: int) -> tuple[Tensor, Tensor]:
         """The coordinates that a canary's gradient touches, and its unit vector there: plus or minus one value."""

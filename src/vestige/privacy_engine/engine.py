@@ -349,7 +349,8 @@ class PrivacyEngine:
         self._ledger.finish(files)
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory and the place in the ledger; no random state, nor the module's and the optimizer's."""
+        """The memory, the place in the ledger, and which canaries are planted, if any; no other random state, nor the
+        module's and the optimizer's."""
         place = {"run": self._run, "ledger_rows": self._ledger.rows, "ledger_head": self._ledger.head}
         return {**place, **self._private_steps().state_dict()}
 
@@ -423,11 +424,11 @@ class PrivacyEngine:
             "method": method.identity,
             "sample_rate": rate,
             "noise_multiplier": multiplier,
+            **({} if self._audit is None else {"canaries": self._audit}),
             "population": self._population,
             **({} if delta is None else {"delta": delta}),
             **({} if method.balance is None else {"balance": layout.constants_of_all}),
             **({} if max_batch is None else {"max_batch": max_batch}),
-            **({} if self._audit is None else {"canaries": self._audit}),
         }
         if history is None:
             self._ledger.open(facts)
