@@ -29,7 +29,7 @@ def report(
         float | None, typer.Option(help="Allowed failure probability, for the ledger of a loop of your own.")
     ] = None,
 ) -> None:
-    """Write a self-contained page about a comparison or audits (HTML), or the privacy statement of a run (Markdown).
+    """Write one page about a comparison or audits (HTML), or the privacy statement of a run (Markdown).
 
     The page of a comparison opens from disk, without a network. Of a run, also one of a Trainer or of a loop of your
     own with its ledger in the folder, it is what `vestige card` prints. The page of audits shows epsilon at least and
