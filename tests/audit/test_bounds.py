@@ -9,6 +9,7 @@ from scipy.stats import binomtest
 
 from vestige import audit
 from vestige.accounting.lower_bounds.bounds import mu_bounds, one_run_p_value, threshold_bounds
+from vestige.accounting.lower_bounds.rates import roc
 
 REPETITIONS = 1000
 DELTA = 1e-3
@@ -211,3 +212,19 @@ def test_a_promise_that_differs_by_direction_is_kept_in_both(swapped):
     promise = curve.promise[::-1] if swapped else curve.promise
     _, margin, _ = threshold_bounds(scores(True), scores(False), 1e-5, 0.95, promise)
     assert keeps(margin > 0, 0.95) != swapped
+
+
+def test_a_thinned_roc_lies_on_the_whole_one_and_has_its_area():
+    random = np.random.default_rng(0)
+    inside, outside = random.normal(1, 1, 5000), random.normal(0, 1, 4000)
+    found = roc(inside, outside)
+    assert found[0] == (0, 0)
+    assert found[-1] == (1, 1)
+    assert len(found) <= 102
+    for alarms, detected in found[1:-1]:
+        threshold = np.sort(outside)[::-1][round(alarms * 4000)]
+        assert detected == pytest.approx((inside > threshold).mean(), abs=1e-6)
+    x, y = np.array(found).T
+    area = float(((y[1:] + y[:-1]) / 2) @ np.diff(x))
+    assert area == pytest.approx(audit.area_under_curve(inside, outside).estimate, abs=2e-3)
+    assert roc([1.0, 1.0], [0.0, 0.0]) == [(0, 0), (0, 1), (1, 1)]

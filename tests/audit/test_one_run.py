@@ -81,7 +81,7 @@ def test_a_canary_that_is_there_adds_its_bound_and_one_that_is_not_adds_nothing(
     model = nn.Linear(100, 10)
     layout = Layout.of(model)
     canaries = Canaries(20, layout, torch.device("cpu"))
-    engine = PlantedEngine(Reference(model, LOSS, layout), layout, canaries)
+    engine = PlantedEngine(Reference(model, LOSS, layout), canaries)
     point = {name: p.detach() for name, p in model.named_parameters()}
     for number in range(20):
         into = torch.zeros(layout.size)

@@ -89,3 +89,39 @@ def test_an_inference_of_membership_is_printed_and_says_whom_it_trained_on(capsy
     assert found["epsilon"] <= 2
     assert set(found["attacks"]) == {"loss", "lira"}
     assert 0 <= found["attacks"]["lira"]["area"]["low"] <= found["attacks"]["lira"]["area"]["estimate"]
+
+
+def test_the_page_of_audits_shows_both_bounds_and_the_curves(capsys, tmp_path):
+    first, second = str(tmp_path / "made" / "a.json"), str(tmp_path / "b.json")
+    code, said = called(
+        capsys, "audit", "--noise-multiplier", "1", *COMMON, "--confidence", "0.9999", "--out", first
+    )  # fmt: skip
+    assert code == 0
+    assert f"wrote {first}" in said.err
+    found = json.loads((tmp_path / "made" / "a.json").read_text())
+    assert found["roc"][0] == [0, 0]
+    assert found["roc"][-1] == [1, 1]
+    assert len(found["roc"]) < 110
+    alarms, allowed = zip(*found["roc_allowed"], strict=True)
+    assert alarms[0] == 0
+    assert allowed[-1] == 1
+    one = {"run": "this loop", "method": "dp-sgd", "epsilon": 2.0, "delta": 1e-5, "canaries": 40, "confidence": 0.95}
+    (tmp_path / "b.json").write_text(json.dumps({**one, "epsilon_lower_bound": 2.5, "contradicts": True}))
+    code, said = called(capsys, "report", first, second, "--out", str(tmp_path / "p.html"), "--title", "Ours")
+    assert (code, said.err) == (0, "")
+    page = (tmp_path / "p.html").read_text()
+    assert "<h1>Ours</h1>" in page
+    assert f"epsilon is at least {found['epsilon_lower_bound']:.3g} (0.9999 confidence)" in page
+    assert f"at most {found['epsilon']:.4g} (accountant)" in page
+    assert "In 1 of 2 audits the attack found more than the guarantee allows" in page
+    assert page.count("<figure") == 3
+    called(capsys, "report", first)
+    page = (tmp_path / "made" / "audit.html").read_text()
+    assert "found no more than the guarantee allows; such a test can uncover a fault" in page
+    (tmp_path / "b.json").write_text("{}")
+    code, said = called(capsys, "report", second)
+    assert code == 2
+    assert "is no result of an audit" in said.err
+    code, said = called(capsys, "report", first, str(tmp_path))
+    assert code == 2
+    assert "give one folder" in said.err

@@ -20,9 +20,9 @@ def run(tmp_path_factory):
     return folder
 
 
-def private_loop(ledger, steps=3):
+def private_loop(ledger, steps=3, **options):
     model, data = make_toy()
-    engine = vestige.PrivacyEngine(ledger=ledger)
+    engine = vestige.PrivacyEngine(ledger=ledger, **options)
     model, optimizer, loader = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=0.7,
         data_loader=DataLoader(TensorDataset(*data), batch_size=12),
@@ -122,6 +122,25 @@ def test_the_ledger_of_a_loop_has_a_card_at_a_given_delta(tmp_path):
     assert code == 2
     assert error.startswith("vestige: --delta is missing: the ledger of a training loop does not say it")
     assert "is not below 1/N" in command("card", ledger, "--delta", "0.5")[2]
+
+
+def test_the_card_of_an_audited_run_says_what_its_canaries_show(tmp_path):
+    model, data = make_toy()
+    given = {"method": "dp-sgd", "noise_multiplier": 1.0, "delta": 1e-3, "sample_rate": 0.2, "steps": 4}
+    training = vestige.train(
+        model, torch.nn.functional.cross_entropy, data, **given, audit=40, out=tmp_path / "run"
+    )  # fmt: skip
+    for _ in training:
+        pass
+    page, found = vestige.card(tmp_path / "run"), training.result().audit
+    assert "one row of the training data, of 60 (" in page
+    assert "| Audit | 40 made-up rows were planted" in page
+    assert f"epsilon is at least {found.epsilon_lower_bound:.3g} (95% confidence)" in page
+    private_loop(tmp_path / "loop.jsonl", audit=40)
+    page = vestige.card(tmp_path / "loop.jsonl", delta=1e-3)
+    assert "of 60 (" in page
+    assert "| Audit | 40 made-up rows were planted, each by a coin, and are counted in the expected batch |" in page
+    assert "| Expected batch | 20 rows |" in page
 
 
 def test_what_is_no_run_is_said_to_be_none(run, tmp_path):

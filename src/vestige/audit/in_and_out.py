@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from vestige import accounting, tasks
 from vestige.accounting.lower_bounds.bounds import epsilon_lower_bound, gaussian_fit
-from vestige.accounting.lower_bounds.rates import Array, Interval, area_under_curve, check_confidence, rate_of_detection
+from vestige.accounting.lower_bounds.rates import (
+    Array,
+    Interval,
+    area_under_curve,
+    check_confidence,
+    rate_of_detection,
+    roc,
+)
 from vestige.audit.alone import LoneRuns
 from vestige.audit.canaries import Canary, check_kind, make_canary
 from vestige.audit.result import InAndOut
@@ -276,6 +283,12 @@ def _epsilon_at(asked: accounting.History, delta: float, factor: float) -> float
     return 0.0 if factor > 0.999 * LARGEST_FACTOR else accounting.epsilon(_with_noise(asked, factor), delta)
 
 
+def _allowed(detection: Callable[[Array], Array]) -> tuple[tuple[float, float], ...]:
+    """A promise as a curve to draw: finer where false alarms are few."""
+    alarms = np.concatenate([[0.0, 0.001, 0.002, 0.005], np.linspace(0.01, 1.0, 100)])
+    return tuple((round(float(x), 6), round(float(y), 6)) for x, y in zip(alarms, detection(alarms), strict=True))
+
+
 def judged(scores: Scores, subject: Subject, planned: Plan, sees: str, confidence: float, wanted: int) -> InAndOut:
     """What the scores prove, beside what the accountant says of the same charges."""
     delta, asked = planned.delta, scores.asked
@@ -322,4 +335,6 @@ def judged(scores: Scores, subject: Subject, planned: Plan, sees: str, confidenc
         curve_broken_by=broken.broken_by,
         curve_detected=broken.detected,
         curve_false_alarms=broken.false_alarms,
+        roc=tuple(roc(a, b)),
+        roc_allowed=None if curve is None else _allowed(curve[0]),
     )

@@ -59,6 +59,10 @@ class InAndOut:
     which promises one epsilon only."""
     curve_detected: float
     curve_false_alarms: float
+    roc: tuple[tuple[float, float], ...] = ()
+    """The attacker's false alarms and detections, at about a hundred thresholds."""
+    roc_allowed: tuple[tuple[float, float], ...] | None = None
+    """The most detections that the accountant's whole curve allows."""
 
     @property
     def contradicts(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from vestige.cli.errors import refuse_if_given, refuse_others
 from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, print_json, stderr, stdout, step_progress
+from vestige.files import make_folder
 
 
 def audit(
@@ -74,6 +76,9 @@ def audit(
     minutes: Annotated[float, typer.Option(help="Stop starting runs after this long; what was made is judged.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Fixes the canary and the initial weights.", min=0, max=LARGEST_SEED)] = 0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write the result, with the attacker's ROC, as JSON for `vestige report`.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Attack a method with a canary, and bound epsilon from below with a confidence.
@@ -85,6 +90,8 @@ def audit(
 
         vestige audit --method fo-dp-sgd --epsilon 3 --runs 200 --steps 20
 
+        vestige audit --method dp-sgd --epsilon 1 --runs 400 --out dp-sgd-1.json
+
         vestige audit --task digits-mlp --epsilon 8 --canary mislabelled --runs 200 --steps 20 --json
 
         vestige audit --method dpsur --canary selection --runs 400 --trials 30
@@ -92,8 +99,8 @@ def audit(
         vestige audit --membership all --method non-private --examples 400 --steps 400
     """
     if run is not None:
-        refuse_others(context, ("run", "as_json"), "a run of `vestige train --audit` has been made already")
-        _audit_run(run, as_json)
+        refuse_others(context, ("run", "as_json", "out"), "a run of `vestige train --audit` has been made already")
+        _audit_run(run, out, as_json)
         return
     if canary == "selection":
         allowed = ("method", "canary", "runs", "steps", "delta", "confidence", "as_json")
@@ -176,6 +183,7 @@ def audit(
             device=where,
             on_runs=on_runs,
         )
+    _write(found, out)
     if as_json:
         print_json(found.to_json())
     else:
@@ -291,10 +299,18 @@ def _audit_selection(method: str, runs: int, trials: int, delta: float, confiden
         sys.exit(1)
 
 
-def _audit_run(run: Path, as_json: bool) -> None:
+def _write(found: Any, out: Path | None) -> None:
+    if out is not None:
+        make_folder(out.parent, "out")
+        out.write_text(json.dumps(found.to_json(), allow_nan=False), encoding="utf-8")
+        stderr.print(f"wrote {out}", markup=False)
+
+
+def _audit_run(run: Path, out: Path | None, as_json: bool) -> None:
     from vestige.audit.one_run import read
 
     found = read(run)
+    _write(found, out)
     if as_json:
         print_json(found.to_json())
     else:

@@ -33,7 +33,7 @@ COMMANDS = {
     "compare": ("compare", "Which private optimizer is best at this budget, and is the difference real?"),
     "report": (
         "report",
-        "Write one self-contained page about a comparison (HTML), or the privacy statement of a run (Markdown).",
+        "Write one page about a comparison or audits (HTML), or the privacy statement of a run (Markdown).",
     ),
     "card": ("models.card", "Print the privacy statement of a run as Markdown, for a model card."),
     "presets": ("reproduce", "List the tables and figures of the papers that `vestige reproduce` makes again."),

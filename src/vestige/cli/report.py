@@ -1,7 +1,8 @@
-"""How is the report of a comparison, or of a run, written from the terminal? `vestige report`."""
+"""How is the report of a comparison, of a run, or of audits written from the terminal? `vestige report`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,18 +15,25 @@ from vestige.cli.terminal import stdout
 
 def report(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="The folder of a comparison, or of a run.")],
-    out: Annotated[Path | None, typer.Option(help="The page (default: FOLDER/report.html; of a run, .md).")] = None,
+    folder: Annotated[
+        list[Path],
+        typer.Argument(help="The folder of a comparison, or of a run; or results of `vestige audit --out FILE.json`."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The page (default: FOLDER/report.html; of a run, .md; of audits, audit.html beside them)."),
+    ] = None,
     figures: Annotated[Path | None, typer.Option(help="Also write every figure here, as SVG and PNG.")] = None,
     title: Annotated[str | None, typer.Option(help="Headline of the page.")] = None,
     delta: Annotated[
         float | None, typer.Option(help="Allowed failure probability, for the ledger of a loop of your own.")
     ] = None,
 ) -> None:
-    """Write one self-contained page about a comparison (HTML), or the privacy statement of a run (Markdown).
+    """Write one page about a comparison or audits (HTML), or the privacy statement of a run (Markdown).
 
     The page of a comparison opens from disk, without a network. Of a run, also one of a Trainer or of a loop of your
-    own with its ledger in the folder, it is what `vestige card` prints.
+    own with its ledger in the folder, it is what `vestige card` prints. The page of audits shows epsilon at least and
+    at most, and the attackers' curves.
 
     Examples:
 
@@ -34,7 +42,28 @@ def report(
         vestige report my-run
 
         vestige report trainer-output --delta 1e-6
+
+        vestige report audits/*.json --out audit.html
     """
+    if all(path.is_file() and path.suffix == ".json" for path in folder):
+        refuse_if_given(context, ("delta",), "an audit was judged at its own")
+        write_audits(folder, out, figures, title)
+    elif len(folder) > 1:
+        raise ValueError(
+            "give one folder, of a comparison or a run; several files are results of vestige audit (.json)"
+        )
+    else:
+        _of_folder(context, folder[0], out, figures, title, delta)
+
+
+def _of_folder(
+    context: typer.Context,
+    folder: Path,
+    out: Path | None,
+    figures: Path | None,
+    title: str | None,
+    delta: float | None,
+) -> None:
     if (folder / "ledger.jsonl").exists():
         refuse_if_given(context, ("figures", "title"), "the report of a run is its privacy statement, without figures")
         path = out or folder / "report.md"
@@ -73,6 +102,37 @@ def write_report(folder: Path, out: Path | None, figures: Path | None, title: st
         for line in page.export(content, figures):
             stdout.print(line, markup=False)
     return path
+
+
+NEEDED = ("method", "epsilon", "epsilon_lower_bound", "confidence", "delta", "contradicts")
+"""What every result of an audit that bounds epsilon holds."""
+
+
+def write_audits(files: list[Path], out: Path | None, figures: Path | None, title: str | None) -> Path:
+    from vestige.compare.report import audits as report
+    from vestige.files import make_folder
+
+    audits = [_audit(path) for path in files]
+    path = out or files[0].parent / "audit.html"
+    make_folder(path.parent)
+    if figures is not None:
+        make_folder(figures, "figures")
+    path.write_text(report.page(audits, title or "Audits of differential privacy"), encoding="utf-8")
+    stdout.print(f"wrote {path} ({_size(path.stat().st_size)})", markup=False)
+    if figures is not None:
+        for line in report.export(audits, figures):
+            stdout.print(line, markup=False)
+    return path
+
+
+def _audit(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or any(name not in content for name in NEEDED):
+        raise ValueError(f"{str(path)!r} is no result of an audit: write one with vestige audit --out FILE.json")
+    return content
 
 
 LARGE = 5_000_000

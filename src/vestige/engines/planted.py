@@ -16,7 +16,6 @@ from torch import Tensor
 from vestige.engines.reference import add_clipped
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, GradientEngine, Parameters, Transform
-from vestige.mechanism.curator import Answer
 from vestige.mechanism.examples import Draw, Examples
 
 LARGE = 1e4
@@ -27,12 +26,16 @@ TOGETHER = 64
 """Canaries whose gradients are formed at once."""
 
 
+def check_count(count: int) -> None:
+    if count < 8:
+        raise ValueError(f"audit={count} must be 8 canaries at least; a thousand show something")
+
+
 class Canaries:
     """The canaries of one run: directions and coins follow from one key, scores from the sum of what was released."""
 
     def __init__(self, count: int, layout: Layout, device: torch.device) -> None:
-        if count < 8:
-            raise ValueError(f"audit={count} must be 8 canaries at least; a thousand show something")
+        check_count(count)
         self.count, self._layout, self._device = count, layout, device
         self._start(secrets.randbits(62))
         self.summed = torch.zeros(layout.size, dtype=torch.float64, device=device)
@@ -43,12 +46,16 @@ class Canaries:
         coins = torch.rand(self.count, generator=torch.Generator().manual_seed(key)) < 0.5
         self.included = coins
 
+    def to(self, device: torch.device) -> None:
+        """Go where the model has gone."""
+        self._device, self.summed = device, self.summed.to(device)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"key": self.key, "summed": self.summed}
+        return {"key": self.key, "summed": self.summed.clone()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._start(saved["key"])
-        self.summed = saved["summed"].to(self._device)
+        self.summed = saved["summed"].to(self._device, copy=True)
 
     def direction(self, number: int) -> tuple[Tensor, Tensor]:
         """The coordinates that a canary's gradient touches, and its unit vector there: plus or minus one value."""
@@ -65,10 +72,18 @@ class Canaries:
             row[touched] = LARGE * unit
         return self._layout.views(rows)
 
-    def observe(self, answer: Answer) -> None:
-        """Keep the sum of the releases."""
-        std = answer.release.noise_std
-        self.summed += answer.release.total.double() / (std.double() if isinstance(std, Tensor) else std) ** 2
+    def add(self, numbers: Tensor, clip: Clip, into: Tensor) -> Tensor:
+        """Clip the gradients of those of these canaries that are there, and add them; the norms that they had."""
+        there = numbers.cpu()
+        there = there[self.included[there]]
+        norms = [into.new_zeros(0, self._layout.groups, dtype=torch.float64)]
+        for part in there.split(TOGETHER) if len(there) else ():
+            norms.append(add_clipped(self.gradients(part.tolist()), clip, self._layout, into))
+        return torch.cat(norms)
+
+    def observe(self, released: Tensor, std: float | Tensor) -> None:
+        """Keep the sum of the releases: one more, and the deviation of its noise."""
+        self.summed += released.double() / (std.double() if isinstance(std, Tensor) else std) ** 2
 
     def scores(self) -> list[float]:
         """Each canary's product with the sum of the releases: larger where it is likelier to have been there."""
@@ -113,17 +128,12 @@ class PlantedEngine:
     """An engine that also takes batches of canaries: their gradients are clipped and added as the reference engine does
     with those that it computed."""
 
-    def __init__(self, engine: GradientEngine, layout: Layout, canaries: Canaries) -> None:
-        self._engine, self._layout, self._canaries = engine, layout, canaries
+    def __init__(self, engine: GradientEngine, canaries: Canaries) -> None:
+        self._engine, self._canaries = engine, canaries
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
         if not isinstance(batch, CanaryBatch):
             return self._engine(batch, parameters, clip, into, transform)
-        there = batch[0].cpu()
-        there = there[self._canaries.included[there]]
-        norms = [into.new_zeros(0, self._layout.groups, dtype=torch.float64)]
-        for part in there.split(TOGETHER) if len(there) else ():
-            norms.append(add_clipped(self._canaries.gradients(part.tolist()), clip, self._layout, into))
-        return torch.cat(norms)
+        return self._canaries.add(batch[0], clip, into)

@@ -16,6 +16,7 @@ from vestige import accounting
 from vestige.accounting.ledger import LedgerHistory, read
 from vestige.checks import check_delta
 from vestige.questions import Question
+from vestige.records import Audited, RunResult
 from vestige.training.run_folder import RunFolder
 from vestige.training.verify import reprice, verify
 
@@ -74,6 +75,8 @@ class _Account:
     promise: accounting.Guarantee
     finished: bool | None
     """None: the ledger of a loop, which ends when its program does."""
+    audit: Audited | None = None
+    """What the canaries of a finished run show, by its sealed result."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -91,7 +94,9 @@ def _read(path: Path, delta: float | None) -> _Account:
         raise ValueError(f"delta={delta} cannot be given too: the run was planned and stopped at its own")
     verdict = verify(ledger.parent, unfinished=True)
     asked = history.spent(replays_are_free=history.facts["noise"] == "seeded")
-    return _Account(ledger.parent, history, asked, verdict.guarantee, verdict.finished)
+    result = RunFolder(ledger.parent).result() if verdict.finished and history.facts.get("canaries") else None
+    audit = None if result is None else RunResult.from_json(result).audit
+    return _Account(ledger.parent, history, asked, verdict.guarantee, verdict.finished, audit)
 
 
 def _of_a_loop(ledger: Path, history: LedgerHistory, delta: float | None) -> _Account:
@@ -140,20 +145,33 @@ def _upwards(epsilon: float) -> float:
 
 def _rows(run: _Account) -> Iterator[tuple[str, str]]:
     facts, promise = run.facts, run.promise
-    population, rate = facts["population"], facts["sample_rate"]
-    yield "What is protected", f"one example: one row of the training data, of {population:,} (their number is public)"
+    population, rate, planted = facts["population"], facts["sample_rate"], facts.get("canaries", 0)
+    people = population - planted
+    yield "What is protected", f"one example: one row of the training data, of {people:,} (their number is public)"
     yield "Mechanism", _mechanism(run)
     if promise.epsilon is not None:
         yield "Epsilon, delta", f"{_upwards(promise.epsilon):g}, {promise.delta:g}"
         by_renyi = "" if promise.epsilon_rdp is None else f"; by Renyi divergences alone {promise.epsilon_rdp:.4g}"
         yield "Accountant", f"{ACCOUNTANTS.get(promise.accountant, promise.accountant)}: an upper bound{by_renyi}"
         yield from _means(promise.meaning)
+    if planted:
+        yield "Audit", _audited(planted, run.audit)
     yield "Sampling", f"{SAMPLING.get(facts['sampling'], facts['sampling'])}, rate {rate:.6g}"
     arithmetic = ARITHMETIC[facts.get("arithmetic", "float32")]
     yield "Noise", f"multiplier {facts['noise_multiplier']:.6g} of each row's bound, {facts['noise']}; {arithmetic}"
     yield "Steps", _steps(run)
     yield "Expected batch", f"{rate * population:.6g} rows"
     yield "Method", _method(facts["method"])
+
+
+def _audited(planted: int, found: Audited | None) -> str:
+    words = f"{planted:,} made-up rows were planted, each by a coin, and are counted in the expected batch"
+    if found is None:
+        return words
+    return (
+        f"{words}. They show that epsilon is at least {found.epsilon_lower_bound:.3g} ({found.confidence:.0%} "
+        "confidence): a test of the code that can find a fault, and cannot prove that there is none"
+    )
 
 
 def _means(meaning: accounting.Meaning | None) -> Iterator[tuple[str, str]]:

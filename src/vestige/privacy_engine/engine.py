@@ -21,6 +21,7 @@ from vestige.checks import check_delta, check_multiplier, check_number, check_st
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.taps import floating
+from vestige.engines.planted import Canaries, check_count
 from vestige.engines.processes import require_one_process
 from vestige.engines.recorded.recording import sizes_of
 from vestige.files import read_tensors, write_tensors
@@ -42,6 +43,7 @@ from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import choose_rate
+from vestige.training.results import OneRun, audited
 
 ACCOUNTANTS = {"pld": "pld", "prv": "pld", "rdp": "rdp"}
 ELSEWHERE = {
@@ -81,6 +83,7 @@ class PrivacyEngine:
         secure_mode: bool = True,
         record: bool = True,
         nonprivate_outputs: bool = False,
+        audit: int | None = None,
     ) -> None:
         """One engine for one model.
 
@@ -90,6 +93,9 @@ class PrivacyEngine:
         - `secure_mode=False` adds noise in float32 instead of integers, which rests on one more assumption.
         - `record=False` runs the model's passes on a GPU launch by launch.
         - `nonprivate_outputs=True` says that the loop writes out values without noise (losses): no epsilon is stated.
+        - `audit=1000` plants so many made-up canaries, each there or not by a coin: gradients that join samples as rows
+          do and are added to the sums before the noise. `audit()` then says how large epsilon is at least. No person's
+          row is copied or left out, and their guarantee is the same; sums are divided by so many rows more.
         """
         if accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant={accountant!r} is not offered; choose from {', '.join(ACCOUNTANTS)}")
@@ -107,6 +113,11 @@ class PrivacyEngine:
         self._record = record
         self._collates = False
         self._population = 0
+        """All rows that samples are drawn from: the examples, and canaries if there are any."""
+        if audit is not None:
+            check_count(audit)
+        self._audit = audit
+        self._delta: float | None = None
         self._run = secrets.token_hex(8)
 
     def make_private(
@@ -175,21 +186,29 @@ class PrivacyEngine:
             max_physical_batch_size = _largest_part(module, data_loader, chosen)
         with renamed({"bound": "max_grad_norm"}):
             chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
-        self._population = len(data_loader.dataset)  # type: ignore[arg-type]
+        self._population = self._rows(data_loader)
+        people = len(data_loader.dataset)  # type: ignore[arg-type]
         drawn, parts = self._sampling(data_loader, sampling, max_batch), Parts(steps_per_batch)
         if not poisson_sampling:
+            if self._audit is not None:
+                raise ValueError(
+                    f"audit={self._audit} with poisson_sampling=False: canaries join samples that we draw, and your "
+                    "own batches have no epsilon to hold against; leave one of them out"
+                )
             drawn, parts = _kept(data_loader, sampling, max_batch), AnyRows()
         rate = drawn.rate
         self._collates = data_loader.collate_fn not in (None, default_collate)
-        size, expected = Layout.of(module).size, max(1, round(rate * self._population))
+        size, expected = Layout.of(module).size, max(1, round(rate * people))
         self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size)
         if target_delta is not None:
             check_delta(target_delta, self._population)
+        self._delta = target_delta
         layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch)
         largest = min(filter(None, (max_physical_batch_size, max_batch)), default=None)
-        sizes = sizes_of(self._population, rate, largest) if poisson_sampling else [expected]
+        sizes = sizes_of(people, rate, largest) if poisson_sampling else [expected]
         recorded = sizes if self._record else ()
-        passes = Passes(module, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example)
+        planted = None if self._audit is None else Canaries(self._audit, layout, next(module.parameters()).device)
+        passes = Passes(module, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted)
         planned = SampledGaussian(rate, noise_multiplier)
         prepare(passes.device)
         self._steps = PrivateSteps(
@@ -206,7 +225,9 @@ class PrivacyEngine:
         )
         self._steps.draws = begun
         if poisson_sampling:
-            data_loader = private_loader(data_loader, drawn, self._randomness, max_physical_batch_size, parts)
+            data_loader = private_loader(
+                data_loader, drawn, self._randomness, max_physical_batch_size, parts, self._audit or 0
+            )
         return module, optimizer, data_loader
 
     def make_private_with_epsilon(
@@ -235,7 +256,7 @@ class PrivacyEngine:
         if (epochs is None) == (draws is None):
             raise ValueError("give epochs, or draws: over how many batches the budget is spent")
         check_loader(data_loader)
-        check_delta(target_delta, len(data_loader.dataset))  # type: ignore[arg-type]
+        check_delta(target_delta, self._rows(data_loader))
         drawn = self._sampling(data_loader, sampling, max_batch)
         if draws is None:
             assert epochs is not None
@@ -284,6 +305,24 @@ class PrivacyEngine:
             return promise.epsilon_rdp
         return promise.epsilon
 
+    def audit(self, delta: float | None = None) -> OneRun:
+        """What the canaries of `PrivacyEngine(audit=1000)` show of all steps so far: epsilon is at least so much with
+        95% confidence, beside the accountant's at most; at `delta`, or the `target_delta` of `make_private`.
+
+        Formal guarantees: with probability 0.95 over coins, samples and noise, the lower bound is at most the epsilon
+        of the loop at `delta` (Steinke, Nasr & Jagielski 2023), at a step that was not chosen by looking at it. It is
+        computed from releases and made-up rows alone.
+        """
+        steps = self._private_steps()
+        if steps.canaries is None:
+            raise ValueError("audit: no canaries were planted; plant some with PrivacyEngine(audit=1000)")
+        delta = self._delta if delta is None else delta
+        if delta is None:
+            raise ValueError("audit: give the delta that epsilon is stated at, audit(delta=1e-5)")
+        epsilon, path = self.guarantee(delta).epsilon, self._ledger.path
+        found = audited(steps.canaries, delta)
+        return OneRun("this loop" if path is None else str(path), steps.method.name, found, epsilon, delta)
+
     @property
     def history(self) -> list[tuple[float, float, int]]:
         """(noise multiplier, sample rate, number of steps), as Opacus's accountants keep it: of Poisson samples."""
@@ -317,7 +356,8 @@ class PrivacyEngine:
         self._ledger.finish(files)
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory and the place in the ledger; no random state, nor the module's and the optimizer's."""
+        """The memory, the place in the ledger, and which canaries are planted, if any; no other random state, nor the
+        module's and the optimizer's."""
         place = {"run": self._run, "ledger_rows": self._ledger.rows, "ledger_head": self._ledger.head}
         return {**place, **self._private_steps().state_dict()}
 
@@ -362,7 +402,11 @@ class PrivacyEngine:
         """How a loader's samples are drawn."""
         if name == "shuffled":
             raise ValueError("sampling='shuffled': poisson_sampling=False keeps your own batches, without an epsilon")
-        return sampling_by_name(name, rate_of(loader), len(loader.dataset), max_batch)  # type: ignore[arg-type]
+        return sampling_by_name(name, rate_of(loader), self._rows(loader), max_batch)
+
+    def _rows(self, loader: DataLoader[Any]) -> int:
+        """How many rows samples are drawn from: the loader's, and the canaries."""
+        return len(loader.dataset) + (self._audit or 0)  # type: ignore[arg-type]
 
     def _open(
         self,
@@ -387,6 +431,7 @@ class PrivacyEngine:
             "method": method.identity,
             "sample_rate": rate,
             "noise_multiplier": multiplier,
+            **({} if self._audit is None else {"canaries": self._audit}),
             "population": self._population,
             **({} if delta is None else {"delta": delta}),
             **({} if method.balance is None else {"balance": layout.constants_of_all}),

@@ -21,6 +21,9 @@ class PrivateBatches(Sampler[list[int]]):
     With random allocation every pass over the loader is an epoch with an allocation of its own: one that was left early
     is over. Every part is announced as it is drawn, in the process that draws: no other library that rebuilds the
     loader around this sampler can lose it.
+
+    `planted` canaries are further rows of the population: they join by the same law and the same stream, and are
+    announced with the last part of a draw, since no batch holds them.
     """
 
     poisson = True
@@ -33,9 +36,10 @@ class PrivateBatches(Sampler[list[int]]):
         steps: int,
         physical_batch: int | None,
         parts: Parts,
+        planted: int = 0,
     ) -> None:
         self.population, self._sampling, self.steps, self.physical_batch = population, sampling, steps, physical_batch
-        self._randomness, self._draws, self.parts = randomness, 0, parts
+        self._randomness, self._draws, self.parts, self._planted = randomness, 0, parts, planted
 
     @property
     def rate(self) -> float:
@@ -56,11 +60,14 @@ class PrivateBatches(Sampler[list[int]]):
         for _ in range(self.steps):
             draw = self._draws
             self._draws += 1
-            joined = self._sampling.draw(self.population, draw, self._randomness).tolist()
+            everyone = self._sampling.draw(self.population + self._planted, draw, self._randomness)
+            joined = everyone[everyone < self.population].tolist()
+            planted = tuple((everyone[everyone >= self.population] - self.population).tolist())
             size = self.physical_batch or max(1, len(joined))
             pieces = [joined[i : i + size] for i in range(0, len(joined), size)] or [[]]
             for number, piece in enumerate(pieces):
-                self.parts.announce(Part(draw, number, number == len(pieces) - 1, len(piece)))
+                last = number == len(pieces) - 1
+                self.parts.announce(Part(draw, number, last, len(piece), planted if last else ()))
                 yield piece
 
 
@@ -81,11 +88,17 @@ def draws_per_epoch(rate: float) -> int:
 
 
 def private_loader(
-    loader: DataLoader[Any], sampling: Sampling, randomness: Randomness, physical_batch: int | None, parts: Parts
+    loader: DataLoader[Any],
+    sampling: Sampling,
+    randomness: Randomness,
+    physical_batch: int | None,
+    parts: Parts,
+    planted: int = 0,
 ) -> DataLoader[Any]:
     """The user's loader with private samples instead of its own batches; everything else as it was."""
     dataset: Any = loader.dataset
-    batches = PrivateBatches(len(dataset), sampling, randomness, draws_per_epoch(sampling.rate), physical_batch, parts)
+    steps = draws_per_epoch(sampling.rate)
+    batches = PrivateBatches(len(dataset), sampling, randomness, steps, physical_batch, parts, planted)
     made: DataLoader[Any] = PrivateLoader(
         dataset,
         batch_sampler=batches,

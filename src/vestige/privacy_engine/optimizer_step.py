@@ -91,6 +91,8 @@ class PrivateSteps:
     ) -> None:
         self._noise = Independent(arithmetic)
         self.passes, self.optimizer, self.method = passes, optimizer, method
+        self.canaries = passes.canaries
+        """Made-up rows, for an audit of the loop."""
         self.planned, self.expected_batch = planned, expected_batch
         self.question = sampling.question(replace(planned, multiplier=planned.multiplier / sqrt(steps_per_batch)))
         """What is asked about a draw, or about an epoch: all the answers that its steps take, as one."""
@@ -196,7 +198,11 @@ class PrivateSteps:
         index, self.asked = self.asked, self.asked + 1
         stream = self.randomness.stream("noise", index)
         std, _ = self._noise.add(BoundedSum(total, sensitivity), self.planned.multiplier, stream)
-        return Release(total.float(), std, self.expected_batch, sample_rate=self.planned.rate)
+        release = Release(total.float(), std, self.expected_batch, sample_rate=self.planned.rate)
+        if self.canaries is not None:
+            self.canaries.to(total.device)
+            self.canaries.observe(release.total, std)
+        return release
 
     @property
     def paid_ahead(self) -> bool:
@@ -223,7 +229,8 @@ class PrivateSteps:
     def state_dict(self) -> dict[str, Any]:
         memory = self.learner().memory
         counts = {"step_number": self.step_number, "asked": self.asked, "draws": self.draws}
-        return {"memory": memory, "probe": self.probe, **counts}
+        planted = {} if self.canaries is None else {"canaries": self.canaries.state_dict()}
+        return {"memory": memory, "probe": self.probe, **counts, **planted}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         device = self.passes.device
@@ -233,6 +240,8 @@ class PrivateSteps:
 
         self.learner().memory, self.probe = here(saved["memory"]), here(saved["probe"])
         self.step_number, self.asked, self.draws = saved["step_number"], saved["asked"], saved["draws"]
+        if self.canaries is not None:
+            self.canaries.load_state_dict(saved["canaries"])
 
 
 class _Found(Exception):

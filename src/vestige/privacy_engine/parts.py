@@ -21,6 +21,8 @@ class Part:
     number: int
     last: bool
     size: int
+    planted: tuple[int, ...] = ()
+    """The canaries that joined the draw, with its last part."""
 
     @property
     def rows(self) -> int:

@@ -24,6 +24,7 @@ from vestige.engines.independence import require_independent
 from vestige.engines.per_example.expressions import ANCHOR, Pass
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import Shapes, floating
+from vestige.engines.planted import TOGETHER, Canaries
 from vestige.engines.writes import Versions, Writes
 from vestige.layout import Layout
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
@@ -118,14 +119,15 @@ class Passes:
         parts: Parts,
         sizes: Sequence[int] = (),
         tokens: int | None = None,
+        canaries: Canaries | None = None,
     ) -> None:
         """`sizes` are those of batches to record passes for; `tokens` divides a loss of tokens that the model computes
-        itself."""
+        itself; `canaries` are those that draws name, added once a sum outside all passes."""
         self.module, self.layout = module, layout
         self._recorder = Recorder(module, self.layout, clip, sizes)
         self._labels = Labels(module, tokens)
         self._labelled: tuple[Labelled, dict[str, Tensor]] | None = None
-        self._clip, self._said, self.parts = clip, reduction, parts
+        self._clip, self._said, self.parts, self.canaries = clip, reduction, parts, canaries
         self.total: RunningSum | None = None
         """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
         self._closed: int | None = None
@@ -208,7 +210,7 @@ class Passes:
             )
         if self.total is None or self._closed != draws[0]:  # what an unfinished draw left was never released
             self.total, self._closed = RunningSum(self.layout.size, self.device), draws[0]
-        last = self._pending[-1].part.last
+        closing = self._pending[-1].part
         for each in self._pending:
             if each.replay is not None:
                 if each.part.size:
@@ -219,7 +221,17 @@ class Passes:
                     self._add({name: combine(parts) for name, parts in each.uses.items()}, each.examples)
         self._pending = []
         self.parts.stepped()
-        return last
+        if closing.planted:
+            self._plant(torch.tensor(closing.planted))
+        return closing.last
+
+    def _plant(self, numbers: Tensor) -> None:
+        """Add the canaries of a draw to its sum, clipped like everybody's gradient."""
+        assert self.canaries is not None
+        assert self.total is not None
+        self.canaries.to(self.device)
+        for few in numbers.split(TOGETHER):
+            self.canaries.add(few, self._clip, self.total.place(len(few)))
 
     def _add(self, gradients: dict[str, Gradient], examples: int) -> None:
         assert self.total is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vestige import accounting
@@ -41,6 +41,11 @@ def statement(
 
 
 AUDIT_CONFIDENCE = 0.95
+PLANTED = (
+    "nobody's row was copied, changed or left out for it; about half of the canaries were in the sums as made-up rows, "
+    "and the public divisor counts them all"
+)
+"""What planting changes for the people in the data."""
 
 
 def audited(canaries: Canaries, delta: float) -> Audited:
@@ -57,6 +62,41 @@ def audited(canaries: Canaries, delta: float) -> Audited:
         epsilon_lower_bound=found.epsilon,
         confidence=found.confidence,
     )
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """The audit of a finished run, and its guarantee."""
+
+    run: str
+    method: str
+    audited: Audited
+    epsilon: float | None
+    """The accountant's; None where no epsilon holds."""
+    delta: float
+
+    @property
+    def contradicts(self) -> bool:
+        return self.epsilon is not None and self.audited.epsilon_lower_bound > self.epsilon
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {"run": self.run, "method": self.method, "epsilon": self.epsilon, "delta": self.delta}
+        return {**facts, **asdict(self.audited), "contradicts": self.contradicts}
+
+    def lines(self) -> list[str]:
+        found = self.audited
+        most = "no epsilon holds for it" if self.epsilon is None else f"at most {self.epsilon:.4g} (accountant)"
+        lines = [
+            f"{self.run}: {self.method}, {found.canaries} canaries, each there by a coin; {found.right} of "
+            f"{found.guesses} guesses were right",
+            f"epsilon is at least {found.epsilon_lower_bound:.3g} ({found.confidence:.0%} confidence) and {most} at "
+            f"delta {self.delta:g}",
+        ]
+        lines.append(PLANTED)
+        if self.contradicts:
+            chance = f"or this is one of the {1 - found.confidence:.2g} of runs in which the bound fails"
+            lines.append(f"CONTRADICTION: the accountant's epsilon is wrong for this run, {chance}")
+        return lines
 
 
 def meant(promise: accounting.Guarantee) -> dict[str, Any]:

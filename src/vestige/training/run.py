@@ -350,7 +350,7 @@ class Training:
         asked, answering = examples, engine
         if self.canaries is not None:
             asked = PlantedExamples(examples, self.canaries)  # type: ignore[assignment]
-            answering = PlantedEngine(engine, self.layout, self.canaries)  # type: ignore[assignment]
+            answering = PlantedEngine(engine, self.canaries)  # type: ignore[assignment]
         curator = Curator(
             asked,
             answering,
@@ -364,7 +364,8 @@ class Training:
             comparisons=Comparisons(examples, key, charges, losses_of(model, loss, form), right, part),
         )
         if self.canaries is not None:
-            curator.observer = self.canaries.observe
+            observe = self.canaries.observe
+            curator.observer = lambda answer: observe(answer.release.total, answer.release.noise_std)
         return curator, None if judged is None else Evaluator(judged, key, charges, right)
 
     def noise_from_here(self) -> NoiseSequence:

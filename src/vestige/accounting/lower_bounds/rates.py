@@ -104,6 +104,14 @@ def area_under_curve(inside: ArrayLike, outside: ArrayLike, confidence: float = 
     return Interval(area, float(low), float(high), confidence)
 
 
+def roc(inside: ArrayLike, outside: ArrayLike, points: int = 100) -> list[tuple[float, float]]:
+    """The attacker's ROC, thinned: shares of false alarms and of detections, from (0, 0) to (1, 1)."""
+    a, b = scores_of(inside, "inside"), np.sort(scores_of(outside, "outside"))[::-1]
+    places = np.unique(np.linspace(0, len(b) - 1, min(points, len(b))).round().astype(int))
+    found = [(0.0, 0.0), *((float((b > t).mean()), float((a > t).mean())) for t in b[places]), (1.0, 1.0)]
+    return [(round(alarms, 6), round(detected, 6)) for alarms, detected in dict.fromkeys(found)]
+
+
 def rate_of_detection(inside: ArrayLike, outside: ArrayLike, false_alarms: float, confidence: float = 0.95) -> Interval:
     """The share of canaries that are detected (TPR) where a share `false_alarms` of absent ones is (FPR).
 

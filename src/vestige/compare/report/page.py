@@ -32,22 +32,33 @@ def page(content: Content) -> str:
     }
     memory = [f for f in drawn if not any(f in group for group in groups.values())]
     sections = [
-        ("result", "What was found", _findings(content) + _panels(groups["differences"], order)),
+        ("result", "What was found", _findings(content) + panels(groups["differences"], order)),
         *([("paper", "Beside the paper", _beside(content["paper"]))] if content.get("paper") else []),
         (
             "accuracy",
             "Accuracy at each budget",
-            _panels(groups["accuracy"], order) + table("rows", _row_table(content)),
+            panels(groups["accuracy"], order) + table("rows", _row_table(content)),
         ),
-        ("tuning", "Tuning and its price", _tuning(content) + _panels(groups["rates"], order)),
-        ("steps", "Accuracy by step", _step_words(content) + _panels(groups["steps"], order)),
-        ("costs", "Time and memory", _cost_words(content) + _panels(groups["costs"], order)),
-        ("memory", "What the memories did", _panels(memory, order) or "<p>No method here has a memory to show.</p>"),
+        ("tuning", "Tuning and its price", _tuning(content) + panels(groups["rates"], order)),
+        ("steps", "Accuracy by step", _step_words(content) + panels(groups["steps"], order)),
+        ("costs", "Time and memory", _cost_words(content) + panels(groups["costs"], order)),
+        ("memory", "What the memories did", panels(memory, order) or "<p>No method here has a memory to show.</p>"),
         ("privacy", "Privacy, in plain words", privacy(content)),
         ("runs", "Every run", table("runs", _run_table(content)) + _problems(content)),
     ]
-    links = "".join(f'<a href="#{key}">{text(title)}</a>' for key, title, _ in sections)
-    body = "".join(f'<section id="{key}"><h2>{text(title)}</h2>{inner}</section>' for key, title, inner in sections)
+    footer = (
+        f"Written by vestige from {len(content['records'])} records. Every figure and table on this page is "
+        "computed from them; nothing is loaded from anywhere."
+    )
+    return document(content["title"], _facts(content), sections, order, footer)
+
+
+def document(
+    title: str, facts: Sequence[str], sections: Sequence[tuple[str, str, str]], order: Sequence[str], footer: str
+) -> str:
+    """A page of sections (key, title, HTML); `order` are the series that buttons show and hide."""
+    links = "".join(f'<a href="#{key}">{text(name)}</a>' for key, name, _ in sections)
+    body = "".join(f'<section id="{key}"><h2>{text(name)}</h2>{inner}</section>' for key, name, inner in sections)
     chips = "".join(
         f'<button class="chip c{look.colour}" data-series="{text(name)}" aria-pressed="true">{key(look)}'
         f"{text(name)}</button>"
@@ -55,21 +66,21 @@ def page(content: Content) -> str:
     )
     asset = resources.files("vestige") / "data"
     style, script = (asset / "report.css").read_text(), (asset / "report.js").read_text()
+    shown = '<p class="facts">' + "".join(f"<span>{text(fact)}</span>" for fact in facts) + "</p>"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f'<link rel="icon" href="data:,"><title>{text(content["title"])}</title><style>{style}{ALIGNED}</style></head>'
-        f"<body><header><h1>{text(content['title'])}</h1>{_facts(content)}<nav>{links}</nav>"
+        f'<link rel="icon" href="data:,"><title>{text(title)}</title><style>{style}{ALIGNED}</style></head>'
+        f"<body><header><h1>{text(title)}</h1>{shown}<nav>{links}</nav>"
         f'<div class="chips" role="group" aria-label="methods shown">{chips}</div></header><main>{body}</main>'
-        f"<footer>Written by vestige from {len(content['records'])} records. Every figure and table on this page is "
-        f"computed from them; nothing is loaded from anywhere.</footer><script>{script}</script></body></html>"
+        f"<footer>{footer}</footer><script>{script}</script></body></html>"
     )
 
 
-def _facts(content: Content) -> str:
+def _facts(content: Content) -> list[str]:
     summary, specification = content["summary"], content["specification"]
     budgets = ", ".join(budget_of({"budget": budget}) for budget in specification["budgets"])
-    facts = [
+    return [
         f"{summary['done']} of {summary['total']} runs",
         f"{len(specification['contenders'])} methods",
         ", ".join(tasks(content)),
@@ -77,7 +88,6 @@ def _facts(content: Content) -> str:
         f"{len(specification['seeds'])} seeds",
         f"delta {specification['delta']:g}",
     ]
-    return '<p class="facts">' + "".join(f"<span>{text(fact)}</span>" for fact in facts) + "</p>"
 
 
 def _findings(content: Content) -> str:
@@ -166,7 +176,7 @@ def _beside(paper: Mapping[str, Any]) -> str:
     return f"{words}{numbers}<h3>What the paper left unsaid, and what was assumed</h3><ul>{assumed}</ul>"
 
 
-def _panels(drawn: Sequence[Figure], order: Sequence[str]) -> str:
+def panels(drawn: Sequence[Figure], order: Sequence[str]) -> str:
     if not drawn:
         return ""
     return (
@@ -326,9 +336,13 @@ def _problems(content: Content) -> str:
 
 
 def export(content: Content, folder: Path) -> list[str]:
-    """Write every figure as SVG and, where matplotlib is installed, as PNG; returns lines that say what was written."""
+    """Write every figure of a comparison as a file; returns lines that say what was written."""
+    return export_figures(figures(content), names(content), folder)
+
+
+def export_figures(drawn: Sequence[Figure], order: Sequence[str], folder: Path) -> list[str]:
+    """Write figures as SVG and, where matplotlib is installed, as PNG; returns lines that say what was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    order, drawn = names(content), figures(content)
     for figure in drawn:
         (folder / f"{figure.key}.svg").write_text(svg(figure, order, standalone=True), encoding="utf-8")
     lines = [f"wrote {len(drawn)} figures to {folder} as SVG"]
