@@ -92,15 +92,16 @@ class Guarantee:
     assumptions: tuple[str, ...] = ASSUMPTIONS
     adjacency: str = "add/remove one example"
     epsilon_if_noise_were_secret: float | None = None
-    history: History | None = field(default=None, compare=False, repr=False)
-    """What was asked."""
+    asked: tuple[tuple[Question, int], ...] | None = field(default=None, compare=False, repr=False)
+    """What was asked, and how often."""
 
     @cached_property
     def meaning(self) -> Meaning | None:
         """What the epsilon means for an attacker; None where there is none. Computed when first read."""
-        if self.epsilon is None or self.history is None:
+        if self.epsilon is None or self.asked is None:
             return None
-        return meaning(self.history, self.delta, filtered=self.epsilon if self.accountant == "renyi filter" else None)
+        by_filter = self.epsilon if self.accountant == "renyi filter" else None
+        return meaning(dict(self.asked), self.delta, filtered=by_filter)
 
 
 SAMPLING: dict[str, tuple[type[Question], ...]] = {
@@ -142,7 +143,7 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
     further = [text for text, holds in held if holds]
     assumptions = (ARITHMETICS[facts.arithmetic], *ASSUMPTIONS[1:], *further)
     accountant = "renyi filter" if filtered else "pld"
-    result = Guarantee(spent, delta, accountant, proved, reasons, assumptions, history=dict(history))
+    result = Guarantee(spent, delta, accountant, proved, reasons, assumptions, asked=tuple(history.items()))
     if not reasons:
         return result
     return replace(result, epsilon=None, epsilon_if_noise_were_secret=None if broken else spent)

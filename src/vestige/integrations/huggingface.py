@@ -339,7 +339,9 @@ class PrivateTrainerMixin(Base):
             return
         folder = RunFolder(self.args.output_dir)
         asked = {**asdict(self.privacy_args), "max_grad_norm": self._bound}
-        write_json(folder.path / RECORD, {"asked": asked, "guarantee": asdict(self.guarantee())})
+        promise = asdict(self.guarantee())
+        del promise["asked"]  # the ledger has it, row by row
+        write_json(folder.path / RECORD, {"asked": asked, "guarantee": promise})
         left = folder.hashes()
         self.privacy_engine.finish({n: h for n, h in left.items() if n == RECORD or n.endswith(".safetensors")})
         self._sealed = True
