@@ -36,7 +36,7 @@ def test_the_readmes_ten_lines_train_privately(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "my-run" / "ledger.jsonl").exists()
 
 
-@pytest.mark.parametrize("library", ["vestige", "opacus"])
+@pytest.mark.parametrize("library", ["vestige", pytest.param("opacus", marks=pytest.mark.slow)])
 def test_the_example_runs_with_either_library(library):
     pytest.importorskip(library)
     done = subprocess.run(

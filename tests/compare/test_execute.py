@@ -56,7 +56,7 @@ def test_any_contender_may_clip_by_layers(tmp_path):
     """DP-SGD by layers is SMA-DP-SGD without its memory; flat clipping is another method."""
     words = ("dp-sgd", "dp-sgd:groups=layers", "sma-dp-sgd:beta=1")
     field = tuple(Contender(label, name, options) for label, name, options in contenders(words))
-    spec = replace(TINY, contenders=field, reproducible=True, rates=("auto",), budgets=TINY.budgets[:1], steps=60)
+    spec = replace(TINY, contenders=field, reproducible=True, rates=("auto",), budgets=TINY.budgets[:1], steps=20)
     for stack in (True, False):
         home = runner.compare(tmp_path / str(stack), spec, machine=Machine(stack=stack))
         found = {(record["run"]["label"], record["run"]["seed"]): record for record in files(home).values()}
@@ -69,6 +69,7 @@ def test_any_contender_may_clip_by_layers(tmp_path):
         assert any(found[words[0], seed]["accuracy"] != found[words[1], seed]["accuracy"] for seed in spec.seeds)
 
 
+@pytest.mark.slow
 def test_a_stack_of_all_methods_says_of_each_what_it_says_alone(tmp_path):
     named = [name for name in METHODS if execute._can_stack("digits-mlp", None, name, "{}", 0.1)]
     alone = {"dp-is", "dpsur", "dpsgd-br", "dp-micro-adam", "dp-muon", "geoclip"}

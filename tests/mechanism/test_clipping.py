@@ -118,6 +118,7 @@ def test_what_many_examples_add_up_to_is_rounded_as_little_as_what_few_do():
     assert abs(float((plain.add_(each) - plainly).norm()) - 1) > 1e-3, "nothing to guard against here"
 
 
+@pytest.mark.slow
 def test_large_samples_are_summed_in_parts_that_add_up_in_float64(toy):
     model, _ = toy
     torch.manual_seed(0)

@@ -120,6 +120,7 @@ def test_slots_walk_back_from_the_newest():
             assert ring.lags.tolist() == list(lags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remembers", ["blend", "fresh"])
 @pytest.mark.parametrize("share", [0.9, 0.3])
 def test_five_thousand_steps_beside_float64(remembers, share):

@@ -66,7 +66,7 @@ def charged(out):
         return None
 
 
-@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("reproducible", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_killed_many_times_at_random(tmp_path, reproducible):
     changes = {"reproducible": 7} if reproducible else {}
     out, dice, spent = tmp_path / "run", random.Random(1), 0

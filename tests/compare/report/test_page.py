@@ -69,6 +69,7 @@ def enlarged(content, tasks=3, budgets=4, seeds=10, factors=7):
     return {**content, "specification": specification, "summary": summary, "records": records}
 
 
+@pytest.mark.slow
 def test_a_large_comparison_is_a_page_below_five_megabytes_and_loses_nothing(content):
     large = enlarged(content, seeds=11)
     assert len(large["records"]) > 8400

@@ -158,6 +158,7 @@ def test_every_registered_method_stacks_and_equals_itself_alone(name):
     same_as_alone(*finished(*stack(mixture, start=wide)), wide)
 
 
+@pytest.mark.slow
 def test_all_methods_and_their_variants_in_one_stack():
     everything = [(name, {}, 1.2, 0.02 if build(name).rule.scale_free else 0.4, 5) for name in STACKABLE]
     same_as_alone(*finished(*stack(everything + VARIANTS, start=wide)), wide)
