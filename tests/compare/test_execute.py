@@ -209,6 +209,7 @@ def test_a_budget_without_a_valid_accountant_is_one_line(tmp_path, monkeypatch):
     assert {record.error for record in records} == {"epsilon=3.0 cannot be reached: no theorem prices this"}
 
 
+@pytest.mark.slow
 def test_a_task_too_big_for_memory_says_so_and_a_stack_is_halved(tmp_path, monkeypatch):
     sizes = []
     real = execute.stacked.Stack

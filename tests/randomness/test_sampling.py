@@ -140,7 +140,7 @@ def _fits(drawn, rate) -> float:
     return float(stats.chisquare(seen, expected * len(drawn)).pvalue)
 
 
-@pytest.mark.parametrize("rate", [0.03, 0.4])
+@pytest.mark.parametrize("rate", [pytest.param(0.03, marks=pytest.mark.slow), 0.4])
 def test_every_set_of_four_rows_has_its_probability(rate):
     """Against the enumerated law, by both ways of drawing; the sets of another rate are rejected."""
     assert (rate > DENSE) == (rate == 0.4)
