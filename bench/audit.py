@@ -94,7 +94,7 @@ def main() -> None:
             ):
                 lines.append(line(epsilon, fault, asked.runs))
                 write_json(asked.out, {"lines": lines})
-                print(json.dumps(lines[-1]), flush=True)
+                print(table(lines[-1:]).splitlines()[-1], flush=True)
     if asked.into is not None:
         text = asked.into.read_text()
         before, _, rest = text.partition("<!-- table -->\n")
