@@ -115,6 +115,17 @@ def test_an_interrupt_in_a_destructor_is_not_lost(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_an_interrupt_that_somebody_swallowed_is_raised_once_more():
+    with pytest.raises(KeyboardInterrupt), sigterm_as_ctrl_c() as raise_if_asked:
+        raise_if_asked()
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except BaseException:
+            pass
+        raise_if_asked()
+
+
 def test_other_errors_in_a_destructor_are_reported_as_ever(monkeypatch):
     class Held:
         def __del__(self):

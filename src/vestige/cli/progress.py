@@ -75,7 +75,12 @@ def make_runs(
     usual = 1 if device != "cpu" or execution.alone else max(1, os.cpu_count() or 1)
     machine = Machine(device, data or {}, execution.stack == "auto" and not execution.alone)
     try:
-        with sigterm_as_ctrl_c(), run_progress(visible) as on_progress:
+        with sigterm_as_ctrl_c() as raise_if_asked, run_progress(visible) as show:
+
+            def on_progress(status: Any) -> None:
+                raise_if_asked()
+                show(status)
+
             return runner.compare(
                 path,
                 specification,

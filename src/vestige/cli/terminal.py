@@ -105,13 +105,26 @@ def graceful_stop() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
+def sigterm_as_ctrl_c() -> Iterator[Callable[[], None]]:
     """SIGTERM ends a command as Ctrl-C does, so that its worker processes are stopped too.
 
     An interrupt that arrives in a destructor or a callback of the garbage collector cannot be raised there: Python
-    would report and forget it, and the command would run on. It is sent again.
+    would report and forget it, and the command would run on. It is sent again. One that somebody else's `except`
+    swallowed is raised once more by the function that is yielded, to be called now and then.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    asked = False
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        raise KeyboardInterrupt
+
+    def raise_if_asked() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    numbers = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     report = sys.unraisablehook
 
     def send_again(unraisable: Any) -> None:
@@ -122,7 +135,8 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
     sys.unraisablehook = send_again
     try:
-        yield
+        yield raise_if_asked
     finally:
         sys.unraisablehook = report
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
