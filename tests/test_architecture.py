@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ABOVE: dict[str, str] = {
     "": "",
     "accounting": "accounting.meaning accounting.samplings",
-    "accounting.meaning": "accounting accounting.samplings",
+    "accounting.meaning": "accounting accounting.samplings accounting.lower_bounds",
     "accounting.samplings": "accounting",
     "accounting.lower_bounds": "",
     "randomness": "",

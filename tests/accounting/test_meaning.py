@@ -111,3 +111,23 @@ def test_what_costs_nothing_means_nothing_and_what_has_no_epsilon_means_none():
     assert guarantee({Gaussian(1.0): 1}, DELTA, Facts(sampling="shuffled")).meaning is None
     assert meaning({SampledGaussian(0.05, 0.02): 100}, DELTA).attacker_accuracy == 1
     assert meaning({CyclicGaussian(0.1, 1.0, 8): 80}, DELTA).replacing_by == "theorem"
+
+
+@pytest.mark.parametrize(("rate", "multiplier"), [(0.1, 1.0), (0.5, 1.0), (0.05, 0.5)])
+def test_one_sampled_step_means_its_total_variation(rate, multiplier):
+    """Adding an example has no loss above -log(1 - rate): far below epsilon, where the other direction's are."""
+    right = 0.5 + rate * (ndtr(0.5 / multiplier) - 0.5)
+    found = meaning({SampledGaussian(rate, multiplier): 1}, DELTA)
+    assert right <= found.attacker_accuracy <= right + 1e-4
+    curve = tradeoff({SampledGaussian(rate, multiplier): 1}, DELTA)
+    assert curve.adding[0] == curve.removing[0]
+    assert found.gaussian_mu < 2
+
+
+@pytest.mark.parametrize(
+    ("rate", "multiplier", "steps", "delta"), [(1e-5, 0.8, 1, 1e-5), (1e-3, 0.5, 1, 1e-3), (1e-6, 1.0, 10, 1e-5)]
+)
+def test_next_to_nothing_means_next_to_nothing_and_takes_no_memory(rate, multiplier, steps, delta):
+    found = meaning({SampledGaussian(rate, multiplier): steps}, delta)
+    assert found.epsilon_replacing == 0.0
+    assert found.attacker_accuracy <= 0.5 + delta

@@ -228,3 +228,25 @@ def test_a_thinned_roc_lies_on_the_whole_one_and_has_its_area():
     area = float(((y[1:] + y[:-1]) / 2) @ np.diff(x))
     assert area == pytest.approx(audit.area_under_curve(inside, outside).estimate, abs=2e-3)
     assert roc([1.0, 1.0], [0.0, 0.0]) == [(0, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(("runs", "mu"), [(4, 6.0), (20, 6.0), (100, 3.0)])
+def test_the_bound_on_mu_holds_for_few_runs_too(runs, mu):
+    _, low = mu_bounds(*normals(mu, runs, repetitions=8000), 0.99)
+    assert keeps(low > mu, 0.99)
+    assert np.mean(low > mu) > 0.005, "nor is it loose"
+
+
+def test_equal_scores_say_nothing_in_whatever_order_they_are_given():
+    for coins in (np.arange(1000) < 500, np.arange(1000) >= 500, np.arange(1000) % 2 == 0):
+        assert audit.one_run_bound(np.zeros(1000), coins, 1e-5).epsilon == 0
+
+
+def test_coins_and_guesses_that_are_none_are_refused():
+    scores, coins = np.arange(20.0), np.arange(20) < 10
+    assert audit.one_run_bound(scores, coins.astype(int), 1e-5, guesses=np.int64(10)).guesses == 10
+    with pytest.raises(ValueError, match="coins must be True or False"):
+        audit.one_run_bound(scores, ["no"] * 20, 1e-5)
+    for guesses in (3.5, [], [40]):
+        with pytest.raises(ValueError, match="guesses="):
+            audit.one_run_bound(scores, coins, 1e-5, guesses=guesses)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from commands import started, vestige
+from vestige.cli.progress import Execution, make_runs
 from vestige.cli.terminal import sigterm_as_ctrl_c
+from vestige.compare.runner import Status
 
 
 def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
@@ -124,6 +126,23 @@ def test_an_interrupt_that_somebody_swallowed_is_raised_once_more():
         except BaseException:
             pass
         raise_if_asked()
+
+
+def test_a_comparison_whose_interrupt_was_swallowed_ends_after_its_batch(monkeypatch, tmp_path, capsys):
+    def swallowing(path, specification, *, on_progress, **rest):
+        on_progress(Status(0, 0, 2, None, ""))
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except BaseException:
+            pass
+        on_progress(Status(1, 0, 2, None, ""))
+
+    monkeypatch.setattr("vestige.compare.runner.compare", swallowing)
+    with pytest.raises(SystemExit) as left:
+        make_runs(tmp_path, None, Execution(workers=1, device="cpu"), visible=False)
+    assert left.value.code == 130
+    assert "vestige compare --resume" in capsys.readouterr().err
 
 
 def test_other_errors_in_a_destructor_are_reported_as_ever(monkeypatch):

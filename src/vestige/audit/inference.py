@@ -128,8 +128,13 @@ class Inference:
     attacks: dict[str, Success]
     seconds: float
 
+    @property
+    def nonprivate(self) -> bool:
+        """Whether all this was computed, without noise, from examples that somebody may own."""
+        return self.task != NAME
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "nonprivate": self.nonprivate}
 
 
 def infer_membership(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vestige.accounting.lower_bounds.rates import Interval
+from vestige.audit.stand_in import NAME
 
 ENOUGH = 400
 """Runs from which on the interval of a ROC's area is trusted."""
@@ -73,5 +74,10 @@ class InAndOut:
         area = self.area_allowed is not None and self.runs >= ENOUGH and self.area.low > self.area_allowed
         return self.epsilon_lower_bound > self.epsilon or curve or area
 
+    @property
+    def nonprivate(self) -> bool:
+        """Whether all this was computed, without noise, from examples that somebody may own."""
+        return self.task != NAME
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "contradicts": self.contradicts}
+        return {**asdict(self), "contradicts": self.contradicts, "nonprivate": self.nonprivate}

@@ -194,9 +194,8 @@ def audit(
 
 def _print(found: Any) -> None:
     from vestige.audit.in_and_out import VIEWS
-    from vestige.audit.stand_in import NAME
 
-    if found.task != NAME:
+    if found.nonprivate:
         stderr.print(
             f"the runs were trained on examples of {found.task}: this audit is not private, keep it to yourself unless "
             "they are public",
@@ -245,9 +244,8 @@ def _verdict(found: Any) -> str:
 
 def _print_membership(found: Any, as_json: bool) -> None:
     from vestige.audit.inference import ATTACKS
-    from vestige.audit.stand_in import NAME
 
-    if found.task != NAME:
+    if found.nonprivate:
         stderr.print(
             f"every model was trained on a random half of {found.examples} examples of {found.task}: this changes whom "
             "models are trained on, and what is printed is not private; keep it to yourself unless they are public",

@@ -225,7 +225,13 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
 
 def delta_of_mu(mu: float, epsilon: float) -> float:
     """The delta of a Gaussian mechanism with shift `mu`, at epsilon."""
-    return float(ndtr(mu / 2 - epsilon / mu) - exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)))
+    return float(deltas_of_mu(np.asarray(mu), np.asarray(epsilon)))
+
+
+def deltas_of_mu(mu: Array, epsilon: Array) -> Array:
+    """The same for arrays of shifts and epsilons (Balle & Wang 2018)."""
+    with np.errstate(over="ignore"):
+        return np.asarray(ndtr(mu / 2 - epsilon / mu) - np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)))
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import log_ndtr, ndtr
 
 from vestige.accounting.composition import (
     COARSE,
@@ -15,6 +14,7 @@ from vestige.accounting.composition import (
     largest_loss,
     loss_distribution,
 )
+from vestige.accounting.lower_bounds.bounds import deltas_of_mu
 from vestige.accounting.rdp import Array
 from vestige.accounting.theorems import History, occasions
 
@@ -74,14 +74,9 @@ class Tradeoff:
         low, high = np.full(len(left), 1e-9), np.full(len(left), LARGEST_MU)
         for _ in range(45):
             middle = np.sqrt(low * high)
-            enough = _gaussian_delta(middle, right) >= left
+            enough = deltas_of_mu(middle, right) >= left
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         return float(high.max())
-
-
-def _gaussian_delta(mu: Array, epsilon: Array) -> Array:
-    with np.errstate(over="ignore"):
-        return np.asarray(ndtr(mu / 2 - epsilon / mu) - np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)))
 
 
 def tradeoff(history: History, delta: float, epsilon: float | None = None) -> Tradeoff:
