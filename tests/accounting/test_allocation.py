@@ -10,7 +10,7 @@ from histories import DELTA
 from vestige.accounting import calibrate, epsilon
 from vestige.accounting.composition import loss_distribution
 from vestige.accounting.rdp import ORDERS
-from vestige.accounting.samplings.allocation import FOR_DELTAS, Grid, curves, likelihood_ratio, profile
+from vestige.accounting.samplings.allocation import FOR_DELTAS, Grid, Sum, curves, likelihood_ratio, profile
 from vestige.questions import AllocatedGaussian, Gaussian, SampledGaussian
 
 NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(160)
@@ -142,3 +142,12 @@ def test_much_noise_takes_no_longer_grid(multiplier):
     assert float(found.masses @ np.exp(found.logs)) + found.lost == pytest.approx(20, rel=1e-9)
     question = AllocatedGaussian(20, multiplier)
     assert epsilon({question: 1}, 1e-5) <= epsilon({Gaussian(multiplier): 1}, 1e-5)
+
+
+def test_what_is_not_followed_through_a_sum_is_charged():
+    """A number that is zero with probability 1e-25: its sum with another keeps all mass, and all of its mean."""
+    sure, rarely = Sum(0.5, 0, np.array([1.0])), Sum(0.5, 0, np.array([1.0]), zero=1e-25)
+    found = sure.plus(rarely, 1e-30)
+    assert found.lost == pytest.approx(1e-25, rel=1e-9, abs=0)
+    assert found.zero == pytest.approx(1e-25, rel=1e-9, abs=0)
+    assert float(found.masses.sum()) == pytest.approx(1.0, rel=1e-12)

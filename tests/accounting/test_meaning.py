@@ -124,6 +124,11 @@ def test_one_sampled_step_means_its_total_variation(rate, multiplier):
     assert found.gaussian_mu < 2
 
 
+def test_adding_costs_no_more_than_removing_where_steps_are_few():
+    curve = tradeoff({SampledGaussian(0.05, 0.5149): 10}, DELTA)
+    assert (curve.adding <= 1.01 * curve.removing + 1e-6).all()
+
+
 @pytest.mark.parametrize(
     ("rate", "multiplier", "steps", "delta"), [(1e-5, 0.8, 1, 1e-5), (1e-3, 0.5, 1, 1e-3), (1e-6, 1.0, 10, 1e-5)]
 )
