@@ -4,10 +4,12 @@
 
 `cifar10`: the FO-DP-SGD paper's protocol at epsilon 1, 3, 8 and at its own budget of 17.4, every method there is,
 seven learning rates. `svhn`, `cifar100`: the same at 17.4, nine rates. `layers`, `layers-mnist`: is it better to
-clip layer by layer, and does SMA-DP-SGD's memory add to that? `presets`: every preset whose methods exist. `stack`: how
-fast 600 stacked runs are. Every final seed has a choice of its own, and there are as many as a test of all rows takes
-(docs/results was made before, of rates chosen once). Reports are written beside the records; docs/results has
-those of `cifar10`, `svhn` and `cifar100` (`vestige report OUT/cifar10 --out docs/results/cifar10-report.html`).
+clip layer by layer, and does SMA-DP-SGD's memory add to that? `balance...`: four methods with and
+without balanced steps, five datasets, at the automatic rate (`-auto`) and tuned (`-tuned`); `bench/balance.py pairs`
+makes their table. `presets`: every preset whose methods exist. `stack`: how fast 600 stacked runs are. Every final seed
+has a choice of its own, and there are as many as a test of all rows takes (docs/results was made before, of rates
+chosen once). Reports are written beside the records; docs/results has those of `cifar10`, `svhn` and `cifar100`
+(`vestige report OUT/cifar10 --out docs/results/cifar10-report.html`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from vestige.cli.report import write_report
 from vestige.compare import presets, runner, stacked
 from vestige.compare.arguments import contenders
 from vestige.compare.execute import Machine
-from vestige.compare.specification import FACTORS, Contender, Problem, Specification
+from vestige.compare.specification import FACTORS, Contender, Problem, Rate, Specification
 from vestige.compare.statistics import seeds_to_tell
 from vestige.compare.summary import summarised
 from vestige.methods.registry import METHODS, build
@@ -41,6 +43,13 @@ BY_LAYERS = "dp-sgd:groups=layers"
 EVERY = [*FIELD, *(name for name in METHODS if name not in (*FIELD, "sa-dp-sgd")), BY_LAYERS]
 """The paper's field first, then every further method there is; sa-dp-sgd is another name of dp-sam."""
 WIDE = (*FACTORS, 16.0, 32.0)
+LEAST_SEEDS = 20
+BALANCED = [
+    method
+    for each in ("dp-sgd", BY_LAYERS, "dp-adamw", "fo-dp-sgd")
+    for method in (each, f"{each}{',' if ':' in each else ':'}balance=relative")
+]
+"""Methods without and with balanced steps."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +62,18 @@ class Shown:
     factors: tuple[float, ...] = WIDE
     evaluations: int = 0
     sample_rate: float = 0.04
+    rates: tuple[Rate, ...] = ("tuned", "auto")
 
     def specification(self, data: str | None, small: bool) -> Specification:
-        rows = len(self.tasks) * len(self.epsilons) * (len(self.methods) - 1) * 2  # tuned, and at the automatic rate
+        rows = len(self.tasks) * len(self.epsilons) * (len(self.methods) - 1) * len(self.rates)
         return Specification(
             problems=tuple(Problem(task, data) for task in self.tasks),
             contenders=tuple(Contender(label, name, options) for label, name, options in contenders(self.methods)),
             budgets=tuple(PrivacyTarget("epsilon", value) for value in self.epsilons),
-            seeds=tuple(range(2 if small else seeds_to_tell(rows) + 1)),
+            seeds=tuple(range(2 if small else max(LEAST_SEEDS, seeds_to_tell(rows) + 1))),
             steps=40 if small else 6250,
             sample_rate=self.sample_rate,
+            rates=self.rates,
             factors=(0.5, 1.0, 2.0) if small else self.factors,
             evaluations=self.evaluations,
         )
@@ -77,6 +88,15 @@ SHOWN = {
     "layers": Shown(("svhn-mlp",), LOW, CLIPS),
     "layers-mnist": Shown(("mnist-mlp", "fmnist-mlp"), LOW, CLIPS, sample_rate=0.0033333),
 }
+for data, rate, where in (
+    ("svhn", 0.04, ("svhn-mlp",)),
+    ("cifar10", 0.04, ("cifar10-mlp",)),
+    ("cifar100", 0.04, ("cifar100-mlp",)),
+    ("mnist", 0.0033333, ("mnist-mlp", "fmnist-mlp")),
+):
+    every, some = (*LOW, OWN_BUDGET), (1.0, 8.0)
+    SHOWN[f"balance-{data}-auto"] = Shown(where, every, BALANCED, sample_rate=rate, rates=("auto",))
+    SHOWN[f"balance-{data}-tuned"] = Shown(where, some, BALANCED, (0.5, 1.0, 2.0, 4.0), 0, rate, ("tuned",))
 
 
 def compare(name: str, specification: Specification, arguments: argparse.Namespace) -> None:

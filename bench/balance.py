@@ -3,14 +3,18 @@
     python bench/balance.py cost --out bench/results/balance [--device cuda] [--steps 30]
     python bench/balance.py rules --data DATA --out bench/results/balance [--device cuda] [--small]
     python bench/balance.py kinds --data DATA --out bench/results/balance [--small]
+    python bench/balance.py models --data DATA --out bench/results/balance [--device cuda] [--only NAME ...] [--small]
+    python bench/balance.py pairs --out bench/results/arena
     vestige reproduce balance-fo --data DATA [--small]
 
 `cost`: the median step time with balanced steps over that without, methods and models by turns in one run, so that a
 slow moment of the machine hits both. `rules`: stacked MLPs at a grid of c, the number of norms of the initial weights
 that noise may walk, for each rule of constants; it can be killed and started again. Accuracies are on public test data,
 and the best of a grid is flattered by choosing. `kinds`: the same for LoRA, norm layers, convolutions and embeddings,
-one small network each. The last is the arena: the FO-DP-SGD paper's protocol, each method
-with and without.
+one small network each. `models`: DPSGD-TS's tanh CNN, a GroupNorm CNN and a small transformer with LayerNorm at two
+budgets, a grid of rates, several seeds. `pairs`: a table of every comparison in a folder (`bench/arena.py --only
+balance-...`), each method with balanced steps against itself without, seed by seed, corrected together. The last is
+the arena by the command: the FO-DP-SGD paper's protocol, each method with and without.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import product
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -34,8 +39,11 @@ from torch import nn
 import vestige
 from vestige import accounting, tasks
 from vestige.balance import Constants, Relative
+from vestige.compare.folder import ComparisonFolder
 from vestige.compare.stacked import Stack, StackedRun
+from vestige.compare.statistics import ALPHA, holm, paired, summarise
 from vestige.methods.registry import build
+from vestige.records import completed
 from vestige.tasks.models import mlp, tanh_cnn_32
 from vestige.training import planning
 from vestige.training.learning_rate import BALANCED_WALK, WALK
@@ -318,22 +326,129 @@ def of_kinds(data: str, out: Path, small: bool, only: Sequence[str]) -> None:
         print(table([row for row in rows if row["task"] == name]), flush=True)
 
 
+# --- other people's shapes -------------------------------------------------------------------------------------------
+
+
+LENGTH = 64
+"""Words of a review that the small transformer reads."""
+
+
+class Reader(nn.Module):
+    """One layer of attention with LayerNorm over the first words of a review."""
+
+    def __init__(self, words: int, width: int = 64) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Parameter(0.02 * torch.randn(LENGTH, width))
+        self.read = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.read(self.words(x) + self.places)).mean(1))
+
+
+def group_norm_cnn() -> nn.Module:
+    layers: list[nn.Module] = []
+    for into, out in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(into, out, 3, padding=1), nn.GroupNorm(8, out), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 16, 10))
+
+
+def shapes(data: str, only: Sequence[str]) -> Iterator[tuple[str, Callable[[], nn.Module], Any, Any]]:
+    """Name, model, training and test examples."""
+    for name in ("cifar10", "svhn"):
+        for kind, make in (("tanh cnn", partial(tanh_cnn_32, 10)), ("group norm cnn", group_norm_cnn)):
+            if not only or f"{name} {kind}" in only:
+                loaded = tasks.load(f"{name}-cnn", data)
+                yield f"{name} {kind}", make, loaded.train, loaded.test
+    if not only or "imdb transformer" in only:
+        texts = tasks.load("imdb-lstm", data)
+        train, test = ((x[:5000, :LENGTH], y[:5000]) for x, y in (texts.train, texts.test))
+        words = int(max(train[0].max(), test[0].max())) + 1
+        yield "imdb transformer", partial(Reader, words), train, test
+
+
+def of_models(data: str, out: Path, device: str, small: bool, only: Sequence[str]) -> None:
+    steps, rate = 5 if small else 400, 0.04
+    budgets, seeds = ((8.0,), (1,)) if small else ((1.0, 8.0), (1, 2, 3))
+    for name, make, train, test in shapes(data, only):
+        file = out / f"model-{name.replace(' ', '-')}.json"
+        rows = json.loads(file.read_text()) if file.exists() else []
+        there = {tuple(row[key] for key in ("epsilon", "rule", "seed", "c")) for row in rows}
+        train, test = (tuple(part.to(device) for part in pair) for pair in (train, test))
+        for epsilon in budgets:
+            z = accounting.calibrate(partial(planning.questions, build("dp-sgd"), rate, steps=steps), epsilon, 1e-5)
+            for seed, (rule, balance), walk in product(
+                seeds, {"plain": None, "relative": Relative()}.items(), (2.0,) if small else (0.6, 1.2, 2.4, 4.8, 9.6)
+            ):
+                if (epsilon, rule, seed, walk) in there:
+                    continue
+                torch.manual_seed(seed)
+                model, method = make().to(device), replace(build("dp-sgd"), balance=balance)
+                laid, count = method.layout(model), len(train[1])
+                lr, _ = planning.choose_rate(model, laid, method, count, rate, z, steps, "auto")
+                lr *= walk / (WALK if balance is None else BALANCED_WALK)
+                run = vestige.train(
+                    model, nn.functional.cross_entropy, train, method=method, lr=lr, sample_rate=rate, steps=steps,
+                    noise_multiplier=z, delta=1e-5,
+                )  # fmt: skip
+                list(run)
+                rows.append({"task": name, "epsilon": epsilon, "steps": steps, "rule": rule, "seed": seed, "c": walk,
+                             "accuracy": vestige.accuracy(model, test)})  # fmt: skip
+                file.write_text(json.dumps(rows))
+        print(table(rows), flush=True)
+
+
+# --- with and without, over whole comparisons ------------------------------------------------------------------------
+
+
+PART = "balance=relative"
+
+
+def pairs(folder: Path) -> str:
+    """A table of all comparisons in the folder: accuracy without, the change, and Holm's p over all of its rows."""
+    cells: dict[tuple[str, float, str, str], dict[int, float]] = {}
+    for home in sorted(path.parent for path in folder.glob("*/spec.json")):
+        for record in completed(ComparisonFolder(home).records().values()):
+            run = record.run
+            if run.stage != "tuning":
+                key = (run.task, run.budget.value, run.stage, run.label)
+                cells.setdefault(key, {})[run.seed] = record.score
+    found = []
+    for (task, epsilon, rate, label), scores in sorted(cells.items()):
+        without = cells.get((task, epsilon, rate, label.replace(PART, "").rstrip(",:")))
+        if label.endswith(PART) and without is not None:
+            found.append((task, epsilon, rate, label, summarise(list(without.values())), paired(scores, without)))
+    corrected = holm([each[5].p for each in found])
+    lines = ["| task | rate | epsilon | method | plain | balanced less plain (95%) | p, corrected |", "|---" * 7 + "|"]
+    for (task, epsilon, rate, label, plain, gap), p in zip(found, corrected, strict=True):
+        mark = "" if p > ALPHA else " ▲" if gap.mean > 0 else " ▼"
+        lines.append(
+            f"| {task} | {rate} | {epsilon:g} | {label.replace(PART, '').rstrip(',:')} | {100 * plain.mean:.1f} | "
+            f"{100 * gap.mean:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f}){mark} | {p:.2g} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cost", "rules", "kinds"))
+    parser.add_argument("what", choices=("cost", "rules", "kinds", "models", "pairs"))
     parser.add_argument("--out", type=Path, default=Path("bench/results/balance"))
     parser.add_argument("--data")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--examples", type=int, default=4096)
     parser.add_argument("--models", nargs="+", default=["mlp", "tanh cnn"])
-    parser.add_argument("--only", nargs="+", default=[], help="kinds to study, instead of all")
+    parser.add_argument("--only", nargs="+", default=[], help="kinds or models to study, instead of all")
     parser.add_argument("--small", action="store_true")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.what == "cost":
         rows = costs(asked.steps, asked.examples, asked.device, asked.models)
         (asked.out / "cost.json").write_text(json.dumps(rows, indent=1))
+    elif asked.what == "pairs":
+        print(pairs(asked.out))
+    elif asked.what == "models":
+        of_models(asked.data, asked.out, asked.device, asked.small, asked.only)
     elif asked.what == "kinds":
         of_kinds(asked.data, asked.out, asked.small, asked.only)
     else:

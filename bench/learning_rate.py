@@ -1,11 +1,12 @@
 """How much does the automatic learning rate lose against the best tuned one? Over tasks, methods, budgets and lengths.
 
-    python bench/learning_rate.py --data DATA --out bench/results/learning-rate [--device cuda] [--small]
+    python bench/learning_rate.py --data DATA --out bench/results/learning-rate [--device cuda] [--small] [--balance]
     python bench/learning_rate.py --out bench/results/learning-rate --render docs/results [--also FOLDER ...]
 
 Every setting trains a grid of multiples of the automatic rate, stacked where it can be, two seeds each, judged on a
 fifth of the training data held out. It can be killed and started again. `--render` writes learning-rate.md and .svg
-from what is there, and takes in the tuning trials of further comparisons (`--also`).
+from what is there, and takes in the tuning trials of further comparisons (`--also`). `--balance` gives every method
+balanced steps (a folder of its own, please).
 
 Two losses are stated. `loss`: the best mean of the grid less the mean at 1, which flatters the best, chosen by the very
 runs that judge it. `honest`: the best by the other seeds, judged on the seed left out; it can be negative.
@@ -18,6 +19,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,16 @@ FIELD = ["dp-sgd", "dp-sgd:momentum=0.9", "fo-dp-sgd", "fo-dp-sgd:beta=0.5", "po
 SMALL_IMAGES = ["cifar10-mlp", "svhn-mlp", "cifar100-mlp"]
 SELECTIVE = ("dpsur", "dpsgd-br")
 """Their loss tests alone cost more than these budgets on these data."""
+UNBALANCED = ("dp-micro-adam", "dp-muon")
 WORST = 10
 FEW = 6
 """Methods, up to which a setting is a row and not a column."""
 WORTH_NAMING = 0.01
+
+
+def balanced(methods: Sequence[str]) -> list[str]:
+    """The same methods with balanced steps, but for those that refuse them."""
+    return [f"{each}{',' if ':' in each else ':'}balance=relative" for each in methods if each not in UNBALANCED]
 
 
 def studies(data: str | None, small: bool = False) -> dict[str, Specification]:
@@ -61,6 +69,14 @@ def studies(data: str | None, small: bool = False) -> dict[str, Specification]:
     made["others"] = _study(["digits-mlp", "cifar10-mlp"], others, data, 300, 0.04, (3.0,), COARSE)
     made["cnn"] = _study(["cifar10-cnn", "svhn-cnn"], ["dp-sgd", "dp-adam"], data, 300, 0.04, (1.0, 8.0), COARSE)
     return made
+
+
+def with_balance(specification: Specification) -> Specification:
+    made = [
+        Contender(label, name, options)
+        for label, name, options in contenders(balanced([each.label for each in specification.contenders]))
+    ]
+    return replace(specification, contenders=tuple(made), baseline=made[0].label)
 
 
 def _study(
@@ -144,7 +160,7 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         place = (row["task"], row["steps"], row["sample_rate"], row["epsilon"])
         settings.setdefault(place, {})[row["method"]] = row
-    names = [name for name in FIELD if any(name in found for found in settings.values())]
+    names = [name for name in (*FIELD, *balanced(FIELD)) if any(name in found for found in settings.values())]
     lines = [
         "# The automatic learning rate, setting by setting",
         "",
@@ -291,7 +307,7 @@ def plot(rows: Sequence[dict[str, Any]]) -> str:
     """
     rows = of_one_grid(rows)
     series = []
-    names = [name for name in FIELD if any(row["method"] == name for row in rows)]
+    names = [name for name in (*FIELD, *balanced(FIELD)) if any(row["method"] == name for row in rows)]
     for name in names:
         by_factor: dict[float, list[float]] = {}
         for row in rows:
@@ -336,6 +352,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/learning-rate"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--small", action="store_true", help="digits only, in a minute")
+    parser.add_argument("--balance", action="store_true", help="with balanced steps")
     parser.add_argument("--only", nargs="*", help="only these studies")
     parser.add_argument("--render", type=Path, help="run nothing: write the page and the plot there")
     parser.add_argument("--also", type=Path, nargs="*", default=[], help="further folders of comparisons to take in")
@@ -345,6 +362,8 @@ def main() -> None:
         for name, specification in studies(arguments.data, arguments.small).items():
             if arguments.only and name not in arguments.only:
                 continue
+            if arguments.balance:
+                specification = with_balance(specification)
             data = {problem.task: problem.data for problem in specification.problems}
             study = wanted(specification)
 
