@@ -165,11 +165,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/arena"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--tf32", action="store_true", help="products in TF32 on a GPU")
     parser.add_argument("--only", nargs="*", default=["stack", *SHOWN, "presets"])
     parser.add_argument("--preset", nargs="*", help="with presets: only these")
     parser.add_argument("--small", action="store_true", help="a rehearsal of everything, with next to no steps")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    torch.backends.cuda.matmul.allow_tf32 = arguments.tf32
     print(f"{len(METHODS)} methods: {', '.join(METHODS)}")
     for part in arguments.only:
         if part == "stack":
