@@ -111,11 +111,7 @@ def pretrained(known: Halves, sizes: Sizes, folder: Path, device: str) -> Checkp
     )  # fmt: skip
     model = GPT2LMHeadModel(config).to(device)
     texts = tokenised(tokenizer, [text for text, _ in known.public], sizes.length)
-    fast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
-    with fast:
-        trained(
-            model.train(), texts, token_loss, sizes.public_steps, sizes.public_batch, sizes.public_batch, 1e-3, True
-        )
+    trained(model.train(), texts, token_loss, sizes.public_steps, sizes.public_batch, sizes.public_batch, 1e-3, True)
     with quiet():
         model.eval().save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -150,12 +146,16 @@ def trained(
     batch: int,
     part: int,
     lr: float,
-    decay: bool = False,
+    scratch: bool = False,
 ) -> float:
-    """Ordinary training, without privacy; the padded tokens of a second, but for the first step."""
+    """Ordinary training, without privacy; the padded tokens of a second, but for the first step.
+
+    From `scratch` the rate rises over the first tenth and falls to nothing, gradients are clipped, and on a GPU the
+    model computes in bfloat16, as usual.
+    """
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    shares = (lambda step: max(0.0, 1 - step / steps)) if decay else (lambda step: 1.0)
+    shares = (lambda step: min(10 * (step + 1) / steps, 1 - step / steps)) if scratch else (lambda step: 1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shares)
     order, begin = torch.Generator().manual_seed(0), time.perf_counter()
     for step in range(steps):
@@ -164,7 +164,12 @@ def trained(
         for some in rows.split(part):
             given = fetched(texts, some, device)
             labels = given.pop("labels")
-            (loss(model(**given), labels).sum() / batch).backward()
+            # Anew for each pass: autocast keeps its bfloat16 copies of the weights until it ends.
+            with torch.autocast(device.type, torch.bfloat16, enabled=scratch and device.type == "cuda"):
+                found = loss(model(**given), labels)
+            (found.sum() / batch).backward()
+        if scratch:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         if step == 0:
