@@ -87,8 +87,9 @@ class Captured:
         kept = standing(self.model, self.engine.loss)
         key = views, shapes, places, bound, modes, kept
         rows = self._size(len(batch[0]) // views)
-        if (rows, key) in self._padded or len(self._padded) >= MOST or self._waits(key):
-            return self._padded.get((rows, key))
+        known = self._padded.get((rows, key))
+        if known is not None or len(self._padded) >= MOST or self._waits(key):
+            return known
         return self._meet(key, batch, parameters, clip, views)
 
     def _waits(self, key: Hashable) -> bool:

@@ -71,9 +71,10 @@ def _of_modules(modules: Sequence[nn.Module]) -> list[Hashable]:
     found: list[Any] = []
     for module in modules:
         found += (type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
-        found += _plain(vars(module).values())
-        found += [None if t is None else t.data_ptr() for t in module._parameters.values()]
-        found += [None if t is None else t.data_ptr() for t in module._buffers.values()]
+        found += [v if type(v) in PLAIN else v.data_ptr() for v in vars(module).values() if type(v) in SEEN]
+        for store in (module._parameters, module._buffers):
+            if store:
+                found += [None if tensor is None else tensor.data_ptr() for tensor in store.values()]
     return found
 
 
