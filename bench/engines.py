@@ -1,7 +1,8 @@
 """What does a private step cost over a plain one? Every engine on the same models, in one process, in one table.
 
 usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--precision NAME]
-       [--others [NAME ...]] [--loops NAME ...] [--steps N] [--host] [--kernels] [--threads N] [--cpu-time] [--json FILE]
+       [--others [NAME ...]] [--loops NAME ...] [--steps N] [--host] [--kernels] [--threads N] [--cpu-time]
+       [--json FILE]
 
 A step is forward, backward, clipping, noise and the update. Peak memory is what the process takes of the GPU meanwhile,
 recordings included; on the CPU there is no such count, so only time is given. With --others, models of other people's

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -51,42 +51,57 @@ def launched(total: Tensor, spacing: float, stream: Stream, more: int = 0, *, no
     [int(word) for word in stream.words(4).view(np.int32)]
 
 
+def always(*_: object) -> bool:
+    return True
+
+
 @contextmanager
 def recorded_still() -> Iterator[None]:
     """Inside, steps are recorded as they are on a GPU, by `Still`."""
     with ExitStack() as stack:
         for place in (recordings, cuda_graphs):
-            stack.enter_context(mock.patch.object(place, "recorded", Still))
-        stack.enter_context(mock.patch.object(recordings, "can_record", lambda module, rows: True))
-        stack.enter_context(mock.patch.object(cuda_graphs, "can_record", lambda into: True))
+            stack.enter_context(mock.patch.multiple(place, recorded=Still, can_record=always))
         stack.enter_context(mock.patch.object(lattice, "add_steps", launched))
+        stack.enter_context(mock.patch.object(Still, "still", False))
         yield
 
 
-def table(ways: dict[str, Build], rounds: int = 12, steps: int = 100) -> list[dict[str, Any]]:
+def table(
+    ways: dict[str, Build], models: Sequence[str] = tuple(MODELS), rounds: int = 12, steps: int = 100
+) -> list[dict[str, Any]]:
     """Microseconds a step of each way, and over the first of them."""
+    found, threads = [], torch.get_num_threads()
     torch.set_num_threads(1)
-    found = []
     print("| model [batch] | step | host us | over plain |\n|---|---|---|---|")
-    with recorded_still():
-        for model, (build, shape, classes, batch) in MODELS.items():
-            made: dict[str, Step] = {}
-            for name, way in ways.items():
-                torch.manual_seed(0)
-                rows = torch.randn(batch, *shape), torch.randint(classes, (batch,))
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    made[name] = way(build(), rows)
-                    Still.still = False
-                    spent(made[name], 20)
-            Still.still = True
-            times = [{name: spent(step, steps) for name, step in made.items()} for _ in range(rounds)]
-            best = {name: min(each[name] for each in times) for name in made}
+    try:
+        for model in models:
+            best = {name: min(times) for name, times in measured(ways, model, rounds, steps).items()}
             base = next(iter(best.values()))
             for name, value in best.items():
                 print(f"| {model} | {name} | {value:.0f} | {value / base:.2f}x |", flush=True)
                 found.append({"model": model, "step": name, "host us": value, "over": value / base})
+    finally:
+        torch.set_num_threads(threads)
     return found
+
+
+def measured(ways: dict[str, Build], model: str, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Each way's microseconds a step, round by round."""
+    build, shape, classes, batch = MODELS[model]
+    with recorded_still(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: dict[str, Step] = {}
+        for name, way in ways.items():
+            torch.manual_seed(0)
+            rows = torch.randn(batch, *shape), torch.randint(classes, (batch,))
+            made[name] = way(build(), rows)
+            spent(made[name], 20)
+        Still.still = True
+        taken: dict[str, list[float]] = {name: [] for name in made}
+        for _ in range(rounds):
+            for name, step in made.items():
+                taken[name].append(spent(step, steps))
+    return taken
 
 
 def spent(step: Step, count: int) -> float:

@@ -273,10 +273,16 @@ class Discarding:
 
     def __init__(self, owner: Any, passes: Passes) -> None:
         self._owner, self._passes, self._original = owner, passes, owner.zero_grad
+        self._torchs_own = getattr(self._original, "__func__", None) is Optimizer.zero_grad
 
     def __call__(self, set_to_none: bool = True) -> None:
         self._passes.discard()
-        self._original(set_to_none=set_to_none)
+        if not (self._torchs_own and self._clear()):
+            self._original(set_to_none=set_to_none)
+
+    def _clear(self) -> bool:
+        """Whether there is nothing to clear, as ever after a private step."""
+        return all(p.grad is None for group in self._owner.param_groups for p in group["params"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return ordinary_zero_grad(memo.get(id(self._owner), self._owner))

@@ -10,7 +10,7 @@ say in its own loss only, and that assumption is part of the guarantee.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -163,7 +163,7 @@ def mark(top: Any, alone: bool = False) -> list[Any]:
     for end, own in ends.items():
         averaged = next((share for share in (_averaged(node, end.rows) for node in own) if share is not None), None)
         found, seen = _reduction(top, own, end.rows, below), _seen(top, end.rows, below)
-        end.reduction = replace(found, averaged=averaged, seen=seen, undivided=whole)
+        end.reduction = Reduction(found.divisor, found.kind, found.public, whole, averaged, seen)
     return [undivided(node, first.rows, first.reduction.public) for node in nodes] if whole else []
 
 

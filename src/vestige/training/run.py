@@ -546,7 +546,7 @@ class Training:
                 require_one_process(self.model)
                 if self.transcript is not None:
                     self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
-                yield replace(record, epsilon=self.spent())
+                yield Record(record.step, record.diagnostics, self.spent(), record.accepted)
         with contextlib.suppress(BudgetSpent):
             self._evaluate()
 
