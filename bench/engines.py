@@ -1,7 +1,8 @@
 """What does a private step cost over a plain one? Every engine on the same models, in one process, in one table.
 
 usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--precision NAME]
-       [--others [NAME ...]] [--loops NAME ...] [--steps N] [--kernels] [--threads N] [--cpu-time] [--json FILE]
+       [--others [NAME ...]] [--loops NAME ...] [--steps N] [--host] [--kernels] [--threads N] [--cpu-time]
+       [--json FILE]
 
 A step is forward, backward, clipping, noise and the update. Peak memory is what the process takes of the GPU meanwhile,
 recordings included; on the CPU there is no such count, so only time is given. With --others, models of other people's
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import host
 import loops
 import vestige
 from loops import LOOPS
@@ -238,6 +240,7 @@ def privacy_engine(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
     _, _, loader = PrivacyEngine().make_private(
         module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=MULTIPLIER, max_grad_norm=BOUND
     )
+    loader.batch_sampler.steps = 64  # draws of a pass over it: what it costs to begin one is not a step's
     batches = chain.from_iterable(repeat(loader))
 
     def step() -> None:
@@ -463,6 +466,7 @@ def main() -> None:
     parser.add_argument("--others", nargs="*", choices=list(OTHERS), help="other people's models; none named: all")
     parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=list(LOOPS), help="with --others")
     parser.add_argument("--steps", type=int, default=200, help="with --others: how many, from the first on")
+    parser.add_argument("--host", action="store_true", help="what a step costs the host alone, on a CPU (`host`)")
     parser.add_argument("--kernels", action="store_true", help="also the fused kernels one by one (GPU)")
     parser.add_argument("--threads", type=int, help="threads of the CPU")
     parser.add_argument("--cpu-time", action="store_true", help="the process's time, not the clock's: a busy machine")
@@ -477,6 +481,11 @@ def main() -> None:
         torch.backends.cudnn.allow_tf32 = True
     machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"torch {torch.__version__}, {machine}, precision {options.precision} on a GPU; over plain training\n")
+    if options.host:
+        results = host.table({row: ROWS[row] for row in ("plain SGD", "ours, PrivacyEngine", "ours, vestige.train")})
+        if options.json:
+            options.json.write_text(json.dumps({"machine": machine, "torch": torch.__version__, "host": results}))
+        return
     if options.others is not None:
         names, share = options.others or list(OTHERS), 4 if options.quick else 1
         found = list(loops.table(names, options.loops, options.device, options.steps, share))

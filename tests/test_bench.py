@@ -5,12 +5,17 @@ import json
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import norm
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
+import vestige
 from comparisons import AUTO, fake
 from vestige.compare import runs
 from vestige.compare.statistics import tells
@@ -260,3 +265,54 @@ def test_areas_of_membership_stand_beside_the_papers(bench, monkeypatch, tmp_pat
     monkeypatch.setattr(sys, "argv", ["membership.py", "--out", str(tmp_path / "m.json"), "--steps", "8"])
     with pytest.raises(SystemExit):
         study.main()
+
+
+def trained(model, batch):
+    options = {"method": "dp-sgd", "noise_multiplier": 1.0, "delta": 1e-5, "lr": 0.1}
+    records = iter(vestige.train(model, cross_entropy, batch, sample_rate=1.0, steps=10**6, **options))
+    return lambda: next(records)
+
+
+def looped(model, batch):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(*batch), batch_size=len(batch[1]))
+    _, _, loader = vestige.PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    batches = chain.from_iterable(repeat(loader))
+
+    def step():
+        x, y = next(batches)
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize(("way", "recordings"), [(looped, 3), (trained, 1)])
+def test_the_hosts_share_is_timed_on_steps_that_are_replayed(bench, monkeypatch, way, recordings):
+    """As on a GPU: recorded, replayed, and nothing done in a replay once times are taken."""
+    host, made = bench("host"), []
+
+    class Counted(host.Still):
+        def __init__(self, *args):
+            self.runs = self.replays = 0
+            super().__init__(self.count(args[0]), *args[1:])
+            made.append(self)
+
+        def count(self, work):
+            def run():
+                self.runs += 1
+                work()
+
+            return run
+
+        def replay(self):
+            self.replays += 1
+            super().replay()
+
+    monkeypatch.setattr(host, "Still", Counted)
+    (taken,) = host.measured({"way": way}, "8-8-2 [4]", rounds=2, steps=5).values()
+    assert len(taken) == 2
+    assert len(made) == recordings
+    assert all(each.replays - each.runs >= 10 - 1 for each in made)  # recording it was a run

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from vestige.layout import Layout
+from vestige.layout import Layout, device_of
 
 
 def test_segments_cover_the_vector_without_gaps(toy):
@@ -70,3 +70,14 @@ def test_a_model_on_mps_is_refused_by_name():
 
     with pytest.raises(ValueError, match=r"parameter 'weight' is on mps, .* call model.cpu\(\) first"):
         Layout.of(Apple())
+
+
+def test_the_device_of_a_model_is_its_first_parameters():
+    inner = nn.Sequential(nn.Tanh(), nn.Linear(2, 2, bias=False, device="meta"))
+    for model in (nn.Sequential(nn.Identity(), inner, nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2), inner)):
+        assert device_of(model) == next(model.parameters()).device
+    bare = nn.Linear(2, 2)
+    bare.register_parameter("weight", None)
+    assert device_of(bare) == torch.device("cpu")
+    with pytest.raises(ValueError, match="no parameter"):
+        device_of(nn.Tanh())

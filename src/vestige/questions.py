@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar
 
 
@@ -21,7 +21,7 @@ class Question:
         Question.kinds[cls.kind] = cls
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in vars(self).items():
             if name.endswith("rate") and not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be a probability: the chance that one example is included")
             if name.endswith("multiplier") and not value >= 0:
@@ -32,7 +32,7 @@ class Question:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
+        return {"kind": self.kind, **vars(self)}
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Question:

@@ -278,6 +278,46 @@ def test_zero_grad_between_backward_and_step_discards():
             same_step(model, optimizer, x, y)
 
 
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+def test_zero_grad_clears_what_did_not_come_through_the_model(zero):
+    _, model, optimizer, loader = private(make_toy()[0])
+    x, y = next(iter(loader))
+    next(model.parameters()).square().sum().backward()
+    assert next(model.parameters()).grad is not None
+    (optimizer if zero == "optimizer" else model).zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    same_step(model, optimizer, x, y)
+
+
+def test_an_optimizers_own_zero_grad_is_called():
+    class Counting(torch.optim.SGD):
+        cleared = 0
+
+        def zero_grad(self, set_to_none=True):
+            self.cleared += 1
+            super().zero_grad(set_to_none)
+
+    model, data = make_toy()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(*data), batch_size=12)
+    PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    optimizer.zero_grad()
+    assert optimizer.cleared == 1
+
+
+def test_a_frozen_norm_that_is_trained_again_later_is_refused():
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    model[1].eval().requires_grad_(False)
+    _, model, _, loader = engine_of(model)
+    x, _ = next(iter(loader))
+    model(x)
+    model[1].train()
+    with pytest.raises(ValueError, match="mixes the examples"):
+        model(x)
+
+
 def test_zero_grad_keeps_the_parts_that_a_step_has_closed():
     _, whole, *rest = engine_of(reproducible=3)
     epoch(whole, *rest)

@@ -30,6 +30,7 @@ LOSSES = {
     "weighted": partial(F.cross_entropy, weight=torch.arange(1.0, 17.0)),
     "smoothed": partial(F.cross_entropy, label_smoothing=0.1),
     "over time": lambda out, y: F.cross_entropy(out.view(-1, 4, 4), y.view(-1, 4)),
+    "time first": lambda out, y: F.cross_entropy(out.view(-1, 4, 4).permute(2, 0, 1).flatten(0, 1), y.t().flatten()),
 }
 
 
@@ -42,7 +43,7 @@ def come_back(loss, rows):
 
 
 def targets_of(loss):
-    if loss is LOSSES["over time"]:
+    if loss in (LOSSES["over time"], LOSSES["time first"]):
         return torch.arange(4 * ROWS).view(ROWS, 4) % 4
     return CLASSES if getattr(loss, "func", loss) is F.cross_entropy else TARGETS
 
@@ -74,6 +75,16 @@ def test_it_is_the_gradient_of_the_rows_own_loss(name):
             value = F.binary_cross_entropy(out.sigmoid(), target.double(), weight=torch.arange(16.0).double())
         value.sum().backward()
         torch.testing.assert_close(come_back(loss, list(range(ROWS)))[row], out.grad[0].float(), rtol=2e-5, atol=1e-7)
+
+
+def test_where_a_row_has_one_target_the_gradient_is_that_of_the_sum():
+    ignored = int(CLASSES[1])
+    for index in (ignored, -100):
+        inside = OUT.clone().requires_grad_()
+        F.cross_entropy(inside, CLASSES, ignore_index=index, reduction="sum").backward()
+        got = come_back(partial(F.cross_entropy, ignore_index=index), list(range(ROWS)))
+        assert torch.equal(got, inside.grad)
+    assert not come_back(partial(F.cross_entropy, ignore_index=ignored), list(range(ROWS)))[1].any()
 
 
 def test_others_get_the_gradient_that_they_asked_for():

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
+from vestige.mechanism import curator
 from vestige.randomness.gaussian import normal
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import charged
@@ -176,6 +177,20 @@ def test_poisoned_examples_do_not_stop_or_infect_a_run():
     assert training.nonprivate_broken_examples >= 10
     shown = str([record.to_json() for record in records]) + str(training.guarantee())
     assert "broken" not in shown
+
+
+def test_broken_examples_are_counted_step_by_step_or_together(monkeypatch):
+    counts = []
+    for uncounted, looks in ((curator.UNCOUNTED, True), (curator.UNCOUNTED, False), (0, False), (60, False)):
+        monkeypatch.setattr(curator, "UNCOUNTED", uncounted)
+        model, (x, y) = make_toy()
+        x[::5] = float("nan")
+        training = vestige.train(model, LOSS, (x, y), **{**BASE, "sample_rate": 0.5, "reproducible": 3})
+        seen = [training.nonprivate_broken_examples if looks else 0 for _ in training]
+        counts.append([*seen, training.nonprivate_broken_examples])
+    assert len({each[-1] for each in counts}) == 1
+    assert counts[0] == sorted(counts[0])
+    assert 0 < counts[0][0] < counts[0][-1]
 
 
 def test_dropout_runs_and_reproduces():

@@ -26,6 +26,7 @@ class Odometer:
         self.history: Counter[Question] = Counter()
         self._total = np.zeros(len(rdp.ORDERS))
         self._pending: Counter[Question] = Counter()
+        self._occasions: dict[Question, int] = {}
         self.add_many(history or {})
 
     def add(self, question: Question, count: int = 1) -> None:
@@ -46,9 +47,10 @@ class Odometer:
     def _settle(self) -> None:
         each = curves(self._pending)
         for question, count in self._pending.items():
-            before = occasions({question: self.history[question]}).get(question, 0)
+            before = self._occasions.get(question, 0)
             self.history[question] += count
             after = occasions({question: self.history[question]}).get(question, 0)
+            self._occasions[question] = after
             if after > before:
                 self._total = self._total + (after - before) * each[question]
         self._pending.clear()

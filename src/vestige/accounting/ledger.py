@@ -44,8 +44,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
 
 
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+
 def _seal(row: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(row, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(_canonical(row).encode()).hexdigest()
 
 
 class Ledger:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import log, pi, sqrt
 
 import numpy as np
@@ -153,7 +153,12 @@ def tight_epsilon(curve: Array, delta: float) -> float:
     """The epsilon of a Renyi curve at `ORDERS` (Canonne, Kamath & Steinke 2020, Proposition 12)."""
     if delta**2 + np.expm1(-curve.min()) > 0:  # delta <= sqrt(1 - exp(-KL)), Bretagnolle & Huber 1978
         return 0.0
-    return float(np.maximum(np.min(curve + CONVERSION - log(delta) / (ORDERS - 1)), 0.0))  # keeps NaN, unlike max()
+    return float(np.maximum(np.min(curve + CONVERSION - _price_of(delta)), 0.0))  # keeps NaN, unlike max()
+
+
+@lru_cache(maxsize=64)
+def _price_of(delta: float) -> Array:
+    return log(delta) / (ORDERS - 1)
 
 
 def classic_epsilon(curve: Array, delta: float) -> float:

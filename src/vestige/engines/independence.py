@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from torch import nn
@@ -17,6 +18,8 @@ FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward, InstanceNorm.forward)
 
 def refused(module: nn.Module) -> bool:
     """Whether the layer mixes the examples of a batch, or remembers them, in its present mode."""
+    if not isinstance(module, Norm):
+        return False
     if isinstance(module, BatchNorm):
         return module.training or not module.track_running_stats
     return isinstance(module, InstanceNorm) and module.training and module.track_running_stats
@@ -51,7 +54,8 @@ def _fault(module: nn.Module) -> str:
     )
 
 
-def require_independent(model: nn.Module) -> None:
-    if any(refused(module) for module in modules_of(model)):
+def require_independent(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> None:
+    """`modules` are the model's, where they are known already."""
+    if any(map(refused, modules_of(model) if modules is None else modules)):
         where, what = next(iter(mixing(model)))
         raise ValueError(f"{where} {what}")

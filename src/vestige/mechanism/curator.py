@@ -35,6 +35,8 @@ from vestige.randomness.release import BoundedSum, Release
 from vestige.randomness.sampling import Poisson, Sampling
 
 Witness = Callable[[Tensor, Tensor], None]
+UNCOUNTED = 1 << 16
+"""About how many norms are kept before the infinite ones are counted."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,16 @@ class Curator:
         """Gradients asked so far: the index of the next one's streams."""
         self._begun: int | None = None
         """The epoch that this process has charged last, where a question is about an epoch."""
-        self.nonprivate_broken_examples = torch.zeros((), dtype=torch.long, device=self._device)
+        self._broken = torch.zeros((), dtype=torch.long, device=self._device)
+        self._uncounted: list[Tensor] = []
+
+    @property
+    def nonprivate_broken_examples(self) -> Tensor:
+        """How many sampled examples had a gradient that was not finite."""
+        if self._uncounted:
+            self._broken += torch.cat(self._uncounted).isinf().any(dim=1).sum()
+            self._uncounted = []
+        return self._broken
 
     @property
     def rate(self) -> float:
@@ -209,8 +220,10 @@ class Curator:
                 for rows in self._parts(sample)
                 for batch in self._fetch(index, rows)
             ]
-        norms = torch.cat(seen)
-        self.nonprivate_broken_examples += norms.isinf().any(dim=1).sum()
+        norms = seen[0] if len(seen) == 1 else torch.cat(seen)
+        self._uncounted.append(norms)
+        if len(self._uncounted) * norms.numel() > UNCOUNTED:  # a few launches, which many steps share
+            _ = self.nonprivate_broken_examples
         return running.total(), norms
 
     def _answer(
@@ -292,4 +305,5 @@ class Curator:
             yield
 
     def _parts(self, indices: Tensor) -> Sequence[Tensor]:
-        return indices.split(min(self.physical_batch or LARGEST_SUM, LARGEST_SUM)) if len(indices) else [indices]
+        most = min(self.physical_batch or LARGEST_SUM, LARGEST_SUM)
+        return [indices] if len(indices) <= most else indices.split(most)

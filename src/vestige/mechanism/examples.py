@@ -52,7 +52,9 @@ class Examples:
     def fetch(self, rows: Tensor) -> list[Batch]:
         """These examples, read now."""
         if self._rows is None:
-            here = rows.to(self.device)
+            # Nobody writes to these rows, so nothing need wait for the copy; a step that waits for the last one's end
+            # is launched late.
+            here = rows.to(self.device, non_blocking=True)
             return [[column[here] for column in self._columns]]
         return self._on_device(self._rows.groups(rows.tolist()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -219,17 +219,21 @@ def named(optimizer: str, options: Mapping[str, Any]) -> Rule:
     return Rule(kind, dict(options))
 
 
-@contextmanager
-def balanced(optimizer: Optimizer, scales: Mapping[int, float] | None) -> Iterator[None]:
+UNSCALED = nullcontext()
+
+
+def balanced(optimizer: Optimizer, scales: Mapping[int, float] | None) -> AbstractContextManager[None]:
     """Inside, the optimizer moves W = a V as it would move V by gradients with respect to V: V -= lr * u is
     W -= (a lr) * u, and the decay of V, lr * weight_decay * V or weight_decay * V in its gradient, is one of
     weight_decay / a at the rate a lr. `scales` are the constants by the id of the parameter.
 
     The optimizer's own groups, which schedulers and checkpoints know, are outside as they were.
     """
-    if scales is None:
-        yield
-        return
+    return UNSCALED if scales is None else _balanced(optimizer, scales)
+
+
+@contextmanager
+def _balanced(optimizer: Optimizer, scales: Mapping[int, float]) -> Iterator[None]:
     kept = optimizer.param_groups
     # AdamBC hears the noise of all coordinates in their order; elsewhere fewer groups are fewer kernels.
     in_order = isinstance(optimizer, AdamBC)

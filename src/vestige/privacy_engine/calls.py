@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -32,6 +33,19 @@ from vestige.engines.rehearsal.rehearsing import (
 from vestige.layout import Layout
 
 MOST_GUESSES = 16
+
+
+def flat(args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+    """The arguments of a call, flat."""
+    if not kwargs and all(type(each) is Tensor for each in args):
+        return list(args), _in_order(len(args))
+    return tree_flatten((args, kwargs))
+
+
+@cache
+def _in_order(count: int) -> TreeSpec:
+    """The form of so many tensors, given by position."""
+    return tree_flatten(((None,) * count, {}))[1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ what is frozen must be as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,15 @@ def require_own(optimizer: Optimizer, own: Iterable[Tensor]) -> None:
         raise ValueError(FOREIGN)
 
 
-def require_noised(module: nn.Module, released: Mapping[str, Tensor]) -> None:
-    """Before a pass: a parameter that has no place in the release would get its gradient, and move, without noise."""
-    known = {id(parameter) for parameter in released.values()}
-    held = (p for each in modules_of(module) for p in each._parameters.values() if p is not None and p.requires_grad)
-    if all(id(parameter) in known for parameter in held):
+def require_noised(
+    module: nn.Module, released: Mapping[str, Tensor], modules: Sequence[nn.Module] | None = None
+) -> None:
+    """Before a pass: a parameter that has no place in the release would get its gradient, and move, without noise.
+    `modules` are the module's own and inner ones, where they are known already."""
+    known = set(map(id, released.values()))
+    modules = modules_of(module) if modules is None else modules
+    held = [p for each in modules if each._parameters for p in each._parameters.values()]
+    if not any(id(p) not in known and p is not None and p.requires_grad for p in held):
         return
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in known:
@@ -53,7 +57,7 @@ def require_noised(module: nn.Module, released: Mapping[str, Tensor]) -> None:
 
 
 def _foreign(optimizer: Optimizer, own: Iterable[Tensor]) -> list[Tensor]:
-    known = {id(parameter) for parameter in own}
+    known = set(map(id, own))
     return [p for p in _held(optimizer) if id(p) not in known and p.requires_grad]
 
 

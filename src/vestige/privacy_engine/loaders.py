@@ -61,8 +61,10 @@ class PrivateBatches(Sampler[list[int]]):
             draw = self._draws
             self._draws += 1
             everyone = self._sampling.draw(self.population + self._planted, draw, self._randomness)
-            joined = everyone[everyone < self.population].tolist()
-            planted = tuple((everyone[everyone >= self.population] - self.population).tolist())
+            joined, planted = everyone.tolist(), tuple[int, ...]()
+            if self._planted:
+                planted = tuple(row - self.population for row in joined if row >= self.population)
+                joined = [row for row in joined if row < self.population]
             size = self.physical_batch or max(1, len(joined))
             pieces = [joined[i : i + size] for i in range(0, len(joined), size)] or [[]]
             for number, piece in enumerate(pieces):

@@ -56,7 +56,8 @@ class LoopMover:
     def step(self, pace: Value) -> None:
         parameters = self._passes.parameters()
         for name, view in self._views.items():
-            parameters[name].grad = view if parameters[name].requires_grad else None  # what was frozen since stays
+            parameter = parameters[name]
+            parameter.grad = view if parameter.requires_grad else None  # what was frozen since stays
         first = None
         try:
             with balanced(self._optimizer, scales_of(self._passes.layout, parameters)):
@@ -134,7 +135,8 @@ class PrivateSteps:
         """Move, if the draw is complete; else only bound and add what this part brought."""
         require_one_process(self.passes.module)
         self.passes.settle()
-        self._check()
+        parameters = self.passes.parameters()
+        self._check(parameters)
         value: Any = None
         if self.method.probe.at_parameters:
             if closure is not None:
@@ -147,24 +149,26 @@ class PrivateSteps:
                 )
             self.passes.discard()
             value = self._elsewhere(closure)
-        self._check_gradients()
+        if closure is not None:
+            parameters = self.passes.parameters()
+        self._check_gradients(parameters)
         if not self.passes.close_part():
             return value
-        learner, point = self.learner(), self.passes.point()
+        learner, point = self.learner(), self.passes.point(parameters)
         scales = self.passes.layout.constants
         release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
         learner.step(release, point, 1.0, self.step_number)
         self.step_number += 1
         return value
 
-    def _check(self) -> None:
-        require_own(self.optimizer, self.passes.parameters().values())
+    def _check(self, parameters: Mapping[str, Tensor]) -> None:
+        require_own(self.optimizer, parameters.values())
         if getattr(self.optimizer, "grad_scale", None) is not None:
             raise ValueError(SCALED)
 
-    def _check_gradients(self) -> None:
+    def _check_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Whatever autograd itself has left on a parameter did not come through the private model's call."""
-        for name, parameter in self.passes.parameters().items():
+        for name, parameter in parameters.items():
             if parameter.grad is not None:
                 parameter.grad = None
                 self.passes.discard()
@@ -269,10 +273,16 @@ class Discarding:
 
     def __init__(self, owner: Any, passes: Passes) -> None:
         self._owner, self._passes, self._original = owner, passes, owner.zero_grad
+        self._torchs_own = getattr(self._original, "__func__", None) is Optimizer.zero_grad
 
     def __call__(self, set_to_none: bool = True) -> None:
         self._passes.discard()
-        self._original(set_to_none=set_to_none)
+        if not (self._torchs_own and self._clear()):
+            self._original(set_to_none=set_to_none)
+
+    def _clear(self) -> bool:
+        """Whether there is nothing to clear, as ever after a private step."""
+        return all(p.grad is None for group in self._owner.param_groups for p in group["params"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return ordinary_zero_grad(memo.get(id(self._owner), self._owner))

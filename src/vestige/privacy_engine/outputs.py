@@ -10,7 +10,7 @@ say in its own loss only, and that assumption is part of the guarantee.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ POINTWISE = frozenset(
     )
 )  # fmt: skip
 """Losses whose mean is over all numbers, whatever they are."""
+LOSSES = POINTWISE | NLL.keys()
+SCALARS = LOSSES | {"MeanBackward0", "SumBackward0"}
 KEEPING = frozenset(
     f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Sigmoid", "ToCopy")
 ) | {"SqueezeBackward1", "CloneBackward0"}
@@ -47,7 +49,8 @@ class Reduction:
     what comes back.
     """
 
-    factor: Tensor | None = None
+    divisor: Tensor | None = None
+    """The sum of everyone's weights, where the loss was divided by that."""
     kind: str | None = None
     public: Tensor | float | None = None
     """What the sum of everyone's weights is replaced by, for one row or for each."""
@@ -56,6 +59,10 @@ class Reduction:
     """Over how many numbers of a row it is a mean, where that is a number for all rows."""
     seen: bool = False
     """Whether it was seen that a row of the outputs has a say in its own loss only."""
+
+    @property
+    def factor(self) -> Tensor | None:
+        return None if self.divisor is None else self.divisor / self.public  # type: ignore[operator]
 
 
 UNKNOWN = Reduction()
@@ -86,8 +93,9 @@ class End(torch.autograd.Function):
                 f"say loss_reduction={reduction.kind!r}"
             )
         goes_on = ctx.reached(reduction)
-        said = ctx.rows if ctx.said == "mean" else 1
-        factor = 1 if reduction.undivided else said if reduction.factor is None else reduction.factor
+        factor = 1 if reduction.undivided else reduction.factor
+        if factor is None:
+            factor = ctx.rows if ctx.said == "mean" else 1
         whole = signals if type(factor) is int and factor == 1 else [by_row(signal, factor) for signal in signals]
         back = [signal.to(dtype) for signal, dtype in zip(whole, ctx.types, strict=True)]
         if goes_on is None:
@@ -140,24 +148,23 @@ def mark(top: Any, alone: bool = False) -> list[Any]:
     If the backward pass is `alone` and leads nowhere else, the reductions are made not to divide, until the handles
     that are returned are removed.
     """
-    ends: dict[Any, list[Any]] = {end: [] for end in _below(top)[0]}
+    below = Walks()
+    ends: dict[Any, list[Any]] = {end: [] for end in below[top][0]}
     if not ends:
         return []
     top = _itself(top)
     nodes = _reductions(top)
     for node in nodes:
-        for end in _below(node)[0]:
+        for end in below[node][0]:
             ends.setdefault(end, []).append(node)
-    for end, own in ends.items():
-        averaged = next((share for share in (_averaged(node, end.rows) for node in own) if share is not None), None)
-        end.reduction = replace(_reduction(top, own, end.rows), averaged=averaged, seen=_seen(top, end.rows))
     first = next(iter(ends))
     same = all(own == nodes and (end.rows, end.said) == (first.rows, "mean") for end, own in ends.items())
-    if not (alone and same and _ends_here(top, nodes)):
-        return []
-    for end in ends:
-        end.reduction = replace(end.reduction, undivided=True)
-    return [undivided(node, first.rows, first.reduction.public) for node in nodes]
+    whole = alone and same and _ends_here(top, nodes, below)
+    for end, own in ends.items():
+        averaged = next((share for share in (_averaged(node, end.rows) for node in own) if share is not None), None)
+        found, seen = _reduction(top, own, end.rows, below), _seen(top, end.rows, below)
+        end.reduction = Reduction(found.divisor, found.kind, found.public, whole, averaged, seen)
+    return [undivided(node, first.rows, first.reduction.public) for node in nodes] if whole else []
 
 
 def _itself(top: Any) -> Any:
@@ -169,21 +176,21 @@ def _itself(top: Any) -> Any:
     return _itself(top.next_functions[0][0]) if number and by == 1 else top
 
 
-def _ends_here(top: Any, nodes: list[Any]) -> bool:
+def _ends_here(top: Any, nodes: list[Any], below: Walks) -> bool:
     """Whether a backward pass leads to private models only, and through one reduction on each way."""
-    passed = _below(top)[1]
-    below = {each for node in nodes for each in _below(node)[1] if each is not node}
-    return len(passed) < FARTHEST and not any(each.name() == LEAF for each in passed) and below.isdisjoint(nodes)
+    passed = below[top][1]
+    later = {each for node in nodes for each in below[node][1] if each is not node}
+    return len(passed) < FARTHEST and not any(each.name() == LEAF for each in passed) and later.isdisjoint(nodes)
 
 
-def _reduction(top: Any, nodes: list[Any], rows: int) -> Reduction:
+def _reduction(top: Any, nodes: list[Any], rows: int, below: Walks) -> Reduction:
     if not nodes:
         return UNKNOWN
     means = [node for node in nodes if node.name() in NLL and node._saved_reduction == MEAN]
     if nodes == [top]:
-        return _of_node(top, rows)
+        return _of_node(top, rows, below)
     if nodes == means and len(means) == 1:
-        return _of_likelihood(means[0], rows, None)
+        return _of_likelihood(means[0], rows, None, below)
     if any(node._saved_weight is not None for node in means):
         raise ValueError(
             "the loss is made of a weighted mean and of more: the sum of the weights, which is everyone's, cannot be "
@@ -204,31 +211,33 @@ def _averaged(node: Any, rows: int) -> int | None:
     return None
 
 
-def _of_node(node: Any, rows: int) -> Reduction:
+def _of_node(node: Any, rows: int, below: Walks) -> Reduction:
     """Where the loss is nothing but one of torch's reductions."""
     name = node.name()
     if name in ("MeanBackward0", "SumBackward0"):
         return Reduction(None, "mean" if name == "MeanBackward0" else "sum")
-    if name not in NLL.keys() | POINTWISE:
+    if name not in LOSSES:
         return UNKNOWN
     kind = "mean" if node._saved_reduction == MEAN else "sum"
-    return _of_likelihood(node, rows, kind) if name in NLL and kind == "mean" else Reduction(None, kind)
+    return _of_likelihood(node, rows, kind, below) if name in NLL and kind == "mean" else Reduction(None, kind)
 
 
-def _of_likelihood(node: Any, rows: int, kind: str | None) -> Reduction:
+def _of_likelihood(node: Any, rows: int, kind: str | None, below: Walks) -> Reduction:
     """What was divided by, the sum of the weights of the targets that count, over what a row is divided by instead: as
     many as it has itself, times the mean weight of a class.
 
     Where the rows cannot be followed to the targets, that is as many targets as each row has, counted or not.
     """
     weight, target = node._saved_weight, node._saved_target
-    between = [each for each in _below(node)[1] if each is not node and type(each) is not End._backward_cls]  # type: ignore[attr-defined]
+    if weight is None and target.numel() == rows:  # a row has one target, and where that is ignored, nothing comes back
+        return Reduction(node._saved_total_weight, kind, 1.0)
+    between = [each for each in below[node][1] if each is not node and type(each) is not End._backward_cls]  # type: ignore[attr-defined]
     if all(_keeps_rows(each, rows) for each in between):
         public = (target != ignored_by(node)).reshape(rows, -1).sum(dim=1).clamp(min=1).to(node._saved_self.dtype)
     else:
         public = target.numel() / rows
     public = public if weight is None else public * weight.mean()
-    return Reduction(node._saved_total_weight / public, kind, public)
+    return Reduction(node._saved_total_weight, kind, public)
 
 
 def of_rows(criterion: Callable[..., Tensor], counts: bool = True) -> Callable[..., Tensor]:
@@ -270,13 +279,10 @@ def _themselves(outputs: Any) -> bool:
     return True
 
 
-def _seen(top: Any, rows: int) -> bool:
+def _seen(top: Any, rows: int, below: Walks) -> bool:
     """Whether a loss is one of torch's reductions of the rows, or of torch's losses of them, and of nothing else."""
-    between = [node for node in _below(top)[1] if node is not top and type(node) is not End._backward_cls]  # type: ignore[attr-defined]
-    losses = NLL.keys() | POINTWISE
-    known = top.name() in losses | {"MeanBackward0", "SumBackward0"} and all(
-        node.name() in losses or _keeps_rows(node, rows) for node in between
-    )
+    between = [node for node in below[top][1] if node is not top and type(node) is not End._backward_cls]  # type: ignore[attr-defined]
+    known = top.name() in SCALARS and all(node.name() in LOSSES or _keeps_rows(node, rows) for node in between)
     return known or OF_ROWS in top.metadata
 
 
@@ -306,6 +312,14 @@ def _reductions(top: Any) -> list[Any]:
         seen.update(fresh)
         queue += fresh if len(queue) < FARTHEST else []
     return found
+
+
+class Walks(dict[Any, tuple[list[Any], list[Any]]]):
+    """What lies below each node of a graph that was asked for, looked up once."""
+
+    def __missing__(self, start: Any) -> tuple[list[Any], list[Any]]:
+        found = self[start] = _below(start)
+        return found
 
 
 def _below(start: Any) -> tuple[list[Any], list[Any]]:

@@ -26,9 +26,9 @@ from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import Shapes, floating
 from vestige.engines.planted import TOGETHER, Canaries
 from vestige.engines.writes import Versions, Writes
-from vestige.layout import Layout
+from vestige.layout import Layout, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
-from vestige.privacy_engine.calls import Call, CallForm, form_of
+from vestige.privacy_engine.calls import Call, CallForm, flat, form_of
 from vestige.privacy_engine.coverage import require_noised
 from vestige.privacy_engine.labels import Labelled, Labels
 from vestige.privacy_engine.lengths import Lengths
@@ -158,7 +158,7 @@ class Passes:
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return device_of(self.module)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         try:
@@ -169,8 +169,10 @@ class Passes:
                 "noise: make_private comes last (adapters: get_peft_model comes before it)"
             ) from None
 
-    def point(self) -> Parameters:
-        return {name: p.detach() for name, p in self.parameters().items()}
+    def point(self, parameters: Mapping[str, nn.Parameter] | None = None) -> Parameters:
+        """`parameters` are those of now, where they are known already."""
+        found = self.parameters() if parameters is None else parameters
+        return {name: p.detach() for name, p in found.items()}
 
     def settle(self) -> None:
         """No pass is under way: close what was interrupted, and see that the next one reaches the hooks."""
@@ -280,8 +282,9 @@ class Passes:
                 raise ValueError("a forward pass of the model began inside another, or after one that was interrupted")
         if not asked:
             return None
-        self._require_usable()
-        leaves, tree = tree_flatten((args, kwargs))
+        modules = modules_of(module)
+        self._require_usable(modules)
+        leaves, tree = flat(args, kwargs)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise ValueError(
                 "an input of the private model requires a gradient: what comes before the model would be trained on "
@@ -291,10 +294,10 @@ class Passes:
         labelled, labels = self._with_labels(args, kwargs)
         if labelled is not None:
             kwargs = labelled.given(kwargs)
-            leaves, tree = tree_flatten((args, kwargs))
+            leaves, tree = flat(args, kwargs)
         call = Call(leaves, tree)
         form = self._form(call)
-        self._begin(form, call)
+        self._begin(form, call, modules)
         self._labelled = None if labelled is None else (labelled, labels)
         return args, kwargs
 
@@ -305,10 +308,10 @@ class Passes:
         finally:
             self.busy = False
 
-    def _require_usable(self) -> None:
+    def _require_usable(self, modules: Sequence[nn.Module]) -> None:
         require_no_accumulation()
-        require_independent(self.module)  # as it is now: its modes may have changed
-        require_noised(self.module, self.parameters())
+        require_independent(self.module, modules)  # as it is now: its modes may have changed
+        require_noised(self.module, self.parameters(), modules)
         kind = self.device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             raise ValueError(
@@ -318,16 +321,17 @@ class Passes:
 
     def _form(self, call: Call) -> CallForm:
         key = (self.module.training, call.kind)
-        if key not in self._forms:
+        found = self._forms.get(key)
+        if found is None:
             rows = {part.rows for part in self.parts.waiting()}
             candidates = [len(leaf) for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.dim()]
             length = next((each for each in candidates if each in rows), candidates[0] if candidates else 0)
             self.busy = True
             try:
-                self._forms[key] = form_of(self.module, self.layout, call, length)
+                found = self._forms[key] = form_of(self.module, self.layout, call, length)
             finally:
                 self.busy = False
-        return self._forms[key]
+        return found
 
     def entered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What stands for the module's forward pass in a call: a replay, where a recorded pass takes its place."""
@@ -338,13 +342,13 @@ class Passes:
         opened = self._open
         return forward(*args, **kwargs) if opened is None or opened.replay is None else opened.replay.outputs()
 
-    def _begin(self, form: CallForm, call: Call) -> None:
+    def _begin(self, form: CallForm, call: Call, modules: Sequence[nn.Module]) -> None:
         rows = form.rows(call)
         if rows == 0:
             raise ValueError("the tensors that the model was called with have different numbers of rows")
         opened: Open
         shapes = call.shapes(form.batched)
-        replay = self._recorder.begin(self._forward, form, call, rows)
+        replay = self._recorder.begin(self._forward, form, call, rows, modules)
         if replay is None:
             now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses), shapes)
         else:  # nothing is delivered, and nobody but the user's graph holds on to what is opened
@@ -373,7 +377,8 @@ class Passes:
             opened.dropped = True
             return outputs
         self._check(opened)
-        found, shape = tree_flatten(outputs)
+        alone = type(outputs) is Tensor
+        found, shape = ([outputs], None) if alone else tree_flatten(outputs)
         places, rows = opened.form.outputs, opened.now.examples
         if not all(place < len(found) and _has_rows(found[place], rows) for place in places):
             opened.dropped = True
@@ -386,7 +391,7 @@ class Passes:
         ends = End.apply(reached, ANCHOR, rows, self._said, *(found[place] for place in places))
         for place, tensor in zip(places, ends, strict=True):
             found[place] = tensor
-        outputs = tree_unflatten(found, shape)
+        outputs = found[0] if shape is None else tree_unflatten(found, shape)
         if self._labelled is not None:
             labelled, labels = self._labelled
             self._labelled = None

@@ -28,7 +28,7 @@ from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.recorded.steady import Unsteady, require_steady, standing
-from vestige.layout import Layout
+from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip
 from vestige.privacy_engine.calls import Call, CallForm
 
@@ -166,12 +166,13 @@ class Recordings:
         replay.tape.forward.replay()
         leaves = replay.tape.outputs
         found = [self.ends[leaf.index][: replay.rows].clone() if isinstance(leaf, End) else leaf for leaf in leaves]
-        return tree_unflatten(found, replay.tape.tree)
+        return found[0] if replay.tape.tree.is_leaf() else tree_unflatten(found, replay.tape.tree)
 
     def load_signals(self, signals: Sequence[Tensor], rows: int, padded: int) -> None:
         for end, signal in zip(self.ends, signals, strict=True):
             end[:rows].copy_(signal)
-            end[rows:padded].zero_()
+            if rows < padded:
+                end[rows:padded].zero_()
 
     def again(self, replay: Replay) -> Uses:
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
@@ -313,19 +314,24 @@ class Recorder:
     _known: dict[Hashable, Recordings | None] = field(default_factory=dict)
     _met: dict[Hashable, int] = field(default_factory=dict)
 
-    def begin(self, forward: Callable[..., Any], form: CallForm, call: Call, rows: int) -> Replay | None:
-        """This pass in the memory of recordings, made if need be; None if it is to run as it is."""
+    def begin(
+        self, forward: Callable[..., Any], form: CallForm, call: Call, rows: int, modules: Sequence[nn.Module]
+    ) -> Replay | None:
+        """This pass in the memory of recordings, made if need be; None if it is to run as it is. `modules` are all of
+        the module, as it is now."""
         if not self.sizes or rows > self.sizes[0] or not can_record(self.module, self.sizes[0]):
             return None
-        key = self._key(form, call)
+        key = self._key(form, call, modules)
         if key is None:
             return None
-        if key not in self._known and not self._meet(key, forward, form, call):
-            return None
-        found = self._known[key]
+        found = self._known.get(key)
+        if found is None:
+            if key in self._known or not self._meet(key, forward, form, call):
+                return None
+            found = self._known[key]
         return None if found is None else found.begin(call, rows)
 
-    def _key(self, form: CallForm, call: Call) -> Hashable | None:
+    def _key(self, form: CallForm, call: Call, modules: Sequence[nn.Module]) -> Hashable | None:
         """What a recording takes for granted; None if it cannot be told."""
         kinds: list[Hashable] = []
         for place, leaf in enumerate(call.leaves):
@@ -335,9 +341,10 @@ class Recorder:
                 kinds.append(leaf)
             else:
                 return None
-        kind = next(self.module.parameters()).device.type
+        kind = device_of(self.module).type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return id(form), tuple(kinds), autocast, tf32_products(), tf32_convolutions(), standing(self.module)
+        kept = standing(self.module, modules=modules)
+        return id(form), tuple(kinds), autocast, tf32_products(), tf32_convolutions(), kept
 
     def _meet(self, key: Hashable, forward: Callable[..., Any], form: CallForm, call: Call) -> bool:
         self._met[key] = self._met.get(key, 0) + 1
@@ -362,7 +369,8 @@ class Recorder:
 
 
 def can_record(module: nn.Module, rows: int) -> bool:
-    return next(module.parameters()).is_cuda and rows <= LARGEST_SUM and not torch.cuda.is_current_stream_capturing()
+    here = device_of(module).type == "cuda"
+    return here and rows <= LARGEST_SUM and not torch.cuda.is_current_stream_capturing()
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -79,12 +79,14 @@ def _likelihood(node: Any, share: Tensor | float) -> Callable[[Signals, Signals]
     of = node._saved_self, node._saved_target, node._saved_weight, SUM, ignored_by(node)
     total, backward = node._saved_total_weight, NLL[node.name()]
     each = isinstance(share, Tensor) and share.dim() > 0
+    whole = type(share) is float and share == 1
 
     def hook(signals: Signals, back: Signals) -> Signals:
         assert back[0] is not None
         if each:
             return (by_row(backward(back[0], *of, total), 1 / share),)
-        return (backward(_times(back[0], 1 / share), *of, total),)
+        into = back[0] if whole else _times(back[0], 1 / share)
+        return (backward(into, *of, total),)
 
     return hook
 

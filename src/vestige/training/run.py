@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -465,8 +465,7 @@ class Training:
 
         Where questions follow from earlier answers it is the filter's from the first step on: nothing less is proved.
         """
-        neutral = replace(self.facts, schedule="fixed", filter_epsilon=None, arithmetic="lattice", coordinates=0)
-        if replace(neutral, sampling="poisson") != accounting.Facts() or neutral.sampling not in PRICED:
+        if not self._priced:
             return None
         if self.facts.schedule == "filtered":
             return self.facts.filter_epsilon
@@ -476,10 +475,18 @@ class Training:
             return min(by_renyi, self.plan.epsilon)
         return by_renyi
 
+    @cached_property
+    def _priced(self) -> bool:
+        """Whether an epsilon holds at every step."""
+        neutral = replace(self.facts, schedule="fixed", filter_epsilon=None, arithmetic="lattice", coordinates=0)
+        return replace(neutral, sampling="poisson") == accounting.Facts() and neutral.sampling in PRICED
+
     def _charged(self) -> float:
         """Epsilon of all that was charged, by Renyi, whether or not it is a guarantee."""
-        self._odometer.add_many(self.ledger.spent - self._counted)
-        self._counted = Counter(self.ledger.spent)
+        for question, count in self.ledger.spent.items():
+            if count > (before := self._counted[question]):
+                self._odometer.add(question, count - before)
+                self._counted[question] = count
         return self._odometer.epsilon(self.plan.delta)
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
@@ -539,7 +546,7 @@ class Training:
                 require_one_process(self.model)
                 if self.transcript is not None:
                     self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
-                yield replace(record, epsilon=self.spent())
+                yield Record(record.step, record.diagnostics, self.spent(), record.accepted)
         with contextlib.suppress(BudgetSpent):
             self._evaluate()
 

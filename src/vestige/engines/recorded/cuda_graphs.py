@@ -60,9 +60,9 @@ class Captured:
     ) -> Tensor:
         terms = terms_of(transform, parameters, batch) if len(batch[0]) else None
         mean = only_mean(terms or ())
-        if self._records and into.is_cuda and mean is not None and not _capturing():
+        if self._records and mean is not None and can_record(into):
             try:
-                with torch.cuda.device(into.device):  # a recording is one of the current device's stream
+                with torch.cuda.device_of(into):  # a recording is one of the current device's stream
                     padded = self._like(mean.batch, mean.point, clip, mean.views)
                     if padded is not None:
                         return padded(mean.batch, clip, into)
@@ -87,8 +87,9 @@ class Captured:
         kept = standing(self.model, self.engine.loss)
         key = views, shapes, places, bound, modes, kept
         rows = self._size(len(batch[0]) // views)
-        if (rows, key) in self._padded or len(self._padded) >= MOST or self._waits(key):
-            return self._padded.get((rows, key))
+        known = self._padded.get((rows, key))
+        if known is not None or len(self._padded) >= MOST or self._waits(key):
+            return known
         return self._meet(key, batch, parameters, clip, views)
 
     def _waits(self, key: Hashable) -> bool:
@@ -107,7 +108,7 @@ class Captured:
         self._records = taps is not None
         if taps is None:
             return None
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._pool = self._pool or (torch.cuda.graph_pool_handle() if batch[0].is_cuda else None)
         if rows in self._sizes:
             self._record_ahead(key, taps, batch, parameters, clip, views)
             return self._padded[self._size(len(batch[0]) // views), key]
@@ -190,7 +191,7 @@ class Padded:
             self.bound.fill_(clip.flat_bound)
         if self.graph is not None:
             self.graph.replay()
-        elif self.norms is None or not into.is_cuda:
+        elif self.norms is None or not can_record(into):
             self.rehearse(batch)
         else:
             self.record()
@@ -232,5 +233,5 @@ def padded_size(examples: int, padding: int = MUCH) -> int:
     return -(-examples // step) * step
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
+def can_record(into: Tensor) -> bool:
+    return into.is_cuda and not torch.cuda.is_current_stream_capturing()

@@ -9,7 +9,7 @@ replay, and Python cannot decide by them without waiting for them, which ends a 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
@@ -54,22 +54,27 @@ PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunct
 SEEN = PLAIN | {Tensor, nn.Parameter}
 
 
-def standing(model: nn.Module, loss: Callable[..., Any] | None = None) -> tuple[Hashable, ...]:
+def standing(
+    model: nn.Module, loss: Callable[..., Any] | None = None, modules: Sequence[nn.Module] | None = None
+) -> tuple[Hashable, ...]:
     """Modes, numbers, functions and hooks of every module, and where its tensors lie: a step recorded under other
     ones is another step. Of the loss also what it closes over, its defaults and the globals it names.
 
-    What is deeper (a list in a module, a variable that the forward pass of a module names) is not seen.
+    What is deeper (a list in a module, a variable that the forward pass of a module names) is not seen. `modules` are
+    the model's, where they are known already.
     """
-    return (*_of_module(model), *(() if loss is None else _of_callable(loss, 3)))
+    own = _of_modules(modules_of(model) if modules is None else modules)
+    return (*own, *(() if loss is None else _of_callable(loss, 3)))
 
 
-def _of_module(model: nn.Module) -> list[Hashable]:
+def _of_modules(modules: Sequence[nn.Module]) -> list[Hashable]:
     found: list[Any] = []
-    for module in modules_of(model):
+    for module in modules:
         found += (type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
-        found += _plain(vars(module).values())
-        found += [None if t is None else t.data_ptr() for t in module._parameters.values()]
-        found += [None if t is None else t.data_ptr() for t in module._buffers.values()]
+        found += [v if type(v) in PLAIN else v.data_ptr() for v in vars(module).values() if type(v) in SEEN]
+        for store in (module._parameters, module._buffers):
+            if store:
+                found += [None if tensor is None else tensor.data_ptr() for tensor in store.values()]
     return found
 
 
@@ -79,7 +84,7 @@ def _plain(values: Iterable[Any]) -> list[Hashable]:
 
 def _of_callable(thing: Any, depth: int) -> Iterator[Hashable]:
     if isinstance(thing, nn.Module):
-        yield from _of_module(thing)
+        yield from _of_modules(modules_of(thing))
         return
     held = list(_held(thing))
     yield from _plain(held)
