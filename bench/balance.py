@@ -46,7 +46,7 @@ from vestige.methods.registry import build
 from vestige.records import completed
 from vestige.tasks.models import mlp, tanh_cnn_32
 from vestige.training import planning
-from vestige.training.learning_rate import BALANCED_WALK, WALK
+from vestige.training.learning_rate import WALK
 
 METHODS: dict[str, dict[str, Any]] = {
     "dp-sgd": {},
@@ -165,7 +165,7 @@ def studied(
             model = starts[seed]
             lr, _ = planning.choose_rate(model, mine.layout(model), mine, population, rate, z, steps, "auto")
             for walk in WALKS:
-                own = lr * walk / (WALK if balance is None else BALANCED_WALK)
+                own = lr * walk / WALK
                 runs.append(StackedRun(copy.deepcopy(model), mine, z, own))
                 labels.append((rule, seed, walk))
     rows = []
@@ -318,7 +318,7 @@ def of_kinds(data: str, out: Path, small: bool, only: Sequence[str]) -> None:
                     model, method = make(), replace(build("dp-sgd"), balance=balance)
                     laid, count = method.layout(model), len(train[1])
                     lr, _ = planning.choose_rate(model, laid, method, count, rate, z, steps, "auto")
-                    lr *= walk / (WALK if balance is None else BALANCED_WALK)
+                    lr *= walk / WALK
                     list(vestige.train(model, nn.functional.cross_entropy, train, method=method, lr=lr, **options))
                     rows.append({"task": name, "epsilon": 3.0, "steps": steps, "rule": rule, "seed": seed,
                                  "c": walk, "accuracy": vestige.accuracy(model, test)})  # fmt: skip
@@ -386,7 +386,7 @@ def of_models(data: str, out: Path, device: str, small: bool, only: Sequence[str
                 model, method = make().to(device), replace(build("dp-sgd"), balance=balance)
                 laid, count = method.layout(model), len(train[1])
                 lr, _ = planning.choose_rate(model, laid, method, count, rate, z, steps, "auto")
-                lr *= walk / (WALK if balance is None else BALANCED_WALK)
+                lr *= walk / WALK
                 run = vestige.train(
                     model, nn.functional.cross_entropy, train, method=method, lr=lr, sample_rate=rate, steps=steps,
                     noise_multiplier=z, delta=1e-5,
