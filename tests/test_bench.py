@@ -230,43 +230,6 @@ def test_the_few_epoch_comparison_asks_for_its_regime_and_tables_its_runs(bench)
     assert few.table(found).splitlines()[2] == "| t | m | 70.0 | 2 | 55.0 ± 7.1 |"
 
 
-# --- membership ------------------------------------------------------------------------------------------------------
-
-
-def test_areas_of_membership_stand_beside_the_papers(bench, monkeypatch, tmp_path, capsys):
-    """Made-up results of every line: each printed number is beside the method and epsilon that it is of."""
-    study = bench("membership")
-    asked = []
-
-    class Found:
-        def to_json(self):
-            cell = {"estimate": 0.625, "low": 0.6, "high": 0.65}
-            attack = {"area": cell, "detected_at_1_percent": cell}
-            names = ("shadow", "gradients", "lira", "lira-offline", "loss")
-            right = {"nonprivate_accuracy_of_members": 1.0, "nonprivate_accuracy_of_others": 0.5}
-            return {"attacks": dict.fromkeys(names, attack), "seconds": 1.0, **right}
-
-    def infer(method, **given):
-        asked.append((getattr(method, "name", method), given["epsilon"], given["steps"]))
-        return Found()
-
-    monkeypatch.setattr(study, "infer_membership", infer)
-    monkeypatch.setattr(sys, "argv", ["membership.py", "--out", str(tmp_path / "m.json"), "--steps", "7"])
-    study.main()
-    study.main()  # nothing is made twice
-    assert len(asked) == 3 * 4 + 1
-    assert asked[0] == ("dp-sgd", 1, 7)
-    assert asked[-1] == ("non-private", None, 600)
-    said = capsys.readouterr().out
-    assert "| black-box shadow | dpsgd-br | 4 | 0.506 | 0.625 (0.600 to 0.650) |" in said
-    assert "| white-box partial | dpsgd | 2 | 0.508 |" in said
-    assert "| white-box partial | non-private | - | 0.743 |" in said
-    assert "| lira | dpsgd | 1 | - |" in said
-    monkeypatch.setattr(sys, "argv", ["membership.py", "--out", str(tmp_path / "m.json"), "--steps", "8"])
-    with pytest.raises(SystemExit):
-        study.main()
-
-
 def trained(model, batch):
     options = {"method": "dp-sgd", "noise_multiplier": 1.0, "delta": 1e-5, "lr": 0.1}
     records = iter(vestige.train(model, cross_entropy, batch, sample_rate=1.0, steps=10**6, **options))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from vestige.cli.errors import refuse_if_given
 from vestige.cli.progress import (
     AddressFlag,
     DeviceFlag,
@@ -21,25 +22,29 @@ from vestige.cli.progress import (
     make_runs,
     show,
 )
-from vestige.cli.terminal import Json, print_json, stdout
+from vestige.cli.terminal import Json, graceful_stop, print_json, stdout, step_progress
 
 
 def presets(as_json: Json = False) -> None:
     """List the tables and figures of the papers that `vestige reproduce` makes again."""
+    from vestige.audit import paper
     from vestige.compare.presets import PRESETS
 
+    rows: list[dict[str, Any]]
+    rows = [{"name": p.name, "what": p.what, "paper": p.paper, "missing": p.missing()} for p in PRESETS.values()]
+    rows.append({"name": paper.NAME, "what": paper.WHAT, "paper": "br", "missing": []})
     if as_json:
-        rows = [{"name": p.name, "what": p.what, "paper": p.paper, "missing": p.missing()} for p in PRESETS.values()]
         print_json({"presets": rows})
         return
     table = Table("preset", "what the paper shows", "paper", "state")
-    for preset in PRESETS.values():
-        missing = preset.missing()
-        table.add_row(preset.name, preset.what, preset.paper, f"without {', '.join(missing)}" if missing else "ready")
+    for row in rows:
+        missing = row["missing"]
+        table.add_row(row["name"], row["what"], row["paper"], f"without {', '.join(missing)}" if missing else "ready")
     stdout.print(table)
 
 
 def reproduce(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(help="A preset of `vestige presets`.")],
     data: Annotated[str | None, typer.Option(help="Folder with the datasets.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Few steps and seeds, to see that it works.")] = False,
@@ -60,18 +65,26 @@ def reproduce(
         vestige reproduce fo-table3 --data data/
 
         vestige reproduce fo-fig2 --data data/ --small
+
+        vestige reproduce br-table3 --small
     """
+    from vestige.audit import paper
     from vestige.compare import presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.summary import summarised
     from vestige.files import write_json
 
+    path = out or Path("runs") / (f"{name}-small" if small else name)
+    if name == paper.NAME:
+        why = f"{name} trains its shadow models one after another, in this process"
+        refuse_if_given(context, ("engine", "ray_address", "workers", "stack"), why)
+        _membership(data, small, device, path, as_json)
+        return
     preset = known.find(name)
     specification = preset.specification(data, small=small)
     check_tasks(specification)
     execution = Execution(engine, ray_address, workers, stack, device, alone=preset.timed)
     execution.check()
-    path = out or Path("runs") / (f"{name}-small" if small else name)
     ComparisonFolder(path).create(specification)
     write_json(path / "preset.json", {"preset": name, "small": small})
     folder = make_runs(path, specification, execution, visible=not as_json)
@@ -85,6 +98,61 @@ def reproduce(
         stdout.print(f"written to {path}; for the whole story: vestige report {path}", markup=False)
     if summary["done"] == 0:
         sys.exit(1)
+
+
+def _membership(data: str | None, small: bool, device: str | None, path: Path, as_json: bool) -> None:
+    """Who was trained on: every line is written when it is done, and only the missing ones are made."""
+    from vestige import tasks
+    from vestige.audit import paper
+    from vestige.compare.presets import published
+    from vestige.devices import check_device, default_device
+    from vestige.files import make_folder, read_json, write_json
+
+    study, printed, where = paper.small(data) if small else paper.Study(), published()["dpsgd_br"], device
+    tasks.check(study.task, data)
+    where = device or default_device()
+    check_device(where)
+    make_folder(path)
+    file = path / "membership.json"
+    lines = list(read_json(file)["lines"]) if file.exists() else []
+    if any(line["study"] != study.to_json() for line in lines):
+        raise ValueError(f"out={str(path)!r} holds a study of other settings: choose another folder")
+    done = {(line["name"], line["budget"]) for line in lines}
+    with step_progress(not as_json) as bar, graceful_stop() as stopping:
+        for case in study.cases():
+            if case in done:
+                continue
+            label = case[0] if case[1] is None else f"{case[0]}, epsilon {case[1]}"
+            show_models = bar(label, study.shadows + study.targets)
+
+            def on_models(models: int, show_models: Any = show_models) -> bool:
+                show_models(models, "shadow models" if models < study.shadows else "targets", None, None)
+                if stopping():
+                    raise KeyboardInterrupt  # a line with fewer targets than the others would not be of this table
+                return True
+
+            lines.append(study.infer(case, printed, data, where, on_models))
+            write_json(file, {"lines": lines})
+    rows = paper.beside(lines, printed)
+    if as_json:
+        print_json({"preset": paper.NAME, "small": small, "beside": rows, "notes": list(paper.NOTES)})
+        return
+    table = Table("attack", "method", "epsilon", "printed", "ours", "95%")
+    table.title, table.title_justify = f"br: {paper.WHAT}", "left"
+    for row in rows:
+        area = row["area"]
+        ours, interval = f"{area['estimate']:.3f}", f"{area['low']:.3f} to {area['high']:.3f}"
+        table.add_row(row["attack"], row["method"], _plain(row["epsilon"]), _plain(row["printed"]), ours, interval)
+    stdout.print(table)
+    for each in lines:
+        budget = "without privacy" if each["budget"] is None else f"{each['name']}, epsilon {each['budget']}"
+        right = [each[f"nonprivate_accuracy_of_{who}"] for who in ("members", "others")]
+        stdout.print(f"{budget}: right about {right[0]:.1%} of members and {right[1]:.1%} of others", markup=False)
+    for line in paper.NOTES:
+        stdout.print(f"assumed: {line}", markup=False)
+    if small:
+        stdout.print("small: another model, fewer images and shadow models than the paper's data have", markup=False)
+    stdout.print(f"written to {path}; trained on these images again and again: not private", markup=False)
 
 
 def _show_paper(preset: Any, beside: Sequence[dict[str, Any]], small: bool) -> None:

@@ -11,9 +11,10 @@ from torch import nn
 from vestige.layout import Layout
 
 WALK = 3.0
-"""How far the noise alone may walk, in norms of the initial weights; the best value was 1.8 to 4.8 in 38 settings. Where
-steps are balanced the norm is that of what is trained in the weights' place, and the best was 1.4 to 4 in 168 settings,
-the larger ones on SVHN."""
+"""How far the noise alone may walk, in norms of the initial weights; the best value was 1.8 to 4.8 in 38 settings.
+
+Where steps are balanced the norm is that of what is trained in the weights' place, and the best was 1.4 to 4 in 168
+settings, the larger ones on SVHN."""
 
 
 @dataclass(frozen=True)
