@@ -67,10 +67,13 @@ def test_lines_that_are_there_are_not_made_again(asked, tmp_path):
         "nonprivate_accuracy_of_members": 1.0,
         "nonprivate_accuracy_of_others": 0.5,
     }
-    with pytest.raises(ValueError, match="holds a study of other settings"):
-        vestige(*words, "--data", tmp_path)
-    with pytest.raises(ValueError, match="one after another, in this process"):
-        vestige(*words, "--workers", "2")
+    for more, wrong in (
+        (("--data", tmp_path), "holds a study of other settings"),
+        (("--workers", "2"), "one after another, in this process"),
+    ):
+        code, _, error = vestige(*words, *more)
+        assert code == 2
+        assert wrong in error
 
 
 @pytest.mark.slow
