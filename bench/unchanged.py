@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import vestige
+from vestige.training import planning
 
 STEPS, RATE = 20, 0.2
 PRICES = [
@@ -71,6 +72,12 @@ def alone(name: str) -> np.ndarray:
     return flat(model)
 
 
+def settled(name: str) -> vestige.Method:
+    """With what follows from the length of a run (bands of correlated noise), as a comparison settles it."""
+    asked = planning.Request(sample_rate=RATE, steps=STEPS, delta=1e-3, noise_multiplier=1.3)
+    return planning.settled(vestige.build(name), asked)
+
+
 def stacked(found: list[str]) -> dict[str, np.ndarray]:
     """Every method that stacks, in one stack."""
     try:
@@ -80,7 +87,7 @@ def stacked(found: list[str]) -> dict[str, np.ndarray]:
         from vestige.compare.stacked.stack import Stack, why_not
     loss = nn.functional.cross_entropy
     together = [name for name in found if why_not(network(), loss, vestige.build(name)) is None]
-    runs = [StackedRun(network(), vestige.build(name), 1.3, 0.02 if "adam" in name else 0.5, 7) for name in together]
+    runs = [StackedRun(network(), settled(name), 1.3, 0.02 if "adam" in name else 0.5, 7) for name in together]
     stack = Stack(runs, examples(), sample_rate=RATE, steps=STEPS, device=torch.device("cpu"))
     for _ in stack.train():
         pass
