@@ -15,7 +15,7 @@ import torch
 
 from vestige import tasks
 from vestige.tasks import scattering
-from vestige.tasks.recipes import RECIPES
+from vestige.tasks.definitions import DEFINITIONS
 
 SHARED = Path(os.environ.get("VESTIGE_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -296,7 +296,7 @@ def test_shared_files(name, file, train, parameters):
 
 def saved_for(name: str, folder: Path) -> Path | None:
     """A tiny file of data for any task."""
-    dataset = RECIPES[name].dataset.name
+    dataset = DEFINITIONS[name].dataset.name
     if dataset == "imdb":
         return reviews(folder)
     if dataset != "digits":

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from vestige.tasks.images import STANDARDISED, standardised
 from vestige.tasks.reading import LabelledTensors, existing
-from vestige.tasks.recipes import RECIPES, Recipe
+from vestige.tasks.definitions import DEFINITIONS, Definition
 from vestige.tasks.user_code import blame, call, function_of, python_file
 
 __all__ = ["LabelledTensors", "Loss", "Task", "check", "describe", "load", "names", "subject"]
@@ -52,16 +52,18 @@ def load(name: str, data: str | Path | None = None, seed: int = 0, *, standardis
     if ".py:" in name:
         return _load_from_file(name, path, seed)
     check(name, data)
-    recipe = RECIPES[name]
-    (x_train, y_train), (x_test, y_test) = recipe.dataset.read(path)
+    definition = DEFINITIONS[name]
+    (x_train, y_train), (x_test, y_test) = definition.dataset.read(path)
     if standardise:
         x_train, x_test = standardised(x_train), standardised(x_test)
-    x_train, x_test = recipe.prepare(x_train), recipe.prepare(x_test)
+    x_train, x_test = definition.prepare(x_train), definition.prepare(x_test)
     with _public_randomness(seed):
-        model = recipe.build(tuple(x_train.shape[1:]), recipe.dataset.classes)
-    notes = " ".join(part for part in (recipe.dataset.notes, recipe.notes, STANDARDISED if standardise else "") if part)
+        model = definition.build(tuple(x_train.shape[1:]), definition.dataset.classes)
+    notes = " ".join(
+        part for part in (definition.dataset.notes, definition.notes, STANDARDISED if standardise else "") if part
+    )
     train, test = (x_train, y_train), (x_test, y_test)
-    return Task(name, model, functional.cross_entropy, train, test, recipe.dataset.classes, notes)
+    return Task(name, model, functional.cross_entropy, train, test, definition.dataset.classes, notes)
 
 
 def check(name: str, data: str | Path | None = None) -> None:
@@ -91,22 +93,24 @@ def subject(name: str, data: str | Path | None = None, seed: int = 0) -> tuple[n
 
 def names() -> list[str]:
     """Every task that `load` knows by name."""
-    return list(RECIPES)
+    return list(DEFINITIONS)
 
 
 def describe() -> list[dict[str, str | bool]]:
     """One row per task: `name`, `dataset`, `model`, `needs_data`."""
     return [
         {"name": name, "dataset": r.dataset.title, "model": r.model, "needs_data": r.dataset.needs_data}
-        for name, r in RECIPES.items()
+        for name, r in DEFINITIONS.items()
     ]
 
 
-def _find(name: str) -> Recipe:
-    if name in RECIPES:
-        return RECIPES[name]
-    close = get_close_matches(name, RECIPES, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(RECIPES)}, or give file.py:function"
+def _find(name: str) -> Definition:
+    if name in DEFINITIONS:
+        return DEFINITIONS[name]
+    close = get_close_matches(name, DEFINITIONS, n=1)
+    hint = (
+        f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(DEFINITIONS)}, or give file.py:function"
+    )
     raise ValueError(f"--task={name}: no such task; {hint}")
 
 

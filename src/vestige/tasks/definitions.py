@@ -17,7 +17,7 @@ SCATTERING = "Features are normalised by GroupNorm(27), example by example: the 
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Definition:
     """A task before its data are read."""
 
     dataset: Dataset
@@ -51,28 +51,33 @@ def _scattering_linear(shape: tuple[int, ...], classes: int) -> nn.Module:
     return models.scattering_linear(shape[0], shape[1], classes)
 
 
-def _recipes() -> Iterator[tuple[str, Recipe]]:
+def _definitions() -> Iterator[tuple[str, Definition]]:
     for dataset in (DIGITS, *GREY, *COLOUR):
-        yield f"{dataset.name}-mlp", Recipe(dataset, "tanh MLP, hidden layers 64 and 32", _mlp, _flat)
+        yield f"{dataset.name}-mlp", Definition(dataset, "tanh MLP, hidden layers 64 and 32", _mlp, _flat)
     for dataset in (*GREY, *COLOUR):
-        yield f"{dataset.name}-cnn", Recipe(dataset, "small CNN: GroupNorm and tanh", _cnn, _as_is)
+        yield f"{dataset.name}-cnn", Definition(dataset, "small CNN: GroupNorm and tanh", _cnn, _as_is)
     for dataset in COLOUR:
-        yield f"{dataset.name}-resnet18", Recipe(dataset, "ResNet-18, GroupNorm", _for_classes(models.resnet18), _as_is)
-        wide = Recipe(dataset, "WRN-16-4, GroupNorm, standardised weights", _for_classes(models.wide_resnet), _as_is)
+        yield (
+            f"{dataset.name}-resnet18",
+            Definition(dataset, "ResNet-18, GroupNorm", _for_classes(models.resnet18), _as_is),
+        )
+        wide = Definition(
+            dataset, "WRN-16-4, GroupNorm, standardised weights", _for_classes(models.wide_resnet), _as_is
+        )
         yield f"{dataset.name}-wrn16-4", wide
     for dataset in (*GREY, CIFAR10):
         network = models.tanh_cnn_28 if dataset in GREY else models.tanh_cnn_32
-        yield f"{dataset.name}-ts", Recipe(dataset, "DPSGD-TS's tanh CNN", _for_classes(network), _as_is)
+        yield f"{dataset.name}-ts", Definition(dataset, "DPSGD-TS's tanh CNN", _for_classes(network), _as_is)
     for dataset in (*GREY, CIFAR10):
         features = scattered_grey if dataset in GREY else scattered_colour
-        cnn = Recipe(dataset, "scattering features, CNN (DPSGD-HF)", _scattering_cnn, features, SCATTERING)
-        linear = Recipe(dataset, "scattering features, linear (DPSGD-HF)", _scattering_linear, features, SCATTERING)
+        cnn = Definition(dataset, "scattering features, CNN (DPSGD-HF)", _scattering_cnn, features, SCATTERING)
+        linear = Definition(dataset, "scattering features, linear (DPSGD-HF)", _scattering_linear, features, SCATTERING)
         yield from ((f"{dataset.name}-hf", cnn), (f"{dataset.name}-hf-linear", linear))
-    yield "imdb-lstm", Recipe(IMDB, "embedding and bidirectional LSTM", _for_classes(models.TextClassifier), _as_is)
+    yield "imdb-lstm", Definition(IMDB, "embedding and bidirectional LSTM", _for_classes(models.TextClassifier), _as_is)
 
 
 def _for_classes(network: Callable[[int], nn.Module]) -> Callable[[tuple[int, ...], int], nn.Module]:
     return lambda shape, classes: network(classes)
 
 
-RECIPES: dict[str, Recipe] = dict(_recipes())
+DEFINITIONS: dict[str, Definition] = dict(_definitions())
