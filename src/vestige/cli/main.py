@@ -30,6 +30,7 @@ COMMANDS = {
     ),
     "methods": ("lists", "List the private optimizers, or describe one."),
     "tasks": ("lists", "List the tasks: datasets with their models."),
+    "recipes": ("lists", "List the recipes: all settings of a private run but its budget, by name; or describe one."),
     "compare": ("compare", "Which private optimizer is best at this budget, and is the difference real?"),
     "report": (
         "report",

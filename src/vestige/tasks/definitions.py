@@ -9,11 +9,14 @@ from math import prod
 from torch import Tensor, nn
 
 from vestige.tasks import models
-from vestige.tasks.datasets import CIFAR10, CIFAR100, DIGITS, FMNIST, IMDB, MNIST, SVHN, Dataset
-from vestige.tasks.scattering import scattered_colour, scattered_grey
+from vestige.tasks.datasets import CIFAR10, CIFAR100, DIGITS, FMNIST, IMDB, IMDB_BAGS, MNIST, SVHN, Dataset
+from vestige.tasks.features.scattering import scattered_colour, scattered_grey
 
 GREY, COLOUR = (MNIST, FMNIST), (CIFAR10, CIFAR100, SVHN)
 SCATTERING = "Features are normalised by GroupNorm(27), example by example: the data are asked nothing for it."
+
+
+FROZEN = "Features are a function of one image and of a checkpoint, which must be public: the data are asked nothing."
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Definition:
     build: Callable[[tuple[int, ...], int], nn.Module]
     prepare: Callable[[Tensor], Tensor]
     notes: str = ""
+    encoded: bool = False
+    """Whether the model is one of features that a frozen encoder gives, whose checkpoint must be named."""
 
 
 def _flat(images: Tensor) -> Tensor:
@@ -59,12 +64,11 @@ def _definitions() -> Iterator[tuple[str, Definition]]:
     for dataset in COLOUR:
         yield (
             f"{dataset.name}-resnet18",
-            Definition(dataset, "ResNet-18, GroupNorm", _for_classes(models.resnet18), _as_is),
+            Definition(dataset, "ResNet-18, GroupNorm", models.NETWORKS["resnet18"], _as_is),
         )
-        wide = Definition(
-            dataset, "WRN-16-4, GroupNorm, standardised weights", _for_classes(models.wide_resnet), _as_is
-        )
-        yield f"{dataset.name}-wrn16-4", wide
+        for depth in (16, 40):
+            words = f"WRN-{depth}-4, GroupNorm, standardised weights"
+            yield f"{dataset.name}-wrn{depth}-4", Definition(dataset, words, models.NETWORKS[f"wrn{depth}-4"], _as_is)
     for dataset in (*GREY, CIFAR10):
         network = models.tanh_cnn_28 if dataset in GREY else models.tanh_cnn_32
         yield f"{dataset.name}-ts", Definition(dataset, "DPSGD-TS's tanh CNN", _for_classes(network), _as_is)
@@ -73,6 +77,10 @@ def _definitions() -> Iterator[tuple[str, Definition]]:
         cnn = Definition(dataset, "scattering features, CNN (DPSGD-HF)", _scattering_cnn, features, SCATTERING)
         linear = Definition(dataset, "scattering features, linear (DPSGD-HF)", _scattering_linear, features, SCATTERING)
         yield from ((f"{dataset.name}-hf", cnn), (f"{dataset.name}-hf-linear", linear))
+    for dataset in (*GREY, *COLOUR):
+        words = "linear, on features of a frozen encoder (--features)"
+        yield f"{dataset.name}-features", Definition(dataset, words, models.NETWORKS["linear"], _as_is, FROZEN, True)
+    yield "imdb-words", Definition(IMDB_BAGS, "linear, on a bag of hashed words", models.bag_linear, _as_is)
     yield "imdb-lstm", Definition(IMDB, "embedding and bidirectional LSTM", _for_classes(models.TextClassifier), _as_is)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vestige.tasks import models
+from vestige.tasks.definitions import DEFINITIONS, Definition
+from vestige.tasks.features.encoders import encoded
 from vestige.tasks.images import STANDARDISED, standardised
 from vestige.tasks.reading import LabelledTensors, existing
-from vestige.tasks.definitions import DEFINITIONS, Definition
+from vestige.tasks.tables import columns_of, read_table
 from vestige.tasks.user_code import blame, call, function_of, python_file
 
-__all__ = ["LabelledTensors", "Loss", "Task", "check", "describe", "load", "names", "subject"]
+__all__ = ["LabelledTensors", "Loss", "Task", "check", "describe", "load", "load_table", "names", "subject"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -37,12 +40,20 @@ class Task:
     notes: str
 
 
-def load(name: str, data: str | Path | None = None, seed: int = 0, *, standardise: bool = False) -> Task:
+def load(
+    name: str,
+    data: str | Path | None = None,
+    seed: int = 0,
+    *,
+    standardise: bool = False,
+    features: str | Path | None = None,
+) -> Task:
     """The task called `name`, its initial weights drawn from `seed` alone.
 
     `data` is a file or folder for the tasks that need one. `name` may also be `path/to/file.py:function`: that function
     is called, with `data` and `seed` where it takes them, and returns a `Task` or `(model, loss, train, test)`.
-    `standardise` scales each image by its own mean and deviation.
+    `standardise` scales each image by its own mean and deviation. `features` is the public checkpoint of a frozen
+    encoder, for the tasks `*-features`: a file of `vestige prior make`, or the folder of a Hugging Face vision model.
     """
     path = None if data is None else Path(data)
     if standardise and (".py:" in name or not _find(name).dataset.images):
@@ -50,12 +61,15 @@ def load(name: str, data: str | Path | None = None, seed: int = 0, *, standardis
             f"standardise=True is for the image tasks of `vestige tasks`, and {name} is none; leave it out"
         )
     if ".py:" in name:
+        check(name, data, features)
         return _load_from_file(name, path, seed)
-    check(name, data)
+    check(name, data, features)
     definition = DEFINITIONS[name]
     (x_train, y_train), (x_test, y_test) = definition.dataset.read(path)
     if standardise:
         x_train, x_test = standardised(x_train), standardised(x_test)
+    if features is not None:
+        x_train, x_test = encoded(x_train, features), encoded(x_test, features)
     x_train, x_test = definition.prepare(x_train), definition.prepare(x_test)
     with _public_randomness(seed):
         model = definition.build(tuple(x_train.shape[1:]), definition.dataset.classes)
@@ -66,8 +80,37 @@ def load(name: str, data: str | Path | None = None, seed: int = 0, *, standardis
     return Task(name, model, functional.cross_entropy, train, test, definition.dataset.classes, notes)
 
 
-def check(name: str, data: str | Path | None = None) -> None:
+def load_table(
+    data: str | Path,
+    columns: str,
+    label_column: str,
+    labels: Sequence[str],
+    test: str | Path | None = None,
+    seed: int = 0,
+) -> Task:
+    """A task from a table: an MLP on columns with public bounds, or categories ('age=0..100;work=office|field').
+
+    `test` is a table of the same columns that needs no protection; without it the test set is empty.
+    """
+    named = columns_of(columns)
+    train = read_table(data, named, label_column, labels)
+    empty = train[0][:0], train[1][:0]
+    judged = empty if test is None else read_table(test, named, label_column, labels)
+    with _public_randomness(seed):
+        model = models.mlp(train[0].shape[1], len(labels))
+    notes = "Columns are scaled by bounds that were given; categories and labels were given, too: nothing was asked."
+    return Task("table", model, functional.cross_entropy, train, judged, len(labels), notes)
+
+
+def check(name: str, data: str | Path | None = None, features: str | Path | None = None) -> None:
     """Refuse, before anything is read, a task that cannot be loaded: no such name, or no data where it needs some."""
+    frozen = ".py:" not in name and _find(name).encoded
+    if features is None and frozen:
+        raise ValueError(
+            f"features=None: task {name!r} is trained on features of a frozen encoder; give the checkpoint of one"
+        )
+    if features is not None and not frozen:
+        raise ValueError(f"features={str(features)!r} is for the tasks *-features, and {name} is none; leave it out")
     if ".py:" in name:
         python_file(name)
         return
