@@ -37,7 +37,7 @@ ABOVE: dict[str, str] = {
     "methods tasks tasks.features accounting.lower_bounds",
     "privacy_engine": "accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
     "engines.recorded optim methods training",
-    "priors": "tasks tasks.features",
+    "priors": "mechanism tasks tasks.features",
     # A recipe is a run's settings by name: it makes runs of the training loop, and plans them.
     "recipes": "accounting tasks tasks.features training",
     "integrations": "accounting mechanism training privacy_engine",

@@ -41,17 +41,20 @@ class Scattering:
         flat = images.reshape(-1, 1, *images.shape[-2:])
         whole = torch.fft.fft2(functional.pad(flat, (REDUCED,) * 4, mode="reflect"))
         first = torch.fft.fft2(torch.fft.ifft2(whole * self._fine).abs())
-        second = torch.fft.fft2(_halves(torch.fft.ifft2(whole * self._coarse).abs()))
-        pairs = torch.fft.ifft2(first.unsqueeze(2) * self._coarse).abs().flatten(1, 2)
-        third = torch.fft.fft2(_halves(pairs))
-        wide = torch.fft.ifft2(torch.cat([whole, first], dim=1) * self._blur).real[..., ::REDUCED, ::REDUCED]
-        narrow = torch.fft.ifft2(torch.cat([second, third], dim=1) * self._blur_halved).real[..., ::2, ::2]
-        found = torch.cat([wide, narrow], dim=1)[..., 1:-1, 1:-1]
+        coarse = _thinned(whole * self._coarse, 2)
+        pairs = _thinned(first.unsqueeze(2) * self._coarse, 2).flatten(1, 2)
+        second = torch.fft.fft2(torch.fft.ifft2(torch.cat([coarse, pairs], dim=1)).abs())
+        wide = _thinned(torch.cat([whole, first], dim=1) * self._blur, REDUCED)
+        narrow = _thinned(second * self._blur_halved, 2)
+        found = torch.fft.ifft2(torch.cat([wide, narrow], dim=1)).real[..., 1:-1, 1:-1]
         return found.reshape(*images.shape[:-2], CHANNELS, *found.shape[-2:])
 
 
-def _halves(images: Tensor) -> Tensor:
-    return images[..., ::2, ::2]
+def _thinned(transform: Tensor, factor: int) -> Tensor:
+    """Of the Fourier transform of images, that of their every `factor`-th pixel: frequencies are folded."""
+    *lead, rows, columns = transform.shape
+    folds = transform.reshape(*lead, factor, rows // factor, factor, columns // factor)
+    return folds.mean(dim=(-4, -2))
 
 
 def _wavelets(rows: int, columns: int, scale: int) -> Tensor:
