@@ -1,6 +1,7 @@
 """Are features functions of one image alone, computed once, and what they are called?"""
 
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -116,3 +117,15 @@ def test_a_prior_leaves_the_head_as_it_is_and_fits_its_own_network_only(tmp_path
         start_from(models.network("cnn", (3, 16, 16), 4), found)
     with pytest.raises(ValueError, match="in the prior, which is one for wrn10-1 on 3 channels"):
         start_from(models.network("wrn10-1", (1, 16, 16), 4), found)
+
+
+def test_a_bag_of_words_is_a_sum_of_signed_hashes_of_norm_one():
+    bag = tasks.bag_of_words("Good, good film<br />truly", 64)
+    wanted = torch.zeros(64)
+    for word in ("good", "film", "truly"):  # each once, however often it stands there
+        hashed = zlib.crc32(word.encode())
+        wanted[(hashed >> 1) % 64] += -1.0 if hashed & 1 else 1.0
+    assert torch.equal(bag, wanted / wanted.norm())
+    assert torch.equal(tasks.bag_of_words("", 8), torch.zeros(8))
+    with pytest.raises(ValueError, match="size=0"):
+        tasks.bag_of_words("a", 0)

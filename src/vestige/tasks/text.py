@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,9 +40,8 @@ def bag_of_words(text: str, size: int = BAG) -> Tensor:
     """
     if not (isinstance(size, int) and size >= 1):
         raise ValueError(f"size={size} must be a whole number from 1 up: how many numbers a text becomes")
-    bag = torch.zeros(size)
-    hashes = torch.tensor(sorted({zlib.crc32(word.encode()) for word in _words(text)}), dtype=torch.long)
-    bag.index_add_(0, (hashes >> 1) % size, 1.0 - 2.0 * (hashes & 1).float())
+    hashes = np.fromiter({_hash(word) for word in _words(text)}, np.int64)
+    bag = torch.from_numpy(np.bincount((hashes >> 1) % size, 1.0 - 2.0 * (hashes & 1), size)).float()
     return bag / bag.norm().clamp(min=1.0)
 
 
@@ -117,5 +117,9 @@ def _words(text: str) -> Iterator[str]:
 
 
 @lru_cache(maxsize=1 << 18)
+def _hash(word: str) -> int:
+    return zlib.crc32(word.encode())
+
+
 def _bucket(word: str) -> int:
-    return 1 + zlib.crc32(word.encode()) % (BUCKETS - 1)
+    return 1 + _hash(word) % (BUCKETS - 1)
