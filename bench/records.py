@@ -23,14 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-import vestige
 from vestige.files import write_json
 from vestige.priors.contrastive import Plan, make
 from vestige.recipes import find
+from vestige.recipes.throughput import seconds_a_step
 from vestige.tasks.features.pretrained import read
-from vestige.tasks.models import network
 from vestige.training.job import Job, complete, load, method_of, start
 from vestige.training.run_folder import RunFolder
 from vestige.training.verify import verify
@@ -41,7 +39,7 @@ TITLES = {"mnist": "MNIST", "fmnist": "Fashion-MNIST", "imdb": "IMDb", "cifar10"
 ROWS_AT_ONCE = 4096
 """Views that a large GPU computes at once."""
 TIMED = {"wrn16-4": 4, "wrn40-4": 2}
-"""Steps that are timed, by network."""
+"""Steps that are timed, by network; two more come before them."""
 
 
 @dataclass(frozen=True)
@@ -121,36 +119,6 @@ def job_of(row: Row, seed: int, options: argparse.Namespace) -> Job:
 # --- throughput -------------------------------------------------------------------------------------------------------
 
 
-def seconds_a_step(job: Job, shape: tuple[int, ...], examples: int) -> float:
-    """How long a step of a job takes, on made-up images: a few are timed after the first two."""
-    name = find(str(job.recipe)).network
-    assert name is not None
-    torch.manual_seed(0)
-    model = network(name, shape, 10).to(job.device)
-    count = min(examples, round(2 * job.sample_rate * examples))  # no more than half of it is sampled at a time
-    data = torch.randn(count, *shape), torch.randint(10, (count,))
-    rate = job.sample_rate * examples / count
-    steps = TIMED.get(name, 10) + 2
-    training = vestige.train(
-        model,
-        nn.functional.cross_entropy,
-        data,
-        method=method_of(replace(job, head_steps=0)),
-        sample_rate=rate,
-        steps=steps,
-        noise_multiplier=1.0,
-        delta=1e-6,
-        lr=1e-3,
-        physical_batch=job.physical_batch,
-    )
-    marks = []
-    for _ in training:
-        if job.device.startswith("cuda"):
-            torch.cuda.synchronize()
-        marks.append(time.perf_counter())
-    return (marks[-1] - marks[1]) / (len(marks) - 2)
-
-
 def measured(rows: list[Row], options: argparse.Namespace) -> dict[str, float]:
     """Seconds of each row's whole run, where images are augmented; the others take seconds."""
     found: dict[tuple[str, int | None], float] = {}
@@ -164,7 +132,15 @@ def measured(rows: list[Row], options: argparse.Namespace) -> dict[str, float]:
             continue
         key = recipe.network, job.augment
         if key not in found:
-            found[key] = seconds_a_step(job, (3, 32, 32), 50_000)
+            found[key] = seconds_a_step(
+                recipe.network,
+                (3, 32, 32),
+                batch=round(job.sample_rate * 50_000),
+                method=method_of(replace(job, head_steps=0)),
+                device=options.device,
+                physical_batch=job.physical_batch if isinstance(job.physical_batch, int) else None,
+                steps=TIMED.get(recipe.network, 4),
+            )
         times[row.name] = found[key] * job.steps
         viewed = job.sample_rate * 50_000 * (job.augment or 1)
         print(

@@ -39,7 +39,7 @@ ABOVE: dict[str, str] = {
     "engines.recorded optim methods training",
     "priors": "mechanism tasks tasks.features",
     # A recipe is a run's settings by name: it makes runs of the training loop, and plans them.
-    "recipes": "accounting tasks tasks.features training",
+    "recipes": "accounting mechanism methods tasks tasks.features training",
     "integrations": "accounting mechanism training privacy_engine",
     "finetuning": "mechanism.losses methods tasks training integrations",
     "compare.stacked": "randomness mechanism mechanism.losses optim methods",

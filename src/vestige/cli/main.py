@@ -19,6 +19,10 @@ COMMANDS = {
     "train": ("models.train", "Train a model privately."),
     "finetune": ("models.finetune", "Fine-tune a language model of yours privately, on a file of texts."),
     "account": ("account", "Price a plan without training: epsilon from noise, or noise from epsilon."),
+    "plan": (
+        "plan",
+        "Choose batch, steps, noise and learning rate for a budget of privacy and time, before any data is touched.",
+    ),
     "verify": (
         "checks",
         "Recompute a run's epsilon from its ledger alone, and hold its result, model and checkpoint against it.",
