@@ -236,3 +236,32 @@ def test_mistakes_at_the_terminal_name_their_flag(flags, words):
     code, _, error = command("train", *flags)
     assert code == 2
     assert words in error
+
+
+def test_bfloat16_rounds_the_model_and_neither_the_bound_nor_the_ledger(tmp_path):
+    images, labels = torch.randn(60, 3, 8, 8), torch.randint(2, (60,))
+
+    def trained(**changes):
+        torch.manual_seed(0)
+        model = vestige.tasks.models.network("wrn10-1", (3, 8, 8), 2)
+        given = {"noise_multiplier": 1e-9, "noise": "float32", "sample_rate": 0.5, "steps": 2, "delta": 1e-3, "lr": 1.0}
+        training = vestige.train(
+            model,
+            nn.functional.cross_entropy,
+            (images, labels),
+            method=vestige.dp_sgd(),
+            reproducible=1,
+            **given,
+            **changes,
+        )
+        seen = []
+        training.curator.observer = lambda answer: seen.append(answer.release.total)
+        list(training)
+        return seen, training
+
+    exact, plain = trained()
+    rounded, training = trained(bfloat16=True, out=tmp_path / "run")
+    assert not torch.equal(exact[0], rounded[0])
+    assert float((exact[0] - rounded[0]).norm() / exact[0].norm()) < 0.25
+    assert training.ledger.spent == plain.ledger.spent
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["public"]["bfloat16"] is True

@@ -71,6 +71,7 @@ def make(
         features = head_of(model)[1].in_features
         projection = nn.Sequential(nn.ReLU(), nn.Linear(PROJECTED, PROJECTED))
     model, projection = model.to(device), projection.to(device)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     draw = Generator(device=device).manual_seed(plan.seed + 1)
     weights = [*model.parameters(), *projection.parameters()]
     optimizer = torch.optim.SGD(weights, lr=plan.lr, momentum=0.9, weight_decay=1e-4, nesterov=True)
@@ -85,7 +86,7 @@ def make(
             group["lr"] = plan.lr * min(1.0, step / 100) * (0.5 + 0.5 * math.cos(math.pi * progress))
         with torch.autocast(device, torch.bfloat16, enabled=device.startswith("cuda")):
             seen = torch.cat([views(images, draw), views(images, draw)]) * 2 - 1
-            found = projection(model(seen))
+            found = projection(model(seen.contiguous(memory_format=torch.channels_last)))
         loss = contrast(*functional.normalize(found.float(), dim=1).chunk(2))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -95,7 +96,9 @@ def make(
             if watch is not None and not watch(step, losses[-1]):
                 break
     statement = _statement(plan, step, losses[-1], time.perf_counter() - begin, features)
-    kept = {name: value.detach().cpu().clone() for name, value in body(model).items()}
+    kept = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in body(model).items()
+    }
     return Prior(plan.network, channels, kept, statement)
 
 

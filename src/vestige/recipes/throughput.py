@@ -24,6 +24,7 @@ def seconds_a_step(
     device: str = "cpu",
     physical_batch: int | None = None,
     steps: int = 4,
+    bfloat16: bool = False,
 ) -> float:
     """How long a private step takes on samples of so many made-up examples; the first two steps are not counted.
 
@@ -43,6 +44,7 @@ def seconds_a_step(
         delta=1e-9,
         lr=1e-3,
         physical_batch=physical_batch,
+        bfloat16=bfloat16,
     )
     marks = []
     for _ in training:

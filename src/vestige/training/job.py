@@ -69,6 +69,7 @@ class Job:
     max_batch: int | None = None
     noise: str = "lattice"
     engine: str = "bookkeeping"
+    bfloat16: bool = False
     physical_batch: int | Literal["auto"] | None = None
     seed: int = 0
     reproducible: bool = False
@@ -167,6 +168,7 @@ def start(
         max_batch=job.max_batch,
         noise=job.noise,
         engine=job.engine,
+        bfloat16=job.bfloat16,
         physical_batch=job.physical_batch,
         reproducible=job.seed if job.reproducible else None,
         out=out,

@@ -117,6 +117,9 @@ def train(
     max_batch: MaxBatchFlag = None,
     noise: NoiseFlag = "lattice",
     engine: EngineFlag = "bookkeeping",
+    bfloat16: Annotated[
+        bool, typer.Option("--bfloat16", help="Run the model under autocast; norms, sums and noise stay float32.")
+    ] = False,
     seed: SeedFlag = 0,
     reproducible: ReproducibleFlag = False,
     evaluate_every: Annotated[
@@ -208,6 +211,7 @@ def train(
             max_batch=max_batch,
             noise=noise,
             engine=engine,
+            bfloat16=bfloat16,
             physical_batch=part_size(physical_batch),
             seed=seed,
             reproducible=reproducible,
