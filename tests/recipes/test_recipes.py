@@ -70,7 +70,8 @@ def test_a_table_of_ones_own_is_learned():
     inputs, labels = learnable(2000, 3)
     spread = inputs * torch.tensor([100.0, 7.0, 1.0])
     bounds = [(0, 100), (0, 7), (0, 1)]
-    training = vestige.recipe("tabular", data=(spread, labels), classes=2, bounds=bounds, epsilon=8, delta=1e-5)
+    given = {"epsilon": 8, "delta": 1e-5, "steps": 120}
+    training = vestige.recipe("tabular", data=(spread, labels), classes=2, bounds=bounds, **given)
     list(training)
     assert training.guarantee().epsilon <= 8
     assert training.method.balance is not None
@@ -176,6 +177,7 @@ def test_a_table_is_trained_from_the_terminal_and_its_run_verifies(tmp_path):
     train, public = people(tmp_path, "train.csv", 1200, 0), people(tmp_path, "test.csv", 200, 1)
     table = ("--columns", "age=0..100;work=office|field", "--label-column", "rich", "--labels", "no,yes")
     flags = ("train", "--recipe", "tabular", "--data", str(train), "--epsilon", "8", "--delta", "1e-4", *table)
+    flags += ("--steps", "120")
     result = as_json(*flags, "--test", public, "--out", tmp_path / "run")
     assert result["accuracy"] > 0.85
     assert result["epsilon"] <= 8
@@ -239,12 +241,12 @@ def test_mistakes_at_the_terminal_name_their_flag(flags, words):
 
 
 def test_bfloat16_rounds_the_model_and_neither_the_bound_nor_the_ledger(tmp_path):
-    images, labels = torch.randn(60, 3, 8, 8), torch.randint(2, (60,))
+    images, labels = torch.randn(16, 3, 8, 8), torch.randint(2, (16,))
 
     def trained(**changes):
         torch.manual_seed(0)
         model = vestige.tasks.models.network("wrn10-1", (3, 8, 8), 2)
-        given = {"noise_multiplier": 1e-9, "noise": "float32", "sample_rate": 0.5, "steps": 2, "delta": 1e-3, "lr": 1.0}
+        given = {"noise_multiplier": 1e-9, "noise": "float32", "sample_rate": 0.5, "steps": 1, "delta": 1e-3, "lr": 1.0}
         training = vestige.train(
             model,
             nn.functional.cross_entropy,
