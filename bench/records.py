@@ -1,20 +1,21 @@
 """How near are the published records, under a guarantee that holds? Recipes on whole datasets, run and verified.
 
 usage: python bench/records.py --data DIR [--device cuda] [--only NAME ...] [--budget-seconds S] [--seeds N]
-                               [--runs DIR] [--json FILE] [--prior-seconds S] [--bfloat16] [--full]
+                               [--runs DIR] [--json FILE] [--prior-seconds S] [--bfloat16] [--fit] [--full]
        python bench/records.py --list
        python bench/records.py --json FILE --into docs/results/records.md
 
 DIR holds mnist.npz, fashion_mnist.npz, imdb.jsonl.gz and the whole CIFAR-10 as cifar10.npz. Rows are made in the order
 of the list, seed by seed; each is a run folder, so that a row that is cut short by the budget goes on where it was when
-the script is called again with the same --runs. First a few steps are timed, on made-up images, and a row that would
-not end within the budget is begun only if it is named by --only. Every finished run is verified from its ledger. --full
-adds the rows at the papers' own length, which take an hour or more. The third form runs nothing: it writes the table.
+the script is called again with the same --runs. First a few steps are timed, on made-up images; with --fit a row that
+would not end within the budget is not begun. Every finished run is verified from its ledger. --full adds the rows at
+the papers' own length, which take an hour or more. The third form runs nothing: it writes the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -174,14 +175,15 @@ def measured(rows: list[Row], options: argparse.Namespace) -> dict[str, float]:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def prior_of(options: argparse.Namespace) -> None:
+def prior_of(options: argparse.Namespace, clock: Clock) -> None:
     """Make the prior that rows start from, once."""
     path = options.runs / "prior.pt"
     if path.exists():
         return
     plan = Plan(generator=options.generator, images=options.prior_images, steps=10**6)
-    print(f"making a prior of {options.generator} for {options.prior_seconds:g} s", flush=True)
-    made = make(plan, options.device, seconds=options.prior_seconds)
+    seconds = min(options.prior_seconds, max(1.0, clock.left()))
+    print(f"making a prior of {options.generator} for {seconds:.0f} s", flush=True)
+    made = make(plan, options.device, seconds=seconds)
     made.save(path)
     print(json.dumps(dict(made.statement)), flush=True)
 
@@ -328,6 +330,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], help="rows or recipes, by name")
     parser.add_argument("--budget-seconds", type=float, help="end after so long; what is left goes on next time")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--fit", action="store_true", help="begin only what ends within the budget")
     parser.add_argument("--full", action="store_true", help="also at the papers' own length")
     parser.add_argument("--runs", type=Path, default=Path("runs/records"))
     parser.add_argument("--json", type=Path, help="where the results are written, after every row")
@@ -365,15 +368,22 @@ def main() -> None:
         there = (options.runs / f"{row.name}-seed{seed}").exists()
         if clock.left() <= 0:
             break
-        if not there and not options.only and times.get(row.name, 0.0) > clock.left():
+        if options.fit and not there and times.get(row.name, 0.0) > clock.left():
             print(f"{row.name}, seed {seed}: not begun, {times[row.name]:.0f} s would not fit", flush=True)
             continue
         if not (options.data / FILES[row.dataset]).exists():
             print(f"{row.name}: no {FILES[row.dataset]} in {options.data}", flush=True)
             continue
-        if find(row.recipe).needs is not None:
-            prior_of(options)
-        result = performed(row, seed, options, clock)
+        try:
+            if find(row.recipe).needs is not None:
+                prior_of(options, clock)
+            result = performed(row, seed, options, clock)
+        except RuntimeError as error:  # of memory, say: the other rows need not suffer
+            print(f"{row.name}, seed {seed}: failed: {str(error).splitlines()[0]}", flush=True)
+            result = None
+        gc.collect()
+        if options.device.startswith("cuda"):
+            torch.cuda.empty_cache()
         if result is None:
             continue
         results.append(result)
