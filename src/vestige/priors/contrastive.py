@@ -84,8 +84,8 @@ def make(
             break
         for group in optimizer.param_groups:
             group["lr"] = plan.lr * min(1.0, step / 100) * (0.5 + 0.5 * math.cos(math.pi * progress))
-        with torch.autocast(device, torch.bfloat16, enabled=device.startswith("cuda")):
-            seen = torch.cat([views(images, draw), views(images, draw)]) * 2 - 1
+        seen = torch.cat([views(images, draw), views(images, draw)]) * 2 - 1
+        with torch.autocast(device.split(":")[0], torch.bfloat16, enabled=device.startswith("cuda")):
             found = projection(model(seen.contiguous(memory_format=torch.channels_last)))
         loss = contrast(*functional.normalize(found.float(), dim=1).chunk(2))
         optimizer.zero_grad(set_to_none=True)
