@@ -154,14 +154,13 @@ def test_selective_cells_come_most_wanted_first(selective, tmp_path):
     options = Namespace(data=tmp_path, seeds=3, **everything)
     known = {selective.Cell("mnist", "dpsur", 4, 0)}
     cells = selective.missing(options, known, {selective.Cell("mnist", "dpsgd", 1, 0): 999.0})
-    assert len(cells) == len(set(cells)) == 2 * 6 * 4 * 3 + 4 * 4 - 1
+    assert len(cells) == len(set(cells)) == 3 * 6 * 4 * 3 + 4 * 4 * 3 - 1
     assert cells[0] == selective.Cell("mnist", "dpsgd", 1, 0), "of equals the longest comes first"
     first = {
         kind: min(i for i, cell in enumerate(cells) if kind in (cell.dataset, cell.method))
-        for kind in ("dpsur", "dpsgd-br", selective.STILL, "imdb")
+        for kind in ("dpsur", "dpsgd-br", selective.STILL, "imdb", "cifar10")
     }
     assert list(first.values()) == sorted(first.values())
-    assert {cell.seed for cell in cells if cell.dataset == "imdb"} == {0}
 
 
 def test_other_decay_factors_are_another_method(selective):
@@ -279,3 +278,64 @@ def test_the_hosts_share_is_timed_on_steps_that_are_replayed(bench, monkeypatch,
     assert len(taken) == 2
     assert len(made) == recordings
     assert all(each.replays - each.runs >= 10 - 1 for each in made)  # recording it was a run
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kept(bench):
+    return bench("records")
+
+
+def options_of(tmp_path, **changes):
+    given = {"data": tmp_path, "device": "cpu", "only": [], "seeds": 2, "full": False, "runs": tmp_path}
+    return Namespace(**{**given, "bfloat16": False, **changes})
+
+
+def test_records_come_in_order_seed_by_seed_and_the_long_ones_only_if_asked(kept, tmp_path):
+    rows = list(kept.due(options_of(tmp_path)))
+    assert [seed for _, seed in rows] == sorted(seed for _, seed in rows)
+    assert not any(row.full for row, _ in rows)
+    assert sum(row.broken for row, _ in rows) == 1
+    assert any(row.full for row, _ in kept.due(options_of(tmp_path, full=True)))
+    (only,) = {row.name for row, _ in kept.due(options_of(tmp_path, only=["cifar10-wrn40-4"]))}
+    assert only == "cifar10-wrn40-4-eps8"
+    assert len({row.name for row in kept.ROWS}) == len(kept.ROWS)
+
+
+def test_every_record_is_a_recipe_at_its_epsilon(kept, tmp_path):
+    for row in kept.ROWS:
+        job = kept.job_of(row, 3, options_of(tmp_path))
+        assert (job.recipe, job.epsilon, job.seed, job.delta) == (row.recipe, row.epsilon, 3, 1e-5)
+        large = kept.job_of(row, 0, options_of(tmp_path, device="cuda", bfloat16=True))
+        if large.augment is not None:
+            batch = large.sample_rate * 50_000
+            parts = -(-(batch + 4 * batch**0.5) // large.physical_batch)
+            assert parts == max(1, -(-batch * large.augment // kept.ROWS_AT_ONCE))
+        assert large.bfloat16 == (large.augment is not None)
+
+
+def test_a_record_that_was_cut_short_goes_on_is_verified_and_stands_in_the_table(kept, tmp_path):
+    lines = [
+        json.dumps({"split": split, "text": f"a {('bad', 'good')[label]} film", "label": label})
+        for split in ("train", "test")
+        for label in (0, 1)
+        for _ in range(30)
+    ]
+    (tmp_path / "imdb.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    given = options_of(tmp_path, runs=tmp_path / "runs")
+    given.runs.mkdir()
+    row = kept.ROWS[0]
+    spent = kept.Clock(0.0)
+    assert kept.performed(row, 0, given, spent) is None
+    result = kept.performed(row, 0, given, kept.Clock(None))
+    assert result["verified"]
+    assert result["attempts"] == 2
+    assert result["epsilon"] <= 1
+    assert kept.performed(row, 0, given, spent) == result  # a finished run is read, not run again
+    table = kept.table([{**result, "accuracy": 1.0}, {**result, "seed": 1, "accuracy": 0.5}])
+    assert "| IMDb | 1 | `imdb-words` | 75.0 (50.0 to 100.0, 2 seeds) | 66 | 66.91 (DPSGD-BR) | no (refuted) |" in table
+    (tmp_path / "runs" / "imdb-words-eps1-seed0" / "ledger.jsonl").write_text("")
+    with pytest.raises(Exception, match="ledger"):
+        kept.performed(row, 0, given, spent)

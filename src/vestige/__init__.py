@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vestige.methods.registry import build
     from vestige.privacy_engine.engine import PrivacyEngine
     from vestige.questions import BudgetSpent
+    from vestige.recipes.own_data import prepared, recipe
     from vestige.training.loop import Record, accuracy
     from vestige.training.run import Training, train
 
@@ -41,6 +42,8 @@ __all__ = [
     "fix",
     "fo_dp_sgd",
     "post_fm",
+    "prepared",
+    "recipe",
     "register_rule",
     "sma_dp_sgd",
     "train",
@@ -58,6 +61,7 @@ _MODULES = {
     "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),
     "questions": ("BudgetSpent",),
+    "recipes.own_data": ("prepared", "recipe"),
     "methods.registry": ("build",),
     "training.loop": ("Record", "accuracy"),
 }

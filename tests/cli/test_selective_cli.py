@@ -47,7 +47,6 @@ def refusal(*words):
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """Two classes of stripes, 200 to train on, and others that may be called public."""
-    pytest.importorskip("kymatio", reason="kymatio is the optional extra vestige[scattering]")
     folder = tmp_path_factory.mktemp("images")
     generator = np.random.default_rng(0)
 

@@ -19,6 +19,10 @@ COMMANDS = {
     "train": ("models.train", "Train a model privately."),
     "finetune": ("models.finetune", "Fine-tune a language model of yours privately, on a file of texts."),
     "account": ("account", "Price a plan without training: epsilon from noise, or noise from epsilon."),
+    "plan": (
+        "plan",
+        "Choose batch, steps, noise and learning rate for a budget of privacy and time, before any data is touched.",
+    ),
     "verify": (
         "checks",
         "Recompute a run's epsilon from its ledger alone, and hold its result, model and checkpoint against it.",
@@ -30,6 +34,11 @@ COMMANDS = {
     ),
     "methods": ("lists", "List the private optimizers, or describe one."),
     "tasks": ("lists", "List the tasks: datasets with their models."),
+    "recipes": ("lists", "List the recipes: all settings of a private run but its budget, by name; or describe one."),
+    "prior": (
+        "models.prior",
+        "Make weights that saw nobody's data, for a private run to start from; or say what a file of them is.",
+    ),
     "compare": ("compare", "Which private optimizer is best at this budget, and is the difference real?"),
     "report": (
         "report",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from vestige.layout import Grouping, Layout
-from vestige.mechanism.clipping import FixedClip
+from vestige.mechanism.clipping import Clip, ClipState, FixedClip, Flat, within
+from vestige.randomness.release import Release
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 """Norm layers whose weights may have several dimensions without being matrices."""
@@ -76,6 +77,28 @@ class Patterns:
                     f"first pattern that matches a name takes it"
                 )
         return groups
+
+
+def head_of(model: nn.Module) -> tuple[str, nn.Linear]:
+    """The last linear layer, which gives the answers, and its name."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not found:
+        raise ValueError("the model has no linear layer that could be its head: give one that ends in nn.Linear")
+    return found[-1]
+
+
+@dataclass(frozen=True)
+class HeadLast:
+    """Two groups: everything but the last linear layer, and that layer."""
+
+    def __call__(self, model: nn.Module) -> list[list[str]]:
+        head, layer = head_of(model)
+        trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        own = [f"{head}.{name}" if head else name for name, _ in layer.named_parameters()]
+        body = [name for name in trainable if name not in own]
+        if not body or set(own) - set(trainable):
+            raise ValueError("head_steps: the model has no trainable parameters beside a trainable head; leave it out")
+        return [body, own]
 
 
 def named_grouping(text: str) -> Grouping | None:
@@ -163,3 +186,76 @@ class PerGroup(FixedClip):
     @property
     def recording(self) -> Hashable | None:
         return self if self.split is None else None  # bounds given one by one are copied to the device at every step
+
+
+# --- the head first --------------------------------------------------------------------------------------------------
+
+STILL = 2.0**-30
+"""The noise of what is not asked, over that of what is: enough for a lattice to have a spacing, too little to move a
+weight by a float32's last digit."""
+
+
+@dataclass(frozen=True)
+class HeadAlone(FixedClip):
+    """The gradient of the last of two groups is scaled to norm at most `bound`; the other group's is dropped.
+
+    Formal guarantees: one example moves the last group by at most `bound` and the other by nothing at all, so noise in
+    proportion to `bound` on the last group alone is one Gaussian mechanism; that of the other has no part in it.
+    """
+
+    bound: float = 1.0
+    stackable = False
+
+    def factors(self, norms: Tensor) -> Tensor:
+        assert norms.shape[-1] == 2
+        return torch.cat([torch.zeros_like(norms[..., :1]), within(self.bound, norms[..., 1:])], dim=-1)
+
+    def sensitivity(self, layout: Layout) -> Tensor:
+        return layout.expand(torch.tensor([STILL, 1.0], dtype=torch.float64) * self.bound).float()
+
+
+@dataclass(frozen=True)
+class HeadFirst(FixedClip):
+    """For `steps` steps the head alone, at `pace` times the learning rate; then the whole gradient, as `Flat` clips it.
+
+    A pretrained body would be shaken by the gradients of a head that knows nothing yet (DP-RandP). It goes with the
+    grouping `HeadLast`.
+
+    Formal guarantees: every step is one Gaussian mechanism of the same noise multiplier: `HeadAlone`, or `Flat`. Which
+    one follows from the step's number.
+    """
+
+    bound: float = 1.0
+    steps: int = 0
+    head_pace: float = 1.0
+    stackable = False
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
+        if not (isinstance(self.steps, int) and self.steps >= 0):
+            raise ValueError(f"steps={self.steps} must be a whole number of steps, 0 or more")
+        if not self.head_pace > 0:
+            raise ValueError(f"head_pace={self.head_pace} must be positive: it multiplies the learning rate")
+
+    def factors(self, norms: Tensor) -> Tensor:
+        raise ValueError("HeadFirst changes with the steps of vestige.train: a loop of your own has another clip")
+
+    def sensitivity(self, layout: Layout) -> float:
+        """That of the steps after the first."""
+        return self.bound
+
+    def init(self) -> ClipState:
+        return {"step": 0}
+
+    def now(self, state: ClipState) -> Clip:
+        return HeadAlone(self.bound) if state["step"] < self.steps else Flat(self.bound)
+
+    def pace(self, state: ClipState) -> float:
+        return self.head_pace if state["step"] < self.steps else 1.0
+
+    def heard(self, release: Release, layout: Layout, state: ClipState) -> ClipState:
+        return {"step": state["step"] + 1}
+
+    def with_bound(self, bound: float) -> HeadFirst:
+        return replace(self, bound=bound)

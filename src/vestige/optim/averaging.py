@@ -64,6 +64,13 @@ AVERAGES: dict[str, Average] = {"last": Last(), "ema": ExponentialAverage(), "po
 
 
 def named(average: str) -> Average:
+    """An average as the command line names it; `ema:0.9999` is one with that decay."""
+    name, colon, decay = average.partition(":")
+    if name == "ema" and colon:
+        try:
+            return ExponentialAverage(float(decay))
+        except ValueError:
+            raise ValueError(f"average={average!r}: the decay must be a number in [0, 1), such as ema:0.9999") from None
     if average not in AVERAGES:
         raise ValueError(f"average={average!r} is unknown; choose from {', '.join(AVERAGES)}")
     return AVERAGES[average]

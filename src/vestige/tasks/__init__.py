@@ -2,6 +2,20 @@
 
 from vestige.tasks.reading import LabelledTensors
 from vestige.tasks.rows import read_columns
-from vestige.tasks.task import Task, check, describe, load, names, subject
+from vestige.tasks.tables import bounded
+from vestige.tasks.task import Task, check, describe, load, load_table, names, subject
+from vestige.tasks.text import bag_of_words
 
-__all__ = ["LabelledTensors", "Task", "check", "describe", "load", "names", "read_columns", "subject"]
+__all__ = [
+    "LabelledTensors",
+    "Task",
+    "bag_of_words",
+    "bounded",
+    "check",
+    "describe",
+    "load",
+    "load_table",
+    "names",
+    "read_columns",
+    "subject",
+]

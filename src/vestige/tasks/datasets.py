@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vestige.tasks.images import Arrays, bundled_digits, cifar_files, mnist_files, no_files, read_images
 from vestige.tasks.reading import LabelledTensors
-from vestige.tasks.text import BUCKETS, LENGTH, read_reviews
+from vestige.tasks.text import BAG, BUCKETS, LENGTH, read_bags, read_reviews
 
 PIXELS = "Images are scaled by public constants only: (pixel / 255 - 0.5) / 0.5; float images are taken as they are."
 
@@ -103,5 +103,14 @@ IMDB = Dataset(
     read_reviews,
     needs_data=True,
     notes=f"The first {LENGTH} words, each hashed into {BUCKETS} buckets: no vocabulary is learned from the texts.",
+    images=False,
+)
+IMDB_BAGS = Dataset(
+    "imdb",
+    "IMDb reviews",
+    2,
+    read_bags,
+    needs_data=True,
+    notes=f"All words, hashed into {BAG} signed numbers of norm 1: neither a vocabulary nor frequencies are learned.",
     images=False,
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +159,7 @@ class StandardisedConv2d(nn.Module):
         return functional.conv2d(x, (self.weight - mean) * scale, self.bias, stride=self.stride, padding=padding)
 
 
-def wide_resnet(classes: int, depth: int = 16, width: int = 4, groups: int = 16) -> nn.Sequential:
+def wide_resnet(classes: int, depth: int = 16, width: int = 4, groups: int = 16, channels: int = 3) -> nn.Sequential:
     """The Wide ResNet of De et al. (2022): standardised weights, activation before GroupNorm before convolution.
 
     Their activations carry a constant factor; a normalisation follows each of them, so it would change nothing.
@@ -177,7 +179,7 @@ def wide_resnet(classes: int, depth: int = 16, width: int = 4, groups: int = 16)
         rest = [block(fan_out, fan_out, 1) for _ in range((depth - 4) // 6 - 1)]
         stages.append(nn.Sequential(block(fan_in, fan_out, stride), *rest))
     head = [nn.ReLU(), nn.GroupNorm(groups, widths[-1]), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(StandardisedConv2d(3, 16, 3), *stages, *head, nn.Linear(widths[-1], classes))
+    return nn.Sequential(StandardisedConv2d(channels, 16, 3), *stages, *head, nn.Linear(widths[-1], classes))
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -220,3 +222,53 @@ class TextClassifier(nn.Module):
         x = self.enter(self.embedding(tokens))
         out: Tensor = self.leave(torch.cat([self.ahead(x), self.back(x)], dim=-1).mean(dim=1))
         return out
+
+
+# --- features ---------------------------------------------------------------------------------------------------------
+
+
+def linear_head(inputs: int, classes: int) -> nn.Sequential:
+    """A linear classifier of features, each example's standardised by themselves, which asks nothing."""
+    return nn.Sequential(nn.LayerNorm(inputs, elementwise_affine=False), nn.Linear(inputs, classes))
+
+
+def bag_linear(shape: tuple[int, ...], classes: int) -> nn.Linear:
+    """A linear classifier of features of a known norm, which starts at zero: without an answer, and without a bias
+    towards one."""
+    layer = nn.Linear(prod(shape), classes)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------
+
+
+def _wide(depth: int) -> Callable[[tuple[int, ...], int], nn.Module]:
+    return lambda shape, classes: wide_resnet(classes, depth, channels=shape[0])
+
+
+NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
+    "mlp": lambda shape, classes: nn.Sequential(nn.Flatten(), *mlp(prod(shape), classes)),
+    "linear": lambda shape, classes: nn.Sequential(nn.Flatten(), *linear_head(prod(shape), classes)),
+    "cnn": lambda shape, classes: cnn(shape[0], shape[1], classes),
+    "resnet18": lambda shape, classes: resnet18(classes, shape[0]),
+    "wrn10-1": lambda shape, classes: wide_resnet(classes, 10, 1, channels=shape[0]),
+    "wrn16-4": _wide(16),
+    "wrn40-4": _wide(40),
+}
+"""Networks for examples of any shape that they can take: [channels, height, width], or [numbers]."""
+
+
+def network(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """A network by its name, for examples of this shape."""
+    if name not in NETWORKS:
+        close = get_close_matches(name, NETWORKS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(NETWORKS)}"
+        raise ValueError(f"model={name!r}: no such network; {hint}")
+    if name not in ("mlp", "linear") and len(shape) != 3:
+        raise ValueError(
+            f"model={name!r} takes images [channels, height, width], but these examples have shape {shape}; give "
+            "another model"
+        )
+    return NETWORKS[name](shape, classes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vestige.tasks import models
+from vestige.tasks.definitions import DEFINITIONS, Definition
+from vestige.tasks.features.encoders import encoded
 from vestige.tasks.images import STANDARDISED, standardised
 from vestige.tasks.reading import LabelledTensors, existing
-from vestige.tasks.recipes import RECIPES, Recipe
+from vestige.tasks.tables import columns_of, read_table
 from vestige.tasks.user_code import blame, call, function_of, python_file
 
-__all__ = ["LabelledTensors", "Loss", "Task", "check", "describe", "load", "names", "subject"]
+__all__ = ["LabelledTensors", "Loss", "Task", "check", "describe", "load", "load_table", "names", "subject"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -37,12 +40,20 @@ class Task:
     notes: str
 
 
-def load(name: str, data: str | Path | None = None, seed: int = 0, *, standardise: bool = False) -> Task:
+def load(
+    name: str,
+    data: str | Path | None = None,
+    seed: int = 0,
+    *,
+    standardise: bool = False,
+    features: str | Path | None = None,
+) -> Task:
     """The task called `name`, its initial weights drawn from `seed` alone.
 
     `data` is a file or folder for the tasks that need one. `name` may also be `path/to/file.py:function`: that function
     is called, with `data` and `seed` where it takes them, and returns a `Task` or `(model, loss, train, test)`.
-    `standardise` scales each image by its own mean and deviation.
+    `standardise` scales each image by its own mean and deviation. `features` is the public checkpoint of a frozen
+    encoder, for the tasks `*-features`: a file of `vestige prior make`, or the folder of a Hugging Face vision model.
     """
     path = None if data is None else Path(data)
     if standardise and (".py:" in name or not _find(name).dataset.images):
@@ -50,22 +61,56 @@ def load(name: str, data: str | Path | None = None, seed: int = 0, *, standardis
             f"standardise=True is for the image tasks of `vestige tasks`, and {name} is none; leave it out"
         )
     if ".py:" in name:
+        check(name, data, features)
         return _load_from_file(name, path, seed)
-    check(name, data)
-    recipe = RECIPES[name]
-    (x_train, y_train), (x_test, y_test) = recipe.dataset.read(path)
+    check(name, data, features)
+    definition = DEFINITIONS[name]
+    (x_train, y_train), (x_test, y_test) = definition.dataset.read(path)
     if standardise:
         x_train, x_test = standardised(x_train), standardised(x_test)
-    x_train, x_test = recipe.prepare(x_train), recipe.prepare(x_test)
+    if features is not None:
+        x_train, x_test = encoded(x_train, features), encoded(x_test, features)
+    x_train, x_test = definition.prepare(x_train), definition.prepare(x_test)
     with _public_randomness(seed):
-        model = recipe.build(tuple(x_train.shape[1:]), recipe.dataset.classes)
-    notes = " ".join(part for part in (recipe.dataset.notes, recipe.notes, STANDARDISED if standardise else "") if part)
+        model = definition.build(tuple(x_train.shape[1:]), definition.dataset.classes)
+    notes = " ".join(
+        part for part in (definition.dataset.notes, definition.notes, STANDARDISED if standardise else "") if part
+    )
     train, test = (x_train, y_train), (x_test, y_test)
-    return Task(name, model, functional.cross_entropy, train, test, recipe.dataset.classes, notes)
+    return Task(name, model, functional.cross_entropy, train, test, definition.dataset.classes, notes)
 
 
-def check(name: str, data: str | Path | None = None) -> None:
+def load_table(
+    data: str | Path,
+    columns: str,
+    label_column: str,
+    labels: Sequence[str],
+    test: str | Path | None = None,
+    seed: int = 0,
+) -> Task:
+    """A task from a table: an MLP on columns with public bounds, or categories ('age=0..100;work=office|field').
+
+    `test` is a table of the same columns that needs no protection; without it the test set is empty.
+    """
+    named = columns_of(columns)
+    train = read_table(data, named, label_column, labels)
+    empty = train[0][:0], train[1][:0]
+    judged = empty if test is None else read_table(test, named, label_column, labels)
+    with _public_randomness(seed):
+        model = models.mlp(train[0].shape[1], len(labels))
+    notes = "Columns are scaled by bounds that were given; categories and labels were given, too: nothing was asked."
+    return Task("table", model, functional.cross_entropy, train, judged, len(labels), notes)
+
+
+def check(name: str, data: str | Path | None = None, features: str | Path | None = None) -> None:
     """Refuse, before anything is read, a task that cannot be loaded: no such name, or no data where it needs some."""
+    frozen = ".py:" not in name and _find(name).encoded
+    if features is None and frozen:
+        raise ValueError(
+            f"features=None: task {name!r} is trained on features of a frozen encoder; give the checkpoint of one"
+        )
+    if features is not None and not frozen:
+        raise ValueError(f"features={str(features)!r} is for the tasks *-features, and {name} is none; leave it out")
     if ".py:" in name:
         python_file(name)
         return
@@ -91,22 +136,24 @@ def subject(name: str, data: str | Path | None = None, seed: int = 0) -> tuple[n
 
 def names() -> list[str]:
     """Every task that `load` knows by name."""
-    return list(RECIPES)
+    return list(DEFINITIONS)
 
 
 def describe() -> list[dict[str, str | bool]]:
     """One row per task: `name`, `dataset`, `model`, `needs_data`."""
     return [
         {"name": name, "dataset": r.dataset.title, "model": r.model, "needs_data": r.dataset.needs_data}
-        for name, r in RECIPES.items()
+        for name, r in DEFINITIONS.items()
     ]
 
 
-def _find(name: str) -> Recipe:
-    if name in RECIPES:
-        return RECIPES[name]
-    close = get_close_matches(name, RECIPES, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(RECIPES)}, or give file.py:function"
+def _find(name: str) -> Definition:
+    if name in DEFINITIONS:
+        return DEFINITIONS[name]
+    close = get_close_matches(name, DEFINITIONS, n=1)
+    hint = (
+        f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(DEFINITIONS)}, or give file.py:function"
+    )
     raise ValueError(f"--task={name}: no such task; {hint}")
 
 

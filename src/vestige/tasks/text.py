@@ -1,4 +1,4 @@
-"""How are reviews read? Texts from lines of JSON or the original folders, as hashed words."""
+"""How are reviews read? Texts from lines of JSON or the original folders, as hashed words in order, or as a bag."""
 
 from __future__ import annotations
 
@@ -6,21 +6,46 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from vestige.tasks.reading import LabelledTensors, existing, first, where
 
 BUCKETS, LENGTH = 20_000, 80
+BAG = 4096
+"""Numbers of a bag of words."""
 LABELS = {"neg": 0, "pos": 1}
 
 
 def read_reviews(path: Path | None) -> tuple[LabelledTensors, LabelledTensors]:
     """Both splits as token numbers [N, LENGTH] and labels (1 is positive)."""
+    return _read(path, lambda text: torch.tensor(_tokens(text)))
+
+
+def read_bags(path: Path | None) -> tuple[LabelledTensors, LabelledTensors]:
+    """Both splits as bags of all their words [N, BAG], of length 1 each, and labels (1 is positive)."""
+    return _read(path, bag_of_words)
+
+
+def bag_of_words(text: str, size: int = BAG) -> Tensor:
+    """Which words a text has: each adds +1 or -1, by its hash, to one of `size` numbers, whose norm is then made 1.
+
+    Formal guarantees: a function of this text alone; no vocabulary or frequency is learned from others.
+    """
+    if not (isinstance(size, int) and size >= 1):
+        raise ValueError(f"size={size} must be a whole number from 1 up: how many numbers a text becomes")
+    hashes = np.fromiter({_hash(word) for word in _words(text)}, np.int64)
+    bag = torch.from_numpy(np.bincount((hashes >> 1) % size, 1.0 - 2.0 * (hashes & 1), size)).float()
+    return bag / bag.norm().clamp(min=1.0)
+
+
+def _read(path: Path | None, become: Callable[[str], Tensor]) -> tuple[LabelledTensors, LabelledTensors]:
     reviews: dict[str, list[tuple[str, int]]] = {"train": [], "test": []}
     for split, text, label in _reviews(existing(path)):
         reviews[split].append((text, label))
@@ -28,7 +53,7 @@ def read_reviews(path: Path | None) -> tuple[LabelledTensors, LabelledTensors]:
         if not found:
             raise ValueError(f"{where(path)}: no review has split {split!r}; give at least one")
     train, test = (
-        (torch.tensor([_tokens(text) for text, _ in found]), torch.tensor([label for _, label in found]))
+        (torch.stack([become(text) for text, _ in found]), torch.tensor([label for _, label in found]))
         for found in reviews.values()
     )
     return train, test
@@ -83,11 +108,18 @@ def _tokens(text: str) -> list[int]:
 
     A vocabulary learned from the reviews would itself be a release; a fixed hash of each word asks the data nothing.
     """
-    words = re.finditer(r"[a-z0-9']+", text.replace("<br />", " ").lower())
-    numbers = [_bucket(word.group()) for word in islice(words, LENGTH)]
+    numbers = [_bucket(word) for word in islice(_words(text), LENGTH)]
     return numbers + [0] * (LENGTH - len(numbers))
 
 
+def _words(text: str) -> Iterator[str]:
+    return (found.group() for found in re.finditer(r"[a-z0-9']+", text.replace("<br />", " ").lower()))
+
+
 @lru_cache(maxsize=1 << 18)
+def _hash(word: str) -> int:
+    return zlib.crc32(word.encode())
+
+
 def _bucket(word: str) -> int:
-    return 1 + zlib.crc32(word.encode()) % (BUCKETS - 1)
+    return 1 + _hash(word) % (BUCKETS - 1)

@@ -14,14 +14,16 @@ from vestige import tasks
 from vestige.checks import accounted_multiplier, check_steps, renamed
 from vestige.devices import check_device
 from vestige.mechanism.augmentation import Augment
+from vestige.mechanism.clipping import Flat
 from vestige.mechanism.evaluation import PrivateEvaluation
-from vestige.mechanism.groups import named_grouping, named_split
+from vestige.mechanism.groups import HeadFirst, HeadLast, named_grouping, named_split
 from vestige.mechanism.moments import PrivateMoments, with_moments
 from vestige.methods.base import Method, by_group
 from vestige.methods.registry import build
 from vestige.optim import averaging
 from vestige.optim.rules import named
 from vestige.records import RunResult
+from vestige.tasks.features import pretrained
 from vestige.training.loop import Record, accuracy
 from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS
 from vestige.training.planning import paper_groups
@@ -37,6 +39,8 @@ class Job:
     """One private run of a task, as requested."""
 
     task: str
+    recipe: str | None = None
+    """The recipe that the settings come from, where they do."""
     method: str = "fo-dp-sgd"
     options: dict[str, Any] = field(default_factory=dict)
     data: str | None = None
@@ -55,10 +59,17 @@ class Job:
     share: str | None = None
     balance: str | None = None
     standardise: bool = False
+    prior: str | None = None
+    features: str | None = None
+    head_steps: int = 0
+    head_lr: float | None = None
+    table: dict[str, Any] | None = None
+    """Of a task that is a table: its `columns`, `label_column`, `labels` and public `test`."""
     sampling: str = "poisson"
     max_batch: int | None = None
     noise: str = "lattice"
     engine: str = "bookkeeping"
+    bfloat16: bool = False
     physical_batch: int | Literal["auto"] | None = None
     seed: int = 0
     reproducible: bool = False
@@ -83,11 +94,25 @@ def method_of(job: Job) -> Method:
     if job.augment is not None:
         with renamed({"copies": "augment"}):
             method = replace(method, augment=Augment(job.augment))
+    if job.head_steps:
+        method = _head_first(method, job)
     if job.optimizer is None:
         return method
     if "momentum" in job.options and job.optimizer.lower() != "sgd":
         raise ValueError(f"momentum={job.options['momentum']} belongs to sgd, not to the optimizer {job.optimizer}")
     return replace(method, rule=named(job.optimizer, method.rule.options if job.optimizer.lower() == "sgd" else {}))
+
+
+def _head_first(method: Method, job: Job) -> Method:
+    """The method with its first steps for the head alone."""
+    if not isinstance(method.clip, Flat) or method.grouping is not None:
+        raise ValueError(f"head_steps={job.head_steps} needs one flat clip: leave groups out, or take another method")
+    if job.head_lr is not None and job.lr == "auto":
+        raise ValueError(f"head_lr={job.head_lr} goes with a number for lr: give both")
+    pace = 1.0 if job.head_lr is None or job.lr == "auto" else job.head_lr / job.lr
+    with renamed({"steps": "head_steps", "head_pace": "head_lr"}):
+        clip = HeadFirst(method.clip.bound, job.head_steps, pace)
+    return replace(method, clip=clip, grouping=HeadLast())
 
 
 def _divided(method: Method, job: Job) -> Method:
@@ -111,7 +136,12 @@ def start(
     multiplier = job.noise_multiplier
     if job.paper_sigma is not None and multiplier is not None:
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
-    task = task or tasks.load(job.task, job.data, job.seed, standardise=job.standardise)
+    task = task or _loaded(job)
+    beginning: dict[str, Any] = {}
+    if job.prior is not None and not resume:  # a run that goes on has its weights from its checkpoint
+        prior = pretrained.read(job.prior)
+        pretrained.start_from(task.model, prior)
+        beginning = {"prior": {**prior.statement, "network": prior.network, "sha256": prior.content}}
     if method.augment is not None:
         with renamed({"copies": "augment"}):
             method.augment.check(tuple(task.train[0].shape[1:]))
@@ -138,11 +168,15 @@ def start(
         max_batch=job.max_batch,
         noise=job.noise,
         engine=job.engine,
+        bfloat16=job.bfloat16,
         physical_batch=job.physical_batch,
         reproducible=job.seed if job.reproducible else None,
         out=out,
         resume=resume,
-        request={"job": {**asdict(job), "options": {key: _written(value) for key, value in job.options.items()}}},
+        request={
+            "job": {**asdict(job), "options": {key: _written(value) for key, value in job.options.items()}},
+            **beginning,
+        },
         public=_public_examples(job, method),
         normalise=moments,
         evaluate=_evaluation(job),
@@ -151,6 +185,18 @@ def start(
         nonprivate_logs=job.nonprivate_logs,
     )
     return task, training
+
+
+def _loaded(job: Job) -> tasks.Task:
+    if job.table is None:
+        return tasks.load(job.task, job.data, job.seed, standardise=job.standardise, features=job.features)
+    if job.data is None:
+        raise ValueError("data=None: give the table, a file .csv, .jsonl or .parquet")
+    if job.table["test"] is None and job.evaluate == "public":
+        raise ValueError(
+            "test=None: without a public table to judge the model by, give evaluate='private' (one charged question)"
+        )
+    return tasks.load_table(job.data, seed=job.seed, **job.table)
 
 
 def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord | None = None) -> RunResult:
@@ -215,7 +261,7 @@ def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
             f"progress='public:{file}' is the task's own data: its test examples would both steer and judge the run"
         )
     try:
-        return tasks.load(job.task, file, job.seed, standardise=job.standardise).test
+        return tasks.load(job.task, file, job.seed, standardise=job.standardise, features=job.features).test
     except ValueError as error:
         raise ValueError(f"progress='public:{file}' holds no examples of task {job.task}: {error}") from error
 

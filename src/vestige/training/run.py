@@ -24,7 +24,7 @@ from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.processes import require_one_process
 from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.recorded.recording import sizes_of
-from vestige.engines.registry import engine_by_name
+from vestige.engines.registry import InBfloat16, engine_by_name
 from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import LARGEST_SUM, Loss
@@ -75,6 +75,7 @@ def train(
     noise: str = "lattice",
     physical_batch: PhysicalBatch = None,
     engine: str = "bookkeeping",
+    bfloat16: bool = False,
     target: str | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
@@ -112,6 +113,7 @@ def train(
     - `noise="float32"` adds noise in floating point, which is faster on a CPU and rests on one more assumption.
     - `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds
       the largest that fits, on made-up examples. `engine` is "bookkeeping", "unrecorded" or "reference", which is slow.
+      `bfloat16` runs the model under torch's autocast; norms, sums and noise stay what they are.
     - `collate_fn`, `num_workers` and `pin_memory` are those of a DataLoader: workers read the next samples while one is
       computed, and every example is collated, and padded, by itself.
     - `reproducible=seed` makes noise and sampling predictable, for tests: such a run protects nobody and has no
@@ -155,6 +157,7 @@ def train(
         noise=noise,
         physical_batch=physical_batch,
         engine=engine,
+        bfloat16=bfloat16,
         loading=loading,
         target=target,
         scheduling=lr_scheduler,
@@ -242,6 +245,7 @@ class Settings:
     noise: str = "lattice"
     physical_batch: PhysicalBatch = None
     engine: str = "bookkeeping"
+    bfloat16: bool = False
     loading: Loading = field(default_factory=Loading)
     target: str | None = None
     scheduling: Scheduling | None = None
@@ -347,10 +351,10 @@ class Training:
         if isinstance(engine, Captured):
             most = getattr(self._sampling, "most", LARGEST_SUM)
             engine.expect(sizes_of(examples.population, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
-        asked, answering = examples, engine
+        asked, answering = examples, InBfloat16(engine) if settings.bfloat16 else engine
         if self.canaries is not None:
             asked = PlantedExamples(examples, self.canaries)  # type: ignore[assignment]
-            answering = PlantedEngine(engine, self.canaries)  # type: ignore[assignment]
+            answering = PlantedEngine(answering, self.canaries)  # type: ignore[assignment]
         curator = Curator(
             asked,
             answering,
@@ -398,6 +402,7 @@ class Training:
             "evaluate": self.settings.evaluate and self.settings.evaluate.identity,
             **({} if self.method.balance is None else {"balance": self.layout.constants_of_all}),
             **({} if self.settings.audit is None else {"canaries": self.settings.audit}),
+            **({"bfloat16": True} if self.settings.bfloat16 else {}),
             **self._rates(),
         }
 

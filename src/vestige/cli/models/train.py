@@ -37,6 +37,10 @@ def train(
     task: Annotated[
         str, typer.Option(help="What to train: a task of `vestige tasks`, or FILE.py:FUNCTION.")
     ] = "digits-mlp",
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="Settings of `vestige recipes`: all but those that are given, at --epsilon."),
+    ] = None,
     method: Annotated[str, typer.Option(help="How: a method of `vestige methods`.")] = "fo-dp-sgd",
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     epsilon: EpsilonFlag = None,
@@ -60,7 +64,8 @@ def train(
         str | None, typer.Option(help="Any torch.optim optimizer, by name (default: the method's own).")
     ] = None,
     average: Annotated[
-        str | None, typer.Option(help="Evaluate and keep an average of the parameters: ema, polyak or last.")
+        str | None,
+        typer.Option(help="Evaluate and keep an average of the parameters: ema, ema:0.9999, polyak or last."),
     ] = None,
     augment: Annotated[
         int | None, typer.Option(help="Average the gradients of this many views of each image before clipping.")
@@ -79,11 +84,42 @@ def train(
     standardise: Annotated[
         bool, typer.Option("--standardise", help="Scale each image by its own mean and deviation: asks nothing.")
     ] = False,
+    prior: Annotated[str | None, typer.Option(help="Start from these weights: a file of `vestige prior make`.")] = None,
+    features: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks *-features: a frozen public encoder, as a file of `vestige prior make` or the folder of a "
+            "Hugging Face vision model."
+        ),
+    ] = None,
+    head_steps: Annotated[
+        int, typer.Option(help="So many steps for the last layer alone, before all are trained.")
+    ] = 0,
+    head_lr: Annotated[float | None, typer.Option(help="Learning rate of these steps (default: --lr).")] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a table: 'age=0..100;work=office|field', bounds and categories that are public, not read off the "
+            "rows.",
+            rich_help_panel="Tables",
+        ),
+    ] = None,
+    label_column: Annotated[str | None, typer.Option(help="The column to predict.", rich_help_panel="Tables")] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="The labels that may occur, 'no,yes': public.", rich_help_panel="Tables")
+    ] = None,
+    test: Annotated[
+        str | None,
+        typer.Option(help="A table that needs no protection, to judge the model by.", rich_help_panel="Tables"),
+    ] = None,
     physical_batch: PhysicalBatchFlag = None,
     sampling: SamplingFlag = "poisson",
     max_batch: MaxBatchFlag = None,
     noise: NoiseFlag = "lattice",
     engine: EngineFlag = "bookkeeping",
+    bfloat16: Annotated[
+        bool, typer.Option("--bfloat16", help="Run the model under autocast; norms, sums and noise stay float32.")
+    ] = False,
     seed: SeedFlag = 0,
     reproducible: ReproducibleFlag = False,
     evaluate_every: Annotated[
@@ -130,6 +166,11 @@ def train(
 
         vestige train --task digits-mlp --method fo-dp-sgd --epsilon 8 --steps 200
 
+        vestige train --recipe fmnist-ts --epsilon 3 --data fashion_mnist.npz
+
+        vestige train --recipe tabular --epsilon 3 --data people.csv --test public.csv --columns
+        'age=0..100;work=office|field' --label-column rich --labels no,yes
+
         vestige train --task cifar10-mlp --data cifar10.npz --noise-multiplier 1.22 --sample-rate 0.04 --steps 6250
 
         vestige train --resume runs/digits-mlp-fo-dp-sgd-20260101-120000
@@ -141,7 +182,7 @@ def train(
     if resume is not None:
         job = continued(context, resume, ("resume", "log_to", "as_json"), load)
     else:
-        job = Job(
+        settings = dict(
             task=task,
             method=method,
             options={key: value for key, value in method_options.items() if value is not None},
@@ -161,10 +202,16 @@ def train(
             share=share,
             balance=balance,
             standardise=standardise,
+            prior=prior,
+            features=features,
+            head_steps=head_steps,
+            head_lr=head_lr,
+            table=_table(columns, label_column, labels, test),
             sampling=sampling,
             max_batch=max_batch,
             noise=noise,
             engine=engine,
+            bfloat16=bfloat16,
             physical_batch=part_size(physical_batch),
             seed=seed,
             reproducible=reproducible,
@@ -179,10 +226,15 @@ def train(
             nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
             nonprivate_logs=nonprivate_logs,
         )
+        job = Job(**(settings if recipe is None else _by_recipe(context, recipe, settings)))
     if nonprivate_logs and not log_to:
         raise ValueError("--nonprivate-logs goes with --log-to: it voids the guarantee, and there is nowhere to log")
     loggers.check(log_to or [])
-    path = resume or out or Path("runs") / f"{Path(task).stem}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = (
+        resume
+        or out
+        or Path("runs") / f"{job.recipe or f'{Path(job.task).stem}-{job.method}'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     loaded, training = start(job, path, resume=resume is not None)
     _announce(job, training)
     with (
@@ -206,6 +258,41 @@ def train(
     else:
         _summarise(result)
     leave_if_interrupted(result, "train", path)
+
+
+def _by_recipe(context: typer.Context, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A job's settings: the recipe's, but for what was given on the command line."""
+    from vestige.recipes import find
+
+    recipe = find(name)
+    if settings["epsilon"] is None:
+        raise ValueError(f"epsilon=None: the steps of {name} follow from it, and so does the noise")
+    given = {key for key in settings if str(context.get_parameter_source(key)).endswith("COMMANDLINE")}
+    if recipe.task is not None and "task" in given:
+        raise ValueError(f"task={settings['task']!r} cannot be given too: {name} is a recipe for {recipe.task}")
+    if recipe.task is None and recipe.needs != "columns" and "task" not in given:
+        raise ValueError(f"task=None: {name} is a recipe for a task of yours; give FILE.py:FUNCTION")
+    key = {"columns": "table"}.get(recipe.needs or "", recipe.needs)
+    if key is not None and settings[key] is None:
+        raise ValueError(f"{recipe.needs}=None: {name} needs it; see vestige recipes {name}")
+    found = recipe.settings(settings["epsilon"])
+    options = {**found.pop("options"), **settings["options"]} if "method" not in given else settings["options"]
+    chosen = {key: value for key, value in found.items() if key not in given}
+    if recipe.needs == "columns":
+        chosen["task"] = "table"
+    return {**settings, **chosen, "options": options, "recipe": name}
+
+
+def _table(
+    columns: str | None, label_column: str | None, labels: str | None, test: str | None
+) -> dict[str, Any] | None:
+    given = {"columns": columns, "label_column": label_column, "labels": labels}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given) and test is None:
+        return None
+    if missing or labels is None:
+        raise ValueError(f"{missing[0]}=None: a table needs columns, a column of labels and the labels that may occur")
+    return {**given, "labels": [word.strip() for word in labels.split(",")], "test": test}
 
 
 def _announce(job: Any, training: Any) -> None:

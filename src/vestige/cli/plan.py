@@ -1,0 +1,105 @@
+"""What should be run for a budget of privacy and time? `vestige plan` says so, before any data is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from vestige.cli.errors import refuse_if_given
+from vestige.cli.terminal import Json, print_json, stderr, stdout
+
+
+def plan(
+    context: typer.Context,
+    examples: Annotated[int, typer.Option(help="How many examples there are: a public number.")],
+    epsilon: Annotated[float, typer.Option(help="Privacy budget.")],
+    time: Annotated[str, typer.Option(help="How long training may take: 90s, 30m, 1h.")],
+    delta: Annotated[float, typer.Option(help="Allowed failure probability, below 1/N.")] = 1e-5,
+    kind: Annotated[str, typer.Option(help="Of data: images, features, text or tabular.")] = "images",
+    recipe: Annotated[str | None, typer.Option(help="Plan this recipe (default: the usual one of the kind).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Time this network here, on made-up examples (default: the recipe's).")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Shape of an example: 3,32,32 for images.")] = "3,32,32",
+    views_per_second: Annotated[
+        float | None, typer.Option(help="Throughput, if it is known: nothing is timed then.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where to time it: cpu, cuda, ...")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the plan as one page, FILE.html.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Choose batch, steps, noise and learning rate for a budget of privacy and time, before any data is touched.
+
+    Every batch and number of steps has its noise at this epsilon, and with it a signal: a whole run's gradients over a
+    whole run's noise. The plan has nearly the largest signal that the time allows, near the recipe's own batch.
+
+    Examples:
+
+        vestige plan --examples 50000 --epsilon 3 --time 1h --model wrn16-4
+
+        vestige plan --examples 20000 --epsilon 1 --time 10m --kind tabular --views-per-second 50000 --out plan.html
+    """
+    from vestige.compare.report import plans as report
+    from vestige.recipes.catalogue import find
+    from vestige.recipes.planner import USUAL, Budget, seconds_of
+    from vestige.recipes.planner import plan as planned
+
+    seconds = seconds_of(time)
+    if recipe is None and kind not in USUAL:
+        raise ValueError(f"kind={kind!r} must be one of {', '.join(USUAL)}")
+    if recipe is not None:
+        refuse_if_given(context, ("kind",), "a recipe is for one kind of data")
+    wanted = find(recipe or USUAL[kind])
+    if views_per_second is None:
+        views_per_second = _timed(wanted, model, shape, device)
+    else:
+        refuse_if_given(context, ("model", "device", "shape"), "the throughput is given, and nothing is timed")
+    budget = Budget(examples=examples, epsilon=epsilon, delta=delta, seconds=seconds, views_per_second=views_per_second)
+    found = planned(budget, recipe, kind).to_json()
+    if out is not None:
+        from vestige.files import make_folder
+
+        make_folder(out.parent)
+        out.write_text(report.page(found), encoding="utf-8")
+    if as_json:
+        print_json(found)
+        return
+    for line in report.findings(found):
+        stdout.print(line, markup=False)
+    table = Table("batch", "steps", "noise multiplier", "signal", "takes")
+    for each in found["by_batch"]:
+        mark = " <" if each["batch"] == found["choice"]["batch"] else ""
+        row = (
+            f"{each['batch']:,}",
+            f"{each['steps']:,}",
+            f"{each['noise_multiplier']:.3g}",
+            f"{each['signal']:,.0f}{mark}",
+        )
+        table.add_row(*row, report.duration(each["seconds"]))
+    stdout.print(table)
+    stdout.print(found["command"], markup=False)
+    if out is not None:
+        stdout.print(f"wrote {out}", markup=False)
+
+
+def _timed(recipe: Any, model: str | None, shape: str, device: str | None) -> float:
+    from vestige.devices import check_device, default_device
+    from vestige.recipes.throughput import views_per_second
+
+    name = model or recipe.network
+    if name in (None, "words"):
+        raise ValueError(
+            f"views_per_second=None: {recipe.name} has no network that could be timed; give its throughput"
+        )
+    try:
+        sizes = tuple(int(part) for part in shape.split(","))
+    except ValueError:
+        raise ValueError(f"shape={shape!r} must be whole numbers with commas between: 3,32,32") from None
+    where = device or default_device()
+    check_device(where)
+    found = views_per_second(name, sizes, augment=recipe.augment, device=where)
+    stderr.print(f"timed {name} on {where}: {found:,.0f} views a second, on made-up examples", markup=False)
+    return found

@@ -1,0 +1,6 @@
+"""What has worked, at which settings? Recipes by name, for known datasets and for one's own data; and plans."""
+
+from vestige.recipes.catalogue import RECIPES, find
+from vestige.recipes.recipe import Recipe
+
+__all__ = ["RECIPES", "Recipe", "find"]
