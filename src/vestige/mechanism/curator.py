@@ -26,10 +26,10 @@ from vestige.mechanism.clipping import (
 )
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Examples
+from vestige.processes.sums import Sums
 from vestige.questions import Gaussian, Question, SampledGaussian
 from vestige.randomness import lattice
 from vestige.randomness.correlated import Independent, NoiseSequence
-from vestige.randomness.gaussian import normal
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum, Release
 from vestige.randomness.sampling import Poisson, Sampling
@@ -69,7 +69,11 @@ class Curator:
         nonprivate_witness: Witness | None = None,
         noise: NoiseSequence | None = None,
         comparisons: Comparisons | None = None,
+        sums: Sums = Sums(),
     ) -> None:
+        """`sums` adds up and noises what the processes of a group have summed, each over its own examples; all of them
+        ask the same questions in the same order."""
+        self._sums, self._group = sums, sums.group
         self.comparisons = comparisons
         """Answers about two models, for gates and decays."""
         self._examples, self.population, self._device = examples, examples.population, examples.device
@@ -123,9 +127,9 @@ class Curator:
         assert boost == 1 or self._sampling.kind == "poisson", "planning refuses importance sampling under others"
         rate = min(1.0, self._sampling.rate * boost)
         index = self._numbered(question or SampledGaussian(rate, multiplier), step, part, ceiling)
-        clip = clip.drawn(partial(self._randomness.stream, "thin", index))
+        clip = clip.drawn(partial(self._randomness.stream, self._own("thin"), index))
         sampling = self._sampling if boost == 1 else Poisson(rate)
-        sample = sampling.draw(self.population, index, self._randomness)
+        sample = self._group.own(sampling.draw(self.population, index, self._randomness))
         shown = partial(self._shown, index, rate, clip, transform)
         if then is None:
             return shown(parameters, self._answer(sample, parameters, clip, multiplier, transform, index))
@@ -150,10 +154,10 @@ class Curator:
         Formal guarantees: one Poisson-subsampled Gaussian mechanism with the sampling's rate and this multiplier.
         """
         index = self._numbered(SampledGaussian(self._sampling.rate, multiplier), step, part, bound)
-        sample = self._sampling.draw(self.population, index, self._randomness)
+        sample = self._group.own(self._sampling.draw(self.population, index, self._randomness))
         _, norms = self._sum(sample, parameters, Flat(bound), None, index)
         whole = torch.linalg.vector_norm(norms, dim=1)
-        total = float(torch.where(whole.isfinite(), whole.clamp(max=bound), 0.0).sum())
+        total = float(self._group.total(torch.where(whole.isfinite(), whole.clamp(max=bound), 0.0).sum()))
         return self._noised("norms", index, total, multiplier * bound) / self._sampling.rate
 
     def continue_noise(self, anew: Callable[[], NoiseSequence]) -> None:
@@ -171,7 +175,7 @@ class Curator:
             self._noise = anew()
             return
         for index in range(self.asked):
-            self._noise.replay(normal(self._layout.size, self._randomness.stream("noise", index), self._device))
+            self._noise.replay(self._sums.replayed(self._layout.size, self._randomness, index, self._device))
 
     @property
     def arithmetic(self) -> str:
@@ -224,17 +228,28 @@ class Curator:
         again: str = "",
     ) -> Release:
         total, norms = self._sum(sample, parameters, clip, transform, index)
-        bounded = BoundedSum(total, self._sensitivity(clip)[0])
         unclipped = self._unclipped(clip, norms, multiplier, index)
         multiplier = clip.gradient_multiplier(multiplier, self.expected_batch)
-        stream = self._randomness.stream("noise" + again, index, continues=self._noise.keeps)
-        witness = self._nonprivate_witness
+        witness, sensitivity = self._nonprivate_witness, self._sensitivity(clip)[0]
         before = total if witness is None else total.clone()
-        std, noise = self._noise.add(bounded, multiplier, stream, nonprivate_keep=witness is not None)
+        released, std, noise = self._sums.noised(
+            total,
+            sensitivity,
+            self._noise,
+            multiplier,
+            self._randomness,
+            "noise" + again,
+            index,
+            nonprivate_keep=witness is not None,
+        )
         if witness is not None:
             assert noise is not None
             witness(before, noise)
-        return Release(total.float(), std, self.expected_batch, self._sampling.rate, unclipped)
+        return Release(released, std, self.expected_batch, self._sampling.rate, unclipped)
+
+    def _own(self, purpose: str) -> str:
+        """A stream of this process: what it draws is about its own examples."""
+        return f"{purpose}/{self._group.rank}" if self._group.rank else purpose
 
     def _unclipped(self, clip: Clip, norms: Tensor, multiplier: float, index: int) -> float | None:
         """The fraction of unclipped examples, from a noised centred count over the public batch size."""
@@ -242,7 +257,7 @@ class Curator:
         if deviation == inf:
             return None
         assert clip.flat_bound is not None
-        count = float(centred_count(clip.flat_bound, norms))
+        count = float(self._group.total(centred_count(clip.flat_bound, norms)))
         return float(unclipped_fraction(self._noised("count", index, count, deviation), self.expected_batch))
 
     def _noised(self, purpose: str, index: int, value: float, deviation: float) -> float:
@@ -268,9 +283,10 @@ class Curator:
         """
         for part, bound in enumerate(bounds):
             self._charges.charge(Gaussian(multiplier), step=step, part=part, sensitivity=bound)
-        everyone = torch.arange(self.population).split(self.physical_batch or 4096)
-        batches = (batch for rows in everyone for batch in self._examples.fetch(rows))
-        totals = torch.stack([bounded(batch) for batch in batches]).sum(dim=0).double().cpu()
+        everyone = self._group.own(torch.arange(self.population))
+        rows_at_once = everyone.split(self.physical_batch or 4096) if len(everyone) else [everyone]
+        batches = (batch for rows in rows_at_once for batch in self._examples.fetch(rows))
+        totals = self._group.total(torch.stack([bounded(batch) for batch in batches]).sum(dim=0).double().cpu())
         for part, bound in enumerate(bounds):
             lattice.add_noise(BoundedSum(totals[part], bound), multiplier, self._randomness.stream("sums", part))
         return totals
@@ -278,8 +294,8 @@ class Curator:
     def _foreseen(self, index: int) -> tuple[Sequence[Tensor], int | None]:
         """The sample that question number `index` will most likely be about, in parts, and a seed for whoever reads it
         in a reproducible run."""
-        sample = self._sampling.draw(self.population, index, self._randomness)
-        return self._parts(sample), self._randomness.seed("rows", index)
+        sample = self._group.own(self._sampling.draw(self.population, index, self._randomness))
+        return self._parts(sample), self._randomness.seed(self._own("rows"), index)
 
     @contextlib.contextmanager
     def _model_randomness(self, index: int) -> Iterator[None]:
@@ -288,7 +304,7 @@ class Curator:
             yield
             return
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(int(self._randomness.stream("model", index).integers(2**63)))
+            torch.manual_seed(int(self._randomness.stream(self._own("model"), index).integers(2**63)))
             yield
 
     def _parts(self, indices: Tensor) -> Sequence[Tensor]:

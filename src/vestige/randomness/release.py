@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which coordinates of a vector of `size` this process has, where it is divided among several."""
+
+    places: tuple[tuple[int, int], ...]
+    """From where to where, in order; what reaches beyond the end is padding."""
+    size: int
+    common: bool = False
+    """Whether noise is drawn for the whole vector, and cut: in a run that repeats it does not depend on how many
+    processes there are. Elsewhere each draws its own part, from a stream of its own."""
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.places)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of a vector; padding is zero."""
+        parts = [whole[start : min(stop, self.size)] for start, stop in self.places]
+        missing = len(self) - sum(map(len, parts))
+        return torch.cat([*parts, whole.new_zeros(missing)]) if missing or len(parts) != 1 else parts[0]
+
 
 
 @dataclass(frozen=True)
@@ -18,6 +41,13 @@ class BoundedSum:
 
     total: Tensor
     sensitivity: float | Tensor
+    cut: Cut | None = None
+    """Of which coordinates, where this is a part of a sum; then of the sensitivities as well."""
+
+    @property
+    def size(self) -> int:
+        """The number of coordinates of the whole sum."""
+        return self.total.shape[-1] if self.cut is None else self.cut.size
 
 
 @dataclass(frozen=True)

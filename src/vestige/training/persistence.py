@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from vestige.accounting.ledger import Ledger, LedgerError
 from vestige.engines.planted import Canaries
 from vestige.mechanism.curator import Curator
+from vestige.processes.group import Processes
 from vestige.randomness.correlated import NoiseSequence
 from vestige.training.loop import TrainingState
 from vestige.training.planning import Request
@@ -24,6 +25,7 @@ class Persistent(Protocol):
     normalised: bool
     ledger: Ledger
     canaries: Canaries | None
+    group: Processes
 
     def noise_from_here(self) -> NoiseSequence:
         """The noise of the steps that are left, begun anew."""
@@ -47,18 +49,23 @@ def continued(request: Request, public: dict[str, Any]) -> Request:
 
 def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:
     """Continue a run from its last checkpoint; all questions asked since stay charged."""
-    check_same(folder.request()["public"], public)
-    if folder.checkpoint.exists():
+    group = run.group
+    check_same(group.first(lambda: folder.request()["public"]), public)
+    if group.first(folder.checkpoint.exists):
         _restore(run, folder)
         return
-    if folder.ledger.exists():
+    if group.first(folder.ledger.exists):
         # The first checkpoint is written before the first question, so a run killed before it has asked nothing.
         run.ledger.hold()
-        if b'"row": "ask"' in folder.ledger.read_bytes():
-            raise LedgerError(f"{folder.ledger} exists but there is no checkpoint beside it to resume from")
-        folder.ledger.unlink()
+        group.first(lambda: _remove_unasked(folder))
         run.ledger.close()
     _open(run, folder, public)
+
+
+def _remove_unasked(folder: RunFolder) -> None:
+    if b'"row": "ask"' in folder.ledger.read_bytes():
+        raise LedgerError(f"{folder.ledger} exists but there is no checkpoint beside it to resume from")
+    folder.ledger.unlink()
 
 
 def saver(run: Persistent, folder: RunFolder) -> Callable[[], None]:

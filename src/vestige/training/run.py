@@ -16,12 +16,10 @@ from torch.utils.data import DataLoader
 
 from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget, Reserving
-from vestige.accounting.ledger import Ledger
 from vestige.balance import Constants
 from vestige.checks import check_steps
 from vestige.engines.independence import require_independent
 from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
-from vestige.engines.processes import require_one_process
 from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.recorded.recording import sizes_of
 from vestige.engines.registry import engine_by_name
@@ -39,6 +37,10 @@ from vestige.mechanism.moments import PrivateMoments, fill
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Scheduling, grouped
+from vestige.processes.group import ALONE, Processes
+from vestige.processes.ledger import ledger_of
+from vestige.processes.plan import digest_of, follow_first, processes, require_same_group, unwrapped
+from vestige.processes.sums import Sums
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import ARITHMETICS, NoiseSequence
 from vestige.randomness.keys import Randomness
@@ -52,6 +54,8 @@ from vestige.training.results import audited, last_diagnostics, selection, state
 from vestige.training.run_folder import RunFolder, paced
 from vestige.training.transcript import Transcript
 
+CHECKED_EVERY = 256
+"""Steps between two comparisons of the replicas of a model; the first steps are compared more often."""
 PRICED = ("poisson", "allocation", "truncated")
 """Samplings whose cost is shown at every step."""
 
@@ -141,56 +145,74 @@ def train(
     Formal guarantees: (epsilon, delta)-differential privacy of everything the iteration yields and of the final model,
     for adding or removing one example, under the assumptions listed in `training.guarantee().assumptions`.
     """
-    require_one_process(model)
-    require_independent(model)
-    if noise not in ARITHMETICS:
-        raise ValueError(f"noise={noise!r} is unknown; choose from {', '.join(ARITHMETICS)}")
-    check_physical_batch(physical_batch)
-    loading = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
-    if isinstance(data, DataLoader):
-        loading, sample_rate = _of_loader(data, loading, sample_rate, sampling)
-    if sample_rate is None:
-        raise ValueError("sample_rate=None: give the probability that an example joins a step, such as 256 / len(data)")
-    settings = Settings(
-        noise=noise,
-        physical_batch=physical_batch,
-        engine=engine,
-        loading=loading,
-        target=target,
-        scheduling=lr_scheduler,
-        groups=None if param_groups is None else grouped(param_groups, Layout.of(model).parameters(model)),
-        seed=reproducible,
-        public=public,
-        normalise=normalise,
-        evaluate=_evaluation(evaluate),
-        audit=audit,
-        transcript=None if nonprivate_transcript is None else Path(nonprivate_transcript),
-        nonprivate_logs=nonprivate_logs,
-    )
-    wanted = Request(
-        sample_rate=sample_rate,
-        steps=steps,
-        delta=delta,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        lr=lr,
-        sampling=sampling,
-        max_batch=max_batch,
-    )
-    chosen = build(method) if isinstance(method, str) else method
-    if not isinstance(chosen, Method):
-        raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
-    folder = RunFolder(out) if out is not None else None
-    constants: Constants | None = None
-    if resume and folder is not None:
-        public_facts = folder.request()["public"]
-        wanted = persistence.continued(wanted, public_facts)
-        constants = public_facts.get("balance")
-        if "arithmetic" not in public_facts:
-            settings = replace(settings, noise="float32")  # as in 0.1
-    training = Training(model, loss, data, chosen, wanted, settings, folder, constants)
+    model = unwrapped(model)
+    group = processes(next(model.parameters()).device)
+    group.agree({"resume": resume, "out": out is not None, "audit": audit})
+    follow_first(model, group)
+    folder = RunFolder(out, group) if out is not None else None
+    begun = group.first(lambda: folder.request()["public"]) if resume and folder is not None else None
+    shared = Shared(group, Randomness.shared(group.secret()), group.secret() % 2**62)
+
+    def prepared() -> Training:
+        require_independent(model)
+        if noise not in ARITHMETICS:
+            raise ValueError(f"noise={noise!r} is unknown; choose from {', '.join(ARITHMETICS)}")
+        check_physical_batch(physical_batch)
+        loading, rate = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory), sample_rate
+        if isinstance(data, DataLoader):
+            loading, rate = _of_loader(data, loading, rate, sampling)
+        if rate is None:
+            raise ValueError(
+                "sample_rate=None: give the probability that an example joins a step, such as 256 / len(data)"
+            )
+        settings = Settings(
+            noise="float32" if begun is not None and "arithmetic" not in begun else noise,  # as in 0.1
+            physical_batch=physical_batch,
+            engine=engine,
+            loading=loading,
+            target=target,
+            scheduling=lr_scheduler,
+            groups=None if param_groups is None else grouped(param_groups, Layout.of(model).parameters(model)),
+            seed=reproducible,
+            public=public,
+            normalise=normalise,
+            evaluate=_evaluation(evaluate),
+            audit=audit,
+            transcript=None if nonprivate_transcript is None else Path(nonprivate_transcript),
+            nonprivate_logs=nonprivate_logs,
+        )
+        wanted = Request(
+            sample_rate=rate,
+            steps=steps,
+            delta=delta,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            lr=lr,
+            sampling=sampling,
+            max_batch=max_batch,
+        )
+        chosen = build(method) if isinstance(method, str) else method
+        if not isinstance(chosen, Method):
+            raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
+        constants: Constants | None = None
+        if begun is not None:
+            wanted, constants = persistence.continued(wanted, begun), begun.get("balance")
+        return Training(model, loss, data, chosen, wanted, settings, folder, constants, shared)
+
+    training = group.together(prepared)
+    group.agree(training.agreed())
     training.open(resume, request or {})
     return training
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the processes of a run have in common; one process alone has it for itself."""
+
+    group: Processes
+    key: Randomness
+    canaries: int
+    """Where made-up rows are drawn from."""
 
 
 def _evaluation(asked: Any) -> PrivateEvaluation | None:
@@ -199,7 +221,7 @@ def _evaluation(asked: Any) -> PrivateEvaluation | None:
     return PrivateEvaluation() if asked == "private" else asked
 
 
-def _canaries(settings: Settings, method: Method, layout: Layout, device: Any) -> Canaries | None:
+def _canaries(settings: Settings, method: Method, layout: Layout, device: Any, key: int) -> Canaries | None:
     count = settings.audit
     if count is None:
         return None
@@ -211,7 +233,7 @@ def _canaries(settings: Settings, method: Method, layout: Layout, device: Any) -
             f"audit={count}: {method.name} publishes what its test accepts, and canaries are scored by all releases; "
             "leave audit out, or attack the method by `vestige audit`"
         )
-    return Canaries(count, layout, device)
+    return Canaries(count, layout, device, key)
 
 
 def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None, sampling: str) -> tuple[Loading, float]:
@@ -268,15 +290,20 @@ class Training:
         settings: Settings,
         folder: RunFolder | None,
         constants: Constants | None = None,
+        shared: Shared | None = None,
     ) -> None:
         """`constants` are those that balance the steps of a run that is resumed: they are of its own beginning."""
+        shared = shared or Shared(ALONE, Randomness.secret(), ALONE.secret() % 2**62)
+        self.group, self._shared = shared.group, shared
+        if self.group.several and settings.transcript is not None:
+            raise ValueError("nonprivate_transcript writes the raw sums of one process: train without torchrun for it")
         self.model, self.folder, self.settings, self._identity = model, folder, settings, method.identity
         self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples = examples
         if examples.form.names is not None:
             check_shifted(model, loss)
-        self.canaries = _canaries(settings, method, self.layout, examples.device)
+        self.canaries = _canaries(settings, method, self.layout, examples.device, shared.canaries)
         """Made-up rows, for an audit of this run."""
         self._population = examples.population + (settings.audit or 0)
         self.method = settled(replace(method, gate=method.gate.at(examples.population)), request)
@@ -287,7 +314,8 @@ class Training:
         self.plan: Plan = plan(model, self.layout, self.method, self._population, request, self._besides)
         self._sampling = sampling_of(self.method, request, self._population)
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
-        self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=settings.seed is not None)
+        replays_are_free = settings.seed is not None
+        self.ledger = ledger_of(self.group, folder.ledger if folder else None, replays_are_free=replays_are_free)
         self.curator, self._evaluator = self._curator_of(examples, loss, judged)
         self.private_accuracy: float | None = None
         """The noised share of right answers, once it was asked."""
@@ -340,13 +368,14 @@ class Training:
         if part == "auto":
             blank, population = examples.blank(), examples.population
             part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
-        key = Randomness.secret() if settings.seed is None else Randomness.reproducible(settings.seed)
+        key = self._shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
         charges, right = Charges(self.ledger.ask), right_answers(model, form)
         engine = make(model, loss, self.layout)
         prepare(next(model.parameters()).device)
         if isinstance(engine, Captured):
             most = getattr(self._sampling, "most", LARGEST_SUM)
-            engine.expect(sizes_of(examples.population, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
+            each = max(1, examples.population // self.group.size)
+            engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
         asked, answering = examples, engine
         if self.canaries is not None:
             asked = PlantedExamples(examples, self.canaries)  # type: ignore[assignment]
@@ -361,12 +390,31 @@ class Training:
             physical_batch=part,
             nonprivate_witness=self.transcript,
             noise=self.method.noise.start(rate, self.plan.steps, settings.noise),
-            comparisons=Comparisons(examples, key, charges, losses_of(model, loss, form), right, part),
+            comparisons=Comparisons(examples, key, charges, losses_of(model, loss, form), right, part, self.group),
+            sums=Sums(self.group),
         )
         if self.canaries is not None:
             observe = self.canaries.observe
             curator.observer = lambda answer: observe(answer.release.total, answer.release.noise_std)
-        return curator, None if judged is None else Evaluator(judged, key, charges, right)
+        return curator, None if judged is None else Evaluator(judged, key, charges, right, self.group)
+
+    def agreed(self) -> dict[str, Any]:
+        """What must be the same in every process of a run, before any of them asks."""
+        if not self.group.several:
+            return {}
+        return {
+            "the number of examples": self.curator.population,
+            **self._facts_of_the_run(),
+            "engine": self.settings.engine,
+            "reproducible": self.settings.seed,
+            "the budget": [self.plan.epsilon, self.plan.delta, self.plan.lr],
+            "the examples": self._examples.fingerprint(),
+        }
+
+    def _check_together(self, step: int) -> None:
+        """Together, now and then: replicas that have come apart would each train a model of its own."""
+        if self.group.several and (step & (step + 1) == 0 or step % CHECKED_EVERY == 0):
+            self.group.agree({f"the model after step {step}": digest_of(self.state.parameters.values())})
 
     def noise_from_here(self) -> NoiseSequence:
         """The noise of the steps that are left, begun anew."""
@@ -521,11 +569,15 @@ class Training:
         if self.transcript is not None:
             self.transcript.save()
         if self.folder is not None:
-            end = LedgerEnd(self.ledger.rows, self.ledger.head)
-            with self.averaged():
-                self.folder.finish(replace(result or self.result(), ledger=end).to_json(), self.model.state_dict())
-            self.ledger.finish(self.folder.hashes())
+            self.group.first(lambda: self._finish_folder(result))
         self.ledger.close()
+
+    def _finish_folder(self, result: RunResult | None) -> None:
+        assert self.folder is not None
+        end = LedgerEnd(self.ledger.rows, self.ledger.head)
+        with self.averaged():
+            self.folder.finish(replace(result or self.result(), ledger=end).to_json(), self.model.state_dict())
+        self.ledger.finish(self.folder.hashes())
 
     def _records(self) -> Generator[Record, None, None]:
         plan = self.plan
@@ -536,7 +588,8 @@ class Training:
         with contextlib.closing(self._examples):
             for record in run(self.state, self.method, self.curator, plan.noise_multiplier, plan.steps, self._public):
                 self._last = record
-                require_one_process(self.model)
+                require_same_group(self.group)
+                self._check_together(record.step)
                 if self.transcript is not None:
                     self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
                 yield replace(record, epsilon=self.spent())

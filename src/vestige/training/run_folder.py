@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vestige.files import make_folder, read_json, read_tensors, remove_unfinished, sha256, write_json, write_tensors
+from vestige.processes.group import ALONE, Processes
 from vestige.training.loop import Record
 
 Records = Generator[Record, None, None]
@@ -23,8 +24,9 @@ CHECKPOINT_AFTER = 0.5
 class RunFolder:
     """run.json (the request), ledger.jsonl, checkpoint.pt, records.jsonl and, at the end, result.json and model.pt."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, group: Processes = ALONE) -> None:
+        """Of a group, process 0 writes and reads for all."""
+        self.path, self._group = Path(path), group
 
     @property
     def ledger(self) -> Path:
@@ -40,6 +42,9 @@ class RunFolder:
 
     def create(self, request: dict[str, Any]) -> None:
         """Claim a new or empty folder for this run; a folder that holds anything else is refused."""
+        self._group.first(lambda: self._create(request))
+
+    def _create(self, request: dict[str, Any]) -> None:
         if self.path.is_dir():
             remove_unfinished(self.path)
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -55,10 +60,11 @@ class RunFolder:
         return request
 
     def save_checkpoint(self, content: dict[str, Any]) -> None:
-        write_tensors(self.checkpoint, content)
+        if self._group.rank == 0:
+            write_tensors(self.checkpoint, content)
 
     def load_checkpoint(self) -> dict[str, Any]:
-        content: dict[str, Any] = read_tensors(self.checkpoint)
+        content: dict[str, Any] = self._group.first(lambda: read_tensors(self.checkpoint))
         return content
 
     def finish(self, result: dict[str, Any], weights: dict[str, Any]) -> None:
@@ -81,6 +87,9 @@ class RunFolder:
 
         `extra` is read at every record: a consumer may put released quantities there (accuracy on public data).
         """
+        if self._group.rank != 0:
+            yield from records
+            return
         self._drop_records_from(from_step)
         with open(self.records, "a", buffering=1) as file, contextlib.closing(records):
             for record in records:
