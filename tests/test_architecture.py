@@ -21,8 +21,10 @@ ABOVE: dict[str, str] = {
     "accounting.samplings": "accounting",
     "accounting.lower_bounds": "",
     "randomness": "",
+    # What processes tell each other; of the ledger only what they share of it.
+    "processes": "accounting randomness",
     "mechanism.losses": "mechanism",
-    "mechanism": "randomness mechanism.losses",
+    "mechanism": "randomness mechanism.losses processes",
     "engines.per_example": "mechanism",
     "engines.rehearsal": "mechanism mechanism.losses engines.per_example",
     "engines": "mechanism mechanism.losses engines.per_example engines.rehearsal engines.recorded",
@@ -31,9 +33,9 @@ ABOVE: dict[str, str] = {
     "optim": "randomness mechanism mechanism.losses optim.optimizers",
     "methods": "randomness mechanism optim optim.optimizers",
     "tasks": "mechanism mechanism.losses",
-    "training": "accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
+    "training": "processes accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
     "methods tasks accounting.lower_bounds",
-    "privacy_engine": "accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
+    "privacy_engine": "processes accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
     "engines.recorded optim methods training",
     "integrations": "accounting mechanism training privacy_engine",
     "finetuning": "mechanism.losses methods tasks training integrations",
@@ -43,7 +45,7 @@ ABOVE: dict[str, str] = {
     # It attacks what the others build: the curator and the stack themselves, and runs of the training loop.
     "audit": "accounting accounting.lower_bounds randomness mechanism mechanism.losses engines optim methods tasks training "
     "compare.stacked",
-    "cli": "accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
+    "cli": "processes accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
     "cli.models audit",
     "cli.models": "cli accounting methods training integrations finetuning",
 }

@@ -15,18 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vestige.processes.group import ALONE, Group, Processes, answered, digest
+from vestige.processes.launch import launched
 
 _group: Group | None = None
-
-
-def launched() -> bool:
-    """Whether this is one of several processes that torchrun has started."""
-    return "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") not in ("", "1")
-
-
-def followed() -> bool:
-    """Whether another process of the same launch speaks for all of them."""
-    return launched() and os.environ["RANK"] != "0"
 
 
 def processes(device: torch.device | str | None = None) -> Processes:
