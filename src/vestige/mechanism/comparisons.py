@@ -35,8 +35,10 @@ class Comparisons:
         right: Scores,
         physical_batch: int | None = None,
         group: Processes = ALONE,
+        whole: Callable[[Parameters], Parameters] = lambda point: point,
     ) -> None:
-        self._group = group
+        """`whole` puts parameters together, where processes have parts of them."""
+        self._group, self._whole = group, whole
         self._examples, self._randomness, self._charges = examples, randomness, charges
         self._losses, self._right = losses, right
         self.physical_batch = physical_batch
@@ -101,6 +103,7 @@ class Comparisons:
     def _scores(self, scores: Scores, rows: Tensor, *models: Parameters) -> list[Tensor]:
         """SENSITIVE: each model's score of every row, all on the same examples, which are fetched once."""
         assert self._fetch is not None
+        models = tuple(self._whole(model) for model in models)
         if len(rows) == 0:
             return [torch.zeros(0, device=self._examples.device) for _ in models]
         fetched = (self._fetch(self.asked - 1, part) for part in self._parts(rows))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fractio
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import (
     LARGEST_SUM,
+    Batch,
     Clip,
     Flat,
     GradientEngine,
@@ -26,7 +28,8 @@ from vestige.mechanism.clipping import (
 )
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Examples
-from vestige.processes.sums import Sums
+from vestige.processes.shards import ShardedSum
+from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import Gaussian, Question, SampledGaussian
 from vestige.randomness import lattice
 from vestige.randomness.correlated import Independent, NoiseSequence
@@ -155,7 +158,7 @@ class Curator:
         """
         index = self._numbered(SampledGaussian(self._sampling.rate, multiplier), step, part, bound)
         sample = self._group.own(self._sampling.draw(self.population, index, self._randomness))
-        _, norms = self._sum(sample, parameters, Flat(bound), None, index)
+        _, norms = self._sum(sample, parameters, Flat(bound), None, index, multiplier)
         whole = torch.linalg.vector_norm(norms, dim=1)
         total = float(self._group.total(torch.where(whole.isfinite(), whole.clamp(max=bound), 0.0).sum()))
         return self._noised("norms", index, total, multiplier * bound) / self._sampling.rate
@@ -203,19 +206,54 @@ class Curator:
         return self.asked - 1
 
     def _sum(
-        self, sample: Tensor, parameters: Parameters, clip: Clip, transform: Transform | None, index: int
+        self,
+        sample: Tensor,
+        parameters: Parameters,
+        clip: Clip,
+        transform: Transform | None,
+        index: int,
+        multiplier: float,
     ) -> tuple[Tensor, Tensor]:
-        """SENSITIVE: the clipped sum over a sample, and every example's norms."""
-        running = RunningSum(self._layout.size, self._device)
+        """SENSITIVE: the clipped sum over a sample, and every example's norms; of a sharded model this process's rows of
+        the sum over all processes."""
+        batches = (batch for rows in self._parts(sample) for batch in self._fetch(index, rows))
         with self._model_randomness(index):
-            seen = [
-                self._engine(batch, parameters, clip, running.place(len(batch[0])), transform)
-                for rows in self._parts(sample)
-                for batch in self._fetch(index, rows)
-            ]
+            if isinstance(self._sums, ShardedSums):
+                running: Any = self._sums.sum(self._noise, self._sensitivity(clip)[0], multiplier, self._device)
+                seen = self._in_step(batches, parameters, clip, running, transform)
+            else:
+                running = RunningSum(self._layout.size, self._device)
+                seen = [
+                    self._engine(batch, parameters, clip, running.place(len(batch[0])), transform) for batch in batches
+                ]
         norms = torch.cat(seen)
         self.nonprivate_broken_examples += norms.isinf().any(dim=1).sum()
         return running.total(), norms
+
+    def _in_step(
+        self,
+        batches: Iterator[Batch],
+        parameters: Parameters,
+        clip: Clip,
+        running: ShardedSum,
+        transform: Transform | None,
+    ) -> list[Tensor]:
+        """Together: every process's batches, as many rounds as the one with the most of them has."""
+        engine, shards = self._engine, self._sums.shards  # type: ignore[attr-defined]
+        seen = [torch.zeros(0, self._layout.groups, dtype=torch.float64, device=self._device)]
+        with shards.filled():
+            engine.meet(parameters, transform, self._examples.blank())  # type: ignore[attr-defined]
+            while True:
+                batch = next(batches, None)
+                empty = batch is None or not len(batch[0])
+                if not self._group.any(batch is not None):
+                    break
+                if empty or batch is None:
+                    running.nothing()
+                else:
+                    seen.append(engine(batch, parameters, clip, running.place(len(batch[0])), transform))  # type: ignore[arg-type]
+            engine.part()  # type: ignore[attr-defined]
+        return seen
 
     def _answer(
         self,
@@ -227,9 +265,9 @@ class Curator:
         index: int,
         again: str = "",
     ) -> Release:
-        total, norms = self._sum(sample, parameters, clip, transform, index)
-        unclipped = self._unclipped(clip, norms, multiplier, index)
-        multiplier = clip.gradient_multiplier(multiplier, self.expected_batch)
+        whole, multiplier = multiplier, clip.gradient_multiplier(multiplier, self.expected_batch)
+        total, norms = self._sum(sample, parameters, clip, transform, index, multiplier)
+        unclipped = self._unclipped(clip, norms, whole, index)
         witness, sensitivity = self._nonprivate_witness, self._sensitivity(clip)[0]
         before = total if witness is None else total.clone()
         released, std, noise = self._sums.noised(
@@ -245,7 +283,8 @@ class Curator:
         if witness is not None:
             assert noise is not None
             witness(before, noise)
-        return Release(released, std, self.expected_batch, self._sampling.rate, unclipped)
+        divided = self._sums if isinstance(self._sums, ShardedSums) else None
+        return Release(released, std, self.expected_batch, self._sampling.rate, unclipped, divided)
 
     def _own(self, purpose: str) -> str:
         """A stream of this process: what it draws is about its own examples."""

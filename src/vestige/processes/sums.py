@@ -7,12 +7,14 @@ noise what is added up are integers, so the total does not depend on the order o
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vestige.processes.group import ALONE, Processes
+from vestige.processes.shards import Shards, ShardedSum
 from vestige.randomness import lattice
 from vestige.randomness.correlated import NoiseSequence
 from vestige.randomness.gaussian import normal
@@ -91,3 +93,67 @@ def padded(vector: Tensor, multiple: int) -> Tensor:
     longer = vector.new_zeros(len(vector) + missing)
     longer[: len(vector)] = vector
     return longer
+
+
+@dataclass(frozen=True)
+class ShardedSums(Sums):
+    """Makes this process's parts of releases, of a sum whose parts the processes have already."""
+
+    shards: Shards | None = None
+
+    def noised(
+        self,
+        total: Tensor,
+        sensitivity: float | Tensor,
+        noise: NoiseSequence,
+        multiplier: float,
+        randomness: Randomness,
+        purpose: str,
+        index: int,
+        *,
+        nonprivate_keep: bool = False,
+    ) -> tuple[Tensor, float | Tensor, Tensor | None]:
+        """This process's part of the noised sum, and the standard deviation of its coordinates. `total` is its part of
+        the sum over all processes, in steps of the lattice or as numbers, and is used up.
+
+        Formal guarantees: as `Sums.noised`. The parts of a sum are rounded `FINER` than the lattice and the total to
+        it, so that neighbouring totals differ by at most one step more than their sums, whatever the number of parts.
+        """
+        assert not nonprivate_keep, "whoever asks for raw sums trains in one process"
+        cut = self.cut(0, randomness)
+        here = cut.of(sensitivity) if isinstance(sensitivity, Tensor) else sensitivity
+        stream = self._stream(randomness, purpose, index, noise.keeps)
+        if noise.arithmetic == "lattice":
+            return *lattice.add_noise_to_steps(total, BoundedSum(total, here, cut), multiplier, stream), None
+        std, _ = noise.add(BoundedSum(total, here, cut), multiplier, stream)
+        return total, std, None
+
+    def cut(self, size: int, randomness: Randomness) -> Cut:
+        assert self.shards is not None
+        return self.shards.cut(common=randomness.predictable)
+
+    def sum(
+        self, noise: NoiseSequence, sensitivity: float | Tensor, multiplier: float, device: torch.device
+    ) -> ShardedSum:
+        """Where the gradients of a question are put, which is noised so."""
+        assert self.shards is not None
+        whole = BoundedSum(torch.zeros(0), sensitivity, self.shards.cut(common=False))
+        exact = noise.arithmetic == "lattice"
+        return ShardedSum(self.shards, lattice.spacing_of(whole, multiplier) if exact else None, device)
+
+    # --- of what a release is a part ---
+
+    @property
+    def size(self) -> int:
+        assert self.shards is not None
+        return self.shards.size
+
+    def total(self, numbers: Tensor) -> Tensor:
+        return self.group.total(numbers)
+
+    def mine(self, number: int) -> bool:
+        return number % self.group.size == self.group.rank
+
+    def one_by_one(self, point: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        assert self.shards is not None
+        return self.shards.one_by_one(point)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +51,25 @@ class BoundedSum:
         return self.total.shape[-1] if self.cut is None else self.cut.size
 
 
+class Divided(Protocol):
+    """A release of which each process has a part. All of them call it, in the same order."""
+
+    size: int
+    """The number of coordinates of the whole."""
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """The numbers of all processes added up."""
+        ...
+
+    def mine(self, number: int) -> bool:
+        """Whether the work with this number is this process's."""
+        ...
+
+    def one_by_one(self, point: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Whole parameters, one after the other, from those parts of them that each process has."""
+        ...
+
+
 @dataclass(frozen=True)
 class Release:
     """A noised sum: safe to log, keep and step on. `expected_batch` is the public divisor that makes it a mean."""
@@ -61,13 +81,21 @@ class Release:
     """The probability with which an example took part: an epoch is 1 / sample_rate releases."""
     unclipped: float | None = None
     """The noised fraction of examples that the clip left alone, where the clip counts them."""
+    divided: Divided | None = None
+    """Whose part this is, where processes have parts of a release; None where it is whole."""
+
+    def totalled(self, sums: Tensor) -> Tensor:
+        """Sums over coordinates, from those over the coordinates at hand."""
+        return sums if self.divided is None else self.divided.total(sums)
 
     @property
     def noise_norm(self) -> float | Tensor:
         """The root mean square norm of the noise in `total`, [...]; on the device, where the deviations are."""
-        size = self.total.shape[-1]
+        size = self.total.shape[-1] if self.divided is None else self.divided.size
         if not isinstance(self.noise_std, Tensor):
             return float(self.noise_std * size**0.5)
+        if self.divided is not None:
+            return self.totalled(self.noise_std.double().square().sum()).sqrt()
         if self.noise_std.shape[-1] == size:
             return torch.linalg.vector_norm(self.noise_std, dim=-1)
         return self.noise_std.squeeze(-1) * size**0.5  # one deviation for all coordinates of each run

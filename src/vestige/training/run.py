@@ -23,9 +23,10 @@ from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.recorded.recording import sizes_of
 from vestige.engines.registry import engine_by_name
+from vestige.engines.sharded import Sharded
 from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
-from vestige.mechanism.clipping import LARGEST_SUM, Loss
+from vestige.mechanism.clipping import LARGEST_SUM, Loss, Parameters
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.evaluation import Evaluator, PrivateEvaluation
@@ -39,8 +40,9 @@ from vestige.methods.registry import build
 from vestige.optim.rules import Scheduling, grouped
 from vestige.processes.group import ALONE, Processes
 from vestige.processes.ledger import ledger_of
-from vestige.processes.plan import digest_of, follow_first, processes, require_same_group, unwrapped
-from vestige.processes.sums import Sums
+from vestige.processes.plan import digest_of, follow_first, processes, require_same_group, sharded, unwrapped
+from vestige.processes.shards import Shards
+from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import ARITHMETICS, NoiseSequence
 from vestige.randomness.keys import Randomness
@@ -147,14 +149,21 @@ def train(
     """
     model = unwrapped(model)
     group = processes(next(model.parameters()).device)
-    group.agree({"resume": resume, "out": out is not None, "audit": audit})
-    follow_first(model, group)
+    group.agree({"resume": resume, "out": out is not None, "audit": audit, "sharded": sharded(model)})
+    shards = None
+    if sharded(model):
+        shards = group.together(lambda: shards_of(model, group))
+        shards.fill()
+    else:
+        follow_first(model, group)
     folder = RunFolder(out, group) if out is not None else None
     begun = group.first(lambda: folder.request()["public"]) if resume and folder is not None else None
-    shared = Shared(group, Randomness.shared(group.secret()), group.secret() % 2**62)
+    shared = Shared(group, Randomness.shared(group.secret()), group.secret() % 2**62, shards)
 
     def prepared() -> Training:
         require_independent(model)
+        if shards is not None:
+            _check_shardable(engine, audit, param_groups)
         if noise not in ARITHMETICS:
             raise ValueError(f"noise={noise!r} is unknown; choose from {', '.join(ARITHMETICS)}")
         check_physical_batch(physical_batch)
@@ -200,6 +209,8 @@ def train(
         return Training(model, loss, data, chosen, wanted, settings, folder, constants, shared)
 
     training = group.together(prepared)
+    if shards is not None:
+        shards.empty()
     group.agree(training.agreed())
     training.open(resume, request or {})
     return training
@@ -213,6 +224,47 @@ class Shared:
     key: Randomness
     canaries: int
     """Where made-up rows are drawn from."""
+    shards: Shards | None = None
+    """How the model is divided among them; None where each has all of it."""
+
+
+def _check_shardable(engine: str, audit: int | None, param_groups: Any) -> None:
+    """Refuse what is not there for sharded models."""
+    for name, value, usual in (("engine", engine, "bookkeeping"), ("audit", audit, None), ("param_groups", param_groups, None)):
+        if value != usual:
+            raise ValueError(
+                f"{name}: not for a sharded model, of which each process has some rows; leave it out, or train replicas "
+                "(without fully_shard)"
+            )
+
+
+def _check_method_shardable(method: Method) -> None:
+    parts = {"memory": method.memory, "probe": method.probe, "rule": method.rule, "clip": method.clip}
+    wrong = [name for name, part in parts.items() if not getattr(part, "shardable", False)]
+    if method.augment is not None:
+        wrong.append("augment")
+    if wrong:
+        what = getattr(parts.get(wrong[0]), "name", None) or type(parts.get(wrong[0], method.augment)).__name__
+        raise ValueError(
+            f"method={method.name!r}: its {wrong[0]} ({what}) needs whole tensors, and of a sharded model each process "
+            "has some rows: train replicas (without fully_shard), or choose another method"
+        )
+
+
+def _as_it_is(point: Parameters) -> Parameters:
+    return point
+
+
+def _filled_whole(shards: Shards, point: Parameters) -> Parameters:
+    """Together: a point put together, in a skeleton whose frozen parameters are there too."""
+    shards.fill()
+    return {name: value.clone() for name, value in shards.whole(point).items()}
+
+
+def shards_of(model: nn.Module, group: Processes) -> Shards:
+    if not group.several:
+        raise ValueError("model: its parameters are sharded, but there is no process group: start it by torchrun")
+    return Shards(model, group)
 
 
 def _evaluation(asked: Any) -> PrivateEvaluation | None:
@@ -297,7 +349,13 @@ class Training:
         self.group, self._shared = shared.group, shared
         if self.group.several and settings.transcript is not None:
             raise ValueError("nonprivate_transcript writes the raw sums of one process: train without torchrun for it")
-        self.model, self.folder, self.settings, self._identity = model, folder, settings, method.identity
+        self.shards = shards = shared.shards
+        if shards is not None:
+            _check_method_shardable(method)
+            sharded_model, model = model, shards.skeleton
+        else:
+            sharded_model = model
+        self.model, self.folder, self.settings, self._identity = sharded_model, folder, settings, method.identity
         self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples = examples
@@ -316,6 +374,7 @@ class Training:
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
         replays_are_free = settings.seed is not None
         self.ledger = ledger_of(self.group, folder.ledger if folder else None, replays_are_free=replays_are_free)
+        own = self.layout if shards is None else shards.lay_out(self.layout)
         self.curator, self._evaluator = self._curator_of(examples, loss, judged)
         self.private_accuracy: float | None = None
         """The noised share of right answers, once it was asked."""
@@ -324,7 +383,9 @@ class Training:
             raise ValueError(
                 f"param_groups: {method.rule.name} takes the noise of all parameters in their order; leave them out"
             )
-        self.state = TrainingState(model, self.method, self.layout, self.plan.lr, groups=groups, scheduling=scheduling)
+        self.state = TrainingState(
+            model, self.method, own, self.plan.lr, groups=groups, scheduling=scheduling, shards=shards
+        )
         adaptive = self.method.gate.adaptive
         self.facts = accounting.Facts(
             sampling=self._sampling.kind,
@@ -335,7 +396,7 @@ class Training:
             schedule="filtered" if adaptive else "fixed",
             filter_epsilon=self.plan.epsilon if adaptive else None,
         )
-        seen = partial(accuracy, model, settings.public) if settings.public is not None else None
+        seen = partial(accuracy, sharded_model, settings.public) if settings.public is not None else None
         self._public = Public(self._charged, seen)
         self.log: dict[str, Any] = {}
         """Released quantities put here while a record is being consumed are written beside it."""
@@ -362,9 +423,10 @@ class Training:
         return self._first if self._last_question is None else (*self._first, self._last_question)
 
     def _curator_of(self, examples: Examples, loss: Loss, judged: Examples | None) -> tuple[Curator, Evaluator | None]:
-        settings, model, rate = self.settings, self.model, self.plan.sample_rate
+        settings, rate, shards = self.settings, self.plan.sample_rate, self.shards
+        model = self.model if shards is None else shards.skeleton
         form, part = examples.form, settings.physical_batch
-        make = partial(engine_by_name(settings.engine), form=form)
+        make = partial(engine_by_name("unrecorded" if shards is not None else settings.engine), form=form)
         if part == "auto":
             blank, population = examples.blank(), examples.population
             part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
@@ -377,6 +439,10 @@ class Training:
             each = max(1, examples.population // self.group.size)
             engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
         asked, answering = examples, engine
+        sums, whole = Sums(self.group), _as_it_is
+        if shards is not None:
+            answering = Sharded(engine, shards)  # type: ignore[arg-type,assignment]
+            sums, whole = ShardedSums(self.group, shards), partial(_filled_whole, shards)
         if self.canaries is not None:
             asked = PlantedExamples(examples, self.canaries)  # type: ignore[assignment]
             answering = PlantedEngine(engine, self.canaries)  # type: ignore[assignment]
@@ -390,8 +456,8 @@ class Training:
             physical_batch=part,
             nonprivate_witness=self.transcript,
             noise=self.method.noise.start(rate, self.plan.steps, settings.noise),
-            comparisons=Comparisons(examples, key, charges, losses_of(model, loss, form), right, part, self.group),
-            sums=Sums(self.group),
+            comparisons=Comparisons(examples, key, charges, losses_of(model, loss, form), right, part, self.group, whole),
+            sums=sums,
         )
         if self.canaries is not None:
             observe = self.canaries.observe
@@ -413,7 +479,7 @@ class Training:
 
     def _check_together(self, step: int) -> None:
         """Together, now and then: replicas that have come apart would each train a model of its own."""
-        if self.group.several and (step & (step + 1) == 0 or step % CHECKED_EVERY == 0):
+        if self.group.several and self.shards is None and (step & (step + 1) == 0 or step % CHECKED_EVERY == 0):
             self.group.agree({f"the model after step {step}": digest_of(self.state.parameters.values())})
 
     def noise_from_here(self) -> NoiseSequence:
@@ -569,14 +635,15 @@ class Training:
         if self.transcript is not None:
             self.transcript.save()
         if self.folder is not None:
-            self.group.first(lambda: self._finish_folder(result))
+            with self.averaged():
+                weights = self.model.state_dict() if self.shards is None else self.shards.weights()
+            self.group.first(lambda: self._finish_folder(result, weights))
         self.ledger.close()
 
-    def _finish_folder(self, result: RunResult | None) -> None:
+    def _finish_folder(self, result: RunResult | None, weights: dict[str, Any]) -> None:
         assert self.folder is not None
         end = LedgerEnd(self.ledger.rows, self.ledger.head)
-        with self.averaged():
-            self.folder.finish(replace(result or self.result(), ledger=end).to_json(), self.model.state_dict())
+        self.folder.finish(replace(result or self.result(), ledger=end).to_json(), weights)
         self.ledger.finish(self.folder.hashes())
 
     def _records(self) -> Generator[Record, None, None]:
@@ -602,6 +669,8 @@ class Training:
             return
         with self.averaged():
             point = {name: p.detach() for name, p in self.state.parameters.items()}
+            if self.shards is not None:
+                point = _filled_whole(self.shards, point)
             rows = self.curator.physical_batch or LARGEST_SUM
             self.private_accuracy = self._evaluator.accuracy(
                 point, self._last_question, step=self.state.step, rows=rows
