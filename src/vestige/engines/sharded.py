@@ -1,5 +1,7 @@
-"""How are the gradients of a sharded model computed? By the fast engine, on whole parameters, which are put together for
-the length of a question."""
+"""How are the gradients of a sharded model computed? By the fast engine, on whole parameters.
+
+They are put together for the length of a question.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.mechanism.clipping import Batch, Clip, Parameters, Transform
 from vestige.mechanism.transforms import terms_of
-from vestige.processes.shards import Shards, ShardedSum
+from vestige.processes.shards import ShardedSum, Shards
 
 
 class Sharded:

@@ -29,7 +29,7 @@ from vestige.mechanism.clipping import (
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Examples
 from vestige.processes.shards import ShardedSum
-from vestige.processes.sums import ShardedSums, Sums
+from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
 from vestige.questions import Gaussian, Question, SampledGaussian
 from vestige.randomness import lattice
 from vestige.randomness.correlated import Independent, NoiseSequence
@@ -72,7 +72,7 @@ class Curator:
         nonprivate_witness: Witness | None = None,
         noise: NoiseSequence | None = None,
         comparisons: Comparisons | None = None,
-        sums: Sums = Sums(),
+        sums: Sums = BY_ITSELF,
     ) -> None:
         """`sums` adds up and noises what the processes of a group have summed, each over its own examples; all of them
         ask the same questions in the same order."""
@@ -214,8 +214,8 @@ class Curator:
         index: int,
         multiplier: float,
     ) -> tuple[Tensor, Tensor]:
-        """SENSITIVE: the clipped sum over a sample, and every example's norms; of a sharded model this process's rows of
-        the sum over all processes."""
+        """SENSITIVE: the clipped sum over a sample, and every example's norms; of a sharded model, this process's rows
+        of the sum over all processes."""
         batches = (batch for rows in self._parts(sample) for batch in self._fetch(index, rows))
         with self._model_randomness(index):
             if isinstance(self._sums, ShardedSums):

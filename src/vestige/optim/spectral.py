@@ -189,7 +189,9 @@ class Spectral:
             kept = state["awaited"][begun // every % slots].split(state["lengths"])
             found = find({n: part.view_as(p) for (n, p), part in zip(parameters.items(), kept, strict=True)})
         if count % every == 0:
-            torch.cat([p.detach().reshape(-1) for p in parameters.values()], out=state["awaited"][count // every % slots])
+            torch.cat(
+                [p.detach().reshape(-1) for p in parameters.values()], out=state["awaited"][count // every % slots]
+            )
         return found
 
     def tempering(self, exponents: Tensor) -> Tensor:

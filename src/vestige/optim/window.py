@@ -127,7 +127,13 @@ def recall(
 
 
 def fused(ring: Ring) -> bool:
-    return ring.totalled is None and ring.past.is_cuda and ring.past.dim() == 2 and ring.depth <= MOST_ROWS and triton_available()
+    return (
+        ring.totalled is None
+        and ring.past.is_cuda
+        and ring.past.dim() == 2
+        and ring.depth <= MOST_ROWS
+        and triton_available()
+    )
 
 
 def at_once(ring: Ring) -> bool:

@@ -173,7 +173,7 @@ class PrivacyEngine:
         wrapper, module = module, unwrapped(module)
         group = self._join(module)
 
-        def checked() -> tuple[Method, Optimizer, PhysicalBatch, Sampling, Parts]:
+        def checked() -> tuple[Method, Optimizer, int | None, Sampling, Parts]:
             check_number("noise_multiplier", noise_multiplier, finite=False)
             check_number("max_grad_norm", max_grad_norm)
             check_multiplier(noise_multiplier)
@@ -186,14 +186,15 @@ class PrivacyEngine:
             require_unprepared()
             require_independent(module)
             require_covered(module, optimizer)
-            moves, size = inner(optimizer), max_physical_batch_size
+            moves = inner(optimizer)
             check_loader(data_loader)
-            check_physical_batch(size, "max_physical_batch_size")
-            if steps_per_batch > 1 and size is not None:
+            check_physical_batch(max_physical_batch_size, "max_physical_batch_size")
+            if steps_per_batch > 1 and max_physical_batch_size is not None:
                 raise ValueError(
                     "steps_per_batch and max_physical_batch_size: take several steps on whole batches only"
                 )
             chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
+            size = max_physical_batch_size
             if size == "auto":
                 size = _largest_part(module, data_loader, chosen)
             with renamed({"bound": "max_grad_norm"}):
@@ -226,7 +227,7 @@ class PrivacyEngine:
         layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch, moves)
         largest = min(filter(None, (physical_batch, max_batch)), default=None)
         each = max(1, people // group.size)
-        sizes = sizes_of(each, rate, largest) if poisson_sampling else [expected]  # type: ignore[arg-type]
+        sizes = sizes_of(each, rate, largest) if poisson_sampling else [expected]
         recorded = sizes if self._record else ()
         planted = None
         if self._audit is not None:
@@ -255,7 +256,7 @@ class PrivacyEngine:
                 data_loader,
                 drawn,
                 self._randomness,
-                physical_batch,  # type: ignore[arg-type]
+                physical_batch,
                 parts,
                 self._audit or 0,
                 group,

@@ -23,7 +23,7 @@ from vestige.optim.rules import balanced
 from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes
 from vestige.processes.plan import digest_of, require_same_group
-from vestige.processes.sums import Sums
+from vestige.processes.sums import BY_ITSELF, Sums
 from vestige.questions import SampledGaussian
 from vestige.randomness.correlated import Independent
 from vestige.randomness.keys import Randomness
@@ -91,7 +91,7 @@ class PrivateSteps:
         ledger: Ledger,
         randomness: Randomness,
         arithmetic: str,
-        sums: Sums = Sums(),
+        sums: Sums = BY_ITSELF,
     ) -> None:
         self._sums = sums
         self._noise = Independent(arithmetic)

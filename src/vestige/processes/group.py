@@ -133,7 +133,7 @@ class Group:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         limit = timedelta(seconds=time_limit())
         with answered():
-            self._words = dist.new_group(backend="gloo", timeout=limit)
+            self.words: Any = dist.new_group(backend="gloo", timeout=limit)
         self.sent = 0
         """Bytes of vectors that this process has sent so far, where collectives are rings: for measurements."""
 
@@ -184,7 +184,7 @@ class Group:
         mine = torch.tensor(numbers, dtype=torch.int64)
         found = torch.empty(self.size * len(numbers), dtype=torch.int64)
         with answered():
-            _gather(found, mine, self._words)
+            _gather(found, mine, self.words)
         return found.view(self.size, -1).tolist()  # type: ignore[no-any-return]
 
     def any(self, holds: bool) -> bool:
@@ -194,7 +194,7 @@ class Group:
         flat = numbers.detach().double().cpu().reshape(-1).contiguous()
         found = torch.empty(self.size * len(flat), dtype=torch.float64)
         with answered():
-            _gather(found, flat, self._words)
+            _gather(found, flat, self.words)
         summed = found.view(self.size, -1)[0].clone()
         for row in found.view(self.size, -1)[1:]:
             summed += row
@@ -235,21 +235,21 @@ class Group:
     def _sendable(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """The tensor where a group can take it, and that group."""
         if tensor.device.type == "cpu":
-            return tensor, self._words
+            return tensor, self.words
         if "nccl" in str(dist.get_backend(self.world)):
             return tensor, self.world
-        return tensor.cpu(), self._words
+        return tensor.cpu(), self.words
 
     def _said(self, value: Any) -> Any:
         box = [value]
         with answered():
-            dist.broadcast_object_list(box, 0, group=self._words)
+            dist.broadcast_object_list(box, 0, group=self.words)
         return box[0]
 
     def _all(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
         with answered():
-            dist.all_gather_object(found, value, group=self._words)
+            dist.all_gather_object(found, value, group=self.words)
         return found
 
 

@@ -243,7 +243,7 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     def plain(module: nn.Module) -> nn.Module:
         if id(module) in made:
             return made[id(module)]
-        kind = next(kind for kind in type(module).__mro__ if not _of_fsdp(kind))
+        kind: Any = next(kind for kind in type(module).__mro__ if not _of_fsdp(kind))
         twin: nn.Module = kind.__new__(kind)
         twin.__dict__ = copy.copy(module.__dict__)
         made[id(module)] = twin

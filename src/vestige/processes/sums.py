@@ -1,8 +1,8 @@
 """How do the sums of several processes become one noised sum? Added up part by part, each noised once by its owner.
 
 Each process clips the gradients of its own examples and adds them up. Of the total each gets one part (a
-reduce-scatter), adds the noise of its coordinates, and gives the noised part to the others (an all-gather). With lattice
-noise what is added up are integers, so the total does not depend on the order of the processes.
+reduce-scatter), adds the noise of its coordinates, and gives the noised part to the others (an all-gather). With
+lattice noise what is added up are integers, so the total does not depend on the order of the processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vestige.processes.group import ALONE, Processes
-from vestige.processes.shards import Shards, ShardedSum
+from vestige.processes.shards import ShardedSum, Shards
 from vestige.randomness import lattice
 from vestige.randomness.correlated import NoiseSequence
 from vestige.randomness.gaussian import normal
@@ -83,6 +83,10 @@ class Sums:
     def _stream(self, randomness: Randomness, purpose: str, index: int, continues: bool) -> Stream:
         own = purpose if randomness.predictable else f"{purpose}/{self.group.rank}"
         return randomness.stream(own, index, continues=continues)
+
+
+BY_ITSELF = Sums()
+"""Of one process alone."""
 
 
 def padded(vector: Tensor, multiple: int) -> Tensor:

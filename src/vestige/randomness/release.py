@@ -31,7 +31,6 @@ class Cut:
         return torch.cat([*parts, whole.new_zeros(missing)]) if missing or len(parts) != 1 else parts[0]
 
 
-
 @dataclass(frozen=True)
 class BoundedSum:
     """SENSITIVE: a sum over examples before noise. Only clipping, noise and the curator ever see one.
@@ -54,8 +53,10 @@ class BoundedSum:
 class Divided(Protocol):
     """A release of which each process has a part. All of them call it, in the same order."""
 
-    size: int
-    """The number of coordinates of the whole."""
+    @property
+    def size(self) -> int:
+        """The number of coordinates of the whole."""
+        ...
 
     def total(self, numbers: Tensor) -> Tensor:
         """The numbers of all processes added up."""

@@ -230,11 +230,15 @@ class Shared:
 
 def _check_shardable(engine: str, audit: int | None, param_groups: Any) -> None:
     """Refuse what is not there for sharded models."""
-    for name, value, usual in (("engine", engine, "bookkeeping"), ("audit", audit, None), ("param_groups", param_groups, None)):
+    for name, value, usual in (
+        ("engine", engine, "bookkeeping"),
+        ("audit", audit, None),
+        ("param_groups", param_groups, None),
+    ):
         if value != usual:
             raise ValueError(
-                f"{name}: not for a sharded model, of which each process has some rows; leave it out, or train replicas "
-                "(without fully_shard)"
+                f"{name}: not for a sharded model, of which each process has some rows; leave it out, or train "
+                "replicas (without fully_shard)"
             )
 
 
@@ -456,7 +460,9 @@ class Training:
             physical_batch=part,
             nonprivate_witness=self.transcript,
             noise=self.method.noise.start(rate, self.plan.steps, settings.noise),
-            comparisons=Comparisons(examples, key, charges, losses_of(model, loss, form), right, part, self.group, whole),
+            comparisons=Comparisons(
+                examples, key, charges, losses_of(model, loss, form), right, part, self.group, whole
+            ),
             sums=sums,
         )
         if self.canaries is not None:
@@ -557,7 +563,11 @@ class Training:
         records = self._records()
         if self.folder is None:
             return records
-        return self.folder.log(paced(records, persistence.saver(self, self.folder)), self.state.step, self.log)
+        save, decided = persistence.saver(self, self.folder), self._first_decides if self.shards is not None else bool
+        return self.folder.log(paced(records, save, decided), self.state.step, self.log)
+
+    def _first_decides(self, holds: bool) -> bool:
+        return bool(self.group.told(int(holds))[0][0])
 
     def guarantee(self) -> accounting.Guarantee:
         """The guarantee of everything released so far."""

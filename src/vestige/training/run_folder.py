@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -63,6 +64,12 @@ class RunFolder:
         if self._group.rank == 0:
             write_tensors(self.checkpoint, content)
 
+    def remove_all_but(self, kept: str, prefix: str) -> None:
+        """Remove what earlier checkpoints have left in folders of this prefix."""
+        for path in self.path.glob(f"{prefix}*"):
+            if path.name != kept:
+                shutil.rmtree(path, ignore_errors=True)
+
     def load_checkpoint(self) -> dict[str, Any]:
         content: dict[str, Any] = self._group.first(lambda: read_tensors(self.checkpoint))
         return content
@@ -110,11 +117,14 @@ class RunFolder:
         self.records.write_text("".join(kept))
 
 
-def paced(records: Iterator[Record], save: Callable[[], None]) -> Generator[Record, None, None]:
+def paced(
+    records: Iterator[Record], save: Callable[[], None], decided: Callable[[bool], bool] = bool
+) -> Generator[Record, None, None]:
     """Pass records through, saving a checkpoint whenever all saving stays a small share of the time since the start.
 
     The last save is at the end, or where the consumer stops: breaking out of a loop loses nothing. An error inside a
-    step saves nothing, since its state may be half updated.
+    step saves nothing, since its state may be half updated. `decided` makes one decision of those of several processes,
+    where all of them save.
     """
     begin = time.perf_counter()
     cost = spent = 0.0
@@ -128,7 +138,7 @@ def paced(records: Iterator[Record], save: Callable[[], None]) -> Generator[Reco
                 return
             yield record
             now = time.perf_counter()
-            if now - begin > CHECKPOINT_AFTER and spent + cost < CHECKPOINT_SHARE * (now - begin):
+            if decided(now - begin > CHECKPOINT_AFTER and spent + cost < CHECKPOINT_SHARE * (now - begin)):
                 save()
                 cost = time.perf_counter() - now
                 spent += cost
