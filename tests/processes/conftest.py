@@ -1,4 +1,4 @@
-"""What do tests of several processes share? Two of them, and four, started once for each file."""
+"""What do tests of several processes share? Two of them, and four, started once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from process_gang import Gang
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two() -> Iterator[Gang]:
     gang = Gang(2)
     yield gang
     gang.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four() -> Iterator[Gang]:
     gang = Gang(4)
     yield gang

@@ -14,7 +14,7 @@ from process_gang import METHODS
 OTHERS = {
     "by layers": {"method": process_gang.by_layers},
     "quantile": {"method": "dp-quantile"},
-    "importance": {"method": "dpis", "kinds": ("replicated",)},
+    "importance": {"method": "dp-is", "kinds": ("replicated",)},
     "float32": {"noise": "float32"},
     "in parts": {"method": "fo-dp-sgd", "physical_batch": 3},
     "allocation": {"sampling": "allocation"},

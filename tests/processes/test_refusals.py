@@ -23,15 +23,12 @@ APART = {
     "seed": ([{"reproducible": 1}, {"reproducible": 2}], "reproducible is 2 in process 1"),
     "method": ([{"method": "dp-sgd"}, {"method": "disk"}], "method is"),
     "one is wrong": ([{}, {"sample_rate": 2.0}], "sample_rate=2.0"),
-    "sharding": ([{}, {"kind": "sharded"}], "sharded is true in process 1 and false in process 0"),
 }
 
 
 @pytest.mark.parametrize("case", APART)
 def test_processes_that_disagree(two, case):
     each, words = APART[case]
-    if case == "sharding":  # fully_shard itself is a matter of all processes
-        pytest.skip("fully_shard in one process alone waits for the others")
     found = two(process_gang.train, each=each)
     for answer in found:
         assert isinstance(answer, process_gang.Failed), answer

@@ -134,7 +134,7 @@ def require_unprepared() -> None:
     """Accelerate hands every process other batches of a loader; here each draw is divided among all processes."""
     accelerate = sys.modules.get("accelerate.state")
     state = {} if accelerate is None else accelerate.PartialState._shared_state
-    several = state.get("_num_processes", state.get("num_processes", 1)) if state else 1
+    several = state.get("num_processes", 1)
     if several > 1:
         raise ValueError(
             f"Accelerate runs {several} processes: private training through Accelerate runs in one process here. With "

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from vestige.processes.group import answered
 from vestige.processes.shards import Shards
@@ -38,6 +36,8 @@ def save(folder: Path, content: Mapping[str, Any], shards: Shards) -> dict[str, 
         for name, piece in _pieces(tensor, names, tuple(lead), shards).items():
             found[f"{key}/{name}"] = _divided(piece, name, tuple(lead), shards)
         return {MARK: names, "key": key, "lead": list(lead), "kind": str(tensor.dtype), "flat": _flat(path)}
+
+    from torch.distributed import checkpoint as dcp  # here: it takes a second to import, and few runs are sharded
 
     left = _walked(dict(content), (), mark)
     with answered():
@@ -64,6 +64,8 @@ def load(folder: Path, left: Mapping[str, Any], shards: Shards) -> dict[str, Any
         return whole
 
     filled: list[tuple[Tensor, Mapping[str, Any], list[str], tuple[int, ...]]] = []
+    from torch.distributed import checkpoint as dcp
+
     lengths = [prod(segment.shape) for segment in shards.local.segments]
     content = _unmarked(dict(left), allocate, lengths)
     with answered():
@@ -111,7 +113,9 @@ def _pieces(tensor: Tensor, names: list[str], lead: tuple[int, ...], shards: Sha
     return pieces
 
 
-def _divided(local: Tensor, name: str, lead: tuple[int, ...], shards: Shards) -> DTensor:
+def _divided(local: Tensor, name: str, lead: tuple[int, ...], shards: Shards) -> Any:
+    from torch.distributed.tensor import DTensor, Shard
+
     mesh: Any = next(iter(shards.model.parameters())).device_mesh  # type: ignore[attr-defined]
     shape = torch.Size((*lead, *shards.rows_of(name).shape))
     stride = torch.empty(shape, device="meta").stride()

@@ -647,7 +647,7 @@ class Training:
         if self.folder is not None:
             with self.averaged():
                 weights = self.model.state_dict() if self.shards is None else self.shards.weights()
-            self.group.first(lambda: self._finish_folder(result, weights))
+                self.group.first(lambda: self._finish_folder(result, weights))
         self.ledger.close()
 
     def _finish_folder(self, result: RunResult | None, weights: dict[str, Any]) -> None:
