@@ -27,7 +27,7 @@ ABOVE: dict[str, str] = {
     "mechanism": "randomness mechanism.losses processes",
     "engines.per_example": "mechanism",
     "engines.rehearsal": "mechanism mechanism.losses engines.per_example",
-    "engines": "mechanism mechanism.losses engines.per_example engines.rehearsal engines.recorded",
+    "engines": "processes mechanism mechanism.losses engines.per_example engines.rehearsal engines.recorded",
     "engines.recorded": "mechanism mechanism.losses engines engines.per_example",
     "optim.optimizers": "",
     "optim": "randomness mechanism mechanism.losses optim.optimizers",

@@ -10,6 +10,7 @@ from scipy import stats
 import process_gang
 import vestige
 from process_gang import METHODS
+from vestige.methods.registry import METHODS as REGISTERED
 
 OTHERS = {
     "by layers": {"method": process_gang.by_layers},
@@ -24,6 +25,8 @@ OTHERS = {
     "balanced": {"method": process_gang.balanced},
 }
 TOLERANCE = 2e-6
+WHOLE = ("dp-muon", "dp-micro-adam", "geoclip", "dp-sat", "dp-sam", "dp-is", "kalman-memory")
+"""Methods with a part that needs whole tensors."""
 
 
 @cache
@@ -89,7 +92,7 @@ def test_every_example_has_one_process(two):
     assert drawn == same_draw
     assert len({tuple(each) for each in drawn}) > 10
     for everyone, *parts in zip(drawn, first, second, strict=True):
-        assert sorted(sum(parts, [])) == everyone
+        assert sorted(parts[0] + parts[1]) == everyone
         assert all(set(example % 2 for example in part) <= {rank} for rank, part in enumerate(parts))
 
 
@@ -199,3 +202,21 @@ def test_the_budget_ends_for_all_at_once(two):
     for kind in ("replicated", "sharded"):
         same(two(process_gang.train, kind=kind, **options), wanted)
     assert vestige.BudgetSpent.__doc__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.parametrize("method", sorted(REGISTERED))
+def test_every_method_makes_the_run_of_one_process_or_is_refused(two, method, kind):
+    options = {"sample_rate": 1.0} if method in ("dp-ftrl", "dp-blt") else {}
+    options |= {"epsilon": 8.0, "noise_multiplier": None} if method == "dpsgd-br" else {}
+    found, wanted = two(process_gang.train, method, kind=kind, **options), alone(method, **options)
+    if kind == "sharded" and method in WHOLE:
+        assert all("needs whole tensors" in each.message for each in found)
+    elif method == "dp-is":  # its coins are each process's own
+        assert torch.equal(found[0]["path"], found[1]["path"])
+        assert found[0]["head"] == wanted["head"]
+    elif method == "geoclip":  # its bounds follow the releases, and are in the ledger to the last digit
+        assert all(torch.allclose(each["path"], wanted["path"], atol=2e-5) for each in found)
+    else:
+        same(found, wanted, tolerance=2e-5)
