@@ -134,6 +134,7 @@ def train(
     stop: int | None = None,
     pause: float = 0.0,
     computed: str | None = None,
+    drift: float = 0.0,
     spoil: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -156,6 +157,8 @@ def train(
     for record in training:
         path.append(flat(model))
         time.sleep(pause)
+        with torch.no_grad():
+            next(model.parameters()).add_(drift)
         if record.step == stop:
             break
     training.ledger.close()  # this process lives on, and others go on with the run
@@ -326,6 +329,19 @@ def two_dimensions() -> Any:
     model = network()
     fully_shard(model, mesh=init_device_mesh("cpu", (1, torch.distributed.get_world_size()), mesh_dim_names=("a", "b")))
     return vestige.train(model, LOSS, data(), noise_multiplier=1.0, delta=1e-3, sample_rate=0.25, steps=2)
+
+
+def ask_apart() -> None:
+    """Every process asks about another step."""
+    from vestige.processes.ledger import SharedLedger
+    from vestige.processes.plan import processes
+    from vestige.questions import SampledGaussian
+
+    group = processes()
+    ledger = SharedLedger(group, None)
+    ledger.open({})
+    ledger.ask(SampledGaussian(0.1, 1.0), step=0, part=0, sensitivity=1.0)
+    ledger.ask(SampledGaussian(0.1, 1.0), step=1 + group.rank, part=0, sensitivity=1.0)
 
 
 def shares(examples: int, rate: float) -> Any:

@@ -96,6 +96,19 @@ def test_canaries_of_several_processes_are_the_same(two):
     assert torch.equal(found[0]["path"], found[1]["path"])
 
 
+def test_replicas_that_come_apart(two):
+    for answer in two(process_gang.train, each=[{}, {"drift": 1e-6}]):
+        assert isinstance(answer, process_gang.Failed)
+        assert "the model after step 1 is" in answer.message
+
+
+def test_processes_at_different_steps(two):
+    for answer in two(process_gang.ask_apart):
+        assert isinstance(answer, process_gang.Failed)
+        assert answer.kind == "ValueError"
+        assert "process 1 is about to ask something else than process 0" in answer.message
+
+
 # --- one process ------------------------------------------------------------------------------------------------------
 
 

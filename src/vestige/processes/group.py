@@ -236,7 +236,7 @@ class Group:
         """The tensor where a group can take it, and that group."""
         if tensor.device.type == "cpu":
             return tensor, self.words
-        if "nccl" in str(dist.get_backend(self.world)):
+        if "nccl" in dist.get_backend_config(self.world):
             return tensor, self.world
         return tensor.cpu(), self.words
 

@@ -121,7 +121,8 @@ class ShardedSums(Sums):
         the sum over all processes, in steps of the lattice or as numbers, and is used up.
 
         Formal guarantees: as `Sums.noised`. The parts of a sum are rounded `FINER` than the lattice and the total to
-        it, so that neighbouring totals differ by at most one step more than their sums, whatever the number of parts.
+        it, so that neighbouring totals differ by at most 1.01 steps more than their sums, which is what is charged, for
+        as many parts as are said there.
         """
         assert not nonprivate_keep, "whoever asks for raw sums trains in one process"
         cut = self.cut(0, randomness)

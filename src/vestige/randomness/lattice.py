@@ -77,7 +77,7 @@ def add_noise_to_steps(
     if steps.is_cuda and triton_available():
         from vestige.randomness import triton_lattice
 
-        noise = _coarser(triton_lattice.draw(count, stream, device), more)
+        noise = _coarser(triton_lattice.draw(count, stream, device).long(), more)  # whole numbers, as float64
     else:
         noise = _drawn(torch.Size((count,)), stream, more).to(device)
     if whole and cut is not None:

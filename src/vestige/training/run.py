@@ -58,6 +58,8 @@ from vestige.training.transcript import Transcript
 
 CHECKED_EVERY = 256
 """Steps between two comparisons of the replicas of a model; the first steps are compared more often."""
+LARGEST_SHARDED = 1 << 17
+"""Examples of an expected sample whose clipped sum fits the integers of a sharded one, with room for chance."""
 PRICED = ("poisson", "allocation", "truncated")
 """Samplings whose cost is shown at every step."""
 
@@ -379,6 +381,11 @@ class Training:
         replays_are_free = settings.seed is not None
         self.ledger = ledger_of(self.group, folder.ledger if folder else None, replays_are_free=replays_are_free)
         own = self.layout if shards is None else shards.lay_out(self.layout)
+        if shards is not None and self.plan.sample_rate * self._population > LARGEST_SHARDED:
+            raise ValueError(
+                f"sample_rate={self.plan.sample_rate:.4g}: a sharded model takes {LARGEST_SHARDED:,} examples a step "
+                "at most, whose sum its integers can hold; take fewer, or train replicas"
+            )
         self.curator, self._evaluator = self._curator_of(examples, loss, judged)
         self.private_accuracy: float | None = None
         """The noised share of right answers, once it was asked."""
