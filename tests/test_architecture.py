@@ -41,9 +41,9 @@ ABOVE: dict[str, str] = {
     "finetuning": "mechanism.losses methods tasks training integrations",
     "compare.stacked": "randomness mechanism mechanism.losses optim methods",
     "compare.report": "",
-    "compare": "accounting randomness mechanism mechanism.losses optim methods tasks training compare.stacked compare.report",
+    "compare": "processes accounting randomness mechanism mechanism.losses optim methods tasks training compare.stacked compare.report",
     # It attacks what the others build: the curator and the stack themselves, and runs of the training loop.
-    "audit": "accounting accounting.lower_bounds randomness mechanism mechanism.losses engines optim methods tasks training "
+    "audit": "processes accounting accounting.lower_bounds randomness mechanism mechanism.losses engines optim methods tasks training "
     "compare.stacked",
     "cli": "processes accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
     "cli.models audit",

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 import vestige
 from vestige.cli.errors import INTERRUPTED, FlagCommand, one_line_errors
-from vestige.processes.launch import launched
+from vestige.processes.launch import require_alone
 
 COMMANDS = {
     "train": ("models.train", "Train a model privately."),
@@ -64,8 +64,8 @@ TOGETHER = ("train",)
 
 def load(name: str) -> Any:
     """Import a command, with all its options, from its module."""
-    if launched() and name not in TOGETHER:
-        raise ValueError(f"vestige {name} runs in one process: start it without torchrun, which is for vestige train")
+    if name not in TOGETHER:
+        require_alone(f"vestige {name}")
     module, _ = COMMANDS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     alone.command(name, cls=FlagCommand)(getattr(import_module(f"vestige.cli.{module}"), name))

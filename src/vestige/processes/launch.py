@@ -13,3 +13,9 @@ def launched() -> bool:
 def followed() -> bool:
     """Whether another process of the same launch speaks for all of them."""
     return launched() and os.environ["RANK"] != "0"
+
+
+def require_alone(what: str) -> None:
+    """Refuse to be one of several processes: each would do the same work by itself, or wait for the others."""
+    if launched():
+        raise ValueError(f"{what} runs in one process: start it without torchrun, which is for vestige train")
