@@ -79,9 +79,6 @@ def test_methods_that_need_whole_tensors(two, method):
     for answer in two(process_gang.train, method, kind="sharded"):
         assert isinstance(answer, process_gang.Failed)
         assert SHARDED[method] in answer.message
-    found = two(process_gang.train, method)
-    wanted = process_gang.train(method)
-    assert all(torch.allclose(each["path"], wanted["path"], atol=1e-5) for each in found)
 
 
 @pytest.mark.parametrize("options", [{"audit": 8}, {"engine": "reference"}])
