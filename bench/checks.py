@@ -25,9 +25,9 @@ PATCHED = {
     "vestige.engines.bookkeeping.require_independent": lambda model: None,
     "vestige.privacy_engine.passes.require_independent": lambda model: None,
     "vestige.privacy_engine.passes.require_noised": lambda *arguments: None,
-    "vestige.privacy_engine.optimizer_step.require_one_process": lambda model: None,
+    "vestige.privacy_engine.optimizer_step.require_same_group": lambda group: None,
     "vestige.privacy_engine.optimizer_step.require_own": lambda *arguments: None,
-    "vestige.training.run.require_one_process": lambda model: None,
+    "vestige.training.run.require_same_group": lambda group: None,
 }
 
 

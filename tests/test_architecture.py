@@ -21,11 +21,13 @@ ABOVE: dict[str, str] = {
     "accounting.samplings": "accounting",
     "accounting.lower_bounds": "",
     "randomness": "",
+    # What processes tell each other; of the ledger only what they share of it.
+    "processes": "accounting randomness",
     "mechanism.losses": "mechanism",
-    "mechanism": "randomness mechanism.losses",
+    "mechanism": "randomness mechanism.losses processes",
     "engines.per_example": "mechanism",
     "engines.rehearsal": "mechanism mechanism.losses engines.per_example",
-    "engines": "mechanism mechanism.losses engines.per_example engines.rehearsal engines.recorded",
+    "engines": "processes mechanism mechanism.losses engines.per_example engines.rehearsal engines.recorded",
     "engines.recorded": "mechanism mechanism.losses engines engines.per_example",
     "optim.optimizers": "",
     "optim": "randomness mechanism mechanism.losses optim.optimizers",
@@ -33,9 +35,9 @@ ABOVE: dict[str, str] = {
     # Features are made of examples by functions of one example, and kept beside the files that were read.
     "tasks": "mechanism mechanism.losses tasks.features",
     "tasks.features": "mechanism tasks",
-    "training": "accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
+    "training": "processes accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
     "methods tasks tasks.features accounting.lower_bounds",
-    "privacy_engine": "accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
+    "privacy_engine": "processes accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
     "engines.recorded optim methods training",
     "priors": "mechanism tasks tasks.features",
     # A recipe is a run's settings by name: it makes runs of the training loop, and plans them.
@@ -44,11 +46,11 @@ ABOVE: dict[str, str] = {
     "finetuning": "mechanism.losses methods tasks training integrations",
     "compare.stacked": "randomness mechanism mechanism.losses optim methods",
     "compare.report": "",
-    "compare": "accounting randomness mechanism mechanism.losses optim methods tasks training compare.stacked compare.report",
+    "compare": "processes accounting randomness mechanism mechanism.losses optim methods tasks training compare.stacked compare.report",
     # It attacks what the others build: the curator and the stack themselves, and runs of the training loop.
-    "audit": "accounting accounting.lower_bounds randomness mechanism mechanism.losses engines optim methods tasks training "
+    "audit": "processes accounting accounting.lower_bounds randomness mechanism mechanism.losses engines optim methods tasks training "
     "compare.stacked",
-    "cli": "accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
+    "cli": "processes accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
     "cli.models audit recipes",
     "cli.models": "cli accounting methods training integrations finetuning recipes priors tasks.features",
 }

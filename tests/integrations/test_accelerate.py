@@ -175,10 +175,9 @@ def test_a_scaler_around_a_private_optimizer_is_refused():
 def test_several_processes_are_refused(monkeypatch):
     engine, model, optimizer, loader = prepared(accelerate.Accelerator(cpu=True), PRIVATE_FIRST)
     LOSS(model((batch := next(iter(loader)))[0]), batch[1]).backward()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="one process"):
-        optimizer.step()
+    monkeypatch.setitem(accelerate.state.PartialState._shared_state, "num_processes", 2)
+    with pytest.raises(ValueError, match="Accelerate runs 2 processes"):
+        model(batch[0])
 
 
 def test_batches_left_out_are_refused():

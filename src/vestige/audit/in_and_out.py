@@ -34,6 +34,7 @@ from vestige.compare.stacked import StackedRun, check_noise, footprint, why_not
 from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.methods.registry import build
+from vestige.processes.launch import require_alone
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 from vestige.training.planning import Plan, Request, plan, settled
 
@@ -98,6 +99,7 @@ def audit(
     Formal guarantees: the runs are independent, with samples and noise of their own; with probability `confidence` the
     lower bound is at most the truth. It proves no privacy, and its output is computed from the data without noise.
     """
+    require_alone("an audit")
     check_kind(canary)
     check_confidence(confidence)
     sees = sees or ("releases" if canary == "gradient" else "loss")

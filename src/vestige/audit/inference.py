@@ -25,6 +25,7 @@ from vestige.audit.stand_in import NAME, stand_in
 from vestige.mechanism.clipping import Loss
 from vestige.methods.base import Method
 from vestige.methods.registry import build
+from vestige.processes.launch import require_alone
 from vestige.training.planning import DEFAULT_STEPS
 from vestige.training.run import train
 
@@ -170,6 +171,7 @@ def infer_membership(
 
     Formal guarantees: none. It bounds no epsilon, and an attack that fails may be a weak one.
     """
+    require_alone("an audit")
     _check(attacks, shadows, targets, examples, confidence)
     private = method != NON_PRIVATE
     if private and epsilon is None and noise_multiplier is None:

@@ -14,6 +14,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from vestige.processes.launch import followed
+
 INTERRUPTED = 130
 
 
@@ -93,7 +95,8 @@ def _fail_of_usage(error: Any) -> None:
 
 
 def fail(message: str, code: int) -> None:
-    print(f"vestige: {' '.join(message.split())}", file=sys.stderr)
+    if not followed():  # of several processes one says it
+        print(f"vestige: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 import vestige
 from vestige.cli.errors import INTERRUPTED, FlagCommand, one_line_errors
+from vestige.processes.launch import require_alone
 
 COMMANDS = {
     "train": ("models.train", "Train a model privately."),
@@ -66,8 +67,14 @@ class Commands(TyperGroup):
         sys.exit(code)
 
 
+TOGETHER = ("train",)
+"""The commands that several processes run together."""
+
+
 def load(name: str) -> Any:
     """Import a command, with all its options, from its module."""
+    if name not in TOGETHER:
+        require_alone(f"vestige {name}")
     module, _ = COMMANDS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     alone.command(name, cls=FlagCommand)(getattr(import_module(f"vestige.cli.{module}"), name))

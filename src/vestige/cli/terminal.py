@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vestige.cli.errors import INTERRUPTED
+from vestige.processes.launch import followed
 
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
-stdout = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True, quiet=followed())
+stdout = Console(highlight=False, soft_wrap=True, quiet=followed())
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 
@@ -27,7 +28,8 @@ LARGEST_SEED = 2**63 - 1
 
 
 def print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, allow_nan=False))
+    if not followed():
+        print(json.dumps(content, allow_nan=False))
 
 
 def meant(result: dict[str, Any]) -> list[str]:

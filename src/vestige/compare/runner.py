@@ -24,6 +24,7 @@ from vestige.compare.execute import Machine, examples, explain, memory_in_stack,
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Specification
 from vestige.methods.registry import ALIASES, METHODS
+from vestige.processes.launch import require_alone
 from vestige.records import FailedRun, Run, RunRecord, completed, failed
 
 POLL = 0.3
@@ -63,6 +64,7 @@ def compare(
     Formal guarantees: each record states the guarantee of its own run, released alone. Publishing several runs, or
     choosing by them, costs more: `tables.tuning_prices` says how much the trials that a learning rate was chosen by do.
     """
+    require_alone("a comparison")
     folder = ComparisonFolder(path)
     if specification is not None:
         folder.create(specification)

@@ -24,7 +24,7 @@ from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import full_precision
 from vestige.engines.per_example.gradients import Gradient, change
 from vestige.engines.per_example.taps import Doubt, Sweep, Taps, eagerly, gradients, shapes_of
-from vestige.engines.reference import Reference
+from vestige.engines.reference import Reference, placed
 from vestige.engines.rehearsal.rehearsing import (
     Dependent,
     Rehearsal,
@@ -44,6 +44,7 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.mechanism.transforms import Term, terms_of
+from vestige.processes.shards import ShardedSum
 
 
 class BookKeeping:
@@ -62,7 +63,7 @@ class BookKeeping:
         batch: Batch,
         parameters: Parameters,
         clip: Clip,
-        into: Tensor,
+        into: Tensor | ShardedSum,
         transform: Transform | None = None,
         terms: Sequence[Term] | None = None,
     ) -> Tensor:
@@ -180,7 +181,7 @@ def add_weighted(
     gradients: Mapping[str, Gradient],
     clip: Clip,
     layout: Layout,
-    into: Tensor,
+    into: Tensor | ShardedSum,
     examples: int,
     real: Tensor | None = None,
 ) -> Tensor:
@@ -189,6 +190,7 @@ def add_weighted(
     `real` says which examples are there; the others count as unusable. It is given by who owns the batch: what the pass
     saved is then changed in place.
     """
+    kept, into = into, into if isinstance(into, Tensor) else into.like
     with torch.no_grad(), full_precision(into):
         norms = _norms(gradients, layout, into, examples)
         if real is not None:
@@ -205,10 +207,12 @@ def add_weighted(
         exact = weights(clip, norms) * slack(into)
         factors: dict[float, Tensor] = {}
         for s in layout.segments:
-            if s.name in gradients:
+            if s.name in gradients or kept is not into:
                 if s.scale not in factors:  # multiplied before it is rounded
                     factors[s.scale] = (exact * s.scale).to(into.dtype).t().contiguous()
-                gradients[s.name].add(into[s.start : s.stop].view(s.shape), factors[s.scale][s.group])
+                with placed(kept, s) as where:
+                    if s.name in gradients:
+                        gradients[s.name].add(where, factors[s.scale][s.group])
     return norms
 
 

@@ -34,10 +34,10 @@ def check_count(count: int) -> None:
 class Canaries:
     """The canaries of one run: directions and coins follow from one key, scores from the sum of what was released."""
 
-    def __init__(self, count: int, layout: Layout, device: torch.device) -> None:
+    def __init__(self, count: int, layout: Layout, device: torch.device, key: int | None = None) -> None:
         check_count(count)
         self.count, self._layout, self._device = count, layout, device
-        self._start(secrets.randbits(62))
+        self._start(secrets.randbits(62) if key is None else key)
         self.summed = torch.zeros(layout.size, dtype=torch.float64, device=device)
         """Releases, each over the variance of its noise: post-processing of what is published."""
 

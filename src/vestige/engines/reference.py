@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from vestige.engines.per_example.expressions import quietly
-from vestige.layout import Layout
+from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
+from vestige.processes.shards import ShardedSum
 
 
 class Reference:
@@ -24,10 +26,16 @@ class Reference:
         """Whether the model cannot be run for all examples at once."""
 
     def __call__(
-        self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
+        self,
+        batch: Batch,
+        parameters: Parameters,
+        clip: Clip,
+        into: Tensor | ShardedSum,
+        transform: Transform | None = None,
     ) -> Tensor:
         if len(batch[0]) == 0:
-            return into.new_zeros(0, self.layout.groups, dtype=torch.float64)
+            like = into if isinstance(into, Tensor) else into.like
+            return like.new_zeros(0, self.layout.groups, dtype=torch.float64)
         if transform is not None:
             return add_clipped(
                 self._at_once(transform(grad(self.example_loss)), batch, parameters), clip, self.layout, into
@@ -59,11 +67,22 @@ class Reference:
         return example_losses(self.loss, functional_call(self.model, parameters, args, named), target).sum()
 
 
-def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor) -> Tensor:
+@contextmanager
+def placed(into: Tensor | ShardedSum, segment: Segment) -> Iterator[Tensor]:
+    """Where the clipped sum of one parameter's gradients is added, in its shape."""
+    if isinstance(into, Tensor):
+        yield into[segment.start : segment.stop].view(segment.shape)
+    else:
+        with into.at(segment) as where:
+            yield where
+
+
+def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor | ShardedSum) -> Tensor:
     """Clip materialised per-example gradients (name -> [examples, ...]) and add their sum to `into`."""
     rows = {s.name: gradients[s.name].detach().reshape(-1, prod(s.shape)) for s in layout.segments}
     # Gradients with respect to what a balanced step trains in a parameter's place are `scale` times its own.
-    squares = into.new_zeros(len(next(iter(rows.values()))), layout.groups, dtype=torch.float64)
+    like = into if isinstance(into, Tensor) else into.like
+    squares = like.new_zeros(len(next(iter(rows.values()))), layout.groups, dtype=torch.float64)
     for s in layout.segments:
         norm = torch.linalg.vector_norm(rows[s.name], dim=1, dtype=torch.float64)
         squares[:, s.group] += (norm * s.scale).square()
@@ -74,5 +93,6 @@ def add_clipped(gradients: Parameters, clip: Clip, layout: Layout, into: Tensor)
         row = rows[s.name]
         if broken.any():
             row = torch.where(broken[:, None], 0.0, row)
-        into[s.start : s.stop].addmv_(row.t(), (factors[:, s.group] * s.scale).to(into.dtype))
+        with placed(into, s) as where:
+            where.view(-1).addmv_(row.t(), (factors[:, s.group] * s.scale).to(like.dtype))
     return norms

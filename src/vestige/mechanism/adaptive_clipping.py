@@ -245,7 +245,7 @@ class Geometric(FixedClip):
     smoothing: float = 0.1
     spread: float = 10.0
     adaptive = True
-    stackable = False
+    stackable = shardable = False
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
@@ -325,7 +325,7 @@ class Thinned(FixedClip):
     keep: float
     scale: float
     coins: Stream | None = None
-    stackable = False
+    stackable = shardable = False
 
     def drawn(self, coins: Coins) -> Thinned:
         return replace(self, coins=coins())

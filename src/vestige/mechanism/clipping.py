@@ -111,7 +111,7 @@ class FixedClip:
     """The defaults of a clip: a bound that never changes, no coins, no count."""
 
     adaptive = False
-    stackable = True
+    stackable = shardable = True
 
     def init(self) -> ClipState:
         return {}

@@ -13,6 +13,7 @@ from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Batch, Parameters
 from vestige.mechanism.examples import Examples
 from vestige.mechanism.losses.loss_difference import LossDifference, Scores
+from vestige.processes.group import ALONE, Processes
 from vestige.questions import SampledGaussian, Trial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import noised
@@ -33,7 +34,11 @@ class Comparisons:
         losses: Scores,
         right: Scores,
         physical_batch: int | None = None,
+        group: Processes = ALONE,
+        whole: Callable[[Parameters], Parameters] = lambda point: point,
     ) -> None:
+        """`whole` puts parameters together, where processes have parts of them."""
+        self._group, self._whole = group, whole
         self._examples, self._randomness, self._charges = examples, randomness, charges
         self._losses, self._right = losses, right
         self.physical_batch = physical_batch
@@ -55,7 +60,9 @@ class Comparisons:
         """
         self._charges.charge(change.question, step=step, part=part, sensitivity=change.sensitivity)
         rows, stream = self._sample(change.rate)
-        return noised(change.of(*self._scores(self._losses, rows, before, after)), change.noise_std, stream)
+        scores = self._scores(self._losses, rows, before, after)
+        found = change.within(*(float(each) for each in self._group.total(change.sums(*scores))))
+        return noised(found, change.noise_std, stream)
 
     def count_difference(
         self, before: Parameters, after: Parameters, *, rate: float, multiplier: float, step: int, part: int
@@ -67,7 +74,8 @@ class Comparisons:
         self._charges.charge(SampledGaussian(rate, multiplier), step=step, part=part, sensitivity=1.0)
         rows, stream = self._sample(rate)
         old, new = self._scores(self._right, rows, before, after)
-        return noised(float(new.sum() - old.sum()), multiplier, stream) / (rate * self._examples.population)
+        more = float(self._group.total(new.sum() - old.sum()))
+        return noised(more, multiplier, stream) / (rate * self._examples.population)
 
     def coin(self, sides: int) -> int:
         """A uniform choice that does not depend on the data; at most one for each comparison."""
@@ -83,7 +91,7 @@ class Comparisons:
 
     def _drawn(self, rate: float, index: int) -> Tensor:
         stream = self._randomness.stream("comparison sample", index)
-        return torch.from_numpy(joined(self._examples.population, rate, stream))
+        return self._group.own(torch.from_numpy(joined(self._examples.population, rate, stream)))
 
     def _foreseen(self, rate: float, index: int) -> tuple[Sequence[Tensor], int | None]:
         """The sample of a comparison at this rate, in parts, and a seed for whoever reads it in a reproducible run."""
@@ -95,6 +103,7 @@ class Comparisons:
     def _scores(self, scores: Scores, rows: Tensor, *models: Parameters) -> list[Tensor]:
         """SENSITIVE: each model's score of every row, all on the same examples, which are fetched once."""
         assert self._fetch is not None
+        models = tuple(self._whole(model) for model in models)
         if len(rows) == 0:
             return [torch.zeros(0, device=self._examples.device) for _ in models]
         fetched = (self._fetch(self.asked - 1, part) for part in self._parts(rows))

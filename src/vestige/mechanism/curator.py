@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fractio
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import (
     LARGEST_SUM,
+    Batch,
     Clip,
     Flat,
     GradientEngine,
@@ -26,10 +28,11 @@ from vestige.mechanism.clipping import (
 )
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.examples import Examples
+from vestige.processes.shards import ShardedSum
+from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
 from vestige.questions import Gaussian, Question, SampledGaussian
 from vestige.randomness import lattice
 from vestige.randomness.correlated import Independent, NoiseSequence
-from vestige.randomness.gaussian import normal
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum, Release
 from vestige.randomness.sampling import Poisson, Sampling
@@ -71,7 +74,11 @@ class Curator:
         nonprivate_witness: Witness | None = None,
         noise: NoiseSequence | None = None,
         comparisons: Comparisons | None = None,
+        sums: Sums = BY_ITSELF,
     ) -> None:
+        """`sums` adds up and noises what the processes of a group have summed, each over its own examples; all of them
+        ask the same questions in the same order."""
+        self._sums, self._group = sums, sums.group
         self.comparisons = comparisons
         """Answers about two models, for gates and decays."""
         self._examples, self.population, self._device = examples, examples.population, examples.device
@@ -134,9 +141,9 @@ class Curator:
         assert boost == 1 or self._sampling.kind == "poisson", "planning refuses importance sampling under others"
         rate = min(1.0, self._sampling.rate * boost)
         index = self._numbered(question or SampledGaussian(rate, multiplier), step, part, ceiling)
-        clip = clip.drawn(partial(self._randomness.stream, "thin", index))
+        clip = clip.drawn(partial(self._randomness.stream, self._own("thin"), index))
         sampling = self._sampling if boost == 1 else Poisson(rate)
-        sample = sampling.draw(self.population, index, self._randomness)
+        sample = self._group.own(sampling.draw(self.population, index, self._randomness))
         shown = partial(self._shown, index, rate, clip, transform)
         if then is None:
             return shown(parameters, self._answer(sample, parameters, clip, multiplier, transform, index))
@@ -161,10 +168,10 @@ class Curator:
         Formal guarantees: one Poisson-subsampled Gaussian mechanism with the sampling's rate and this multiplier.
         """
         index = self._numbered(SampledGaussian(self._sampling.rate, multiplier), step, part, bound)
-        sample = self._sampling.draw(self.population, index, self._randomness)
-        _, norms = self._sum(sample, parameters, Flat(bound), None, index)
+        sample = self._group.own(self._sampling.draw(self.population, index, self._randomness))
+        _, norms = self._sum(sample, parameters, Flat(bound), None, index, multiplier)
         whole = torch.linalg.vector_norm(norms, dim=1)
-        total = float(torch.where(whole.isfinite(), whole.clamp(max=bound), 0.0).sum())
+        total = float(self._group.total(torch.where(whole.isfinite(), whole.clamp(max=bound), 0.0).sum()))
         return self._noised("norms", index, total, multiplier * bound) / self._sampling.rate
 
     def continue_noise(self, anew: Callable[[], NoiseSequence]) -> None:
@@ -182,7 +189,7 @@ class Curator:
             self._noise = anew()
             return
         for index in range(self.asked):
-            self._noise.replay(normal(self._layout.size, self._randomness.stream("noise", index), self._device))
+            self._noise.replay(self._sums.replayed(self._layout.size, self._randomness, index, self._device))
 
     @property
     def arithmetic(self) -> str:
@@ -210,21 +217,56 @@ class Curator:
         return self.asked - 1
 
     def _sum(
-        self, sample: Tensor, parameters: Parameters, clip: Clip, transform: Transform | None, index: int
+        self,
+        sample: Tensor,
+        parameters: Parameters,
+        clip: Clip,
+        transform: Transform | None,
+        index: int,
+        multiplier: float,
     ) -> tuple[Tensor, Tensor]:
-        """SENSITIVE: the clipped sum over a sample, and every example's norms."""
-        running = RunningSum(self._layout.size, self._device)
+        """SENSITIVE: the clipped sum over a sample, and every example's norms; of a sharded model, this process's rows
+        of the sum over all processes."""
+        batches = (batch for rows in self._parts(sample) for batch in self._fetch(index, rows))
         with self._model_randomness(index):
-            seen = [
-                self._engine(batch, parameters, clip, running.place(len(batch[0])), transform)
-                for rows in self._parts(sample)
-                for batch in self._fetch(index, rows)
-            ]
+            if isinstance(self._sums, ShardedSums):
+                running: Any = self._sums.sum(self._noise, self._sensitivity(clip)[0], multiplier, self._device)
+                seen = self._in_step(batches, parameters, clip, running, transform)
+            else:
+                running = RunningSum(self._layout.size, self._device)
+                seen = [
+                    self._engine(batch, parameters, clip, running.place(len(batch[0])), transform) for batch in batches
+                ]
         norms = seen[0] if len(seen) == 1 else torch.cat(seen)
         self._uncounted.append(norms)
         if len(self._uncounted) * norms.numel() > UNCOUNTED:  # a few launches, which many steps share
             _ = self.nonprivate_broken_examples
         return running.total(), norms
+
+    def _in_step(
+        self,
+        batches: Iterator[Batch],
+        parameters: Parameters,
+        clip: Clip,
+        running: ShardedSum,
+        transform: Transform | None,
+    ) -> list[Tensor]:
+        """Together: every process's batches, as many rounds as the one with the most of them has."""
+        engine, shards = self._engine, self._sums.shards  # type: ignore[attr-defined]
+        seen = [torch.zeros(0, self._layout.groups, dtype=torch.float64, device=self._device)]
+        with shards.filled():
+            engine.meet(parameters, transform, self._examples.blank())  # type: ignore[attr-defined]
+            while True:
+                batch = next(batches, None)
+                empty = batch is None or not len(batch[0])
+                if not self._group.any(batch is not None):
+                    break
+                if empty or batch is None:
+                    running.nothing()
+                else:
+                    seen.append(engine(batch, parameters, clip, running.place(len(batch[0])), transform))  # type: ignore[arg-type]
+            engine.part()  # type: ignore[attr-defined]
+        return seen
 
     def _answer(
         self,
@@ -236,18 +278,30 @@ class Curator:
         index: int,
         again: str = "",
     ) -> Release:
-        total, norms = self._sum(sample, parameters, clip, transform, index)
-        bounded = BoundedSum(total, self._sensitivity(clip)[0])
-        unclipped = self._unclipped(clip, norms, multiplier, index)
-        multiplier = clip.gradient_multiplier(multiplier, self.expected_batch)
-        stream = self._randomness.stream("noise" + again, index, continues=self._noise.keeps)
-        witness = self._nonprivate_witness
+        whole, multiplier = multiplier, clip.gradient_multiplier(multiplier, self.expected_batch)
+        total, norms = self._sum(sample, parameters, clip, transform, index, multiplier)
+        unclipped = self._unclipped(clip, norms, whole, index)
+        witness, sensitivity = self._nonprivate_witness, self._sensitivity(clip)[0]
         before = total if witness is None else total.clone()
-        std, noise = self._noise.add(bounded, multiplier, stream, nonprivate_keep=witness is not None)
+        released, std, noise = self._sums.noised(
+            total,
+            sensitivity,
+            self._noise,
+            multiplier,
+            self._randomness,
+            "noise" + again,
+            index,
+            nonprivate_keep=witness is not None,
+        )
         if witness is not None:
             assert noise is not None
             witness(before, noise)
-        return Release(total.float(), std, self.expected_batch, self._sampling.rate, unclipped)
+        divided = self._sums if isinstance(self._sums, ShardedSums) else None
+        return Release(released, std, self.expected_batch, self._sampling.rate, unclipped, divided)
+
+    def _own(self, purpose: str) -> str:
+        """A stream of this process: what it draws is about its own examples."""
+        return f"{purpose}/{self._group.rank}" if self._group.rank else purpose
 
     def _unclipped(self, clip: Clip, norms: Tensor, multiplier: float, index: int) -> float | None:
         """The fraction of unclipped examples, from a noised centred count over the public batch size."""
@@ -255,7 +309,7 @@ class Curator:
         if deviation == inf:
             return None
         assert clip.flat_bound is not None
-        count = float(centred_count(clip.flat_bound, norms))
+        count = float(self._group.total(centred_count(clip.flat_bound, norms)))
         return float(unclipped_fraction(self._noised("count", index, count, deviation), self.expected_batch))
 
     def _noised(self, purpose: str, index: int, value: float, deviation: float) -> float:
@@ -281,9 +335,10 @@ class Curator:
         """
         for part, bound in enumerate(bounds):
             self._charges.charge(Gaussian(multiplier), step=step, part=part, sensitivity=bound)
-        everyone = torch.arange(self.population).split(self.physical_batch or 4096)
-        batches = (batch for rows in everyone for batch in self._examples.fetch(rows))
-        totals = torch.stack([bounded(batch) for batch in batches]).sum(dim=0).double().cpu()
+        everyone = self._group.own(torch.arange(self.population))
+        rows_at_once = everyone.split(self.physical_batch or 4096) if len(everyone) else [everyone]
+        batches = (batch for rows in rows_at_once for batch in self._examples.fetch(rows))
+        totals = self._group.total(torch.stack([bounded(batch) for batch in batches]).sum(dim=0).double().cpu())
         for part, bound in enumerate(bounds):
             lattice.add_noise(BoundedSum(totals[part], bound), multiplier, self._randomness.stream("sums", part))
         return totals
@@ -291,8 +346,8 @@ class Curator:
     def _foreseen(self, index: int) -> tuple[Sequence[Tensor], int | None]:
         """The sample that question number `index` will most likely be about, in parts, and a seed for whoever reads it
         in a reproducible run."""
-        sample = self._sampling.draw(self.population, index, self._randomness)
-        return self._parts(sample), self._randomness.seed("rows", index)
+        sample = self._group.own(self._sampling.draw(self.population, index, self._randomness))
+        return self._parts(sample), self._randomness.seed(self._own("rows"), index)
 
     @contextlib.contextmanager
     def _model_randomness(self, index: int) -> Iterator[None]:
@@ -301,7 +356,7 @@ class Curator:
             yield
             return
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(int(self._randomness.stream("model", index).integers(2**63)))
+            torch.manual_seed(int(self._randomness.stream(self._own("model"), index).integers(2**63)))
             yield
 
     def _parts(self, indices: Tensor) -> Sequence[Tensor]:

@@ -13,6 +13,7 @@ from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.examples import Examples
 from vestige.mechanism.losses.loss_difference import Scores
+from vestige.processes.group import ALONE, Processes
 from vestige.questions import Gaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import noised
@@ -47,7 +48,10 @@ class PrivateEvaluation:
 class Evaluator:
     """The curator's answer to how many examples a model gets right."""
 
-    def __init__(self, examples: Examples, randomness: Randomness, charges: Charges, right: Scores) -> None:
+    def __init__(
+        self, examples: Examples, randomness: Randomness, charges: Charges, right: Scores, group: Processes = ALONE
+    ) -> None:
+        self._group = group
         self._examples, self._randomness, self._charges, self._right = examples, randomness, charges, right
         targets = examples.blank()[-1]
         if targets.is_floating_point() or targets.dim() != 1:
@@ -60,8 +64,11 @@ class Evaluator:
         """
         self._charges.charge(question, step=step, part=0, sensitivity=1.0)
         population = self._examples.population
-        batches = (batch for part in torch.arange(population).split(rows) for batch in self._examples.fetch(part))
+        own = self._group.own(torch.arange(population))
+        parts = own.split(rows) if len(own) else ()
+        batches = (batch for part in parts for batch in self._examples.fetch(part))
         count = sum(float(_each(self._right(batch, parameters), len(batch[-1])).sum()) for batch in batches)
+        count = float(self._group.total(torch.tensor(count, dtype=torch.float64)))
         answer = noised(count, question.multiplier, self._randomness.stream("evaluation", 0))
         return min(1.0, max(0.0, answer / population))
 

@@ -204,7 +204,7 @@ class HeadAlone(FixedClip):
     """
 
     bound: float = 1.0
-    stackable = False
+    stackable = shardable = False
 
     def factors(self, norms: Tensor) -> Tensor:
         assert norms.shape[-1] == 2
@@ -228,7 +228,7 @@ class HeadFirst(FixedClip):
     bound: float = 1.0
     steps: int = 0
     head_pace: float = 1.0
-    stackable = False
+    stackable = shardable = False
 
     def __post_init__(self) -> None:
         if not self.bound > 0:

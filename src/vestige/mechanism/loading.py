@@ -61,7 +61,10 @@ def check_loader(loader: DataLoader[Any], name: str = "data_loader") -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(f"{name} has an IterableDataset: a Poisson sample needs a dataset with indices")
     if isinstance(loader.sampler, DistributedSampler):
-        raise ValueError(f"{name} has a DistributedSampler: private training runs on one process here")
+        raise ValueError(
+            f"{name} has a DistributedSampler: leave it out. Every process takes its own examples of one sample here, "
+            "and batch_size is that of all processes together"
+        )
     if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler:
         kind = type(loader.batch_sampler or loader.sampler).__name__
         raise ValueError(

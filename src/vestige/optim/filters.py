@@ -25,7 +25,7 @@ class LowPass:
 
     feedback: tuple[float, ...] = (-0.9,)
     forward: tuple[float, ...] = (0.1,)
-    stackable = knows_noise = True
+    stackable = knows_noise = shardable = True
     fresh_share = 1.0
     steady_gain = 1.0
 
@@ -89,7 +89,7 @@ class Smoothed:
     """m_t = (1 - gain) m_(t-1) + gain y_t, starting from the first release: the filter of DiSK."""
 
     gain: float = 0.7
-    stackable = knows_noise = True
+    stackable = knows_noise = shardable = True
     fresh_share = 1.0
     steady_gain = 1.0
     copies = 1.0
@@ -104,12 +104,12 @@ class Smoothed:
     def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         gain = self.gain if state["count"] else 1.0
         state["mean"].lerp_(release.total, gain)
-        state["variance"] = (1 - gain) ** 2 * state["variance"] + gain**2 * _mean_square(release.noise_std)
+        state["variance"] = (1 - gain) ** 2 * state["variance"] + gain**2 * _mean_square(release)
         state["count"] += 1
         return Filtered(state["mean"].clone(), state, {})
 
     def noise_std(self, release: Release, state: MemoryState) -> float | Tensor:
-        return release.noise_std * (state["variance"] / (_mean_square(release.noise_std) + 1e-300)) ** 0.5
+        return release.noise_std * (state["variance"] / (_mean_square(release) + 1e-300)) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class SelfTuning:
     scope: Literal["whole", "tensor"] = "whole"
     horizon: int = 100
     stackable = knows_noise = True
+    shardable = False
     fresh_share = 1.0
     steady_gain = 1.0
     copies = 1.0
@@ -188,8 +189,13 @@ class SelfTuning:
         state["noise"] = (1 - gain).square() * state["noise"] + gain.square() * variance
 
 
-def _mean_square(std: float | Tensor) -> float | Tensor:
-    return std.double().square().mean(-1, keepdim=True) if isinstance(std, Tensor) else float(std) ** 2
+def _mean_square(release: Release) -> float | Tensor:
+    std = release.noise_std
+    if not isinstance(std, Tensor):
+        return float(std) ** 2
+    if release.divided is not None:
+        return release.totalled(std.double().square().sum(-1, keepdim=True)) / release.divided.size
+    return std.double().square().mean(-1, keepdim=True)
 
 
 def _variances(release: Release, state: MemoryState) -> Tensor:

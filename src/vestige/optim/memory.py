@@ -35,6 +35,9 @@ class Filtered(NamedTuple):
 class Memory(Protocol):
     stackable: bool
     """Whether it works along the last axis, so that it can filter a stack of runs at once."""
+    shardable: bool
+    """Whether processes that have parts of a release each can filter them; it then completes its sums over coordinates
+    by `Release.totalled`."""
     knows_noise: bool
     """Whether it can tell how much noise its direction carries, for rules that use it."""
 
@@ -73,7 +76,7 @@ def unknown_noise(self: object, release: Release, state: MemoryState) -> float |
 class Identity:
     """No memory: plain DP-SGD."""
 
-    stackable = knows_noise = True
+    stackable = knows_noise = shardable = True
     fresh_share = 1.0
     steady_gain = 1.0
     copies = 0.0
@@ -207,7 +210,7 @@ class Blend:
     window: int = 8
     remembers: Literal["blend", "fresh"] = "blend"
     history: Literal["float32", "bfloat16"] = "float32"
-    stackable = True
+    stackable = shardable = True
     knows_noise = False
     noise_std = unknown_noise
 
@@ -261,7 +264,8 @@ class Blend:
         if self.window == 1:
             return Filtered(fresh * self.fresh_weight, state, {})
         past = state["past"][..., : fresh.shape[-1]]
-        ring = Ring(past, state["count"], state.get("trend"), state.get("squares"), state.get("products"))
+        totalled = None if release.divided is None else release.divided.total
+        ring = Ring(past, state["count"], state.get("trend"), state.get("squares"), state.get("products"), totalled)
         weights, seen = self._weigh(release, ring)
         blend = past[..., ring.slot, :] if self._steps_on_a_row else state["blend"]
         pace = (self.kernel.smoothing or 0.0) if ring.count else 1.0

@@ -146,7 +146,7 @@ def _every_step(self: object, rate: float) -> int:
 class Here:
     """At the parameters themselves, once."""
 
-    at_parameters = one_question = stackable = True
+    at_parameters = one_question = stackable = shardable = True
     twice_on_one_sample = False
     copies = 0.0
     passes = 1.0
@@ -274,7 +274,7 @@ class AlongLastStep:
     reach: float
     weight: float
     at_parameters = twice_on_one_sample = False
-    one_question = True
+    one_question = shardable = True
     copies = 1.0
 
     def __post_init__(self) -> None:

@@ -144,6 +144,11 @@ class Rule:
         return self.optimizer in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, AdamBC)
 
     @property
+    def shardable(self) -> bool:
+        """Whether it updates each coordinate by itself, so that processes can each update their own."""
+        return self.balances and self.name != "Muon"
+
+    @property
     def balances(self) -> bool:
         """Whether it can move W = a V as it would move V: at `a` times the rate, with 1 / a of the weight decay."""
         own = self.optimizer is AdamBC or getattr(torch.optim, self.name, None) is self.optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, exp
 from typing import Literal, get_args
 
@@ -19,7 +20,7 @@ from vestige.optim import spectrum
 from vestige.optim.memory import Filtered, MemoryState, unknown_noise
 from vestige.optim.spectrum import Convention
 from vestige.optim.window import weighted_sum
-from vestige.randomness.release import Release
+from vestige.randomness.release import Divided, Release
 
 TINY = 1e-12
 GateKind = Literal["paper", "disjoint", "open"]
@@ -58,7 +59,7 @@ class Spectral:
     convention: Convention = "flatten"
     gate: GateKind = "paper"
     lag: int = 4
-    stackable = True
+    stackable = shardable = True
     knows_noise = False
     noise_std = unknown_noise
 
@@ -116,7 +117,11 @@ class Spectral:
     def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         fresh, count, depth = release.total, state["count"], self.window - 1
         epoch = max(1, round(1 / release.sample_rate))
-        found = self._due(state, parameters, self.refresh or epoch, fresh.shape[:-1])
+        every = self.refresh or epoch
+        if release.divided is None:
+            found = self._due(state, parameters, every, fresh.shape[:-1])
+        else:
+            found = self._due_divided(state, parameters, every, release.divided)
         if found is not None:
             state["exponent"] = found.to(fresh.device)
             state["tempering"] = self.tempering(state["exponent"])
@@ -127,6 +132,7 @@ class Spectral:
         if count and depth:
             sections = _sections(state["lengths"], state["groups"])
             recalled, inner = self._recall(fresh, state, sections)
+            inner = dict(zip(inner, release.totalled(torch.stack([*inner.values()])).unbind(), strict=True))
             gate, scale = self._gate(inner), self._scale(inner)
             pull = (1 - self.fresh_weight) * self._warmth(count, epoch) * gate * scale
             rounded = pull.to(fresh.dtype)
@@ -166,6 +172,26 @@ class Spectral:
         found = spectra.take(begun) if begun > 0 and begun % every == 0 else None
         if begins:
             spectra.begin(count)
+        return found
+
+    def _due_divided(self, state: MemoryState, parameters: Parameters, every: int, divided: Divided) -> Tensor | None:
+        """The same where processes have parts of the parameters: each weight is put together in turn, and its exponent
+        found by one process. None of it goes on beside the training."""
+        count, groups = state["count"], state["groups"]
+        find = partial(_exponents_divided, groups=groups, convention=self.convention, divided=divided)
+        if not self.lag or not count:
+            return find(parameters) if count % every == 0 else None
+        slots = ceil(self.lag / every)
+        if "awaited" not in state:
+            state["awaited"] = torch.zeros(slots, sum(state["lengths"]), device=state["trend"].device)
+        begun, found = count - self.lag, None
+        if begun > 0 and begun % every == 0:
+            kept = state["awaited"][begun // every % slots].split(state["lengths"])
+            found = find({n: part.view_as(p) for (n, p), part in zip(parameters.items(), kept, strict=True)})
+        if count % every == 0:
+            torch.cat(
+                [p.detach().reshape(-1) for p in parameters.values()], out=state["awaited"][count // every % slots]
+            )
         return found
 
     def tempering(self, exponents: Tensor) -> Tensor:
@@ -225,6 +251,22 @@ def group_exponents(
     runs."""
     weights, owners = _weights(parameters, groups, lead)
     return _by_group(spectrum.exponents(weights, convention), owners, 1 + max(groups), lead)
+
+
+def _exponents_divided(
+    parameters: Parameters, groups: Sequence[int], convention: Convention, divided: Divided
+) -> Tensor:
+    """`group_exponents`, each weight's by one process: all of them are told."""
+    members = [(name, group) for (name, w), group in zip(parameters.items(), groups, strict=True) if w.dim() >= 2]
+    found = torch.zeros(2, len(members), dtype=torch.float64)
+    wholes = divided.one_by_one({name: parameters[name] for name, _ in members})
+    for place, whole in enumerate(wholes):
+        if divided.mine(place):
+            exponent = spectrum.exponent(whole, convention)
+            found[:, place] = torch.tensor([1.0, 0.0] if exponent != exponent else [0.0, exponent])
+    undefined, exponents = divided.total(found)
+    exponents = torch.where(undefined > 0, torch.nan, exponents)
+    return _by_group(exponents, [group for _, group in members], 1 + max(groups), ())
 
 
 def _weights(parameters: Parameters, groups: Sequence[int], lead: tuple[int, ...]) -> tuple[list[Tensor], list[int]]:

@@ -6,7 +6,7 @@ the window of a single run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
@@ -38,6 +38,8 @@ class Ring:
     """[..., depth]: each row's inner product with itself."""
     products: Tensor | None = None
     """[..., depth + 1]: the trend's inner product with each row, then with itself."""
+    totalled: Callable[[Tensor], Tensor] | None = None
+    """Completes sums over coordinates, where these are a part of the coordinates."""
 
     @property
     def depth(self) -> int:
@@ -125,7 +127,13 @@ def recall(
 
 
 def fused(ring: Ring) -> bool:
-    return ring.past.is_cuda and ring.past.dim() == 2 and ring.depth <= MOST_ROWS and triton_available()
+    return (
+        ring.totalled is None
+        and ring.past.is_cuda
+        and ring.past.dim() == 2
+        and ring.depth <= MOST_ROWS
+        and triton_available()
+    )
 
 
 def at_once(ring: Ring) -> bool:
@@ -156,10 +164,20 @@ def plain_recall(
             trend.lerp_(kept, pace)
             kept_square, trend_square = kept_square + square, trend_square + dot(trend, trend)
             products.append(inner_products(window, trend))
+    inner: Any = 0.0
+    if products:
+        inner = products[0] if len(products) == 1 else sum(each.double() for each in products)
+    if ring.totalled is not None:
+        found = [recalled_square, blend_square, kept_square, trend_square]
+        numbers = torch.stack([torch.as_tensor(each, dtype=torch.float64).cpu() for each in found])
+        others = inner.double().cpu() if products else numbers[:0]
+        numbers = ring.totalled(torch.cat([numbers, others])).to(fresh.device)
+        recalled_square, blend_square, kept_square, trend_square = numbers[:4].unbind()
+        inner = numbers[4:]
     if ring.squares is not None and ring.products is not None:
         ring.squares[..., slot] = kept_square
         ring.products[..., -1] = trend_square
-        ring.products[..., :-1] = products[0] if len(products) == 1 else sum(each.double() for each in products)
+        ring.products[..., :-1] = inner
     share = (1 - fresh_weight) * (recalled_square / (blend_square + 1e-300)) ** 0.5
     return torch.as_tensor(share, dtype=torch.float64)
 

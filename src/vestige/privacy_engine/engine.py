@@ -22,7 +22,6 @@ from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.taps import floating
 from vestige.engines.planted import Canaries, check_count
-from vestige.engines.processes import require_one_process
 from vestige.engines.recorded.recording import sizes_of
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
@@ -35,8 +34,12 @@ from vestige.privacy_engine.coverage import require_covered
 from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch, private_loader
 from vestige.privacy_engine.optimizer_step import PrivateSteps, inner
 from vestige.privacy_engine.outputs import of_rows
-from vestige.privacy_engine.parts import AnyRows, Parts, require_no_accumulation
+from vestige.privacy_engine.parts import AnyRows, Parts, require_no_accumulation, require_unprepared
 from vestige.privacy_engine.passes import Passes
+from vestige.processes.group import ALONE, Processes
+from vestige.processes.ledger import SharedLedger
+from vestige.processes.plan import follow_first, processes, sharded, unwrapped
+from vestige.processes.sums import Sums
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import prepare
@@ -102,7 +105,10 @@ class PrivacyEngine:
         if resume and ledger is None:
             raise ValueError("resume=True continues a ledger: give its file, PrivacyEngine(ledger=FILE, resume=True)")
         self._accountant, self._resume = ACCOUNTANTS[accountant], resume
+        self._reproducible = reproducible
         self._randomness = Randomness.secret() if reproducible is None else Randomness.reproducible(reproducible)
+        self._group: Processes = ALONE
+        self._canary_key: int | None = None
         self._ledger = Ledger(Path(ledger) if ledger is not None else None)
         self._facts = accounting.Facts(
             noise="secret" if reproducible is None else "seeded",
@@ -164,50 +170,68 @@ class PrivacyEngine:
         refuse_others(others)
         if self._steps is not None:
             raise ValueError("make_private was called before: use a new PrivacyEngine for each model")
-        check_number("noise_multiplier", noise_multiplier, finite=False)
-        check_number("max_grad_norm", max_grad_norm)
-        check_multiplier(noise_multiplier)
-        check_steps(steps_per_batch, "steps_per_batch")
-        if tokens_per_example is not None:
-            check_steps(tokens_per_example, "tokens_per_example")
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
-        require_one_process(module)
-        require_no_accumulation()
-        require_independent(module)
-        require_covered(module, optimizer)
-        moves = inner(optimizer)
-        check_loader(data_loader)
-        check_physical_batch(max_physical_batch_size, "max_physical_batch_size")
-        if steps_per_batch > 1 and max_physical_batch_size is not None:
-            raise ValueError("steps_per_batch and max_physical_batch_size: take several steps on whole batches only")
-        chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
-        if max_physical_batch_size == "auto":
-            max_physical_batch_size = _largest_part(module, data_loader, chosen)
-        with renamed({"bound": "max_grad_norm"}):
-            chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
+        wrapper, module = module, unwrapped(module)
+        group = self._join(module)
+
+        def checked() -> tuple[Method, Optimizer, int | None, Sampling, Parts]:
+            check_number("noise_multiplier", noise_multiplier, finite=False)
+            check_number("max_grad_norm", max_grad_norm)
+            check_multiplier(noise_multiplier)
+            check_steps(steps_per_batch, "steps_per_batch")
+            if tokens_per_example is not None:
+                check_steps(tokens_per_example, "tokens_per_example")
+            if loss_reduction not in ("mean", "sum"):
+                raise ValueError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
+            require_no_accumulation()
+            require_unprepared()
+            require_independent(module)
+            require_covered(module, optimizer)
+            moves = inner(optimizer)
+            check_loader(data_loader)
+            check_physical_batch(max_physical_batch_size, "max_physical_batch_size")
+            if steps_per_batch > 1 and max_physical_batch_size is not None:
+                raise ValueError(
+                    "steps_per_batch and max_physical_batch_size: take several steps on whole batches only"
+                )
+            chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
+            size = max_physical_batch_size
+            if size == "auto":
+                size = _largest_part(module, data_loader, chosen)
+            with renamed({"bound": "max_grad_norm"}):
+                chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
+            drawn, parts = self._sampling(data_loader, sampling, max_batch), Parts(steps_per_batch)
+            if not poisson_sampling:
+                if self._audit is not None:
+                    raise ValueError(
+                        f"audit={self._audit} with poisson_sampling=False: canaries join samples that we draw, and "
+                        "your own batches have no epsilon to hold against; leave one of them out"
+                    )
+                if group.several:
+                    raise ValueError(
+                        "poisson_sampling=False keeps your own batches, and the processes would each have others: "
+                        "leave it out, or train in one process"
+                    )
+                drawn, parts = _kept(data_loader, sampling, max_batch), AnyRows()
+            if target_delta is not None:
+                check_delta(target_delta, self._rows(data_loader))
+            return chosen, moves, size, drawn, parts
+
+        chosen, moves, physical_batch, drawn, parts = group.together(checked)
         self._population = self._rows(data_loader)
         people = len(data_loader.dataset)  # type: ignore[arg-type]
-        drawn, parts = self._sampling(data_loader, sampling, max_batch), Parts(steps_per_batch)
-        if not poisson_sampling:
-            if self._audit is not None:
-                raise ValueError(
-                    f"audit={self._audit} with poisson_sampling=False: canaries join samples that we draw, and your "
-                    "own batches have no epsilon to hold against; leave one of them out"
-                )
-            drawn, parts = _kept(data_loader, sampling, max_batch), AnyRows()
         rate = drawn.rate
         self._collates = data_loader.collate_fn not in (None, default_collate)
         size, expected = Layout.of(module).size, max(1, round(rate * people))
         self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size)
-        if target_delta is not None:
-            check_delta(target_delta, self._population)
         self._delta = target_delta
-        layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch)
-        largest = min(filter(None, (max_physical_batch_size, max_batch)), default=None)
-        sizes = sizes_of(people, rate, largest) if poisson_sampling else [expected]
+        layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch, moves)
+        largest = min(filter(None, (physical_batch, max_batch)), default=None)
+        each = max(1, people // group.size)
+        sizes = sizes_of(each, rate, largest) if poisson_sampling else [expected]
         recorded = sizes if self._record else ()
-        planted = None if self._audit is None else Canaries(self._audit, layout, next(module.parameters()).device)
+        planted = None
+        if self._audit is not None:
+            planted = Canaries(self._audit, layout, next(module.parameters()).device, self._canary_key)
         passes = Passes(module, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted)
         planned = SampledGaussian(rate, noise_multiplier)
         prepare(passes.device)
@@ -222,13 +246,41 @@ class PrivacyEngine:
             self._ledger,
             self._randomness,
             self._facts.arithmetic,
+            Sums(group),
         )
         self._steps.draws = begun
+        if wrapper is not module:
+            wrapper.zero_grad = module.zero_grad  # type: ignore[method-assign]
         if poisson_sampling:
             data_loader = private_loader(
-                data_loader, drawn, self._randomness, max_physical_batch_size, parts, self._audit or 0
+                data_loader,
+                drawn,
+                self._randomness,
+                physical_batch,
+                parts,
+                self._audit or 0,
+                group,
             )
-        return module, optimizer, data_loader
+        return wrapper, optimizer, data_loader
+
+    def _join(self, module: nn.Module) -> Processes:
+        """Together: the processes that train this module, with one key, one ledger, and the weights of process 0."""
+        group = self._group = processes(next(module.parameters()).device)
+        if not group.several:
+            return group
+        if sharded(module):
+            raise ValueError(
+                "module: its parameters are sharded (fully_shard), and a loop of your own trains replicas here: leave "
+                "fully_shard out, or train by vestige.train, which takes sharded models"
+            )
+        group.agree({"resume": self._resume, "reproducible": repr(self._reproducible), "audit": self._audit})
+        follow_first(module, group)
+        if self._reproducible is None:
+            self._randomness = Randomness.shared(group.secret())
+        self._run, self._canary_key = f"{group.secret():x}"[:16], group.secret() % 2**62
+        budget = self._ledger.budget
+        self._ledger = SharedLedger(group, self._ledger.path, budget)
+        return group
 
     def make_private_with_epsilon(
         self,
@@ -362,14 +414,17 @@ class PrivacyEngine:
         return {**place, **self._private_steps().state_dict()}
 
     def save_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-        """Weights, optimizer, memory and the place in the ledger, all at once; no random state."""
-        write_tensors(
-            Path(path), {"module": module.state_dict(), "optimizer": optimizer.state_dict(), **self.state_dict()}
-        )
+        """Weights, optimizer, memory and the place in the ledger, all at once; no random state. Of several processes
+        the first one writes."""
+        if self._group.rank == 0:
+            write_tensors(
+                Path(path), {"module": module.state_dict(), "optimizer": optimizer.state_dict(), **self.state_dict()}
+            )
 
     def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-        """Go back to a checkpoint, after `make_private` with the same arguments. All that was asked stays charged."""
-        saved = read_tensors(Path(path))
+        """Go back to a checkpoint, after `make_private` with the same arguments. All that was asked stays charged. Of
+        several processes all load, and the first one reads."""
+        saved = self._group.first(lambda: read_tensors(Path(path)))
         self._check_place(saved)
         module.load_state_dict(saved["module"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -386,6 +441,9 @@ class PrivacyEngine:
 
     def _check_place(self, saved: Mapping[str, Any]) -> None:
         """What was asked after a checkpoint was saved is known to the ledger alone."""
+        self._group.first(lambda: self._check_place_here(saved))
+
+    def _check_place_here(self, saved: Mapping[str, Any]) -> None:
         if self._ledger.path is None:
             if saved.get("run") != self._run:
                 raise ValueError(
@@ -416,6 +474,7 @@ class PrivacyEngine:
         multiplier: float,
         delta: float | None,
         max_batch: int | None,
+        moves: Optimizer,
     ) -> tuple[Layout, int]:
         """Open the ledger, and lay out the releases: where steps are balanced, by the constants of its beginning. Also
         how many draws it has seen."""
@@ -437,6 +496,8 @@ class PrivacyEngine:
             **({} if method.balance is None else {"balance": layout.constants_of_all}),
             **({} if max_batch is None else {"max_batch": max_batch}),
         }
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in moves.param_groups]
+        self._group.agree({"the optimizer": [type(moves).__name__, settings], **facts})
         if history is None:
             self._ledger.open(facts)
             return layout, 0

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data import default_collate as torch_collate
 
 from vestige.privacy_engine.parts import Part, Parts
+from vestige.processes.group import ALONE, Processes
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Sampling
 
@@ -37,7 +38,9 @@ class PrivateBatches(Sampler[list[int]]):
         physical_batch: int | None,
         parts: Parts,
         planted: int = 0,
+        group: Processes = ALONE,
     ) -> None:
+        self._group = group
         self.population, self._sampling, self.steps, self.physical_batch = population, sampling, steps, physical_batch
         self._randomness, self._draws, self.parts, self._planted = randomness, 0, parts, planted
 
@@ -61,7 +64,7 @@ class PrivateBatches(Sampler[list[int]]):
             draw = self._draws
             self._draws += 1
             everyone = self._sampling.draw(self.population + self._planted, draw, self._randomness)
-            joined, planted = everyone.tolist(), tuple[int, ...]()
+            joined, planted = self._group.own(everyone).tolist(), tuple[int, ...]()
             if self._planted:
                 planted = tuple(row - self.population for row in joined if row >= self.population)
                 joined = [row for row in joined if row < self.population]
@@ -96,11 +99,13 @@ def private_loader(
     physical_batch: int | None,
     parts: Parts,
     planted: int = 0,
+    group: Processes = ALONE,
 ) -> DataLoader[Any]:
-    """The user's loader with private samples instead of its own batches; everything else as it was."""
+    """The user's loader with private samples instead of its own batches; everything else as it was. Of several
+    processes each gets its own examples of every draw."""
     dataset: Any = loader.dataset
     steps = draws_per_epoch(sampling.rate)
-    batches = PrivateBatches(len(dataset), sampling, randomness, steps, physical_batch, parts, planted)
+    batches = PrivateBatches(len(dataset), sampling, randomness, steps, physical_batch, parts, planted, group)
     made: DataLoader[Any] = PrivateLoader(
         dataset,
         batch_sampler=batches,

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
-from vestige.engines.processes import require_one_process
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
@@ -23,13 +22,17 @@ from vestige.optim.probes import At, ask
 from vestige.optim.rules import balanced
 from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes
+from vestige.processes.plan import digest_of, require_same_group
+from vestige.processes.sums import BY_ITSELF, Sums
 from vestige.questions import SampledGaussian
 from vestige.randomness.correlated import Independent
 from vestige.randomness.keys import Randomness
-from vestige.randomness.release import BoundedSum, Release
+from vestige.randomness.release import Release
 from vestige.randomness.sampling import Sampling
 
 Closure = Callable[[], Any]
+CHECKED_EVERY = 256
+"""Steps between two comparisons of the replicas of a model; the first steps are compared more often."""
 SCALED = (
     "the loss is scaled by a GradScaler (mixed precision in float16): a private step bounds each example's gradient as "
     "it is. Use autocast with dtype=torch.bfloat16 and leave the GradScaler out"
@@ -89,7 +92,9 @@ class PrivateSteps:
         ledger: Ledger,
         randomness: Randomness,
         arithmetic: str,
+        sums: Sums = BY_ITSELF,
     ) -> None:
+        self._sums = sums
         self._noise = Independent(arithmetic)
         self.passes, self.optimizer, self.method = passes, optimizer, method
         self.canaries = passes.canaries
@@ -133,7 +138,7 @@ class PrivateSteps:
 
     def step(self, closure: Closure | None) -> Any:
         """Move, if the draw is complete; else only bound and add what this part brought."""
-        require_one_process(self.passes.module)
+        require_same_group(self._sums.group)
         self.passes.settle()
         parameters = self.passes.parameters()
         self._check(parameters)
@@ -158,8 +163,15 @@ class PrivateSteps:
         scales = self.passes.layout.constants
         release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
         learner.step(release, point, 1.0, self.step_number)
+        self._check_together()
         self.step_number += 1
         return value
+
+    def _check_together(self) -> None:
+        """Together, now and then: replicas that have come apart would each train a model of its own."""
+        step, group = self.step_number, self._sums.group
+        if group.several and (step & (step + 1) == 0 or step % CHECKED_EVERY == 0):
+            group.agree({f"the model after step {step}": digest_of(self.passes.parameters().values())})
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
         require_own(self.optimizer, parameters.values())
@@ -200,9 +212,9 @@ class PrivateSteps:
             self._paid, self.draws = draw // self._period, self.draws + self._period
         self._latest = draw
         index, self.asked = self.asked, self.asked + 1
-        stream = self.randomness.stream("noise", index)
-        std, _ = self._noise.add(BoundedSum(total, sensitivity), self.planned.multiplier, stream)
-        release = Release(total.float(), std, self.expected_batch, sample_rate=self.planned.rate)
+        multiplier, randomness = self.planned.multiplier, self.randomness
+        released, std, _ = self._sums.noised(total, sensitivity, self._noise, multiplier, randomness, "noise", index)
+        release = Release(released, std, self.expected_batch, sample_rate=self.planned.rate)
         if self.canaries is not None:
             self.canaries.to(total.device)
             self.canaries.observe(release.total, std)

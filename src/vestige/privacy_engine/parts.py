@@ -130,6 +130,18 @@ def require_no_accumulation() -> None:
         )
 
 
+def require_unprepared() -> None:
+    """Accelerate hands every process other batches of a loader; here each draw is divided among all processes."""
+    accelerate = sys.modules.get("accelerate.state")
+    state = {} if accelerate is None else accelerate.PartialState._shared_state
+    several = state.get("num_processes", 1)
+    if several > 1:
+        raise ValueError(
+            f"Accelerate runs {several} processes: private training through Accelerate runs in one process here. With "
+            "several, leave Accelerate out: start the same loop by torchrun, with or without DistributedDataParallel"
+        )
+
+
 class AnyRows(Parts):
     """Batches that are the user's own: whatever rows a pass is about are one more draw. No epsilon holds for them."""
 

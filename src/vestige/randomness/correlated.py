@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vestige.questions import CyclicGaussian, Question, SampledGaussian
 from vestige.randomness import gaussian, lattice
-from vestige.randomness.gaussian import normal
+from vestige.randomness.gaussian import normal_part
 from vestige.randomness.release import BoundedSum
 from vestige.randomness.sampling import CyclicPoisson, Poisson, Sampling
 from vestige.randomness.streams import Stream
@@ -300,7 +300,7 @@ class _Correlated(NoiseSequence):
         self, sensitive: BoundedSum, multiplier: float, stream: Stream, *, nonprivate_keep: bool = False
     ) -> tuple[float | Tensor, Tensor | None]:
         total, std = sensitive.total, sensitive.sensitivity * (multiplier * self.scale)
-        noise = self.next(normal(total.shape[-1], stream, total.device)).mul_(std)
+        noise = self.next(normal_part(sensitive, stream)).mul_(std)
         total.add_(noise)
         index, self.added = self.added, self.added + 1
         return std * self.gain(index), noise if nonprivate_keep else None

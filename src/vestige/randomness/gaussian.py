@@ -37,6 +37,14 @@ def fill_normal(into: Tensor, stream: Stream) -> Tensor:
     return into
 
 
+def normal_part(sensitive: BoundedSum, stream: Stream) -> Tensor:
+    """`normal` for the coordinates of a sum, or of a part of one."""
+    cut, device = sensitive.cut, sensitive.total.device
+    if cut is not None and cut.common:
+        return cut.of(normal(cut.size, stream, device))
+    return normal(sensitive.total.shape[-1], stream, device)
+
+
 def normal(size: int, stream: Stream, device: torch.device) -> Tensor:
     """Standard normal float32 coordinates, drawn on the device where they are needed, by `rounded_gaussian`."""
     if device.type == "cuda" and triton_available():
@@ -56,7 +64,13 @@ def add_noise(
     `multiplier`, for ideal real-valued Gaussian noise whose key stays secret. Floats are not real numbers: which sums a
     result can be reached from shows in its last bits (see `lattice`).
     """
-    total, std = sensitive.total, sensitive.sensitivity * multiplier
+    total, std, cut = sensitive.total, sensitive.sensitivity * multiplier, sensitive.cut
+    if cut is not None and cut.common:
+        whole = torch.zeros(cut.size, dtype=total.dtype, device=total.device)
+        add_noise(BoundedSum(whole, 1.0), 1.0, stream)
+        noise = cut.of(whole).mul_(std)
+        total.add_(noise)
+        return std, noise if nonprivate_keep else None
     if total.is_cuda and total.dtype == torch.float32 and triton_available():
         from vestige.randomness import triton_gaussian
 

@@ -42,6 +42,11 @@ class Randomness:
         return cls(secrets.randbits(256), predictable=False, process=_forked)
 
     @classmethod
+    def shared(cls, entropy: int) -> Randomness:
+        """The secret key of a group of processes: every one of them grows the same streams from it."""
+        return cls(entropy, predictable=False, process=_forked)
+
+    @classmethod
     def reproducible(cls, seed: int) -> Randomness:
         return cls(seed, predictable=True)
 

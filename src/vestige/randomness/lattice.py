@@ -45,9 +45,44 @@ def add_noise(
     multiplier `multiplier`, but for a total variation of `rounded_gaussian.DISTANCE` per coordinate.
     """
     total, more = sensitive.total, coarseness(multiplier)
-    std = sensitive.sensitivity * charged(multiplier, total.shape[-1])
+    std = sensitive.sensitivity * charged(multiplier, sensitive.size)
     noise = add_steps(total, std * 2.0 ** (more - STEPS), stream, more, nonprivate_keep=nonprivate_keep)
     return std, noise
+
+
+def spacing_of(sensitive: BoundedSum, multiplier: float) -> float | Tensor:
+    """The size of a step of the lattice that `add_noise` rounds to."""
+    steps = 2.0 ** (coarseness(multiplier) - STEPS)
+    return sensitive.sensitivity * charged(multiplier, sensitive.size) * steps
+
+
+def rounded(total: Tensor, spacing: float | Tensor) -> Tensor:
+    """SENSITIVE: a sum in whole steps. Integers add up exactly, in any order and over any number of processes."""
+    return total.double().div(spacing).round().long()
+
+
+def add_noise_to_steps(
+    steps: Tensor, sensitive: BoundedSum, multiplier: float, stream: Stream
+) -> tuple[Tensor, float | Tensor]:
+    """`add_noise` for a sum that is in whole steps already, or a part of one: what is released, and the standard
+    deviation per coordinate. `sensitive` says of which coordinates, and their sensitivities.
+
+    Formal guarantees: as `add_noise`, for a sum of parts each of which was rounded to the lattice by itself, if adding
+    or removing an example changes one of them.
+    """
+    more, spacing = coarseness(multiplier), spacing_of(sensitive, multiplier)
+    cut, device = sensitive.cut, steps.device
+    whole = cut is not None and cut.common
+    count = cut.size if whole and cut is not None else len(steps)
+    if steps.is_cuda and triton_available():
+        from vestige.randomness import triton_lattice
+
+        noise = _coarser(triton_lattice.draw(count, stream, device).long(), more)  # whole numbers, as float64
+    else:
+        noise = _drawn(torch.Size((count,)), stream, more).to(device)
+    if whole and cut is not None:
+        noise = cut.of(noise)
+    return ((steps + noise).double() * spacing).float(), spacing * 2.0 ** (STEPS - more)
 
 
 def add_steps(
@@ -77,8 +112,11 @@ def noised(value: float, deviation: float, stream: Stream) -> float:
 
 
 def _drawn(shape: torch.Size, stream: Stream, more: int) -> Tensor:
-    steps = rounded_gaussian.draw(shape.numel(), stream)
-    if more:
-        shift = min(more, 62)
-        steps = (steps + (1 << (shift - 1))) >> shift
-    return torch.from_numpy(np.ascontiguousarray(steps)).view(shape)
+    steps = torch.from_numpy(np.ascontiguousarray(rounded_gaussian.draw(shape.numel(), stream)))
+    return _coarser(steps, more).view(shape)
+
+
+def _coarser(steps: Tensor, more: int) -> Tensor:
+    """The same noise on a lattice whose steps are so many powers of two larger."""
+    shift = min(more, 62)
+    return (steps + (1 << (shift - 1))) >> shift if shift else steps

@@ -22,6 +22,7 @@ from vestige.methods.base import Method, by_group
 from vestige.methods.registry import build
 from vestige.optim import averaging
 from vestige.optim.rules import named
+from vestige.processes.plan import processes
 from vestige.records import RunResult
 from vestige.tasks.features import pretrained
 from vestige.training.loop import Record, accuracy
@@ -151,6 +152,7 @@ def start(
     if job.paper_sigma is not None:
         groups = paper_groups(method, method.layout(task.model))
         multiplier = accounted_multiplier(job.paper_sigma, method.memory.fresh_share, groups)
+    processes(job.device)
     check_device(job.device)
     task.model.to(job.device)
     training = train(
@@ -209,7 +211,8 @@ def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord
         if job.evaluate == "public" and (record.step + 1) % every == 0:
             with training.averaged():
                 seen = training.log["accuracy"] = accuracy(task.model, task.test)
-        if on_record is not None and not on_record(training, record, seen):
+        wanted = on_record is None or on_record(training, record, seen)
+        if training.group.any(not wanted):  # whoever of them was interrupted
             interrupted = True
             break
     seconds = time.perf_counter() - begin

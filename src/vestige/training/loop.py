@@ -21,6 +21,7 @@ from vestige.optim.gates import Attempt
 from vestige.optim.learner import Learner, OptimizerMover
 from vestige.optim.probes import At, ask
 from vestige.optim.rules import Scheduling, scheduled
+from vestige.processes.shards import Shards
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.release import Release
 from vestige.randomness.schedules import level
@@ -83,9 +84,14 @@ class TrainingState:
         *,
         groups: list[dict[str, Any]] | None = None,
         scheduling: Scheduling | None = None,
+        shards: Shards | None = None,
     ) -> None:
-        self.model, self.layout = model, layout
-        self.parameters = layout.parameters(model)
+        """Of a sharded model all of it is about this process's rows: `layout` is theirs."""
+        self.model, self.layout = model if shards is None else shards, layout
+        if shards is None:
+            self.parameters = layout.parameters(model)
+        else:
+            self.parameters = {segment.name: shards.parameters[segment.name] for segment in layout.segments}
         self.optimizer = method.rule.build(groups or self.parameters.values(), lr)
         self.scheduler = scheduled(self.optimizer, scheduling)
         mover = OptimizerMover(layout, self.parameters, self.optimizer, self.scheduler)

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from vestige.accounting.ledger import Ledger, LedgerError
 from vestige.engines.planted import Canaries
 from vestige.mechanism.curator import Curator
+from vestige.processes import checkpoints
+from vestige.processes.group import Processes
+from vestige.processes.shards import Shards
 from vestige.randomness.correlated import NoiseSequence
 from vestige.training.loop import TrainingState
 from vestige.training.planning import Request
@@ -24,6 +27,8 @@ class Persistent(Protocol):
     normalised: bool
     ledger: Ledger
     canaries: Canaries | None
+    group: Processes
+    shards: Shards | None
 
     def noise_from_here(self) -> NoiseSequence:
         """The noise of the steps that are left, begun anew."""
@@ -47,37 +52,51 @@ def continued(request: Request, public: dict[str, Any]) -> Request:
 
 def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:
     """Continue a run from its last checkpoint; all questions asked since stay charged."""
-    check_same(folder.request()["public"], public)
-    if folder.checkpoint.exists():
+    group = run.group
+    check_same(group.first(lambda: folder.request()["public"]), public)
+    if group.first(folder.checkpoint.exists):
         _restore(run, folder)
         return
-    if folder.ledger.exists():
+    if group.first(folder.ledger.exists):
         # The first checkpoint is written before the first question, so a run killed before it has asked nothing.
         run.ledger.hold()
-        if b'"row": "ask"' in folder.ledger.read_bytes():
-            raise LedgerError(f"{folder.ledger} exists but there is no checkpoint beside it to resume from")
-        folder.ledger.unlink()
+        group.first(lambda: _remove_unasked(folder))
         run.ledger.close()
     _open(run, folder, public)
+
+
+def _remove_unasked(folder: RunFolder) -> None:
+    if b'"row": "ask"' in folder.ledger.read_bytes():
+        raise LedgerError(f"{folder.ledger} exists but there is no checkpoint beside it to resume from")
+    folder.ledger.unlink()
 
 
 def saver(run: Persistent, folder: RunFolder) -> Callable[[], None]:
     """A function that writes a checkpoint whenever it is called."""
 
     def save() -> None:
-        folder.save_checkpoint(
-            {
-                "state": run.state.state_dict(),
-                "asked": run.curator.asked,
-                "compared": run.curator.comparisons.asked if run.curator.comparisons else 0,
-                "normalised": run.normalised,
-                **({} if run.canaries is None else {"canaries": run.canaries.state_dict()}),
-                "ledger_rows": run.ledger.rows,
-                "ledger_head": run.ledger.head,
-            }
-        )
+        content = {
+            "state": run.state.state_dict(),
+            "asked": run.curator.asked,
+            "compared": run.curator.comparisons.asked if run.curator.comparisons else 0,
+            "normalised": run.normalised,
+            **({} if run.canaries is None else {"canaries": run.canaries.state_dict()}),
+            "ledger_rows": run.ledger.rows,
+            "ledger_head": run.ledger.head,
+        }
+        if run.shards is not None:
+            # Under a new name: the file that names it is replaced when all processes have written their rows.
+            name = f"{SHARDED}{run.ledger.attempt}-{run.state.step}-{run.ledger.rows}"
+            content = {**checkpoints.save(folder.path / name, content, run.shards), "rows": name}
+        folder.save_checkpoint(content)
+        if run.shards is not None:
+            run.group.first(lambda: folder.remove_all_but(str(content["rows"]), SHARDED))
 
     return save
+
+
+SHARDED = "checkpoint-rows-"
+"""Folders in which processes keep their rows of a sharded run's state."""
 
 
 def _open(run: Persistent, folder: RunFolder | None, public: dict[str, Any]) -> None:
@@ -113,6 +132,11 @@ def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 def _restore(run: Persistent, folder: RunFolder) -> None:
     saved = folder.load_checkpoint()
+    if ("rows" in saved) != (run.shards is not None):
+        how = "sharded by fully_shard" if "rows" in saved else "replicated"
+        raise ValueError(f"resume: the model was {how} when the run began; resume it so, on any number of processes")
+    if run.shards is not None:
+        saved = checkpoints.load(folder.path / saved["rows"], saved, run.shards)
     history = run.ledger.claim()
     if history.heads[saved["ledger_rows"] - 1 : saved["ledger_rows"]] != [saved["ledger_head"]]:
         raise LedgerError(

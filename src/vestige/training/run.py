@@ -16,18 +16,17 @@ from torch.utils.data import DataLoader
 
 from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget, Reserving
-from vestige.accounting.ledger import Ledger
 from vestige.balance import Constants
 from vestige.checks import check_steps
 from vestige.engines.independence import require_independent
 from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
-from vestige.engines.processes import require_one_process
 from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.recorded.recording import sizes_of
 from vestige.engines.registry import InBfloat16, engine_by_name
+from vestige.engines.sharded import Sharded
 from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
-from vestige.mechanism.clipping import LARGEST_SUM, Loss
+from vestige.mechanism.clipping import LARGEST_SUM, Loss, Parameters
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.evaluation import Evaluator, PrivateEvaluation
@@ -39,6 +38,11 @@ from vestige.mechanism.moments import PrivateMoments, fill
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Scheduling, grouped
+from vestige.processes.group import ALONE, Processes
+from vestige.processes.ledger import ledger_of
+from vestige.processes.plan import digest_of, follow_first, processes, require_same_group, sharded, unwrapped
+from vestige.processes.shards import Shards
+from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import ARITHMETICS, NoiseSequence
 from vestige.randomness.keys import Randomness
@@ -52,6 +56,10 @@ from vestige.training.results import audited, last_diagnostics, selection, state
 from vestige.training.run_folder import RunFolder, paced
 from vestige.training.transcript import Transcript
 
+CHECKED_EVERY = 256
+"""Steps between two comparisons of the replicas of a model; the first steps are compared more often."""
+LARGEST_SHARDED = 1 << 17
+"""Examples of an expected sample whose clipped sum fits the integers of a sharded one, with room for chance."""
 PRICED = ("poisson", "allocation", "truncated")
 """Samplings whose cost is shown at every step."""
 
@@ -143,57 +151,130 @@ def train(
     Formal guarantees: (epsilon, delta)-differential privacy of everything the iteration yields and of the final model,
     for adding or removing one example, under the assumptions listed in `training.guarantee().assumptions`.
     """
-    require_one_process(model)
-    require_independent(model)
-    if noise not in ARITHMETICS:
-        raise ValueError(f"noise={noise!r} is unknown; choose from {', '.join(ARITHMETICS)}")
-    check_physical_batch(physical_batch)
-    loading = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory)
-    if isinstance(data, DataLoader):
-        loading, sample_rate = _of_loader(data, loading, sample_rate, sampling)
-    if sample_rate is None:
-        raise ValueError("sample_rate=None: give the probability that an example joins a step, such as 256 / len(data)")
-    settings = Settings(
-        noise=noise,
-        physical_batch=physical_batch,
-        engine=engine,
-        bfloat16=bfloat16,
-        loading=loading,
-        target=target,
-        scheduling=lr_scheduler,
-        groups=None if param_groups is None else grouped(param_groups, Layout.of(model).parameters(model)),
-        seed=reproducible,
-        public=public,
-        normalise=normalise,
-        evaluate=_evaluation(evaluate),
-        audit=audit,
-        transcript=None if nonprivate_transcript is None else Path(nonprivate_transcript),
-        nonprivate_logs=nonprivate_logs,
-    )
-    wanted = Request(
-        sample_rate=sample_rate,
-        steps=steps,
-        delta=delta,
-        epsilon=epsilon,
-        noise_multiplier=noise_multiplier,
-        lr=lr,
-        sampling=sampling,
-        max_batch=max_batch,
-    )
-    chosen = build(method) if isinstance(method, str) else method
-    if not isinstance(chosen, Method):
-        raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
-    folder = RunFolder(out) if out is not None else None
-    constants: Constants | None = None
-    if resume and folder is not None:
-        public_facts = folder.request()["public"]
-        wanted = persistence.continued(wanted, public_facts)
-        constants = public_facts.get("balance")
-        if "arithmetic" not in public_facts:
-            settings = replace(settings, noise="float32")  # as in 0.1
-    training = Training(model, loss, data, chosen, wanted, settings, folder, constants)
+    model = unwrapped(model)
+    group = processes(next(model.parameters()).device)
+    group.agree({"resume": resume, "out": out is not None, "audit": audit, "sharded": sharded(model)})
+    shards = None
+    if sharded(model):
+        shards = group.together(lambda: shards_of(model, group))
+        shards.fill()
+    else:
+        follow_first(model, group)
+    folder = RunFolder(out, group) if out is not None else None
+    begun = group.first(lambda: folder.request()["public"]) if resume and folder is not None else None
+    shared = Shared(group, Randomness.shared(group.secret()), group.secret() % 2**62, shards)
+
+    def prepared() -> Training:
+        require_independent(model)
+        if shards is not None:
+            _check_shardable(engine, audit, param_groups, bfloat16)
+        if noise not in ARITHMETICS:
+            raise ValueError(f"noise={noise!r} is unknown; choose from {', '.join(ARITHMETICS)}")
+        check_physical_batch(physical_batch)
+        loading, rate = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory), sample_rate
+        if isinstance(data, DataLoader):
+            loading, rate = _of_loader(data, loading, rate, sampling)
+        if rate is None:
+            raise ValueError(
+                "sample_rate=None: give the probability that an example joins a step, such as 256 / len(data)"
+            )
+        settings = Settings(
+            noise="float32" if begun is not None and "arithmetic" not in begun else noise,  # as in 0.1
+            physical_batch=physical_batch,
+            engine=engine,
+            bfloat16=bfloat16,
+            loading=loading,
+            target=target,
+            scheduling=lr_scheduler,
+            groups=None if param_groups is None else grouped(param_groups, Layout.of(model).parameters(model)),
+            seed=reproducible,
+            public=public,
+            normalise=normalise,
+            evaluate=_evaluation(evaluate),
+            audit=audit,
+            transcript=None if nonprivate_transcript is None else Path(nonprivate_transcript),
+            nonprivate_logs=nonprivate_logs,
+        )
+        wanted = Request(
+            sample_rate=rate,
+            steps=steps,
+            delta=delta,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            lr=lr,
+            sampling=sampling,
+            max_batch=max_batch,
+        )
+        chosen = build(method) if isinstance(method, str) else method
+        if not isinstance(chosen, Method):
+            raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
+        constants: Constants | None = None
+        if begun is not None:
+            wanted, constants = persistence.continued(wanted, begun), begun.get("balance")
+        return Training(model, loss, data, chosen, wanted, settings, folder, constants, shared)
+
+    training = group.together(prepared)
+    if shards is not None:
+        shards.empty()
+    group.agree(training.agreed())
     training.open(resume, request or {})
     return training
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the processes of a run have in common; one process alone has it for itself."""
+
+    group: Processes
+    key: Randomness
+    canaries: int
+    """Where made-up rows are drawn from."""
+    shards: Shards | None = None
+    """How the model is divided among them; None where each has all of it."""
+
+
+def _check_shardable(engine: str, audit: int | None, param_groups: Any, bfloat16: bool) -> None:
+    """Refuse what is not there for sharded models."""
+    for name, value, usual in (
+        ("engine", engine, "bookkeeping"),
+        ("audit", audit, None),
+        ("param_groups", param_groups, None),
+        ("bfloat16", bfloat16, False),
+    ):
+        if value != usual:
+            raise ValueError(
+                f"{name}: not for a sharded model, of which each process has some rows; leave it out, or train "
+                "replicas (without fully_shard)"
+            )
+
+
+def _check_method_shardable(method: Method) -> None:
+    parts = {"memory": method.memory, "probe": method.probe, "rule": method.rule, "clip": method.clip}
+    wrong = [name for name, part in parts.items() if not getattr(part, "shardable", False)]
+    if method.augment is not None:
+        wrong.append("augment")
+    if wrong:
+        what = getattr(parts.get(wrong[0]), "name", None) or type(parts.get(wrong[0], method.augment)).__name__
+        raise ValueError(
+            f"method={method.name!r}: its {wrong[0]} ({what}) needs whole tensors, and of a sharded model each process "
+            "has some rows: train replicas (without fully_shard), or choose another method"
+        )
+
+
+def _as_it_is(point: Parameters) -> Parameters:
+    return point
+
+
+def _filled_whole(shards: Shards, point: Parameters) -> Parameters:
+    """Together: a point put together, in a skeleton whose frozen parameters are there too."""
+    shards.fill()
+    return {name: value.clone() for name, value in shards.whole(point).items()}
+
+
+def shards_of(model: nn.Module, group: Processes) -> Shards:
+    if not group.several:
+        raise ValueError("model: its parameters are sharded, but there is no process group: start it by torchrun")
+    return Shards(model, group)
 
 
 def _evaluation(asked: Any) -> PrivateEvaluation | None:
@@ -202,7 +283,7 @@ def _evaluation(asked: Any) -> PrivateEvaluation | None:
     return PrivateEvaluation() if asked == "private" else asked
 
 
-def _canaries(settings: Settings, method: Method, layout: Layout, device: Any) -> Canaries | None:
+def _canaries(settings: Settings, method: Method, layout: Layout, device: Any, key: int) -> Canaries | None:
     count = settings.audit
     if count is None:
         return None
@@ -214,7 +295,7 @@ def _canaries(settings: Settings, method: Method, layout: Layout, device: Any) -
             f"audit={count}: {method.name} publishes what its test accepts, and canaries are scored by all releases; "
             "leave audit out, or attack the method by `vestige audit`"
         )
-    return Canaries(count, layout, device)
+    return Canaries(count, layout, device, key)
 
 
 def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None, sampling: str) -> tuple[Loading, float]:
@@ -272,15 +353,26 @@ class Training:
         settings: Settings,
         folder: RunFolder | None,
         constants: Constants | None = None,
+        shared: Shared | None = None,
     ) -> None:
         """`constants` are those that balance the steps of a run that is resumed: they are of its own beginning."""
-        self.model, self.folder, self.settings, self._identity = model, folder, settings, method.identity
+        shared = shared or Shared(ALONE, Randomness.secret(), ALONE.secret() % 2**62)
+        self.group, self._shared = shared.group, shared
+        if self.group.several and settings.transcript is not None:
+            raise ValueError("nonprivate_transcript writes the raw sums of one process: train without torchrun for it")
+        self.shards = shards = shared.shards
+        if shards is not None:
+            _check_method_shardable(method)
+            sharded_model, model = model, shards.skeleton
+        else:
+            sharded_model = model
+        self.model, self.folder, self.settings, self._identity = sharded_model, folder, settings, method.identity
         self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples = examples
         if examples.form.names is not None:
             check_shifted(model, loss)
-        self.canaries = _canaries(settings, method, self.layout, examples.device)
+        self.canaries = _canaries(settings, method, self.layout, examples.device, shared.canaries)
         """Made-up rows, for an audit of this run."""
         self._population = examples.population + (settings.audit or 0)
         self.method = settled(replace(method, gate=method.gate.at(examples.population)), request)
@@ -291,7 +383,14 @@ class Training:
         self.plan: Plan = plan(model, self.layout, self.method, self._population, request, self._besides)
         self._sampling = sampling_of(self.method, request, self._population)
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
-        self.ledger = Ledger(folder.ledger if folder else None, replays_are_free=settings.seed is not None)
+        replays_are_free = settings.seed is not None
+        self.ledger = ledger_of(self.group, folder.ledger if folder else None, replays_are_free=replays_are_free)
+        own = self.layout if shards is None else shards.lay_out(self.layout)
+        if shards is not None and self.plan.sample_rate * self._population > LARGEST_SHARDED:
+            raise ValueError(
+                f"sample_rate={self.plan.sample_rate:.4g}: a sharded model takes {LARGEST_SHARDED:,} examples a step "
+                "at most, whose sum its integers can hold; take fewer, or train replicas"
+            )
         self.curator, self._evaluator = self._curator_of(examples, loss, judged)
         self.private_accuracy: float | None = None
         """The noised share of right answers, once it was asked."""
@@ -300,7 +399,9 @@ class Training:
             raise ValueError(
                 f"param_groups: {method.rule.name} takes the noise of all parameters in their order; leave them out"
             )
-        self.state = TrainingState(model, self.method, self.layout, self.plan.lr, groups=groups, scheduling=scheduling)
+        self.state = TrainingState(
+            model, self.method, own, self.plan.lr, groups=groups, scheduling=scheduling, shards=shards
+        )
         adaptive = self.method.gate.adaptive
         self.facts = accounting.Facts(
             sampling=self._sampling.kind,
@@ -311,7 +412,7 @@ class Training:
             schedule="filtered" if adaptive else "fixed",
             filter_epsilon=self.plan.epsilon if adaptive else None,
         )
-        seen = partial(accuracy, model, settings.public) if settings.public is not None else None
+        seen = partial(accuracy, sharded_model, settings.public) if settings.public is not None else None
         self._public = Public(self._charged, seen)
         self.log: dict[str, Any] = {}
         """Released quantities put here while a record is being consumed are written beside it."""
@@ -338,20 +439,26 @@ class Training:
         return self._first if self._last_question is None else (*self._first, self._last_question)
 
     def _curator_of(self, examples: Examples, loss: Loss, judged: Examples | None) -> tuple[Curator, Evaluator | None]:
-        settings, model, rate = self.settings, self.model, self.plan.sample_rate
+        settings, rate, shards = self.settings, self.plan.sample_rate, self.shards
+        model = self.model if shards is None else shards.skeleton
         form, part = examples.form, settings.physical_batch
-        make = partial(engine_by_name(settings.engine), form=form)
+        make = partial(engine_by_name("unrecorded" if shards is not None else settings.engine), form=form)
         if part == "auto":
             blank, population = examples.blank(), examples.population
             part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
-        key = Randomness.secret() if settings.seed is None else Randomness.reproducible(settings.seed)
+        key = self._shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
         charges, right = Charges(self.ledger.ask), right_answers(model, form)
         engine = make(model, loss, self.layout)
         prepare(next(model.parameters()).device)
         if isinstance(engine, Captured):
             most = getattr(self._sampling, "most", LARGEST_SUM)
-            engine.expect(sizes_of(examples.population, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
+            each = max(1, examples.population // self.group.size)
+            engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
         asked, answering = examples, InBfloat16(engine) if settings.bfloat16 else engine
+        sums, whole = Sums(self.group), _as_it_is
+        if shards is not None:
+            answering = Sharded(engine, shards)  # type: ignore[arg-type,assignment]
+            sums, whole = ShardedSums(self.group, shards), partial(_filled_whole, shards)
         if self.canaries is not None:
             asked = PlantedExamples(examples, self.canaries)  # type: ignore[assignment]
             answering = PlantedEngine(answering, self.canaries)  # type: ignore[assignment]
@@ -365,12 +472,33 @@ class Training:
             physical_batch=part,
             nonprivate_witness=self.transcript,
             noise=self.method.noise.start(rate, self.plan.steps, settings.noise),
-            comparisons=Comparisons(examples, key, charges, losses_of(model, loss, form), right, part),
+            comparisons=Comparisons(
+                examples, key, charges, losses_of(model, loss, form), right, part, self.group, whole
+            ),
+            sums=sums,
         )
         if self.canaries is not None:
             observe = self.canaries.observe
             curator.observer = lambda answer: observe(answer.release.total, answer.release.noise_std)
-        return curator, None if judged is None else Evaluator(judged, key, charges, right)
+        return curator, None if judged is None else Evaluator(judged, key, charges, right, self.group)
+
+    def agreed(self) -> dict[str, Any]:
+        """What must be the same in every process of a run, before any of them asks."""
+        if not self.group.several:
+            return {}
+        return {
+            "the number of examples": self.curator.population,
+            **self._facts_of_the_run(),
+            "engine": self.settings.engine,
+            "reproducible": self.settings.seed,
+            "the budget": [self.plan.epsilon, self.plan.delta, self.plan.lr],
+            "the examples": self._examples.fingerprint(),
+        }
+
+    def _check_together(self, step: int) -> None:
+        """Together, now and then: replicas that have come apart would each train a model of its own."""
+        if self.group.several and self.shards is None and (step & (step + 1) == 0 or step % CHECKED_EVERY == 0):
+            self.group.agree({f"the model after step {step}": digest_of(self.state.parameters.values())})
 
     def noise_from_here(self) -> NoiseSequence:
         """The noise of the steps that are left, begun anew."""
@@ -448,7 +576,11 @@ class Training:
         records = self._records()
         if self.folder is None:
             return records
-        return self.folder.log(paced(records, persistence.saver(self, self.folder)), self.state.step, self.log)
+        save, decided = persistence.saver(self, self.folder), self._first_decides if self.shards is not None else bool
+        return self.folder.log(paced(records, save, decided), self.state.step, self.log)
+
+    def _first_decides(self, holds: bool) -> bool:
+        return bool(self.group.told(int(holds))[0][0])
 
     def guarantee(self) -> accounting.Guarantee:
         """The guarantee of everything released so far."""
@@ -533,11 +665,16 @@ class Training:
         if self.transcript is not None:
             self.transcript.save()
         if self.folder is not None:
-            end = LedgerEnd(self.ledger.rows, self.ledger.head)
             with self.averaged():
-                self.folder.finish(replace(result or self.result(), ledger=end).to_json(), self.model.state_dict())
-            self.ledger.finish(self.folder.hashes())
+                weights = self.model.state_dict() if self.shards is None else self.shards.weights()
+                self.group.first(lambda: self._finish_folder(result, weights))
         self.ledger.close()
+
+    def _finish_folder(self, result: RunResult | None, weights: dict[str, Any]) -> None:
+        assert self.folder is not None
+        end = LedgerEnd(self.ledger.rows, self.ledger.head)
+        self.folder.finish(replace(result or self.result(), ledger=end).to_json(), weights)
+        self.ledger.finish(self.folder.hashes())
 
     def _records(self) -> Generator[Record, None, None]:
         plan = self.plan
@@ -548,7 +685,8 @@ class Training:
         with contextlib.closing(self._examples):
             for record in run(self.state, self.method, self.curator, plan.noise_multiplier, plan.steps, self._public):
                 self._last = record
-                require_one_process(self.model)
+                require_same_group(self.group)
+                self._check_together(record.step)
                 if self.transcript is not None:
                     self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
                 yield Record(record.step, record.diagnostics, self.spent(), record.accepted)
@@ -561,6 +699,8 @@ class Training:
             return
         with self.averaged():
             point = {name: p.detach() for name, p in self.state.parameters.items()}
+            if self.shards is not None:
+                point = _filled_whole(self.shards, point)
             rows = self.curator.physical_batch or LARGEST_SUM
             self.private_accuracy = self._evaluator.accuracy(
                 point, self._last_question, step=self.state.step, rows=rows

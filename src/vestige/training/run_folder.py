@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 from vestige.files import make_folder, read_json, read_tensors, remove_unfinished, sha256, write_json, write_tensors
+from vestige.processes.group import ALONE, Processes
 from vestige.training.loop import Record
 
 Records = Generator[Record, None, None]
@@ -23,8 +25,9 @@ CHECKPOINT_AFTER = 0.5
 class RunFolder:
     """run.json (the request), ledger.jsonl, checkpoint.pt, records.jsonl and, at the end, result.json and model.pt."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, group: Processes = ALONE) -> None:
+        """Of a group, process 0 writes and reads for all."""
+        self.path, self._group = Path(path), group
 
     @property
     def ledger(self) -> Path:
@@ -40,6 +43,9 @@ class RunFolder:
 
     def create(self, request: dict[str, Any]) -> None:
         """Claim a new or empty folder for this run; a folder that holds anything else is refused."""
+        self._group.first(lambda: self._create(request))
+
+    def _create(self, request: dict[str, Any]) -> None:
         if self.path.is_dir():
             remove_unfinished(self.path)
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -55,10 +61,17 @@ class RunFolder:
         return request
 
     def save_checkpoint(self, content: dict[str, Any]) -> None:
-        write_tensors(self.checkpoint, content)
+        if self._group.rank == 0:
+            write_tensors(self.checkpoint, content)
+
+    def remove_all_but(self, kept: str, prefix: str) -> None:
+        """Remove what earlier checkpoints have left in folders of this prefix."""
+        for path in self.path.glob(f"{prefix}*"):
+            if path.name != kept:
+                shutil.rmtree(path, ignore_errors=True)
 
     def load_checkpoint(self) -> dict[str, Any]:
-        content: dict[str, Any] = read_tensors(self.checkpoint)
+        content: dict[str, Any] = self._group.first(lambda: read_tensors(self.checkpoint))
         return content
 
     def finish(self, result: dict[str, Any], weights: dict[str, Any]) -> None:
@@ -81,6 +94,9 @@ class RunFolder:
 
         `extra` is read at every record: a consumer may put released quantities there (accuracy on public data).
         """
+        if self._group.rank != 0:
+            yield from records
+            return
         self._drop_records_from(from_step)
         with open(self.records, "a", buffering=1) as file, contextlib.closing(records):
             for record in records:
@@ -101,11 +117,14 @@ class RunFolder:
         self.records.write_text("".join(kept))
 
 
-def paced(records: Iterator[Record], save: Callable[[], None]) -> Generator[Record, None, None]:
+def paced(
+    records: Iterator[Record], save: Callable[[], None], decided: Callable[[bool], bool] = bool
+) -> Generator[Record, None, None]:
     """Pass records through, saving a checkpoint whenever all saving stays a small share of the time since the start.
 
     The last save is at the end, or where the consumer stops: breaking out of a loop loses nothing. An error inside a
-    step saves nothing, since its state may be half updated.
+    step saves nothing, since its state may be half updated. `decided` makes one decision of those of several processes,
+    where all of them save.
     """
     begin = time.perf_counter()
     cost = spent = 0.0
@@ -119,7 +138,7 @@ def paced(records: Iterator[Record], save: Callable[[], None]) -> Generator[Reco
                 return
             yield record
             now = time.perf_counter()
-            if now - begin > CHECKPOINT_AFTER and spent + cost < CHECKPOINT_SHARE * (now - begin):
+            if decided(now - begin > CHECKPOINT_AFTER and spent + cost < CHECKPOINT_SHARE * (now - begin)):
                 save()
                 cost = time.perf_counter() - now
                 spent += cost

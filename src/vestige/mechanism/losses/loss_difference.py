@@ -54,16 +54,28 @@ class LossDifference:
 
         A loss that is not finite leaves the change undefined; it then counts as the worst one, +bound.
         """
-        if len(before) == 0:
-            return 0.0
+        return self.within(*(float(each) for each in self.sums(before, after)))
+
+    def sums(self, before: Tensor, after: Tensor) -> Tensor:
+        """SENSITIVE: what the bounded change is made of, for the examples at hand: sums of it over parts of a sample
+        are those of the sample."""
         before, after = before.double(), after.double()
         if self.each is None:
-            change = (after.mean() - before.mean()).nan_to_num(nan=torch.inf)
+            parts = [after.sum(), before.sum(), torch.tensor(float(len(before)), dtype=torch.float64)]
         else:
             worst = self.each
             changes = (after - before).nan_to_num(nan=worst, posinf=worst, neginf=-worst)
-            change = changes.clamp(-worst, worst).sum() / self.expected_batch
-        return float(change.clamp(-self.bound, self.bound))
+            parts = [changes.clamp(-worst, worst).sum()]
+        return torch.stack([part.to(before.device) for part in parts])
+
+    def within(self, *sums: float) -> float:
+        """SENSITIVE: the bounded change, from the sums over the sample."""
+        if self.each is None:
+            after, before, count = sums
+            change = after / count - before / count if count else 0.0
+        else:
+            change = sums[0] / self.expected_batch
+        return min(self.bound, max(-self.bound, change)) if change == change else self.bound
 
 
 def losses_of(model: nn.Module, loss: Loss, form: Form = BY_PLACE) -> Scores:

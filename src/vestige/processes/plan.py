@@ -1,0 +1,97 @@
+"""Which processes train this model, and how is it divided among them? Found out before anything is asked.
+
+torchrun's environment, or a group that the user has initialised, says how many processes there are. A model that
+DistributedDataParallel wraps is taken out of it: its gradients must not be added up before they are clipped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vestige.processes.group import ALONE, Group, Processes, answered, digest
+from vestige.processes.launch import launched
+
+_group: Group | None = None
+
+
+def processes(device: torch.device | str | None = None) -> Processes:
+    """The processes that train together: those of torch's default group, which is made where torchrun has started
+    several and nobody has made one yet. Together, at its first call."""
+    global _group
+    if not dist.is_available():
+        return ALONE
+    if not dist.is_initialized():
+        if not launched():
+            return ALONE
+        kind = torch.device(device or "cpu").type
+        if kind == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        with answered():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    if _group is None or _group.world is not dist.group.WORLD:
+        _group = Group()
+    return _group
+
+
+def require_same_group(group: Processes) -> None:
+    """At every step: processes that appear, or disappear, while a run goes on are nobody's plan."""
+    now = dist.is_available() and dist.is_initialized()
+    if not group.several:
+        if launched() or (now and dist.get_world_size() > 1):
+            raise ValueError(
+                "this run began in one process, and now there are several: each would train on its own. Start all of "
+                "them by torchrun, before the run is made"
+            )
+    elif not now or dist.group.WORLD is not group.world:  # type: ignore[attr-defined]
+        raise ValueError("the process group that this run began with is gone, so it cannot go on: start it again")
+
+
+REFUSED = {
+    "DataParallel": "nn.DataParallel splits every batch between threads: use one process for each GPU, by torchrun",
+    "FullyShardedDataParallel": "FullyShardedDataParallel is FSDP1: shard the model by "
+    "torch.distributed.fsdp.fully_shard",
+}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model itself. DistributedDataParallel around it is told to add nothing up: sums are made of clipped gradients
+    here, and what it would add up has not been clipped."""
+    kind = type(module).__name__
+    if kind in REFUSED:
+        raise ValueError(f"model: {REFUSED[kind]}")
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        module.require_backward_grad_sync = module.require_forward_param_sync = False
+        return unwrapped(module.module)
+    for each in module.modules():
+        if type(each).__name__ in (*REFUSED, "DistributedDataParallel"):
+            raise ValueError(
+                f"model: a part of it is wrapped in {type(each).__name__}: wrap the whole model, or nothing"
+            )
+    return module
+
+
+def sharded(module: nn.Module) -> bool:
+    """Whether the model's parameters are divided among processes."""
+    return any(hasattr(parameter, "placements") for parameter in module.parameters())
+
+
+def follow_first(module: nn.Module, group: Processes) -> None:
+    """Together: the model of every process becomes that of process 0, if they have the same parameters at all."""
+    if not group.several:
+        return
+    tensors: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    shapes = [[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()]
+    group.agree({"the model's number of parameters": len(shapes), "the model": digest(shapes)})
+    group.follow(tensors.values())
+
+
+def digest_of(tensors: Iterable[Tensor]) -> int:
+    """Tells parameters from others that differ in any bit, for the price of a sum over them."""
+    sums = [t.detach().contiguous().reshape(-1).view(torch.int32).sum(dtype=torch.int64) for t in tensors]
+    return digest(torch.stack(sums).tolist())

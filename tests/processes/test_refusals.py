@@ -1,0 +1,164 @@
+"""What do several processes refuse? In one line, all of them, and without anybody waiting for ever."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import process_gang
+import vestige
+from loops import private
+from vestige.processes.plan import unwrapped
+
+DATA = torch.randn(40, 6), torch.randint(3, (40,))
+
+APART = {
+    "steps": ([{"steps": 12}, {"steps": 13}], "steps is 13 in process 1 and 12 in process 0"),
+    "noise": ([{"noise_multiplier": 1.0}, {"noise_multiplier": 1.1}], "noise_multiplier is 1.1 in process 1"),
+    "examples": ([{"examples": 60}, {"examples": 61}], "the number of examples is 61 in process 1"),
+    "the data": ([{"data_seed": 0}, {"data_seed": 5}], "the examples is"),
+    "seed": ([{"reproducible": 1}, {"reproducible": 2}], "reproducible is 2 in process 1"),
+    "method": ([{"method": "dp-sgd"}, {"method": "disk"}], "method is"),
+    "one is wrong": ([{}, {"sample_rate": 2.0}], "sample_rate=2.0"),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_processes_that_disagree(two, case):
+    each, words = APART[case]
+    found = two(process_gang.train, each=each)
+    for answer in found:
+        assert isinstance(answer, process_gang.Failed), answer
+        assert answer.kind == "ValueError"
+        assert words in answer.message
+        assert "\n" not in answer.message
+    assert not isinstance(two(process_gang.train)[0], process_gang.Failed)  # the group is as good as before
+
+
+LOOPS = {
+    "seeds": ([{"reproducible": 1}, {"reproducible": 2}], "reproducible is"),
+    "rates": ([{}, {"lr": 0.5}], "the optimizer is"),
+    "a sampler": ([{"sampler": process_gang.distributed_sampler}] * 2, "batch_size is that of all processes together"),
+    "sharded": ([{"kind": "sharded"}] * 2, "train by vestige.train, which takes sharded models"),
+}
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_loops_that_disagree(two, case):
+    each, words = LOOPS[case]
+    for answer in two(process_gang.loop, each=each):
+        assert isinstance(answer, process_gang.Failed), answer
+        assert answer.kind == "ValueError"
+        assert words in answer.message
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [(process_gang.tensor_parallel, "parallelism"), (process_gang.two_dimensions, "a mesh of 2 dimensions")],
+)
+def test_other_parallelism(two, task, words):
+    for answer in two(task):
+        assert isinstance(answer, process_gang.Failed)
+        assert answer.kind == "ValueError", answer
+        assert words in answer.message
+
+
+SHARDED = {
+    "dp-muon": "its rule (HybridMuon) needs whole tensors",
+    "dp-micro-adam": "its rule (MicroAdam) needs whole tensors",
+    "geoclip": "its clip (Geometric) needs whole tensors",
+    "dp-sat": "its probe (AgainstLastRelease) needs whole tensors",
+}
+
+
+@pytest.mark.parametrize("method", SHARDED)
+def test_methods_that_need_whole_tensors(two, method):
+    for answer in two(process_gang.train, method, kind="sharded"):
+        assert isinstance(answer, process_gang.Failed)
+        assert SHARDED[method] in answer.message
+
+
+@pytest.mark.parametrize("options", [{"audit": 8}, {"engine": "reference"}])
+def test_what_sharded_models_do_without(two, options):
+    for answer in two(process_gang.train, kind="sharded", **options):
+        assert isinstance(answer, process_gang.Failed)
+        assert f"{next(iter(options))}: not for a sharded model" in answer.message
+
+
+def test_canaries_of_several_processes_are_the_same(two):
+    found = two(process_gang.train, audit=16, reproducible=None)
+    assert torch.equal(found[0]["path"], found[1]["path"])
+
+
+def test_replicas_that_come_apart(two):
+    for answer in two(process_gang.train, each=[{}, {"drift": 1e-6}]):
+        assert isinstance(answer, process_gang.Failed)
+        assert "the model after step 1 is" in answer.message
+
+
+def test_processes_at_different_steps(two):
+    for answer in two(process_gang.ask_apart):
+        assert isinstance(answer, process_gang.Failed)
+        assert answer.kind == "ValueError"
+        assert "process 1 is about to ask something else than process 0" in answer.message
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [unwrapped, lambda model: private(model, DATA)])
+def test_data_parallel(way):
+    with pytest.raises(ValueError, match="one process for each GPU, by torchrun"):
+        way(nn.DataParallel(nn.Linear(6, 3)))
+
+
+def train(model):
+    return vestige.train(
+        model, nn.functional.cross_entropy, DATA, method="dp-sgd", noise_multiplier=1.0, delta=1e-3, sample_rate=0.5,
+        steps=4,
+    )  # fmt: skip
+
+
+def test_processes_that_join_later_are_refused_at_the_next_step(monkeypatch):
+    records = iter(train(nn.Linear(6, 3)))
+    next(records)
+    model = nn.Linear(6, 3)
+    optimizer, loader = private(model, DATA)[2:]
+    x, y = next(iter(loader))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    with pytest.raises(ValueError, match="began in one process"):
+        next(records)
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises(ValueError, match="began in one process"):
+        optimizer.step()
+
+
+def test_a_launch_of_one_process_trains(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert len(list(train(nn.Linear(6, 3)))) == 4
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_other_commands_run_in_one_process(rank):
+    """One line by the first of them, and all leave."""
+    environment = {**os.environ, "RANK": rank, "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "vestige", "methods"], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == (1 if rank == "0" else 0)
+    assert ("vestige methods runs in one process" in done.stderr) == (rank == "0")
+
+
+def test_a_time_limit_that_is_none(monkeypatch):
+    from vestige.processes.group import time_limit
+
+    monkeypatch.setenv("VESTIGE_PROCESS_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="VESTIGE_PROCESS_TIMEOUT='soon'"):
+        time_limit()
