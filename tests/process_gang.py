@@ -136,6 +136,9 @@ def train(
     computed: str | None = None,
     drift: float = 0.0,
     spoil: str | None = None,
+    arrange: str | None = None,
+    loss: Any = LOSS,
+    late: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """A run of the small network: its parameters after every step, and what the ledger says."""
@@ -148,7 +151,10 @@ def train(
     if callable(method):
         method = method()
     given = {"noise_multiplier": 1.0, "delta": 1e-3, "sample_rate": 0.25, "steps": 12, "reproducible": 3, **options}
-    training = vestige.train(model, LOSS, data(examples, data_seed), method=method, **given)
+    rows = data(examples, data_seed)
+    if arrange is not None:
+        rows = ARRANGED[arrange](rows)
+    training = vestige.train(model, loss, rows, method=method, **given)
     if computed is not None:
         _note(training.curator, computed)
     if spoil is not None:
@@ -158,7 +164,8 @@ def train(
         path.append(flat(model))
         time.sleep(pause)
         with torch.no_grad():
-            next(model.parameters()).add_(drift)
+            if late is None or record.step == late:
+                next(model.parameters()).add_(drift)
         if record.step == stop:
             break
     training.ledger.close()  # this process lives on, and others go on with the run
@@ -264,7 +271,48 @@ def _even(part: torch.Tensor, width: int) -> torch.Tensor:
     return torch.cat([part, part.new_zeros(max(0, width - len(part)))])
 
 
-def loop(kind: str = "plain", seed: int = 1, physical: int | None = 4, epochs: int = 2, **given: Any) -> Any:
+def exchanged(rows: Any) -> Any:
+    """Two rows in each other's place."""
+    order = torch.arange(len(rows[1]))
+    order[[1, 2]] = order[[2, 1]]
+    return tuple(part[order] for part in rows)
+
+
+class Read(torch.utils.data.Dataset):
+    """Rows that are read one by one, and turned a little as they are."""
+
+    def __init__(self, rows: Any, shift: int = 0) -> None:
+        self.rows, self.shift = rows, shift
+
+    def __len__(self) -> int:
+        return len(self.rows[1])
+
+    def __getitem__(self, row: int) -> Any:
+        row = (row + self.shift) % len(self)
+        return self.rows[0][row] + 1e-3 * torch.randn(()), self.rows[1][row]
+
+
+ARRANGED = {
+    "exchanged": exchanged,
+    "list": lambda rows: list(zip(*rows, strict=True)),
+    "reversed list": lambda rows: list(zip(*rows, strict=True))[::-1],
+    "read": Read,
+    "read from another row on": lambda rows: Read(rows, 1),
+}
+
+
+def squared(outputs: Any, targets: Any) -> Any:
+    return nn.functional.mse_loss(outputs, nn.functional.one_hot(targets, outputs.shape[-1]).float())
+
+
+def loop(
+    kind: str = "plain",
+    seed: int = 1,
+    physical: int | None = 4,
+    epochs: int = 2,
+    arrange: str | None = None,
+    **given: Any,
+) -> Any:
     """A user's own loop."""
     model, options = network(seed), {"reproducible": 5, **given}
     if kind == "ddp":
@@ -274,7 +322,9 @@ def loop(kind: str = "plain", seed: int = 1, physical: int | None = 4, epochs: i
     optimizer = torch.optim.Adam(model.parameters(), lr=options.pop("lr", 0.05))
     sampler = options.pop("sampler", None)
     order = {"shuffle": True} if sampler is None else {"sampler": sampler()}
-    loader = DataLoader(TensorDataset(*data()), batch_size=12, **order)
+    rows = data() if arrange is None else ARRANGED[arrange](data())
+    dataset = TensorDataset(*rows) if isinstance(rows, tuple) else rows
+    loader = DataLoader(dataset, batch_size=12, **order)
     epsilon = options.pop("epsilon", None)
     steps = options.pop("steps", 10**6)
     engine = vestige.PrivacyEngine(**options)
@@ -357,3 +407,10 @@ def shares(examples: int, rate: float) -> Any:
 
 by_layers = partial(vestige.build, "dp-sgd", groups="layers")
 balanced = partial(vestige.build, "dp-sgd", balance="relative")
+
+
+def assumptions(arrange: str | None = None) -> list[str]:
+    """What a run in several processes assumes."""
+    rows = data(60, 0) if arrange is None else ARRANGED[arrange](data(60, 0))
+    given = {"noise_multiplier": 1.0, "delta": 1e-3, "sample_rate": 0.25, "steps": 2}
+    return list(vestige.train(network(1), LOSS, rows, method="dp-sgd", **given).guarantee().assumptions)

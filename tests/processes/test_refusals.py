@@ -19,7 +19,12 @@ APART = {
     "steps": ([{"steps": 12}, {"steps": 13}], "steps is 13 in process 1 and 12 in process 0"),
     "noise": ([{"noise_multiplier": 1.0}, {"noise_multiplier": 1.1}], "noise_multiplier is 1.1 in process 1"),
     "examples": ([{"examples": 60}, {"examples": 61}], "the number of examples is 61 in process 1"),
-    "the data": ([{"data_seed": 0}, {"data_seed": 5}], "the examples is"),
+    "the data": ([{"data_seed": 0}, {"data_seed": 5}], "their examples are not the same"),
+    "two rows": ([{}, {"arrange": "exchanged"}], "their examples are not the same, or not in the same order"),
+    "a list": ([{"arrange": "list"}, {"arrange": "reversed list"}], "not in the same order"),
+    "rows": ([{"arrange": "read"}, {"arrange": "read from another row on"}], "not in the same order"),
+    "the loss": ([{}, {"loss": process_gang.squared}], "the loss is"),
+    "bfloat16": ([{}, {"bfloat16": True}], "bfloat16 is true in process 1 and false in process 0"),
     "seed": ([{"reproducible": 1}, {"reproducible": 2}], "reproducible is 2 in process 1"),
     "method": ([{"method": "dp-sgd"}, {"method": "disk"}], "method is"),
     "one is wrong": ([{}, {"sample_rate": 2.0}], "sample_rate=2.0"),
@@ -40,7 +45,10 @@ def test_processes_that_disagree(two, case):
 
 LOOPS = {
     "seeds": ([{"reproducible": 1}, {"reproducible": 2}], "reproducible is"),
-    "rates": ([{}, {"lr": 0.5}], "the optimizer is"),
+    "rates": ([{}, {"lr": 0.5}], '"lr": 0.5'),
+    "two rows": ([{}, {"arrange": "exchanged"}], "their examples are not the same, or not in the same order"),
+    "rows": ([{"arrange": "read"}, {"arrange": "read from another row on"}], "not in the same order"),
+    "ledgers": ([{}, {"ledger": "/nowhere/ledger.jsonl"}], "ledger is"),
     "a sampler": ([{"sampler": process_gang.distributed_sampler}] * 2, "batch_size is that of all processes together"),
     "sharded": ([{"kind": "sharded"}] * 2, "train by vestige.train, which takes sharded models"),
 }
@@ -96,7 +104,29 @@ def test_canaries_of_several_processes_are_the_same(two):
 def test_replicas_that_come_apart(two):
     for answer in two(process_gang.train, each=[{}, {"drift": 1e-6}]):
         assert isinstance(answer, process_gang.Failed)
-        assert "the model after step 1 is" in answer.message
+        assert "their models are not the same after step 1" in answer.message
+
+
+def test_replicas_that_come_apart_at_the_end(two):
+    """After the last step that is compared on the way."""
+    for answer in two(process_gang.train, each=[{}, {"drift": 1e-6, "late": 10}], steps=13):
+        assert isinstance(answer, process_gang.Failed)
+        assert "their models are not the same after step 12" in answer.message
+
+
+def test_rows_that_are_read_one_by_one_are_an_assumption(two):
+    """Augmented as they are read, they are the same rows still."""
+    for answer in two(process_gang.assumptions, arrange="read"):
+        assert any("reads the same rows in the same order" in each for each in answer), answer
+    for answer in two(process_gang.assumptions):
+        assert not any("reads the same rows in the same order" in each for each in answer), answer
+
+
+def test_an_error_says_nothing_of_the_rows(two):
+    """Two comparisons of the same rows have other keys, and no message has either hash."""
+    first, second = (two(process_gang.train, each=[{}, {"arrange": "exchanged"}])[0].message for _ in range(2))
+    assert first == second
+    assert not any(letters.isdigit() and len(letters) > 4 for letters in first.split())
 
 
 def test_processes_at_different_steps(two):

@@ -46,6 +46,10 @@ PADDED = (
     "an example's loss does not depend on how far its batch was padded: what lies behind its own end is masked in the "
     "model, and ignored in the loss"
 )
+ROWS_APART = (
+    "every process reads the same rows in the same order: where they are read one by one, some drawn at random were "
+    "compared, and not all"
+)
 NEGLECTED = "at so large an epsilon, that the noise is drawn to within 2^-96 of the ideal one is neglected"
 
 DISTANCE = 2.0**-96
@@ -78,6 +82,8 @@ class Facts:
     """Whether a loss of a user's own loop was met whose divisor could not be recognised."""
     padded: bool = False
     """Whether examples were padded to the longest of their batch, in a user's own loop."""
+    rows_apart: bool = False
+    """Whether several processes each read their rows one by one."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,12 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
     reasons = (*reasons, *broken)
     # What a filtered run happened to spend depends on the data: only the filter's own epsilon is proved, by Renyi.
     proved = spent if filtered and not broken else by_renyi
-    held = ((OPAQUE_LOSS, facts.opaque_loss), (PADDED, facts.padded), (NEGLECTED, neglected))
+    held = (
+        (OPAQUE_LOSS, facts.opaque_loss),
+        (PADDED, facts.padded),
+        (ROWS_APART, facts.rows_apart),
+        (NEGLECTED, neglected),
+    )
     further = [text for text, holds in held if holds]
     assumptions = (ARITHMETICS[facts.arithmetic], *ASSUMPTIONS[1:], *further)
     accountant = "renyi filter" if filtered else "pld"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from vestige import accounting
 from vestige.accounting.ledger import Ledger, LedgerError, read
@@ -36,9 +37,10 @@ from vestige.privacy_engine.optimizer_step import PrivateSteps, inner
 from vestige.privacy_engine.outputs import of_rows
 from vestige.privacy_engine.parts import AnyRows, Parts, require_no_accumulation, require_unprepared
 from vestige.privacy_engine.passes import Passes
+from vestige.processes.fingerprints import of_dataset
 from vestige.processes.group import ALONE, Processes
 from vestige.processes.ledger import SharedLedger
-from vestige.processes.plan import follow_first, processes, sharded, unwrapped
+from vestige.processes.plan import follow_first, processes, require_same_rows, sharded, unwrapped
 from vestige.processes.sums import Sums
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
@@ -217,12 +219,14 @@ class PrivacyEngine:
             return chosen, moves, size, drawn, parts
 
         chosen, moves, physical_batch, drawn, parts = group.together(checked)
+        require_same_rows(group, partial(of_dataset, data_loader.dataset))
         self._population = self._rows(data_loader)
         people = len(data_loader.dataset)  # type: ignore[arg-type]
         rate = drawn.rate
         self._collates = data_loader.collate_fn not in (None, default_collate)
         size, expected = Layout.of(module).size, max(1, round(rate * people))
-        self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size)
+        read_one_by_one = group.size > 1 and not isinstance(data_loader.dataset, TensorDataset)
+        self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size, rows_apart=read_one_by_one)
         self._delta = target_delta
         layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch, moves)
         largest = min(filter(None, (physical_batch, max_batch)), default=None)
@@ -273,7 +277,14 @@ class PrivacyEngine:
                 "module: its parameters are sharded (fully_shard), and a loop of your own trains replicas here: leave "
                 "fully_shard out, or train by vestige.train, which takes sharded models"
             )
-        group.agree({"resume": self._resume, "reproducible": repr(self._reproducible), "audit": self._audit})
+        group.agree(
+            {
+                "resume": self._resume,
+                "reproducible": repr(self._reproducible),
+                "audit": self._audit,
+                "ledger": self._ledger.path and str(self._ledger.path),
+            }
+        )
         follow_first(module, group)
         if self._reproducible is None:
             self._randomness = Randomness.shared(group.secret())

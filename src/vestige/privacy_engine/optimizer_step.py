@@ -22,7 +22,7 @@ from vestige.optim.probes import At, ask
 from vestige.optim.rules import balanced
 from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes
-from vestige.processes.plan import digest_of, require_same_group
+from vestige.processes.plan import require_same_group, require_same_model
 from vestige.processes.sums import BY_ITSELF, Sums
 from vestige.questions import SampledGaussian
 from vestige.randomness.correlated import Independent
@@ -170,8 +170,8 @@ class PrivateSteps:
     def _check_together(self) -> None:
         """Together, now and then: replicas that have come apart would each train a model of its own."""
         step, group = self.step_number, self._sums.group
-        if group.several and (step & (step + 1) == 0 or step % CHECKED_EVERY == 0):
-            group.agree({f"the model after step {step}": digest_of(self.passes.parameters().values())})
+        if step & (step + 1) == 0 or step % CHECKED_EVERY == 0:
+            require_same_model(group, self.passes.parameters().values(), step)
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
         require_own(self.optimizer, parameters.values())

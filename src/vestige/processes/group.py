@@ -55,6 +55,10 @@ class Processes(Protocol):
         """Together: some whole numbers of each process, by rank."""
         ...
 
+    def same(self, number: int, otherwise: str) -> None:
+        """Together: refuse to go on where this number is not the same everywhere, without saying what it is."""
+        ...
+
     def any(self, holds: bool) -> bool:
         """Together: whether it holds in some process."""
         ...
@@ -100,6 +104,9 @@ class Alone:
 
     def told(self, *numbers: int) -> list[list[int]]:
         return [list(numbers)]
+
+    def same(self, number: int, otherwise: str) -> None:
+        """There is nobody to differ."""
 
     def any(self, holds: bool) -> bool:
         return holds
@@ -172,13 +179,22 @@ class Group:
     def agree(self, facts: Mapping[str, Any]) -> None:
         mine = {key: json.dumps(value, sort_keys=True, default=repr) for key, value in facts.items()}
         others = self._all(mine)
-        for key, value in others[0].items():
-            for rank, other in enumerate(others):
-                if other.get(key) != value:
+        for key in {key: None for facts in others for key in facts}:
+            value = others[0].get(key, "not given")
+            for rank, facts in enumerate(others):
+                other = facts.get(key, "not given")
+                if other != value:
+                    there, here = apart(other, value)
                     raise ValueError(
-                        f"{key} is {shortened(other.get(key))} in process {rank} and {shortened(value)} in process 0: "
-                        "every process takes part in one run, so start all of them with the same settings and data"
+                        f"{key} is {there} in process {rank} and {here} in process 0: every process takes part in one "
+                        "run, so start all of them with the same settings and data"
                     )
+
+    def same(self, number: int, otherwise: str) -> None:
+        found = [each for (each,) in self.told(number)]
+        for rank, each in enumerate(found):
+            if each != found[0]:
+                raise ValueError(f"process {rank} and process 0: {otherwise}")
 
     def told(self, *numbers: int) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64)
@@ -287,9 +303,20 @@ def digest(*parts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
-def shortened(text: Any) -> str:
-    line = str(text)
-    return line if len(line) <= 80 else f"{line[:77]}..."
+SHOWN = 80
+"""Characters of a fact that a message has room for."""
+
+
+def apart(*texts: str) -> tuple[str, ...]:
+    """Of long texts that differ, the part where they begin to."""
+    if max(map(len, texts)) <= SHOWN:
+        return texts
+    alike = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
+    start = max(0, alike - SHOWN // 4)
+    return tuple(
+        f"{'...' if start else ''}{text[start : start + SHOWN]}{'...' if len(text) > start + SHOWN else ''}"
+        for text in texts
+    )
 
 
 def _portable(error: Exception) -> Exception:

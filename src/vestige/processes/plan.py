@@ -7,7 +7,7 @@ DistributedDataParallel wraps is taken out of it: its gradients must not be adde
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,6 +32,11 @@ def processes(device: torch.device | str | None = None) -> Processes:
         kind = torch.device(device or "cpu").type
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if "MASTER_ADDR" not in os.environ:
+            raise ValueError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} and RANK are set, and MASTER_ADDR is not: start the processes "
+                "by torchrun, or unset these for one process"
+            )
         with answered():
             dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     if _group is None or _group.world is not dist.group.WORLD:
@@ -86,9 +91,43 @@ def follow_first(module: nn.Module, group: Processes) -> None:
     if not group.several:
         return
     tensors: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    shapes = [[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()]
-    group.agree({"the model's number of parameters": len(shapes), "the model": digest(shapes)})
+    kinds = [
+        [name, list(t.shape), str(t.dtype), "trained" if t.requires_grad else "kept"] for name, t in tensors.items()
+    ]
+    group.agree({"the model's number of parameters": len(kinds), "the model": kinds})
     group.follow(tensors.values())
+
+
+OTHER_ROWS = (
+    "their examples are not the same, or not in the same order. Each process takes the rows whose indices are its own, "
+    "so one example could be counted twice: sort what is listed from a folder, give random_split a seeded generator"
+)
+
+
+def require_same_rows(group: Processes, fingerprint: Callable[[bytes], int]) -> None:
+    """Together: refuse processes with other examples, by hashes with a key that is drawn for this and forgotten."""
+    if group.several:
+        key = group.secret().to_bytes(32)
+        group.same(group.together(lambda: fingerprint(key)), OTHER_ROWS)
+
+
+COME_APART = (
+    "their models are not the same after step {step}. Every process must make the same steps and change nothing in "
+    "between: what one of them has done to its weights, the others have not"
+)
+
+
+def require_same_model(group: Processes, tensors: Iterable[Tensor], step: int) -> None:
+    """Together: replicas that have come apart would each train a model of its own."""
+    if group.several:
+        group.same(digest_of(tensors), COME_APART.format(step=step))
+
+
+def loss_of(loss: Any) -> list[str]:
+    """What tells a loss from another: its name, and its code where it is a function."""
+    code = getattr(loss, "__code__", None)
+    name = getattr(loss, "__qualname__", None) or repr(loss)
+    return [str(getattr(loss, "__module__", "")), name, "" if code is None else f"{digest(code.co_code.hex()):x}"]
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:

@@ -38,9 +38,18 @@ from vestige.mechanism.moments import PrivateMoments, fill
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.optim.rules import Scheduling, grouped
-from vestige.processes.group import ALONE, Processes
+from vestige.processes.group import ALONE, Processes, digest
 from vestige.processes.ledger import ledger_of
-from vestige.processes.plan import digest_of, follow_first, processes, require_same_group, sharded, unwrapped
+from vestige.processes.plan import (
+    follow_first,
+    loss_of,
+    processes,
+    require_same_group,
+    require_same_model,
+    require_same_rows,
+    sharded,
+    unwrapped,
+)
 from vestige.processes.shards import Shards
 from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question
@@ -192,7 +201,7 @@ def train(
             normalise=normalise,
             evaluate=_evaluation(evaluate),
             audit=audit,
-            transcript=None if nonprivate_transcript is None else Path(nonprivate_transcript),
+            transcript=_transcript(nonprivate_transcript),
             nonprivate_logs=nonprivate_logs,
         )
         wanted = Request(
@@ -217,6 +226,7 @@ def train(
     if shards is not None:
         shards.empty()
     group.agree(training.agreed())
+    require_same_rows(group, training.fingerprint)
     training.open(resume, request or {})
     return training
 
@@ -275,6 +285,12 @@ def shards_of(model: nn.Module, group: Processes) -> Shards:
     if not group.several:
         raise ValueError("model: its parameters are sharded, but there is no process group: start it by torchrun")
     return Shards(model, group)
+
+
+def _transcript(path: Any) -> Path | None:
+    if path is not None and not isinstance(path, str | Path):
+        raise ValueError(f"nonprivate_transcript={path!r} must be the path of a file to write")
+    return None if path is None else Path(path)
 
 
 def _evaluation(asked: Any) -> PrivateEvaluation | None:
@@ -369,7 +385,7 @@ class Training:
         self.model, self.folder, self.settings, self._identity = sharded_model, folder, settings, method.identity
         self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
-        self._examples = examples
+        self._examples, self._loss = examples, loss
         if examples.form.names is not None:
             check_shifted(model, loss)
         self.canaries = _canaries(settings, method, self.layout, examples.device, shared.canaries)
@@ -378,7 +394,7 @@ class Training:
         self.method = settled(replace(method, gate=method.gate.at(examples.population)), request)
         self.normalised = settings.normalise is None
         self._first: tuple[Question, ...] = () if settings.normalise is None else settings.normalise.questions
-        judged = self._judged(examples)
+        self._judged_examples = judged = self._judged(examples)
         self._last_question = None if judged is None else settings.evaluate.question(judged.population)  # type: ignore[union-attr]
         self.plan: Plan = plan(model, self.layout, self.method, self._population, request, self._besides)
         self._sampling = sampling_of(self.method, request, self._population)
@@ -409,6 +425,7 @@ class Training:
             arithmetic=self.curator.arithmetic,
             coordinates=self.layout.size,
             nonprivate_outputs=settings.transcript is not None or settings.nonprivate_logs,
+            rows_apart=self.group.size > 1 and examples.read_one_by_one,
             schedule="filtered" if adaptive else "fixed",
             filter_epsilon=self.plan.epsilon if adaptive else None,
         )
@@ -492,13 +509,21 @@ class Training:
             "engine": self.settings.engine,
             "reproducible": self.settings.seed,
             "the budget": [self.plan.epsilon, self.plan.delta, self.plan.lr],
-            "the examples": self._examples.fingerprint(),
+            "bfloat16": self.settings.bfloat16,
+            "out": self.folder and str(self.folder.path),
+            "the loss": loss_of(self._loss),
         }
+
+    def fingerprint(self, key: bytes) -> int:
+        """Of all that is asked about."""
+        judged = self._judged_examples
+        return digest(self._examples.fingerprint(key), None if judged is None else judged.fingerprint(key))
 
     def _check_together(self, step: int) -> None:
         """Together, now and then: replicas that have come apart would each train a model of its own."""
-        if self.group.several and self.shards is None and (step & (step + 1) == 0 or step % CHECKED_EVERY == 0):
-            self.group.agree({f"the model after step {step}": digest_of(self.state.parameters.values())})
+        last = step == self.plan.steps - 1
+        if self.shards is None and (last or step & (step + 1) == 0 or step % CHECKED_EVERY == 0):
+            require_same_model(self.group, self.state.parameters.values(), step)
 
     def noise_from_here(self) -> NoiseSequence:
         """The noise of the steps that are left, begun anew."""
@@ -616,6 +641,7 @@ class Training:
     def _priced(self) -> bool:
         """Whether an epsilon holds at every step."""
         neutral = replace(self.facts, schedule="fixed", filter_epsilon=None, arithmetic="lattice", coordinates=0)
+        neutral = replace(neutral, rows_apart=False)
         return replace(neutral, sampling="poisson") == accounting.Facts() and neutral.sampling in PRICED
 
     def _charged(self) -> float:
@@ -665,6 +691,8 @@ class Training:
         if self.transcript is not None:
             self.transcript.save()
         if self.folder is not None:
+            if self.shards is None:
+                require_same_model(self.group, self.state.parameters.values(), self.state.step - 1)
             with self.averaged():
                 weights = self.model.state_dict() if self.shards is None else self.shards.weights()
                 self.group.first(lambda: self._finish_folder(result, weights))

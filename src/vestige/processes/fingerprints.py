@@ -1,0 +1,96 @@
+"""Have two processes the same examples, in the same order? Keyed hashes tell, and tell nobody else anything.
+
+The key is drawn for one comparison and forgotten, so a hash says nothing about a row to whoever has not drawn it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+COMPARED = 64
+"""Rows that are compared where they are read one by one, drawn at random."""
+AT_ONCE = 1 << 24
+"""Bytes of a tensor that are hashed at once."""
+BITS = 63
+
+
+def of_dataset(dataset: Any, key: bytes) -> int:
+    """SENSITIVE until it is keyed: of all rows of whole tensors, and of `COMPARED` rows of anything else."""
+    if isinstance(dataset, TensorDataset):
+        return of_columns(dataset.tensors, key)
+    count = len(dataset)
+    rows = random.Random(key).sample(range(count), min(count, COMPARED))
+    found = _begun(key)
+    several = getattr(dataset, "__getitems__", None)
+    with _same_random_numbers(key):
+        read = several(rows) if several else [dataset[row] for row in rows]
+    for row in read:
+        _feed(found, row)
+    return _ended(found)
+
+
+def of_columns(columns: Sequence[Tensor], key: bytes) -> int:
+    """SENSITIVE until it is keyed: of all rows."""
+    found = _begun(key)
+    for column in columns:
+        _feed(found, column)
+    return _ended(found)
+
+
+def _begun(key: bytes) -> Any:
+    return hashlib.blake2b(key=key, digest_size=8)
+
+
+def _ended(found: Any) -> int:
+    return int(int.from_bytes(found.digest()) >> (64 - BITS))
+
+
+def _feed(found: Any, value: Any) -> None:
+    """Whatever a row may be made of."""
+    found.update(type(value).__name__.encode() + b"\0")
+    if isinstance(value, Tensor):
+        found.update(f"{tuple(value.shape)}{value.dtype}".encode())
+        flat = value.detach().reshape(-1)
+        for part in flat.split(max(1, AT_ONCE // max(1, value.element_size()))):
+            found.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        found.update(f"{value.shape}{value.dtype}".encode() + np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            _feed(found, name)
+            _feed(found, value[name])
+    elif isinstance(value, list | tuple):
+        found.update(str(len(value)).encode())
+        for each in value:
+            _feed(found, each)
+    elif isinstance(value, str | int | float | bytes | None):
+        text = value if isinstance(value, bytes) else repr(value).encode()
+        found.update(str(len(text)).encode() + b"\0" + text)
+    else:
+        found.update(pickle.dumps(value))
+
+
+@contextmanager
+def _same_random_numbers(key: bytes) -> Iterator[None]:
+    """Rows that are augmented as they are read are augmented alike; what comes after is as if none had been read."""
+    seed = int.from_bytes(key[:4])
+    plain, array = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(plain)
+            np.random.set_state(array)  # noqa: NPY002
