@@ -18,6 +18,7 @@ from vestige.priors import generators
 from vestige.priors.contrastive import Plan, contrast, make, views
 from vestige.questions import SampledGaussian
 from vestige.tasks.features.pretrained import read
+from vestige.training.job import Job, method_of
 
 SMALL = Plan(generator="random-network", network="wrn10-1", size=8, images=32, steps=3, batch=16, lr=0.1)
 
@@ -162,6 +163,24 @@ def test_what_has_no_head_or_no_steps_is_refused():
         HeadFirst(1.0, -1)
     with pytest.raises(ValueError, match="head_pace=0"):
         HeadFirst(1.0, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "dp-adamw"}, "goes with SGD: others \\(dp-adamw\\) move what is not asked"),
+        ({"method": "dp-muon"}, "goes with SGD"),
+        ({"optimizer": "adam"}, "goes with SGD: others \\(adam\\)"),
+        ({"method": "sma-dp-sgd"}, "needs one flat clip, which sma-dp-sgd has not"),
+        ({"head_lr": -1.0}, "head_lr=-1.0 must be positive"),
+        ({"steps": 3}, "head_steps=4 must be at most steps=3"),
+        ({"head_steps": 0, "head_lr": 1.0}, "give head_steps, or leave it out"),
+    ],
+)
+def test_head_steps_that_would_move_the_rest_are_refused(changes, words):
+    job = Job(**{"task": "digits-mlp", "method": "dp-sgd", "lr": 0.1, "head_steps": 4, **changes})
+    with pytest.raises(ValueError, match=words):
+        method_of(job)
 
 
 def test_noise_of_the_heads_steps_is_that_of_the_plan():

@@ -163,6 +163,19 @@ def people(folder: Path, name: str, rows: int, seed: int) -> Path:
     return folder / name
 
 
+def test_a_bound_that_was_mistyped_is_no_category():
+    for text in ("age=0-100", "age=0,100", "work=office"):
+        with pytest.raises(ValueError, match="is one category, which tells nothing"):
+            columns_of(text)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.csv"
+    path.write_text("age,age,rich\n1,2,no\n3,4,yes\n")
+    with pytest.raises(ValueError, match="has two columns of that name"):
+        read_table(path, columns_of("age=0..100"), "rich", ["no", "yes"])
+
+
 def test_an_error_about_a_row_never_shows_it(tmp_path):
     path = tmp_path / "people.csv"
     path.write_text("age,rich\n41,secret-answer\n")

@@ -11,6 +11,7 @@ from torch import nn
 from vestige import tasks
 from vestige.tasks import models
 from vestige.tasks.features import encoders
+from vestige.tasks.features.cache import cached
 from vestige.tasks.features.encoders import encoded, identity_of
 from vestige.tasks.features.pretrained import Prior, body, read, start_from
 from vestige.tasks.features.wavelets import Scattering
@@ -129,3 +130,25 @@ def test_a_bag_of_words_is_a_sum_of_signed_hashes_of_norm_one():
     assert torch.equal(tasks.bag_of_words("", 8), torch.zeros(8))
     with pytest.raises(ValueError, match="size=0"):
         tasks.bag_of_words("a", 0)
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", "half", "short"])
+def test_features_that_were_damaged_are_computed_again(tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("VESTIGE_CACHE", str(tmp_path / "cache"))
+    images, asked = torch.rand(6, 1, 4, 4), []
+
+    def compute(part):
+        asked.append(len(part))
+        return part.flatten(1)
+
+    first = cached(images, "test", "how", compute).clone()
+    (file,) = (tmp_path / "cache").glob("*.npy")
+    if damage == "short":
+        np.save(file, np.zeros((5, 16), dtype=np.float32))
+    else:
+        file.write_bytes(file.read_bytes()[:-40] if damage == "half" else damage)
+    assert torch.equal(cached(images, "test", "how", compute), first)
+    assert asked == [6, 6]
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(ValueError, match="can be written by anybody"):
+        cached(images, "test", "how", compute)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from vestige.cli.terminal import Json, print_json, stdout
@@ -75,6 +77,8 @@ def recipes(
 
     if name is not None:
         recipe = find(name)
+        if not 0 < epsilon < inf:
+            raise ValueError(f"epsilon={epsilon} must be positive and finite")
         settings = recipe.settings(epsilon)
         if as_json:
             print_json({**recipe.row(), "settings": settings})
@@ -98,7 +102,7 @@ def recipes(
     table = Table("recipe", "for", "what it does", "source")
     for row in rows:
         needs = f" (--{row['needs']})" if row["needs"] else ""
-        table.add_row(row["name"], row["kind"] + needs, row["summary"], row["source"])
+        table.add_row(row["name"], row["kind"] + needs, escape(row["summary"]), row["source"])
     stdout.print(table)
     stdout.print(
         "Settings and what was published: vestige recipes NAME. To train: vestige train --recipe NAME", markup=False

@@ -80,6 +80,9 @@ def plan(
         )
         table.add_row(*row, report.duration(each["seconds"]))
     stdout.print(table)
+    stdout.print(
+        "the table's noise is by Renyi, a little above; that of the plan is by loss distributions", markup=False
+    )
     stdout.print(found["command"], markup=False)
     if out is not None:
         stdout.print(f"wrote {out}", markup=False)
@@ -97,7 +100,9 @@ def _timed(recipe: Any, model: str | None, shape: str, device: str | None) -> fl
     try:
         sizes = tuple(int(part) for part in shape.split(","))
     except ValueError:
-        raise ValueError(f"shape={shape!r} must be whole numbers with commas between: 3,32,32") from None
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"shape={shape!r} must be positive whole numbers with commas between: 3,32,32")
     where = device or default_device()
     check_device(where)
     found = views_per_second(name, sizes, augment=recipe.augment, device=where)

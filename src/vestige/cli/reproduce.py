@@ -138,7 +138,7 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
         print_json({"preset": paper.NAME, "small": small, "beside": rows, "notes": list(paper.NOTES)})
         return
     table = Table("attack", "method", "epsilon", "printed", "ours", "95%")
-    table.title, table.title_justify = f"br: {paper.WHAT}", "left"
+    table.title, table.title_justify = f"br: {paper.WHAT}; ours on {study.task}", "left"
     for row in rows:
         area = row["area"]
         ours, interval = f"{area['estimate']:.3f}", f"{area['low']:.3f} to {area['high']:.3f}"
@@ -151,7 +151,7 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
     for line in paper.NOTES:
         stdout.print(f"assumed: {line}", markup=False)
     if small:
-        stdout.print("small: another model, fewer images and shadow models than the paper's data have", markup=False)
+        stdout.print(f"small: ours are of {study.task}, not of whole CIFAR-10, with few shadow models", markup=False)
     stdout.print(f"written to {path}; trained on these images again and again: not private", markup=False)
 
 

@@ -102,7 +102,12 @@ def prepared(name: str, inputs: Any, *, bounds: Sequence[tuple[float, float]] | 
         if isinstance(inputs, str) or not all(isinstance(text, str) for text in inputs):
             raise ValueError(f"data: {name} takes a list of texts")
         return torch.stack([bag_of_words(text) for text in inputs])
-    found = torch.as_tensor(inputs)
+    try:
+        found = torch.as_tensor(inputs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"data: {name} takes numbers, as a tensor or an array ({type(inputs).__name__} given)"
+        ) from error
     dimensions = {"images": 4, "features": 2, "tabular": 2}[kind]
     if find(name).task is None and found.dim() != dimensions:
         shape = "[rows, channels, height, width]" if kind == "images" else "[rows, numbers]"
@@ -120,6 +125,8 @@ def _model(
         raise ValueError("model=None: this recipe is for one dataset; give a model for yours")
     if classes is None:
         raise ValueError("classes=None: give the number of classes, which is public, or a model")
+    if classes < 2:
+        raise ValueError(f"classes={classes} must be 2 or more: there is nothing to tell apart")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return bag_linear(shape, classes) if name == "words" else network(name, shape, classes)

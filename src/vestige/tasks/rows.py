@@ -57,6 +57,7 @@ def _from_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
         reader = csv.DictReader(lines)
         try:
             _check_there(path, columns, reader.fieldnames or ())
+            _check_once(path, columns, reader.fieldnames or ())
             return _gathered(path, ((f"row {number}", row) for number, row in enumerate(reader, 1)), columns)
         except csv.Error:
             raise ValueError(f"data={str(path)!r}: line {reader.line_num} is not a line of a .csv") from None
@@ -84,6 +85,12 @@ def _from_parquet(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]
     except pyarrow.ArrowException:
         raise ValueError(f"data={str(path)!r} is not a readable .parquet file") from None
     return {use: table.column(name).to_pylist() for use, name in columns.items()}
+
+
+def _check_once(path: Path, columns: Mapping[str, str], there: Sequence[str]) -> None:
+    for use, name in columns.items():
+        if list(there).count(name) > 1:
+            raise ValueError(f"{use}={name!r}: data={str(path)!r} has two columns of that name; rename one of them")
 
 
 READERS = {".jsonl": _from_jsonl, ".csv": _from_csv, ".parquet": _from_parquet}

@@ -48,6 +48,11 @@ class Categories:
     def __post_init__(self) -> None:
         if len(set(self.values)) != len(self.values) or not all(self.values):
             raise ValueError(f"columns: {self.name}={'|'.join(self.values)} must name each category once")
+        if len(self.values) < 2:
+            raise ValueError(
+                f"columns: {self.name}={self.values[0]} is one category, which tells nothing: give several, "
+                f"{self.name}=WORD|WORD, or bounds of a number, {self.name}=LOW..HIGH"
+            )
 
     @property
     def width(self) -> int:
@@ -111,7 +116,10 @@ def bounded(table: Tensor, bounds: Sequence[tuple[float, float]]) -> Tensor:
         raise ValueError(
             f"bounds: {len(bounds)} pairs for a table of shape {tuple(table.shape)}; give one (low, high) a column"
         )
-    low, high = torch.tensor([list(each) for each in bounds], dtype=torch.float32).unbind(1)
+    try:
+        low, high = torch.tensor([[float(end) for end in each] for each in bounds], dtype=torch.float32).unbind(1)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"bounds={bounds!r} must be pairs of a number and a larger one") from error
     if not bool((low < high).all() and low.isfinite().all() and high.isfinite().all()):
         raise ValueError(f"bounds={list(bounds)} must be pairs of a number and a larger one")
     scaled = 2 * (torch.minimum(torch.maximum(table.float(), low), high) - low) / (high - low) - 1

@@ -9,6 +9,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from vestige import balance as balances
 from vestige import tasks
 from vestige.checks import accounted_multiplier, check_steps, renamed
@@ -24,7 +26,7 @@ from vestige.optim import averaging
 from vestige.optim.rules import named
 from vestige.processes.plan import processes
 from vestige.records import RunResult
-from vestige.tasks.features import pretrained
+from vestige.tasks.features import encoders, pretrained
 from vestige.training.loop import Record, accuracy
 from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS
 from vestige.training.planning import paper_groups
@@ -97,6 +99,8 @@ def method_of(job: Job) -> Method:
             method = replace(method, augment=Augment(job.augment))
     if job.head_steps:
         method = _head_first(method, job)
+    elif job.head_lr is not None:
+        raise ValueError(f"head_lr={job.head_lr} is the rate of the head's own steps: give head_steps, or leave it out")
     if job.optimizer is None:
         return method
     if "momentum" in job.options and job.optimizer.lower() != "sgd":
@@ -107,7 +111,18 @@ def method_of(job: Job) -> Method:
 def _head_first(method: Method, job: Job) -> Method:
     """The method with its first steps for the head alone."""
     if not isinstance(method.clip, Flat) or method.grouping is not None:
-        raise ValueError(f"head_steps={job.head_steps} needs one flat clip: leave groups out, or take another method")
+        raise ValueError(
+            f"head_steps={job.head_steps} needs one flat clip, which {method.name} has not: take dp-sgd, say"
+        )
+    if method.rule.optimizer is not torch.optim.SGD or (job.optimizer or "sgd").lower() != "sgd":
+        raise ValueError(
+            f"head_steps={job.head_steps} goes with SGD: others ({job.optimizer or method.name}) move what is not "
+            "asked as far as what is; take dp-sgd, or a method that ends in SGD"
+        )
+    if job.steps is not None and job.head_steps > job.steps:
+        raise ValueError(f"head_steps={job.head_steps} must be at most steps={job.steps}")
+    if job.head_lr is not None and not job.head_lr > 0:
+        raise ValueError(f"head_lr={job.head_lr} must be positive: it is a learning rate")
     if job.head_lr is not None and job.lr == "auto":
         raise ValueError(f"head_lr={job.head_lr} goes with a number for lr: give both")
     pace = 1.0 if job.head_lr is None or job.lr == "auto" else job.head_lr / job.lr
@@ -139,10 +154,15 @@ def start(
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
     task = task or _loaded(job)
     beginning: dict[str, Any] = {}
+    if job.features is not None:
+        identity = encoders.identity_of(Path(job.features))
+        if resume and out is not None and RunFolder(out).request().get("features", identity) != identity:
+            raise ValueError(f"features={job.features!r} is another encoder than the one that this run began with")
+        beginning = {"features": identity}
     if job.prior is not None and not resume:  # a run that goes on has its weights from its checkpoint
         prior = pretrained.read(job.prior)
         pretrained.start_from(task.model, prior)
-        beginning = {"prior": {**prior.statement, "network": prior.network, "sha256": prior.content}}
+        beginning |= {"prior": {**prior.statement, "network": prior.network, "sha256": prior.content}}
     if method.augment is not None:
         with renamed({"copies": "augment"}):
             method.augment.check(tuple(task.train[0].shape[1:]))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +24,31 @@ def cached(images: Tensor, kind: str, how: str, compute: Callable[[Tensor], Tens
     """
     folder = Path(os.environ.get("VESTIGE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vestige")
     kept = folder.expanduser() / f"{kind}-{_fingerprint(images, how)}.npy"
-    if not kept.exists():
+    _check_own(kept.parent)
+    found = _read(kept, len(images))
+    if found is None:
         logging.getLogger("vestige").warning("computing %s features of %d images into %s", kind, len(images), kept)
         with torch.no_grad():
             _keep(kept, len(images), (compute(part).cpu() for part in images.split(rows)))
-    return torch.from_numpy(np.load(kept, mmap_mode="c", allow_pickle=False))
+        found = _read(kept, len(images))
+        assert found is not None
+    return torch.from_numpy(found)
+
+
+def _check_own(folder: Path) -> None:
+    """Refuse a folder into which anybody may put features of their own."""
+    if folder.exists() and folder.stat().st_mode & stat.S_IWOTH:
+        raise ValueError(f"VESTIGE_CACHE={str(folder)!r} can be written by anybody: chmod 700, or take another folder")
+
+
+def _read(path: Path, rows: int) -> Any:
+    """What was kept; None if there is nothing, or a file that was damaged."""
+    try:
+        found = np.load(path, mmap_mode="c", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    whole = found.dtype == np.float32 and found.ndim >= 2 and len(found) == rows
+    return found if whole else None
 
 
 def _fingerprint(images: Tensor, how: str) -> str:
