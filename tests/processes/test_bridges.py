@@ -1,0 +1,112 @@
+"""Do several processes make the run of one through other libraries, and `vestige finetune`? One sample, one ledger."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import process_bridges
+from checkpoints import checkpoint, rows
+from process_gang import Failed
+
+
+def asked(ledger):
+    """The questions that a ledger's file holds."""
+    return sum(json.loads(line)["row"] == "ask" for line in ledger.read_text().splitlines())
+
+
+def together(answers):
+    """The answers of all processes, which are the same model."""
+    for answer in answers:
+        assert not isinstance(answer, Failed), answer
+    assert torch.equal(answers[0]["weights"], answers[1]["weights"])
+    return answers[0]
+
+
+def same(found, alone):
+    torch.testing.assert_close(found["weights"], alone["weights"], rtol=1e-4, atol=1e-5)
+    assert found["epsilon"] == alone["epsilon"]
+    assert found["asked"] == alone["asked"]
+
+
+# --- vestige finetune -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    from vestige.finetuning.job import FineTuning
+
+    made = tmp_path_factory.mktemp("made")
+    checkpoint(made / "lm")
+    return FineTuning(
+        model=str(made / "lm"), data=str(rows(made / "reviews.jsonl")), test=str(rows(made / "test.jsonl", 7)),
+        label_column="label", labels=("neg", "pos"), lora=2, noise_multiplier=1.0, delta=1e-3, batch=10, steps=4,
+        max_length=16, reproducible=True, seed=3, lr=0.01,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("aim", ["classification", pytest.param("causal-lm", marks=pytest.mark.slow)])
+def test_finetuning_by_two_processes_is_that_of_one(two, job, tmp_path, aim):
+    changes = {} if aim == "classification" else {"label_column": None, "labels": None}
+    alone = process_bridges.finetuned(job, tmp_path / "one", **changes)
+    found = together(two(process_bridges.finetuned, job, tmp_path / "two", **changes))
+    same(found, alone)
+    assert found["quality"] == pytest.approx(alone["quality"], rel=1e-5)
+    assert asked(tmp_path / "two" / "ledger.jsonl") == 4
+
+    def left(run):
+        return sorted(path.relative_to(tmp_path / run).as_posix() for path in (tmp_path / run).rglob("*"))
+
+    assert left("two") == left("one")
+    from commands import as_json
+
+    assert as_json("verify", tmp_path / "two")["unchecked"] == []
+
+
+def test_finetuning_that_one_of_two_processes_interrupts_goes_on_in_one(two, job, tmp_path):
+    alone = process_bridges.finetuned(job, tmp_path / "one")
+    each = [{"stop": None}, {"stop": 1}]
+    halted = together(two(process_bridges.finetuned, job, tmp_path / "two", each=each))
+    assert (halted["stopped"], halted["asked"]) == ("interrupted", 2)
+    assert not (tmp_path / "two" / "adapter").exists()
+    same(process_bridges.finetuned(None, tmp_path / "two", resume=True), alone)
+
+
+APART = {
+    "a setting": ([{}, {"tokens_per_example": 9}], "tokens_per_example is 9 in process 1"),
+    "the texts": ([{}, {"max_length": 16, "text_column": "label"}], "text_column is"),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_finetuning_by_processes_that_disagree(two, job, tmp_path, case):
+    each, words = APART[case]
+    changes = {"label_column": None, "labels": None}
+    for answer in two(process_bridges.finetuned, job, tmp_path / "run", each=each, **changes):
+        assert isinstance(answer, Failed), answer
+        assert answer.kind == "ValueError"
+        assert words in answer.message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_command_speaks_once(job, tmp_path):
+    command = ["finetune", "--model", job.model, "--data", job.data, "--max-length", "16", "--batch", "10", "--steps",
+               "2", "--epsilon", "8", "--delta", "1e-3", "--lora", "2", "--out", tmp_path / "run"]  # fmt: skip
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vestige"]
+    done = subprocess.run(
+        [*launch, *map(str, command), "--json"], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert 7 < result["epsilon"] <= 8
+    assert result["asked"] == asked(tmp_path / "run" / "ledger.jsonl") == 2
+    assert done.stderr.count("noise multiplier") == 1
+    assert (tmp_path / "run" / "adapter" / "README.md").is_file()
