@@ -110,3 +110,60 @@ def test_the_command_speaks_once(job, tmp_path):
     assert result["asked"] == asked(tmp_path / "run" / "ledger.jsonl") == 2
     assert done.stderr.count("noise multiplier") == 1
     assert (tmp_path / "run" / "adapter" / "README.md").is_file()
+
+
+# --- Accelerate -------------------------------------------------------------------------------------------------------
+
+ORDERS = ("prepare, make_private", "make_private, prepare")
+
+
+@pytest.fixture
+def accelerate():
+    """Accelerate keeps its state for the whole process."""
+    library = pytest.importorskip("accelerate")
+    yield library
+    library.state.AcceleratorState._reset_state(True)
+    library.state.GradientState._reset_state()
+
+
+@pytest.mark.parametrize("physical", [None, 4])
+@pytest.mark.parametrize("order", ORDERS)
+def test_accelerate_with_two_processes_is_that_with_one(two, accelerate, order, physical):
+    alone = process_bridges.accelerated(order, several=False)
+    answers = two(process_bridges.accelerated, order, physical=physical, buffer=True, loading={"split_batches": True})
+    found = together(answers)
+    same(found, alone)
+    assert found["asked"] == found["steps"] == 10
+    rows = torch.cat([answer["rows"] for answer in answers])
+    rows = rows[rows.any(dim=1)]  # where a process has none of a draw, it has one made-up row of zeros
+    assert torch.equal(*(torch.tensor(sorted(each.sum(dim=1).tolist())) for each in (rows, alone["rows"])))
+
+
+ACCELERATED = {
+    "accumulation": ({"gradient_accumulation_steps": 2}, ORDERS, "gradient_accumulation_steps=2"),
+    "dispatching": ({"loading": {"dispatch_batches": True}}, ORDERS[:1], "dispatch_batches=True lets process 0 read"),
+}
+
+
+@pytest.mark.parametrize("case", ACCELERATED)
+def test_what_accelerate_cannot_do(two, accelerate, case):
+    options, orders, words = ACCELERATED[case]
+    for order in orders:
+        for answer in two(process_bridges.accelerated, order, **options):
+            assert isinstance(answer, Failed), answer
+            assert (answer.kind, answer.message.count("\n")) == ("ValueError", 0)
+            assert words in answer.message
+
+
+def test_models_that_accelerate_divides(monkeypatch, accelerate):
+    from vestige.privacy_engine.parts import require_known_processes
+
+    accelerate.Accelerator(cpu=True)
+    monkeypatch.setitem(accelerate.state.PartialState._shared_state, "num_processes", 2)
+    with pytest.raises(ValueError, match="Accelerate runs 2 processes, and 1 train together"):
+        require_known_processes()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setitem(accelerate.state.AcceleratorState._shared_state, "distributed_type", "FSDP")
+    with pytest.raises(ValueError, match="2 processes by FSDP: a private loop trains replicas"):
+        require_known_processes()

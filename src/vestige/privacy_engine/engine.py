@@ -34,11 +34,17 @@ from vestige.privacy_engine.coverage import require_covered
 from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch, private_loader
 from vestige.privacy_engine.optimizer_step import PrivateSteps, inner
 from vestige.privacy_engine.outputs import of_rows
-from vestige.privacy_engine.parts import AnyRows, Parts, require_no_accumulation, require_unprepared
+from vestige.privacy_engine.parts import (
+    AnyRows,
+    Parts,
+    require_known_processes,
+    require_no_accumulation,
+    require_own_reading,
+)
 from vestige.privacy_engine.passes import Passes
 from vestige.processes.group import ALONE, Processes
 from vestige.processes.ledger import SharedLedger
-from vestige.processes.plan import follow_first, processes, sharded, unwrapped
+from vestige.processes.plan import follow_first, leave_buffers, processes, sharded, unwrapped
 from vestige.processes.sums import Sums
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
@@ -183,11 +189,13 @@ class PrivacyEngine:
             if loss_reduction not in ("mean", "sum"):
                 raise ValueError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
             require_no_accumulation()
-            require_unprepared()
+            require_known_processes()
             require_independent(module)
             require_covered(module, optimizer)
             moves = inner(optimizer)
             check_loader(data_loader)
+            if group.several:
+                require_own_reading(data_loader)
             check_physical_batch(max_physical_batch_size, "max_physical_batch_size")
             if steps_per_batch > 1 and max_physical_batch_size is not None:
                 raise ValueError(
@@ -275,6 +283,7 @@ class PrivacyEngine:
             )
         group.agree({"resume": self._resume, "reproducible": repr(self._reproducible), "audit": self._audit})
         follow_first(module, group)
+        leave_buffers(module)
         if self._reproducible is None:
             self._randomness = Randomness.shared(group.secret())
         self._run, self._canary_key = f"{group.secret():x}"[:16], group.secret() % 2**62

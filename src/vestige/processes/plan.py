@@ -91,6 +91,13 @@ def follow_first(module: nn.Module, group: Processes) -> None:
     group.follow(tensors.values())
 
 
+def leave_buffers(module: nn.Module) -> None:
+    """A DistributedDataParallel that is put around the module later does not send its buffers at every pass: one
+    process may have more passes than another. They are those of process 0 already, and private passes change none."""
+    ignored: Any = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    module._ddp_params_and_buffers_to_ignore = sorted({*ignored, *(name for name, _ in module.named_buffers())})  # type: ignore[assignment]
+
+
 def digest_of(tensors: Iterable[Tensor]) -> int:
     """Tells parameters from others that differ in any bit, for the price of a sum over them."""
     sums = [t.detach().contiguous().reshape(-1).view(torch.int32).sum(dtype=torch.int64) for t in tensors]
