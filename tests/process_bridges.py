@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +92,136 @@ def accelerated(
         }
 
 
+def tuned(
+    out: Path, *, several: bool = True, resume: Any = None, reproducible: int | None = 5, **options: Any
+) -> dict[str, Any]:
+    """A run of Hugging Face's Trainer; the sample is the same for any number of processes."""
+    import accelerate
+    import transformers
+
+    from vestige.integrations import huggingface
+
+    with environment(several):
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
+        settings = {
+            "per_device_train_batch_size": 3 if several else 6, "gradient_accumulation_steps": 2, "max_steps": 4,
+            "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "report_to": [], "use_cpu": True,
+            "disable_tqdm": True, "learning_rate": 0.01, "remove_unused_columns": False, **options,
+        }  # fmt: skip
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = transformers.BertForSequenceClassification(
+                transformers.BertConfig(
+                    vocab_size=97, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+                    max_position_embeddings=16, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                )
+            )  # fmt: skip
+        ids = torch.randint(3, 90, (60, 8), generator=torch.Generator().manual_seed(1))
+        rows = [{"input_ids": each, "labels": torch.tensor(place % 3)} for place, each in enumerate(ids)]
+        engine, huggingface.PrivacyEngine = huggingface.PrivacyEngine, partial(
+            vestige.PrivacyEngine, reproducible=reproducible
+        )  # type: ignore[assignment]
+        try:
+            trainer = huggingface.PrivateTrainer(
+                model=model, args=transformers.TrainingArguments(str(out), **settings), train_dataset=rows,
+                eval_dataset=[dict(row) for row in rows[:7]],
+                privacy_args=huggingface.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, max_grad_norm=0.3),
+            )  # fmt: skip
+            wrapped = []
+            step = trainer.training_step
+            trainer.training_step = lambda model, *more: (wrapped.append(type(model).__name__), step(model, *more))[1]
+            trainer.train(resume_from_checkpoint=resume)
+        finally:
+            huggingface.PrivacyEngine = engine
+        assert set(wrapped) == ({"DistributedDataParallel"} if several else {type(model).__name__})
+        held = trainer.privacy_engine
+        held._ledger.close()
+        return {
+            "weights": flat(model),
+            "asked": held._ledger.spent.total(),
+            "epsilon": trainer.guarantee().epsilon_if_noise_were_secret if reproducible else trainer.guarantee().epsilon,
+            "rate": held._steps.planned.rate,
+            "loss": trainer.evaluate()["eval_loss"],
+            "logged": sorted({key for row in trainer.state.log_history for key in row}),
+        }
+
+
+def lightning(
+    *,
+    several: bool = True,
+    calls: str = "self",
+    ledger: Path | None = None,
+    checkpoint: Path | None = None,
+    resume: Path | None = None,
+    epochs: int = 2,
+    strategy: str = "ddp",
+    **options: Any,
+) -> dict[str, Any]:
+    """A fit by Lightning's trainer."""
+    import logging
+    import warnings
+
+    import lightning.pytorch as pl
+
+    from vestige.integrations.lightning import Private
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return LOSS(self(batch[0]) if calls == "self" else self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", LOSS(self(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.05)
+
+    with environment(several):
+        private = Private(
+            delta=1e-3, noise_multiplier=1.0, reproducible=5, method="fo-dp-sgd", ledger=ledger, **options
+        )
+        more = {"strategy": strategy, "devices": 2} if several else {"devices": 1}
+        trainer = pl.Trainer(
+            logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            accelerator="cpu", num_sanity_val_steps=0, max_epochs=epochs, callbacks=[private], **more,
+        )  # fmt: skip
+        model, examples = Model(), TensorDataset(*data())
+        train, public = DataLoader(examples, batch_size=12, shuffle=True), DataLoader(examples, batch_size=30)
+        trainer.fit(model, train, public, ckpt_path=resume)
+        if checkpoint is not None:
+            trainer.save_checkpoint(checkpoint)
+        assert private.engine is not None
+        private.engine._ledger.close()
+        return {
+            "weights": flat(model),
+            "asked": private.engine._ledger.spent.total(),
+            "epsilon": private.guarantee().epsilon_if_noise_were_secret,
+            "steps": private.engine._steps.step_number,
+            "val_loss": float(trainer.callback_metrics["val_loss"]),
+        }
+
+
 @contextmanager
 def environment(several: bool) -> Iterator[None]:
     """As torchrun sets it for a process of its own."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = (
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK",
+        "TORCHELASTIC_RUN_ID",
+    )  # fmt: skip
     before = {name: os.environ.get(name) for name in names}
     if several:
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        values = (rank, rank, size, size, "127.0.0.1", 29511)
+        values = (rank, rank, size, size, "127.0.0.1", 29511, 0, "test")
         os.environ.update(dict(zip(names, map(str, values), strict=True)))
     try:
         yield

@@ -11,6 +11,7 @@ import torch
 import process_bridges
 from checkpoints import checkpoint, rows
 from process_gang import Failed
+from vestige.training.verify import verify
 
 
 def asked(ledger):
@@ -115,6 +116,7 @@ def test_the_command_speaks_once(job, tmp_path):
 # --- Accelerate -------------------------------------------------------------------------------------------------------
 
 ORDERS = ("prepare, make_private", "make_private, prepare")
+MORE = [(ORDERS[0], 4), (ORDERS[1], None)]
 
 
 @pytest.fixture
@@ -126,8 +128,10 @@ def accelerate():
     library.state.GradientState._reset_state()
 
 
-@pytest.mark.parametrize("physical", [None, 4])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("order", "physical"),
+    [(ORDERS[0], None), (ORDERS[1], 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)],
+)
 def test_accelerate_with_two_processes_is_that_with_one(two, accelerate, order, physical):
     alone = process_bridges.accelerated(order, several=False)
     answers = two(process_bridges.accelerated, order, physical=physical, buffer=True, loading={"split_batches": True})
@@ -167,3 +171,71 @@ def test_models_that_accelerate_divides(monkeypatch, accelerate):
     monkeypatch.setitem(accelerate.state.AcceleratorState._shared_state, "distributed_type", "FSDP")
     with pytest.raises(ValueError, match="2 processes by FSDP: a private loop trains replicas"):
         require_known_processes()
+
+
+# --- Hugging Face's Trainer -------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_with_two_processes_is_that_with_one(two, accelerate, tmp_path):
+    """Three examples of a device, two times, by two processes: samples of twelve."""
+    pytest.importorskip("transformers")
+    alone = process_bridges.tuned(tmp_path / "one", several=False)
+    found = together(two(process_bridges.tuned, tmp_path / "two"))
+    same(found, alone)
+    assert found["rate"] == 12 / 60
+    assert found["asked"] == asked(tmp_path / "two" / "ledger.jsonl") == 4
+    assert found["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert found["logged"] == alone["logged"]
+    for run in ("one", "two"):
+        assert (tmp_path / run / "checkpoint-4" / "vestige.pt").is_file()
+        assert (tmp_path / run / "privacy.json").is_file()
+        assert verify(tmp_path / run).asked == 4
+
+
+@pytest.mark.slow
+def test_a_trainer_goes_on_in_two_processes(two, accelerate, tmp_path):
+    """Steps that the checkpoint does not know of stay charged."""
+    pytest.importorskip("transformers")
+    together(two(process_bridges.tuned, tmp_path / "two", reproducible=None))
+    found = together(
+        two(process_bridges.tuned, tmp_path / "two", resume=str(tmp_path / "two" / "checkpoint-2"), reproducible=None)
+    )
+    assert found["asked"] == asked(tmp_path / "two" / "ledger.jsonl") == 6
+
+
+# --- Lightning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", ["self", pytest.param("net", marks=pytest.mark.slow)])
+def test_lightning_with_two_processes_is_that_with_one(two, tmp_path, calls):
+    pytest.importorskip("lightning.pytorch")
+    alone = process_bridges.lightning(several=False, calls=calls)
+    found = together(two(process_bridges.lightning, calls=calls, ledger=tmp_path / "ledger.jsonl"))
+    same(found, alone)
+    assert found["asked"] == found["steps"] == asked(tmp_path / "ledger.jsonl") == 10
+    assert found["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_lightning_goes_on_in_two_processes(two, tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    saved, ledger = tmp_path / "saved.ckpt", tmp_path / "ledger.jsonl"
+    together(two(process_bridges.lightning, epochs=1, ledger=ledger, checkpoint=saved))
+    found = together(two(process_bridges.lightning, epochs=2, ledger=ledger, resume=saved))
+    assert (found["steps"], found["asked"], asked(ledger)) == (10, 10, 10)
+
+
+LIGHTNING = {
+    "parts": ({"max_physical_batch_size": 4}, "max_physical_batch_size=4"),
+    "forked": ({"strategy": "ddp_fork"}, "use strategy='ddp', or torchrun"),
+}
+
+
+@pytest.mark.parametrize("case", LIGHTNING)
+def test_what_lightning_cannot_do(two, case):
+    pytest.importorskip("lightning.pytorch")
+    options, words = LIGHTNING[case]
+    for answer in two(process_bridges.lightning, **options):
+        assert isinstance(answer, Failed), answer
+        assert (answer.kind, answer.message.count("\n")) == ("ValueError", 0), answer
+        assert words in answer.message
