@@ -107,7 +107,9 @@ def tuned(
         settings = {
             "per_device_train_batch_size": 3 if several else 6, "gradient_accumulation_steps": 2, "max_steps": 4,
             "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "report_to": [], "use_cpu": True,
-            "disable_tqdm": True, "learning_rate": 0.01, "remove_unused_columns": False, **options,
+            "disable_tqdm": True, "learning_rate": 0.01, "remove_unused_columns": False,
+            # With it the Trainer doubles this model's loss of public data in two processes, private or not.
+            "average_tokens_across_devices": False, **options,
         }  # fmt: skip
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -119,8 +121,9 @@ def tuned(
             )  # fmt: skip
         ids = torch.randint(3, 90, (60, 8), generator=torch.Generator().manual_seed(1))
         rows = [{"input_ids": each, "labels": torch.tensor(place % 3)} for place, each in enumerate(ids)]
-        engine, huggingface.PrivacyEngine = huggingface.PrivacyEngine, partial(
-            vestige.PrivacyEngine, reproducible=reproducible
+        engine, huggingface.PrivacyEngine = (
+            huggingface.PrivacyEngine,
+            partial(vestige.PrivacyEngine, reproducible=reproducible),
         )  # type: ignore[assignment]
         try:
             trainer = huggingface.PrivateTrainer(
@@ -140,7 +143,9 @@ def tuned(
         return {
             "weights": flat(model),
             "asked": held._ledger.spent.total(),
-            "epsilon": trainer.guarantee().epsilon_if_noise_were_secret if reproducible else trainer.guarantee().epsilon,
+            "epsilon": trainer.guarantee().epsilon_if_noise_were_secret
+            if reproducible
+            else trainer.guarantee().epsilon,
             "rate": held._steps.planned.rate,
             "loss": trainer.evaluate()["eval_loss"],
             "logged": sorted({key for row in trainer.state.log_history for key in row}),
@@ -155,10 +160,9 @@ def lightning(
     checkpoint: Path | None = None,
     resume: Path | None = None,
     epochs: int = 2,
-    strategy: str = "ddp",
     **options: Any,
 ) -> dict[str, Any]:
-    """A fit by Lightning's trainer."""
+    """A fit by Lightning's trainer; without a group, Lightning starts the other process itself."""
     import logging
     import warnings
 
@@ -186,11 +190,11 @@ def lightning(
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=0.05)
 
-    with environment(several):
+    with environment(several and torch.distributed.is_initialized()):
         private = Private(
             delta=1e-3, noise_multiplier=1.0, reproducible=5, method="fo-dp-sgd", ledger=ledger, **options
         )
-        more = {"strategy": strategy, "devices": 2} if several else {"devices": 1}
+        more = {"strategy": "ddp", "devices": 2} if several else {"devices": 1}
         trainer = pl.Trainer(
             logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
             accelerator="cpu", num_sanity_val_steps=0, max_epochs=epochs, callbacks=[private], **more,

@@ -225,17 +225,56 @@ def test_lightning_goes_on_in_two_processes(two, tmp_path):
     assert (found["steps"], found["asked"], asked(ledger)) == (10, 10, 10)
 
 
-LIGHTNING = {
-    "parts": ({"max_physical_batch_size": 4}, "max_physical_batch_size=4"),
-    "forked": ({"strategy": "ddp_fork"}, "use strategy='ddp', or torchrun"),
-}
-
-
-@pytest.mark.parametrize("case", LIGHTNING)
-def test_what_lightning_cannot_do(two, case):
+def test_parts_in_several_processes_of_lightning(two):
     pytest.importorskip("lightning.pytorch")
-    options, words = LIGHTNING[case]
-    for answer in two(process_bridges.lightning, **options):
+    for answer in two(process_bridges.lightning, max_physical_batch_size=4):
         assert isinstance(answer, Failed), answer
         assert (answer.kind, answer.message.count("\n")) == ("ValueError", 0), answer
-        assert words in answer.message
+        assert "max_physical_batch_size=4" in answer.message
+
+
+def test_strategies_of_lightning():
+    pl = pytest.importorskip("lightning.pytorch")
+    from vestige.integrations.lightning import _require_one_mechanism
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    for strategy, words in {
+        "ddp_fork": "forked or spawned",
+        "ddp_spawn": "forked or spawned",
+        "fsdp": "not by",
+    }.items():
+        kind = {"accelerator": "cpu", "devices": 2} if strategy != "fsdp" else {"accelerator": "cpu", "devices": 1}
+        if strategy == "fsdp":
+            trainer = pl.Trainer(**quiet, **kind)
+            trainer.strategy.__class__ = type("FSDPStrategy", (type(trainer.strategy),), {})
+        else:
+            trainer = pl.Trainer(**quiet, **kind, strategy=strategy)
+            trainer.strategy._configure_launcher()
+        with pytest.raises(ValueError, match=words):
+            _require_one_mechanism(trainer, pl.LightningModule())
+
+
+@pytest.mark.slow
+def test_lightning_starts_processes_itself(tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    script = tmp_path / "fit.py"
+    script.write_text(
+        "import json, pathlib, torch, process_bridges\n"
+        f"found = process_bridges.lightning(ledger=pathlib.Path({str(tmp_path / 'ledger.jsonl')!r}))\n"
+        "if torch.distributed.get_rank() == 0: print(json.dumps([found['asked'], found['weights'].tolist()]))\n"
+    )
+    path = os.pathsep.join([*sys.path, os.path.dirname(process_bridges.__file__)])
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=400,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    count, weights = json.loads(done.stdout.splitlines()[-1])
+    assert count == asked(tmp_path / "ledger.jsonl") == 10
+    alone = process_bridges.lightning(several=False)
+    torch.testing.assert_close(torch.tensor(weights), alone["weights"], rtol=1e-4, atol=1e-5)

@@ -227,7 +227,9 @@ def _agree(job: FineTuning, *texts: Texts | None) -> None:
     group = processes(job.device)
     if not group.several:
         return
-    held = [digest_of([t for t in (each.tokens, each.lengths, each.classes) if t is not None]) for each in texts if each]
+    held = [
+        digest_of([t for t in (each.tokens, each.lengths, each.classes) if t is not None]) for each in texts if each
+    ]
     settings = {name: value for name, value in asdict(job).items() if name not in ("model", "data", "test")}
     group.agree({**settings, "test": job.test is not None, "the texts": digest(held)})
 
