@@ -128,7 +128,7 @@ def tuned(
         try:
             trainer = huggingface.PrivateTrainer(
                 model=model, args=transformers.TrainingArguments(str(out), **settings), train_dataset=rows,
-                eval_dataset=[dict(row) for row in rows[:7]],
+                eval_dataset=[dict(row) for row in rows[:8]],
                 privacy_args=huggingface.PrivacyArguments(noise_multiplier=1.0, target_delta=1e-3, max_grad_norm=0.3),
             )  # fmt: skip
             wrapped = []

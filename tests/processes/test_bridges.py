@@ -233,30 +233,17 @@ def test_parts_in_several_processes_of_lightning(two):
         assert "max_physical_batch_size=4" in answer.message
 
 
-def test_strategies_of_lightning():
+@pytest.mark.parametrize(
+    ("strategy", "devices", "words"),
+    [("ddp_fork", 2, "forked or spawned"), ("ddp_spawn", 2, "forked or spawned"), ("ddp", 1, "not by DDPStrategy")],
+)
+def test_strategies_of_lightning(strategy, devices, words):
     pl = pytest.importorskip("lightning.pytorch")
     from vestige.integrations.lightning import _require_one_mechanism
 
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    for strategy, words in {
-        "ddp_fork": "forked or spawned",
-        "ddp_spawn": "forked or spawned",
-        "fsdp": "not by",
-    }.items():
-        kind = {"accelerator": "cpu", "devices": 2} if strategy != "fsdp" else {"accelerator": "cpu", "devices": 1}
-        if strategy == "fsdp":
-            trainer = pl.Trainer(**quiet, **kind)
-            trainer.strategy.__class__ = type("FSDPStrategy", (type(trainer.strategy),), {})
-        else:
-            trainer = pl.Trainer(**quiet, **kind, strategy=strategy)
-            trainer.strategy._configure_launcher()
-        with pytest.raises(ValueError, match=words):
-            _require_one_mechanism(trainer, pl.LightningModule())
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, devices=devices, logger=False)
+    with pytest.raises(ValueError, match=words):
+        _require_one_mechanism(trainer, pl.LightningModule())
 
 
 @pytest.mark.slow

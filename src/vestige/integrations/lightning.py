@@ -224,7 +224,7 @@ def _require_one_mechanism(trainer: Any, pl_module: Any) -> None:
         raise ValueError(
             f"strategy: private training runs on one device, or by strategy='ddp' in several processes, not by {kind}"
         )
-    if trainer.world_size > 1 and getattr(trainer.strategy.launcher, "is_interactive_compatible", False):
+    if trainer.world_size > 1 and getattr(trainer.strategy, "_start_method", "popen") != "popen":
         raise ValueError(
             "strategy: processes that are forked or spawned take the ledger and the guarantee along when they end: use "
             "strategy='ddp', or torchrun"
