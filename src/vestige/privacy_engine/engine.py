@@ -44,7 +44,7 @@ from vestige.privacy_engine.parts import (
 from vestige.privacy_engine.passes import Passes
 from vestige.processes.group import ALONE, Processes
 from vestige.processes.ledger import SharedLedger
-from vestige.processes.plan import follow_first, leave_buffers, processes, sharded, unwrapped
+from vestige.processes.plan import follow_first, processes, sharded, unwrapped
 from vestige.processes.sums import Sums
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
@@ -283,7 +283,6 @@ class PrivacyEngine:
             )
         group.agree({"resume": self._resume, "reproducible": repr(self._reproducible), "audit": self._audit})
         follow_first(module, group)
-        leave_buffers(module)
         if self._reproducible is None:
             self._randomness = Randomness.shared(group.secret())
         self._run, self._canary_key = f"{group.secret():x}"[:16], group.secret() % 2**62

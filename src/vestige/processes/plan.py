@@ -82,7 +82,8 @@ def _silence(wrapper: nn.parallel.DistributedDataParallel) -> None:
 
 def silence_wrapper() -> None:
     """Inside a pass of a private model: a DistributedDataParallel that was put around it since adds nothing up either,
-    and looks for no unused parameters, which would be one more round of messages for each pass."""
+    sends no buffers, and looks for no unused parameters: one process may have more passes than another, and would wait
+    for messages that nobody sends."""
     wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is not None:
         _silence(wrapper)
@@ -101,13 +102,6 @@ def follow_first(module: nn.Module, group: Processes) -> None:
     shapes = [[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()]
     group.agree({"the model's number of parameters": len(shapes), "the model": digest(shapes)})
     group.follow(tensors.values())
-
-
-def leave_buffers(module: nn.Module) -> None:
-    """A DistributedDataParallel that is put around the module later does not send its buffers at every pass: one
-    process may have more passes than another. They are those of process 0 already, and private passes change none."""
-    ignored: Any = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    module._ddp_params_and_buffers_to_ignore = sorted({*ignored, *(name for name, _ in module.named_buffers())})  # type: ignore[assignment]
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:
