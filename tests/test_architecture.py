@@ -42,8 +42,9 @@ ABOVE: dict[str, str] = {
     "priors": "mechanism tasks tasks.features",
     # A recipe is a run's settings by name: it makes runs of the training loop, and plans them.
     "recipes": "accounting mechanism methods tasks tasks.features training",
-    "integrations": "accounting mechanism training privacy_engine",
-    "finetuning": "mechanism.losses methods tasks training integrations",
+    # Other libraries' wrappers around a model, and one voice of several processes.
+    "integrations": "processes accounting mechanism training privacy_engine",
+    "finetuning": "processes mechanism.losses methods tasks training integrations",
     "compare.stacked": "randomness mechanism mechanism.losses optim methods",
     "compare.report": "",
     "compare": "processes accounting randomness mechanism mechanism.losses optim methods tasks training compare.stacked compare.report",

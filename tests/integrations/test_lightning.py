@@ -282,7 +282,7 @@ REFUSED = {
     "an iterator": (Iterates, {}, "dataloader_iter"),
     "mixes examples": (Normed, {}, "BatchNorm"),
     "called in pieces": (Pieces, {}, "did not come through a call of the private model"),
-    "strategy": (Toy, {"strategy": "ddp", "devices": 1}, "one process"),
+    "strategy": (Toy, {"strategy": "ddp", "devices": 1}, "not by DDPStrategy"),
 }
 
 

@@ -67,7 +67,7 @@ class Commands(TyperGroup):
         sys.exit(code)
 
 
-TOGETHER = ("train",)
+TOGETHER = ("train", "finetune")
 """The commands that several processes run together."""
 
 

@@ -33,6 +33,8 @@ from vestige.integrations.model_card import card
 from vestige.mechanism.losses.model_losses import next_token
 from vestige.methods.base import Method, written
 from vestige.methods.registry import build
+from vestige.processes.group import digest
+from vestige.processes.plan import digest_of, processes
 from vestige.records import RunResult
 from vestige.training.loop import Record
 from vestige.training.run import Training, train
@@ -98,6 +100,7 @@ def prepared(job: FineTuning) -> tuple[Checkpoint, Texts, Texts | None]:
     with renamed({"data": "test"}):
         public = None if job.test is None else _texts(job.test, job, tokenizer, names)
     _pace(job, len(texts))
+    processes(job.device)  # of several, each has a GPU of its own
     check_device(job.device)
     checkpoint = _checkpoint(job, config, tokenizer)
     checkpoint.model.to(job.device)
@@ -110,6 +113,7 @@ def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoi
     method = build(job.method, **job.options)
     lr = _rate(job, method)
     checkpoint, texts, public = prepared(job)
+    _agree(job, texts, public)
     batch, steps = _pace(job, len(texts))
     training = train(
         checkpoint.model,
@@ -145,10 +149,12 @@ def complete(
     training: Training,
     on_record: Callable[[Record], bool],
 ) -> RunResult:
-    """Run a prepared fine-tuning to its end, or until `on_record` says False; then judge and save the model."""
+    """Run a prepared fine-tuning to its end, or until `on_record` says False; then judge and save the model.
+
+    Of several processes each judges its share of the public texts, and process 0 writes."""
     begin, interrupted = time.perf_counter(), False
     for record in training.steps():
-        if not on_record(record):
+        if training.group.any(not on_record(record)):  # whoever of them was interrupted
             interrupted = True
             break
     facts: dict[str, Any] = {"task": job.aim, "seed": job.seed, "seconds": round(time.perf_counter() - begin, 3)}
@@ -158,14 +164,19 @@ def complete(
     assert training.folder is not None
     folder = training.folder.path
     with training.averaged():
-        quality = {} if public is None else judged(checkpoint.model, public)
-        checkpoint.save(folder)
+        quality = {} if public is None else judged(checkpoint.model, public, training.group)
+        training.group.first(lambda: checkpoint.save(folder))
     result = training.result(**facts, **quality)
     training.finish(result)
+    training.group.first(lambda: _describe(job, folder, checkpoint.kind))
+    return result
+
+
+def _describe(job: FineTuning, folder: Path, kind: str) -> None:
+    """Write the privacy statement, by itself and in the model's card."""
     statement = card(folder)
     (folder / "report.md").write_text(statement, encoding="utf-8")
-    (folder / checkpoint.kind / "README.md").write_text(_readme(job, folder.name, statement), encoding="utf-8")
-    return result
+    (folder / kind / "README.md").write_text(_readme(job, folder.name, statement), encoding="utf-8")
 
 
 def load(folder: RunFolder) -> FineTuning:
@@ -208,6 +219,19 @@ def _check(job: FineTuning) -> None:
     names = job.labels or ("", " ")
     if len(set(names)) < len(names) or len(names) < 2:
         raise ValueError(f"labels={','.join(names)!r} must be two or more different names")
+
+
+def _agree(job: FineTuning, *texts: Texts | None) -> None:
+    """Together: processes with other settings, or other texts, have no one run to take part in. Where the files are may
+    differ from machine to machine."""
+    group = processes(job.device)
+    if not group.several:
+        return
+    held = [
+        digest_of([t for t in (each.tokens, each.lengths, each.classes) if t is not None]) for each in texts if each
+    ]
+    settings = {name: value for name, value in asdict(job).items() if name not in ("model", "data", "test")}
+    group.agree({**settings, "test": job.test is not None, "the texts": digest(held)})
 
 
 def _rate(job: FineTuning, method: Method) -> float | Literal["auto"]:

@@ -28,6 +28,7 @@ from vestige.integrations.trainer_checks import (
     refuse_settings,
     refuse_training_data,
 )
+from vestige.mechanism.loading import rate_of
 from vestige.privacy_engine.engine import PrivacyEngine
 from vestige.privacy_engine.loaders import draws_per_epoch
 from vestige.training.run_folder import RunFolder
@@ -77,9 +78,9 @@ class Draws:
 class PrivateTrainerMixin(Base):
     """Makes any Trainer private: `class Mine(PrivateTrainerMixin, SFTTrainer)`.
 
-    `per_device_train_batch_size` times `gradient_accumulation_steps` is the expected size of a sample; a sample comes
-    in parts of the former where the latter is more than one. The ledger is in the output folder, where
-    `vestige verify` finds it.
+    `per_device_train_batch_size` times `gradient_accumulation_steps`, times the number of processes, is the expected
+    size of a sample; a sample comes in parts of the former where the second is more than one. The ledger is in the
+    output folder, where `vestige verify` finds it. Of several processes the first one writes.
 
     Formal guarantees: what `train` leaves in the output folder and hands to callbacks is (epsilon, delta)-private with
     the epsilon of `guarantee()`, under its assumptions, provided that `eval_dataset` is public.
@@ -168,7 +169,7 @@ class PrivateTrainerMixin(Base):
         loader = self._plain_loader()
         self.create_optimizer()
         self._optimizer = self.optimizer
-        rate = min(1.0, args.per_device_train_batch_size / len(loader.dataset))  # type: ignore[arg-type]
+        rate = rate_of(loader)
         steps = args.max_steps if args.max_steps > 0 else ceil(args.num_train_epochs * draws_per_epoch(rate))
         engine = PrivacyEngine(
             ledger=Path(args.output_dir) / "ledger.jsonl",
@@ -190,7 +191,7 @@ class PrivateTrainerMixin(Base):
             lr, _ = engine.automatic_rate(steps)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-        if asked.log_nonprivate_loss:
+        if asked.log_nonprivate_loss and self.is_world_process_zero():
             warnings.warn("log_nonprivate_loss=True: raw losses are logged, so no epsilon is stated", stacklevel=2)
         return Draws(private)
 
@@ -205,7 +206,7 @@ class PrivateTrainerMixin(Base):
             collate = self._get_collator_with_removed_columns(collate, description="training")
         return DataLoader(
             dataset,
-            batch_size=args.per_device_train_batch_size,
+            batch_size=args.per_device_train_batch_size * args.world_size,
             shuffle=True,
             collate_fn=collate,
             num_workers=args.dataloader_num_workers,
@@ -289,7 +290,7 @@ class PrivateTrainerMixin(Base):
     def _tell(self, gone: set[str]) -> None:
         """Of what is kept back, what is not the Trainer's own is said, once."""
         fresh = {key for key in gone if key not in KEPT_BACK and not key.startswith("train_")} - self._told
-        if fresh:
+        if fresh and self.is_world_process_zero():
             self._told |= fresh
             warnings.warn(
                 f"kept back from the logs: {', '.join(sorted(fresh))}. What is computed from training data without "
@@ -316,7 +317,7 @@ class PrivateTrainerMixin(Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self.privacy_engine is not None:
+        if self.privacy_engine is not None and self.args.should_save:
             write_tensors(Path(output_dir) / STATE, self.privacy_engine.state_dict())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -337,6 +338,9 @@ class PrivateTrainerMixin(Base):
         """Write down what may be said, and the hashes of it and of the weights into the ledger's last row."""
         if self.privacy_engine is None:
             return
+        self._sealed = True
+        if not self.is_world_process_zero():
+            return
         folder = RunFolder(self.args.output_dir)
         asked = {**asdict(self.privacy_args), "max_grad_norm": self._bound}
         promise = asdict(self.guarantee())
@@ -344,7 +348,6 @@ class PrivateTrainerMixin(Base):
         write_json(folder.path / RECORD, {"asked": asked, "guarantee": promise})
         left = folder.hashes()
         self.privacy_engine.finish({n: h for n, h in left.items() if n == RECORD or n.endswith(".safetensors")})
-        self._sealed = True
 
 
 class StopWhenSpent(TrainerCallback):  # type: ignore[misc]
@@ -356,7 +359,8 @@ class StopWhenSpent(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = self._trainer.privacy_engine
         if engine is not None and state.global_step < state.max_steps and not engine.may_step:
-            warnings.warn(f"the budget is spent after step {state.global_step}: training stops here", stacklevel=2)
+            if state.is_world_process_zero:
+                warnings.warn(f"the budget is spent after step {state.global_step}: training stops here", stacklevel=2)
             control.should_training_stop = True
 
 

@@ -16,6 +16,7 @@ from vestige.checks import check_number
 from vestige.mechanism.loading import rate_of
 from vestige.privacy_engine.engine import PrivacyEngine
 from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch
+from vestige.processes.plan import unwrapped
 
 try:
     from lightning.pytorch import Callback
@@ -67,6 +68,7 @@ class Private(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit":
             _require_one_mechanism(trainer, pl_module)
+            _require_whole_draws(trainer, self.options)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self.engine is not None:
@@ -74,6 +76,9 @@ class Private(Callback):
                 "this Private callback has trained a model already: make a new model, trainer and callback, and "
                 "continue with trainer.fit(model, ckpt_path=...)"
             )
+        if trainer.world_size > 1:
+            unwrapped(trainer.strategy.model)  # the trainer would call training_step through it, and add gradients up
+            trainer.strategy.model = pl_module
         if self._saved and self.ledger is None:
             raise ValueError(
                 "ckpt_path: what was asked after the checkpoint was saved is known to its ledger alone. Train with "
@@ -110,7 +115,7 @@ class Private(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         found = self.guarantee().epsilon
         if found is not None:
-            pl_module.log("epsilon", found, prog_bar=True)
+            pl_module.log("epsilon", found, prog_bar=True, rank_zero_only=trainer.world_size > 1)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         vars(trainer.fit_loop.epoch_loop._results).pop("log", None)
@@ -141,7 +146,9 @@ class Private(Callback):
                 target_delta=self.delta,
                 draws=_planned_draws(trainer, draws_per_epoch(rate_of(loader))),
             )[2]
-        return private if self.options.get("max_physical_batch_size") is None else Unsized(private)
+        if self.options.get("max_physical_batch_size") is not None:
+            return Unsized(private)
+        return private if trainer.world_size == 1 else Whole(private)
 
 
 def _planned_draws(trainer: Any, each_epoch: int) -> int:
@@ -162,6 +169,14 @@ class Unsized:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
+
+
+class Whole(Unsized):
+    """A process's own examples of every draw. To the trainer it is no DataLoader, in which it would put a
+    DistributedSampler."""
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
 class _Called(Exception):
@@ -205,8 +220,15 @@ def _called(trainer: Any, pl_module: nn.Module, loader: DataLoader[Any]) -> nn.M
 def _require_one_mechanism(trainer: Any, pl_module: Any) -> None:
     """Refuse, before anything is trained, what would change a private step or take another in its place."""
     kind = type(trainer.strategy).__name__
-    if trainer.world_size > 1 or kind != "SingleDeviceStrategy":
-        raise ValueError(f"strategy: private training runs in one process, on one device, not by {kind}")
+    if kind != ("SingleDeviceStrategy" if trainer.world_size == 1 else "DDPStrategy"):
+        raise ValueError(
+            f"strategy: private training runs on one device, or by strategy='ddp' in several processes, not by {kind}"
+        )
+    if trainer.world_size > 1 and getattr(trainer.strategy, "_start_method", "popen") != "popen":
+        raise ValueError(
+            "strategy: processes that are forked or spawned take the ledger and the guarantee along when they end: use "
+            "strategy='ddp', or torchrun"
+        )
     if not pl_module.automatic_optimization:
         raise ValueError("automatic_optimization=False: Private steps where the trainer does; for steps of your own, "
                          "use vestige.PrivacyEngine in a loop")  # fmt: skip
@@ -225,6 +247,16 @@ def _require_one_mechanism(trainer: Any, pl_module: Any) -> None:
         raise ValueError(f"overfit_batches={trainer.overfit_batches}: private batches are Poisson samples of all data")
     if "dataloader_iter" in inspect.signature(pl_module.training_step).parameters:
         raise ValueError("training_step takes a dataloader_iter: let it take a batch, which is one draw")
+
+
+def _require_whole_draws(trainer: Any, options: dict[str, Any]) -> None:
+    """Parts of a draw are batches of the trainer, which must be as many in every process."""
+    size = options.get("max_physical_batch_size")
+    if trainer.world_size > 1 and size is not None:
+        raise ValueError(
+            f"max_physical_batch_size={size}: in several processes the trainer counts batches, and of a draw one "
+            "process may have more parts than another. Leave it out: more processes have fewer examples each"
+        )
 
 
 def _accumulated(trainer: Any) -> str:

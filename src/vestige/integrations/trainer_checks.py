@@ -56,9 +56,10 @@ def refuse_settings(trainer: Any) -> None:
             "it moves in the backward pass, before there is noise: choose adamw_torch or sgd, say",
         ),
         "debug": (args.debug, "it prints values of single batches"),
-        "several devices or processes (torchrun, DataParallel, DeepSpeed, FSDP)": (
-            args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp,
-            "private training runs in one process on one device here: set CUDA_VISIBLE_DEVICES to one of them",
+        "several devices in one process, DeepSpeed or FSDP": (
+            args.n_gpu > 1 or args.deepspeed or args.fsdp,
+            "every process has one device and a whole model here: start several by torchrun, or set "
+            "CUDA_VISIBLE_DEVICES to one device",
         ),
         "use_reentrant=True": (
             args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"),

@@ -65,8 +65,9 @@ def check_loader(loader: DataLoader[Any], name: str = "data_loader") -> None:
             f"{name} has a DistributedSampler: leave it out. Every process takes its own examples of one sample here, "
             "and batch_size is that of all processes together"
         )
-    if loader.batch_size is None and type(loader.batch_sampler) is not BatchSampler:
-        kind = type(loader.batch_sampler or loader.sampler).__name__
+    batches = batches_of(loader)
+    if loader.batch_size is None and type(batches) is not BatchSampler:
+        kind = type(batches or loader.sampler).__name__
         raise ValueError(
             f"{name} draws its batches by {kind}: they would be replaced by Poisson samples, in which every "
             "example is as likely. Give it a batch_size; the sampling rate is batch_size / len(dataset)"
@@ -80,11 +81,16 @@ def check_loader(loader: DataLoader[Any], name: str = "data_loader") -> None:
         raise ValueError(f"{name} draws with replacement, which Poisson samples do not: leave replacement=True out")
 
 
+def batches_of(loader: DataLoader[Any]) -> Any:
+    """The loader's own batches, inside those that Accelerate has dealt out to several processes."""
+    batches: Any = loader.batch_sampler
+    return batches.batch_sampler if type(batches).__name__ == "BatchSamplerShard" else batches
+
+
 def rate_of(loader: DataLoader[Any]) -> float:
     """Expected batch over dataset, exactly; not one over the number of batches."""
-    batches: Any = loader.batch_sampler
     dataset: Any = loader.dataset
-    return min(1.0, (loader.batch_size or batches.batch_size) / len(dataset))
+    return min(1.0, (loader.batch_size or batches_of(loader).batch_size) / len(dataset))
 
 
 # --- one example ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,13 @@ from vestige.privacy_engine.coverage import require_covered
 from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch, private_loader
 from vestige.privacy_engine.optimizer_step import PrivateSteps, inner
 from vestige.privacy_engine.outputs import of_rows
-from vestige.privacy_engine.parts import AnyRows, Parts, require_no_accumulation, require_unprepared
+from vestige.privacy_engine.parts import (
+    AnyRows,
+    Parts,
+    require_known_processes,
+    require_no_accumulation,
+    require_own_reading,
+)
 from vestige.privacy_engine.passes import Passes
 from vestige.processes.fingerprints import of_dataset
 from vestige.processes.group import ALONE, Processes
@@ -185,11 +191,13 @@ class PrivacyEngine:
             if loss_reduction not in ("mean", "sum"):
                 raise ValueError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
             require_no_accumulation()
-            require_unprepared()
+            require_known_processes()
             require_independent(module)
             require_covered(module, optimizer)
             moves = inner(optimizer)
             check_loader(data_loader)
+            if group.several:
+                require_own_reading(data_loader)
             check_physical_batch(max_physical_batch_size, "max_physical_batch_size")
             if steps_per_batch > 1 and max_physical_batch_size is not None:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,15 +119,25 @@ def private_loader(
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
-    return _prepared(made) if hasattr(loader, "base_dataloader") else made
+    if hasattr(loader, "base_dataloader") or (group.several and _accelerated()):
+        made = _prepared(made)
+    if group.several:  # each process has its own rows of a draw: nobody deals out draws
+        made._is_accelerate_prepared = True  # type: ignore[attr-defined]
+    return made
+
+
+def _accelerated() -> bool:
+    """Whether there is an Accelerator, which may prepare the loader later."""
+    accelerate = sys.modules.get("accelerate.state")
+    return accelerate is not None and bool(accelerate.PartialState._shared_state)
 
 
 def _prepared(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """As Accelerate had prepared the user's loader: batches come to its device."""
+    """As Accelerate prepares a loader for one process: batches come to its device, and all of them."""
     from accelerate.data_loader import prepare_data_loader
     from accelerate.state import PartialState
 
-    return prepare_data_loader(loader, PartialState().device, put_on_device=True)
+    return prepare_data_loader(loader, PartialState().device, num_processes=1, process_index=0, put_on_device=True)
 
 
 class CollateEmpty:

@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
 
 
 @dataclass(frozen=True)
@@ -130,15 +133,38 @@ def require_no_accumulation() -> None:
         )
 
 
-def require_unprepared() -> None:
-    """Accelerate hands every process other batches of a loader; here each draw is divided among all processes."""
+REPLICAS = ("NO", "MULTI_CPU", "MULTI_GPU")
+"""What Accelerate calls processes that have a whole model each."""
+
+
+def require_known_processes() -> None:
+    """Accelerate's processes are those of torch's group, and each has a whole model: such a group trains as one."""
     accelerate = sys.modules.get("accelerate.state")
-    state = {} if accelerate is None else accelerate.PartialState._shared_state
+    state: dict[str, Any] = {} if accelerate is None else accelerate.PartialState._shared_state
     several = state.get("num_processes", 1)
-    if several > 1:
+    if several == 1:
+        return
+    together = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if several != together:
         raise ValueError(
-            f"Accelerate runs {several} processes: private training through Accelerate runs in one process here. With "
-            "several, leave Accelerate out: start the same loop by torchrun, with or without DistributedDataParallel"
+            f"Accelerate runs {several} processes, and {together} train together: each would train on its own. Make "
+            "the Accelerator first, in processes that torchrun or accelerate launch has started"
+        )
+    kind = {**state, **accelerate.AcceleratorState._shared_state}.get("distributed_type")  # type: ignore[union-attr]
+    name = str(getattr(kind, "value", kind))
+    if name not in REPLICAS:
+        raise ValueError(
+            f"Accelerate runs {several} processes by {name}: a private loop trains replicas. Leave the plugin out, so "
+            "that it is DistributedDataParallel, or train by vestige.train, which takes sharded models"
+        )
+
+
+def require_own_reading(loader: Any) -> None:
+    """Of several processes each reads its own examples: none reads for the others."""
+    if type(loader).__name__ == "DataLoaderDispatcher":
+        raise ValueError(
+            "dispatch_batches=True lets process 0 read for all, and here each process reads its own examples of one "
+            "sample: leave it out"
         )
 
 

@@ -33,8 +33,9 @@ from vestige.privacy_engine.coverage import require_noised
 from vestige.privacy_engine.labels import Labelled, Labels
 from vestige.privacy_engine.lengths import Lengths
 from vestige.privacy_engine.outputs import End, Reduction, Rowless, watch_backward_passes
-from vestige.privacy_engine.parts import Part, Parts, require_no_accumulation, require_unprepared
+from vestige.privacy_engine.parts import Part, Parts, require_known_processes, require_no_accumulation
 from vestige.privacy_engine.recordings import Recorder, Replay, Uses
+from vestige.processes.plan import silence_wrapper
 
 Signals = Sequence[Tensor]
 
@@ -310,7 +311,8 @@ class Passes:
 
     def _require_usable(self, modules: Sequence[nn.Module]) -> None:
         require_no_accumulation()
-        require_unprepared()
+        require_known_processes()
+        silence_wrapper()
         require_independent(self.module, modules)  # as it is now: its modes may have changed
         require_noised(self.module, self.parameters(), modules)
         kind = self.device.type

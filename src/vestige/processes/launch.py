@@ -18,4 +18,6 @@ def followed() -> bool:
 def require_alone(what: str) -> None:
     """Refuse to be one of several processes: each would do the same work by itself, or wait for the others."""
     if launched():
-        raise ValueError(f"{what} runs in one process: start it without torchrun, which is for vestige train")
+        raise ValueError(
+            f"{what} runs in one process: start it without torchrun, which is for vestige train and finetune"
+        )

@@ -71,7 +71,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     if kind in REFUSED:
         raise ValueError(f"model: {REFUSED[kind]}")
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        module.require_backward_grad_sync = module.require_forward_param_sync = False
+        _silence(module)
         return unwrapped(module.module)
     for each in module.modules():
         if type(each).__name__ in (*REFUSED, "DistributedDataParallel"):
@@ -79,6 +79,19 @@ def unwrapped(module: nn.Module) -> nn.Module:
                 f"model: a part of it is wrapped in {type(each).__name__}: wrap the whole model, or nothing"
             )
     return module
+
+
+def _silence(wrapper: nn.parallel.DistributedDataParallel) -> None:
+    wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+
+
+def silence_wrapper() -> None:
+    """Inside a pass of a private model: a DistributedDataParallel that was put around it since adds nothing up either,
+    sends no buffers, and looks for no unused parameters: one process may have more passes than another, and would wait
+    for messages that nobody sends."""
+    wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is not None:
+        _silence(wrapper)
 
 
 def sharded(module: nn.Module) -> bool:
