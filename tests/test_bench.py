@@ -108,6 +108,7 @@ def test_every_comparison_of_the_documents_can_be_made(bench):
     assert everyone == set(METHODS) - {"sa-dp-sgd"}  # which is dp-sam under another name
 
 
+@pytest.mark.slow
 def test_the_pool_names_each_run_once_and_everything_that_its_parts_want(bench):
     reproduction = bench("reproduction")
     plan = reproduction.parts("nowhere", small=False)

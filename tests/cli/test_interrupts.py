@@ -42,7 +42,7 @@ def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
     assert result["steps"] == ledger.read_text().count('"row": "ask"') > asked
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_comparison_with_the_way_to_continue(tmp_path, workers):
     folder = tmp_path / "comparison"
     process = started(
@@ -69,7 +69,7 @@ def test_ctrl_c_ends_a_comparison_with_the_way_to_continue(tmp_path, workers):
     assert not list(folder.glob("claims/*"))  # let go of, not died at: the run is made again as if for the first time
 
 
-@pytest.mark.parametrize("moment", [0.3, 1.5])
+@pytest.mark.parametrize("moment", [0.3, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_ctrl_c_while_workers_load_says_no_more_than_that(tmp_path, moment):
     """In a spawned process the import of torch takes a second or two; Ctrl-C in it used to print its traceback."""
     folder = tmp_path / "comparison"

@@ -151,6 +151,7 @@ def test_only_a_death_that_can_be_a_runs_own_fault_counts_against_it(tmp_path, m
     assert home.claims.claim(run) == 1
 
 
+@pytest.mark.slow
 def test_a_stack_that_died_is_made_in_smaller_ones_and_in_the_end_alone(tmp_path):
     spec = replace(TINY, rates=("auto",), seeds=tuple(range(20)), budgets=(PrivacyTarget("epsilon", 3.0),))
     home = ComparisonFolder(tmp_path / "c")

@@ -52,6 +52,7 @@ def test_stacked_and_alone_agree_in_reproducible_mode(tmp_path):
                 assert record[field] == other[field], field
 
 
+@pytest.mark.slow
 def test_any_contender_may_clip_by_layers(tmp_path):
     """DP-SGD by layers is SMA-DP-SGD without its memory; flat clipping is another method."""
     words = ("dp-sgd", "dp-sgd:groups=layers", "sma-dp-sgd:beta=1")

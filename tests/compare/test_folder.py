@@ -102,6 +102,7 @@ def test_a_record_that_no_table_can_be_made_of_is_left_out_and_made_again(small,
     assert (len(again.records()), again.unreadable) == (2, {})
 
 
+@pytest.mark.slow
 def test_a_report_leaves_out_what_it_cannot_read_and_refuses_a_preset_that_is_none(small, tmp_path):
     copy = ComparisonFolder(shutil.copytree(small.path, tmp_path / "c"))
     victim = min(copy.runs.iterdir())

@@ -115,7 +115,7 @@ def test_runs_that_are_timed_are_made_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "compare", compare)
     for name in ("fo-table2", "fo-fig8"):
         with pytest.raises(ValueError, match="enough seen"):
-            reproduce(name, data=str(tmp_path), small=True, device="cpu", out=tmp_path / name)
+            reproduce(None, name, data=str(tmp_path), small=True, device="cpu", out=tmp_path / name)
     assert seen["fo-table2"] == (False, 1)
     assert seen["fo-fig8"][0] is True
 

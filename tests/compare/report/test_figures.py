@@ -34,6 +34,7 @@ def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
         assert {path.stem for path in tmp_path.glob("*.png")} == set(drawn)
 
 
+@pytest.mark.slow
 def test_a_task_named_by_a_path_has_figures_too(content, tmp_path):
     """Every key is the name of a file, and two tasks whose names look alike in one keep their own."""
 
