@@ -18,11 +18,16 @@ import vestige
 from process_gang import LOSS, data, flat, network
 
 
-def finetuned(job: Any, out: Path, *, stop: int | None = None, resume: bool = False, **changes: Any) -> dict[str, Any]:
+def finetuned(
+    job: Any, out: Path, *, stop: int | None = None, resume: bool = False, reverse: bool = False, **changes: Any
+) -> dict[str, Any]:
     """A run of `vestige finetune`, or its first steps."""
     from vestige.finetuning.job import complete, load, start
     from vestige.training.run_folder import RunFolder
 
+    if reverse:
+        changes["data"] = str(out.with_name("reversed.jsonl"))
+        Path(changes["data"]).write_text("".join(reversed(Path(job.data).read_text().splitlines(keepends=True))))
     job = load(RunFolder(out)) if resume else replace(job, **changes)
     checkpoint, public, training = start(job, out, resume=resume)
     result = complete(job, checkpoint, public, training, lambda record: record.step != stop)

@@ -56,11 +56,11 @@ def test_a_method_without_state_says_so():
 
 
 @pytest.mark.parametrize("sees", ["model", "loss"])
-def test_the_last_model_alone_tells_no_more_than_all_releases(sees):
+def test_the_last_model_alone_tells_less_than_all_releases(sees):
     found = audit(
-        "dp-sgd", noise_multiplier=0.5, sample_rate=0.5, steps=4, runs=600, examples=4, delta=DELTA, lr=0.5,
+        "dp-sgd", noise_multiplier=0.5, sample_rate=0.1, steps=20, runs=2000, examples=4, delta=DELTA, lr=0.5,
         canary="gradient" if sees == "model" else "mislabelled", sees=sees, confidence=CONFIDENCE,
     )  # fmt: skip
     assert not found.contradicts
     assert found.area.estimate > 0.55
-    assert found.area.low < found.area_allowed  # an estimate may be above it by chance
+    assert found.area.estimate < found.area_allowed  # by six standard errors

@@ -55,7 +55,9 @@ def test_lines_that_are_there_are_not_made_again(asked, tmp_path):
     assert code == 0, error
     assert "│ 0.625 │ 0.600 to 0.650 │" in said
     assert [method for method, *_ in asked] == ["dp-sgd", "dpsur", "dpsgd-br", NON_PRIVATE]
+    assert "ours on digits-mlp" in said
     found = as_json(*words)
+    assert found["nonprivate"] is True
     assert len(asked) == 4
     assert found["beside"][0] == {
         "attack": "black-box shadow",

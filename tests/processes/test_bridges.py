@@ -80,7 +80,8 @@ def test_finetuning_that_one_of_two_processes_interrupts_goes_on_in_one(two, job
 
 APART = {
     "a setting": ([{}, {"tokens_per_example": 9}], "tokens_per_example is 9 in process 1"),
-    "the texts": ([{}, {"max_length": 16, "text_column": "label"}], "text_column is"),
+    "a column": ([{}, {"max_length": 16, "text_column": "label"}], "text_column is"),
+    "the texts": ([{}, {"reverse": True}], "their examples are not the same, or not in the same order"),
 }
 
 

@@ -173,6 +173,20 @@ def test_a_launch_of_one_process_trains(monkeypatch):
     assert len(list(train(nn.Linear(6, 3)))) == 4
 
 
+def test_a_launch_without_an_address(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="start the processes by torchrun, or unset these"):
+        train(nn.Linear(6, 3))
+
+
+def test_a_transcript_that_is_no_path():
+    with pytest.raises(ValueError, match="nonprivate_transcript=True must be the path"):
+        vestige.train(nn.Linear(6, 3), nn.functional.cross_entropy, DATA, nonprivate_transcript=True, sample_rate=0.5,
+                      steps=2, noise_multiplier=1.0, delta=1e-3)  # fmt: skip
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_other_commands_run_in_one_process(rank):
     """One line by the first of them, and all leave."""

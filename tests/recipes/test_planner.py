@@ -104,6 +104,7 @@ def test_a_plan_is_printed_and_is_a_page_without_a_network(tmp_path):
         (("--views-per-second", "5", "--model", "mlp"), "--model cannot be given too"),
         (("--recipe", "text-words"), "--views-per-second is missing"),
         (("--shape", "3,a"), "--shape='3,a'"),
+        (("--shape", "3,0,1"), "--shape='3,0,1'"),
         (("--model", "wrn99"), "no such network"),
     ],
 )

@@ -210,6 +210,11 @@ def test_recipes_are_listed_and_shown():
     assert shown["settings"]["steps"] == 2500
     assert shown["settings"]["augment"] == 16
     assert "79.5 at epsilon 8" in command("recipes", "cifar10-wrn16-4")[1]
+    assert "[rows, numbers]" in " ".join(command("recipes", "features-linear")[1].split())
+    for epsilon in ("nan", "-3"):
+        code, _, error = command("recipes", "tabular", "--epsilon", epsilon)
+        assert code == 2
+        assert "must be positive and finite" in error
 
 
 def test_what_is_given_beside_a_recipe_wins_and_the_rest_is_the_recipes(tmp_path):

@@ -15,6 +15,7 @@ from vestige.tasks.features.cache import cached
 from vestige.tasks.features.encoders import encoded, identity_of
 from vestige.tasks.features.pretrained import Prior, body, read, start_from
 from vestige.tasks.features.wavelets import Scattering
+from vestige.training.job import Job, start
 
 
 def test_scattering_coefficients_are_those_of_kymatio():
@@ -133,7 +134,7 @@ def test_a_bag_of_words_is_a_sum_of_signed_hashes_of_norm_one():
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", "half", "short"])
-def test_features_that_were_damaged_are_computed_again(tmp_path, monkeypatch, damage):
+def test_features_that_were_damaged_are_computed_again(tmp_path, monkeypatch, caplog, damage):
     monkeypatch.setenv("VESTIGE_CACHE", str(tmp_path / "cache"))
     images, asked = torch.rand(6, 1, 4, 4), []
 
@@ -149,6 +150,31 @@ def test_features_that_were_damaged_are_computed_again(tmp_path, monkeypatch, da
         file.write_bytes(file.read_bytes()[:-40] if damage == "half" else damage)
     assert torch.equal(cached(images, "test", "how", compute), first)
     assert asked == [6, 6]
+    assert file.stem not in caplog.text  # a hash of the images
+    assert "computing test features" in caplog.text
     (tmp_path / "cache").chmod(0o777)
     with pytest.raises(ValueError, match="can be written by anybody"):
         cached(images, "test", "how", compute)
+
+
+def test_a_run_goes_on_with_its_own_encoder_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("VESTIGE_CACHE", str(tmp_path / "cache"))
+    path, _ = prior(tmp_path)
+    other, _ = prior(tmp_path, seed=1)
+    images, labels = torch.randn(40, 3, 16, 16), torch.randint(2, (40,))
+
+    def begun(checkpoint, **more):
+        rows = encoded(images, checkpoint), labels
+        torch.manual_seed(0)
+        task = tasks.Task("mine", nn.Linear(rows[0].shape[1], 2), nn.functional.cross_entropy, rows, rows, 2, "")
+        job = Job(
+            task="mine", method="dp-sgd", features=str(checkpoint), epsilon=8.0, delta=1e-3, steps=4, sample_rate=0.5
+        )
+        return start(job, tmp_path / "run", task=task, **more)[1]
+
+    training = begun(path)
+    next(iter(training))
+    training.ledger.close()
+    with pytest.raises(ValueError, match="is another encoder than the one that this run began with"):
+        begun(other, resume=True)
+    assert len(list(begun(path, resume=True))) > 0

@@ -108,7 +108,7 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
     from vestige.devices import check_device, default_device
     from vestige.files import make_folder, read_json, write_json
 
-    study, printed, where = paper.small(data) if small else paper.Study(), published()["dpsgd_br"], device
+    study, printed = paper.small(data) if small else paper.Study(), published()["dpsgd_br"]
     tasks.check(study.task, data)
     where = device or default_device()
     check_device(where)
@@ -135,7 +135,9 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
             write_json(file, {"lines": lines})
     rows = paper.beside(lines, printed)
     if as_json:
-        print_json({"preset": paper.NAME, "small": small, "beside": rows, "notes": list(paper.NOTES)})
+        print_json(
+            {"preset": paper.NAME, "small": small, "nonprivate": True, "beside": rows, "notes": list(paper.NOTES)}
+        )
         return
     table = Table("attack", "method", "epsilon", "printed", "ours", "95%")
     table.title, table.title_justify = f"br: {paper.WHAT}; ours on {study.task}", "left"

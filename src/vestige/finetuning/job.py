@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -33,8 +34,8 @@ from vestige.integrations.model_card import card
 from vestige.mechanism.losses.model_losses import next_token
 from vestige.methods.base import Method, written
 from vestige.methods.registry import build
-from vestige.processes.group import digest
-from vestige.processes.plan import digest_of, processes
+from vestige.processes.fingerprints import nonprivate_hash_of_columns
+from vestige.processes.plan import processes, require_same_rows
 from vestige.records import RunResult
 from vestige.training.loop import Record
 from vestige.training.run import Training, train
@@ -227,11 +228,10 @@ def _agree(job: FineTuning, *texts: Texts | None) -> None:
     group = processes(job.device)
     if not group.several:
         return
-    held = [
-        digest_of([t for t in (each.tokens, each.lengths, each.classes) if t is not None]) for each in texts if each
-    ]
     settings = {name: value for name, value in asdict(job).items() if name not in ("model", "data", "test")}
-    group.agree({**settings, "test": job.test is not None, "the texts": digest(held)})
+    group.agree({**settings, "test": job.test is not None})
+    columns = [t for each in texts if each for t in (each.tokens, each.lengths, each.classes) if t is not None]
+    require_same_rows(group, partial(nonprivate_hash_of_columns, columns))
 
 
 def _rate(job: FineTuning, method: Method) -> float | Literal["auto"]:

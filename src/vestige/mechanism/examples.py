@@ -46,11 +46,11 @@ class Examples:
             raise ValueError(f"data: the tensors hold {sorted(counts)} examples; inputs and targets must agree")
         self.population = counts.pop()
 
-    def fingerprint(self, key: bytes) -> int:
+    def nonprivate_hash(self, key: bytes) -> int:
         """Tells these examples, in this order, from others: all rows of tensors, some of those read one by one."""
         if self._rows is None:
-            return fingerprints.of_columns(self._columns, key)
-        return fingerprints.of_dataset(self._rows.dataset, key)
+            return fingerprints.nonprivate_hash_of_columns(self._columns, key)
+        return fingerprints.nonprivate_hash_of_dataset(self._rows.dataset, key)
 
     @property
     def read_one_by_one(self) -> bool:

@@ -43,7 +43,7 @@ from vestige.privacy_engine.parts import (
     require_own_reading,
 )
 from vestige.privacy_engine.passes import Passes
-from vestige.processes.fingerprints import of_dataset
+from vestige.processes.fingerprints import nonprivate_hash_of_dataset
 from vestige.processes.group import ALONE, Processes
 from vestige.processes.ledger import SharedLedger
 from vestige.processes.plan import follow_first, processes, require_same_rows, sharded, unwrapped
@@ -227,7 +227,7 @@ class PrivacyEngine:
             return chosen, moves, size, drawn, parts
 
         chosen, moves, physical_batch, drawn, parts = group.together(checked)
-        require_same_rows(group, partial(of_dataset, data_loader.dataset))
+        require_same_rows(group, partial(nonprivate_hash_of_dataset, data_loader.dataset))
         self._population = self._rows(data_loader)
         people = len(data_loader.dataset)  # type: ignore[arg-type]
         rate = drawn.rate

@@ -24,10 +24,10 @@ AT_ONCE = 1 << 24
 BITS = 63
 
 
-def of_dataset(dataset: Any, key: bytes) -> int:
+def nonprivate_hash_of_dataset(dataset: Any, key: bytes) -> int:
     """SENSITIVE until it is keyed: of all rows of whole tensors, and of `COMPARED` rows of anything else."""
     if isinstance(dataset, TensorDataset):
-        return of_columns(dataset.tensors, key)
+        return nonprivate_hash_of_columns(dataset.tensors, key)
     count = len(dataset)
     rows = random.Random(key).sample(range(count), min(count, COMPARED))
     found = _begun(key)
@@ -39,7 +39,7 @@ def of_dataset(dataset: Any, key: bytes) -> int:
     return _ended(found)
 
 
-def of_columns(columns: Sequence[Tensor], key: bytes) -> int:
+def nonprivate_hash_of_columns(columns: Sequence[Tensor], key: bytes) -> int:
     """SENSITIVE until it is keyed: of all rows."""
     found = _begun(key)
     for column in columns:

@@ -117,11 +117,11 @@ OTHER_ROWS = (
 )
 
 
-def require_same_rows(group: Processes, fingerprint: Callable[[bytes], int]) -> None:
+def require_same_rows(group: Processes, nonprivate_hash: Callable[[bytes], int]) -> None:
     """Together: refuse processes with other examples, by hashes with a key that is drawn for this and forgotten."""
     if group.several:
         key = group.secret().to_bytes(32)
-        group.same(group.together(lambda: fingerprint(key)), OTHER_ROWS)
+        group.same(group.together(lambda: nonprivate_hash(key)), OTHER_ROWS)
 
 
 COME_APART = (

@@ -226,7 +226,7 @@ def train(
     if shards is not None:
         shards.empty()
     group.agree(training.agreed())
-    require_same_rows(group, training.fingerprint)
+    require_same_rows(group, training.nonprivate_hash)
     training.open(resume, request or {})
     return training
 
@@ -514,10 +514,10 @@ class Training:
             "the loss": loss_of(self._loss),
         }
 
-    def fingerprint(self, key: bytes) -> int:
-        """Of all that is asked about."""
+    def nonprivate_hash(self, key: bytes) -> int:
+        """Of all that is asked about, for processes to compare."""
         judged = self._judged_examples
-        return digest(self._examples.fingerprint(key), None if judged is None else judged.fingerprint(key))
+        return digest(self._examples.nonprivate_hash(key), None if judged is None else judged.nonprivate_hash(key))
 
     def _check_together(self, step: int) -> None:
         """Together, now and then: replicas that have come apart would each train a model of its own."""

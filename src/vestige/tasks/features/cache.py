@@ -27,7 +27,9 @@ def cached(images: Tensor, kind: str, how: str, compute: Callable[[Tensor], Tens
     _check_own(kept.parent)
     found = _read(kept, len(images))
     if found is None:
-        logging.getLogger("vestige").warning("computing %s features of %d images into %s", kind, len(images), kept)
+        logging.getLogger("vestige").warning(
+            "computing %s features of %d images into %s", kind, len(images), kept.parent
+        )
         with torch.no_grad():
             _keep(kept, len(images), (compute(part).cpu() for part in images.split(rows)))
         found = _read(kept, len(images))
@@ -58,7 +60,10 @@ def _fingerprint(images: Tensor, how: str) -> str:
 
 
 def _keep(path: Path, rows: int, parts: Iterator[Tensor]) -> None:
-    """Write an .npy part by part, whole or not at all, readable by its owner only."""
+    """Write an .npy part by part, whole or not at all, readable by its owner only.
+
+    Its name is a hash of the images, so no message has it.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as unfinished:
@@ -75,7 +80,9 @@ def _keep(path: Path, rows: int, parts: Iterator[Tensor]) -> None:
                 os.unlink(unfinished.name)
                 raise
     except OSError as error:
-        raise ValueError(f"cannot write {path} ({error.strerror}): set VESTIGE_CACHE to a folder with room") from error
+        raise ValueError(
+            f"cannot write into {path.parent} ({error.strerror}): set VESTIGE_CACHE to a folder with room"
+        ) from error
 
 
 def fastest() -> str:
