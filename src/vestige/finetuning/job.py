@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -34,8 +33,7 @@ from vestige.integrations.model_card import card
 from vestige.mechanism.losses.model_losses import next_token
 from vestige.methods.base import Method, written
 from vestige.methods.registry import build
-from vestige.processes.fingerprints import nonprivate_hash_of_columns
-from vestige.processes.plan import processes, require_same_rows
+from vestige.processes.plan import processes
 from vestige.records import RunResult
 from vestige.training.loop import Record
 from vestige.training.run import Training, train
@@ -114,7 +112,7 @@ def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoi
     method = build(job.method, **job.options)
     lr = _rate(job, method)
     checkpoint, texts, public = prepared(job)
-    _agree(job, texts, public)
+    _agree(job)
     batch, steps = _pace(job, len(texts))
     training = train(
         checkpoint.model,
@@ -222,16 +220,13 @@ def _check(job: FineTuning) -> None:
         raise ValueError(f"labels={','.join(names)!r} must be two or more different names")
 
 
-def _agree(job: FineTuning, *texts: Texts | None) -> None:
-    """Together: processes with other settings, or other texts, have no one run to take part in. Where the files are may
-    differ from machine to machine."""
+def _agree(job: FineTuning) -> None:
+    """Together: processes with other settings have no one run to take part in (whether their texts are the same is
+    asked when the training begins). Where the files are may differ from machine to machine."""
     group = processes(job.device)
-    if not group.several:
-        return
-    settings = {name: value for name, value in asdict(job).items() if name not in ("model", "data", "test")}
-    group.agree({**settings, "test": job.test is not None})
-    columns = [t for each in texts if each for t in (each.tokens, each.lengths, each.classes) if t is not None]
-    require_same_rows(group, partial(nonprivate_hash_of_columns, columns))
+    if group.several:
+        settings = {name: value for name, value in asdict(job).items() if name not in ("model", "data", "test")}
+        group.agree({**settings, "test": job.test is not None})
 
 
 def _rate(job: FineTuning, method: Method) -> float | Literal["auto"]:
