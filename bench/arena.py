@@ -88,15 +88,17 @@ SHOWN = {
     "layers": Shown(("svhn-mlp",), LOW, CLIPS),
     "layers-mnist": Shown(("mnist-mlp", "fmnist-mlp"), LOW, CLIPS, sample_rate=0.0033333),
 }
-for data, rate, where in (
-    ("svhn", 0.04, ("svhn-mlp",)),
-    ("cifar10", 0.04, ("cifar10-mlp",)),
-    ("cifar100", 0.04, ("cifar100-mlp",)),
-    ("mnist", 0.0033333, ("mnist-mlp", "fmnist-mlp")),
+USUAL, HIGHER = (0.5, 1.0, 2.0, 4.0), (1.0, 2.0, 4.0, 8.0)
+"""Multiples of the automatic rate that are tried; on SVHN the best have always been above it."""
+for data, rate, where, multiples in (
+    ("svhn", 0.04, ("svhn-mlp",), HIGHER),
+    ("cifar10", 0.04, ("cifar10-mlp",), USUAL),
+    ("cifar100", 0.04, ("cifar100-mlp",), USUAL),
+    ("mnist", 0.0033333, ("mnist-mlp", "fmnist-mlp"), USUAL),
 ):
     every, some = (*LOW, OWN_BUDGET), (1.0, 8.0)
     SHOWN[f"balance-{data}-auto"] = Shown(where, every, BALANCED, sample_rate=rate, rates=("auto",))
-    SHOWN[f"balance-{data}-tuned"] = Shown(where, some, BALANCED, (0.5, 1.0, 2.0, 4.0), 0, rate, ("tuned",))
+    SHOWN[f"balance-{data}-tuned"] = Shown(where, some, BALANCED, multiples, 0, rate, ("tuned",))
 
 
 def compare(name: str, specification: Specification, arguments: argparse.Namespace) -> None:
