@@ -8,26 +8,29 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
-from process_gang import LOSS, data, flat, network, sharded
+from process_gang import LOSS, data, flat, network, sharded, whole
 
 BOUND = 0.5
 
 
 class Marked(nn.Module):
-    """With things that a loop changes: a scale that it sets, a counter that the passes set, a buffer."""
+    """With things that a loop changes, a scale that it sets and a counter that the passes set; a buffer, a frozen layer,
+    and activations that are computed again on the way back."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = network()
+        self.inner[2].requires_grad_(False)
         self.scale, self.calls = 1.0, 0
         self.register_buffer("shift", torch.full((3,), 0.1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.scale * self.inner(x) + self.shift
+        return self.scale * checkpoint(self.inner, x, use_reentrant=False) + self.shift
 
 
 def private(
@@ -39,7 +42,7 @@ def private(
     batch: int = 12,
     examples: int = 60,
     model: Any = network,
-    options: Any = None,
+    sampling: str = "poisson",
     noise_multiplier: float = 1.0,
     steps_per_batch: int = 1,
     **engine: Any,
@@ -60,7 +63,7 @@ def private(
     module, made, loader = held.make_private(
         module=module, optimizer=made, data_loader=DataLoader(TensorDataset(*data(examples)), batch_size=batch),
         noise_multiplier=noise_multiplier, max_grad_norm=BOUND, method=chosen, max_physical_batch_size=physical,
-        steps_per_batch=steps_per_batch, **(options or {}),
+        steps_per_batch=steps_per_batch, sampling=sampling,
     )  # fmt: skip
     return held, module, made, loader
 
@@ -132,8 +135,26 @@ def loop(
         "husks": sum(p.untyped_storage().nbytes() for p in engine._steps.passes.module.parameters()),
         "grads": sum(p.grad is not None for p in model.parameters()),
         "calls": getattr(model, "calls", None),
-        "rate": engine.automatic_rate(10)[0],
+        "rate": engine.automatic_rate(10)[0] if engine._steps.method.rule.gain else None,
     }
+
+
+def noise_of_a_step() -> torch.Tensor:
+    """What one step with a secret key moves weights whose gradients are all zero, in units of the noise."""
+    from torch.distributed.fsdp import fully_shard
+
+    module = fully_shard(nn.Linear(3000, 2, bias=False))
+    before = flat(module)
+    moves = torch.optim.SGD(module.parameters(), lr=1.0)
+    rows = TensorDataset(torch.zeros(40, 3000), torch.zeros(40, dtype=torch.int64))
+    _, moves, loader = vestige.PrivacyEngine().make_private(
+        module=module, optimizer=moves, data_loader=DataLoader(rows, batch_size=10), noise_multiplier=1.5,
+        max_grad_norm=2.0,
+    )  # fmt: skip
+    x, y = next(iter(loader))
+    LOSS(module(x), y).backward()
+    moves.step()
+    return (flat(module) - before) * 10 / 3.0
 
 
 def _clip_by_process(engine: Any) -> None:
@@ -193,23 +214,19 @@ def saved_and_loaded(
 
 
 def misused(how: str) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
     if how == "sharded later":
         engine, model, optimizer, loader = private()
         sharded(model)
         next(steps(engine, model, optimizer, loader))
-    made = engine, model, optimizer, loader = private(kind="sharded", physical=4 if how == "another draw" else None)
+    engine, model, optimizer, loader = private(kind="sharded")
     x, y = next(iter(loader))
     if how == "a part by itself":
-        LOSS(model[4](model[3](model[2](model[1](model[0](x))))), y).backward()
+        model[0](x).square().mean().backward()
+        LOSS(model(x), y).backward()
         optimizer.step()
     if how == "eval mode":
         LOSS(model.eval()(x), y).backward()
         optimizer.step()
-    if how == "sharded once more":
-        fully_shard(model[2])
-        model(x)
     if how == "a hook":
         model[1].register_forward_hook(lambda *_: None)
         model(x)
@@ -225,19 +242,23 @@ def misused(how: str) -> Any:
             next(model.parameters()).add_(1.0)
         model(x)
     if how == "another draw":
-        rank = torch.distributed.get_rank()
-        for number, (x, y) in enumerate(loader):
-            if number == 0 and rank == 1:
-                continue
-            LOSS(model(x), y).backward()
-            optimizer.step()
+        if torch.distributed.get_rank() == 1:
+            x, y = next(iter(loader))
+        LOSS(model(x), y).backward()
+        optimizer.step()
+    if how == "another step":
+        if torch.distributed.get_rank() == 1:
+            engine._loop._steps = 1
+        model(x)
     if how == "evaluated before":
-        module = sharded(network())
+        from torch.distributed.fsdp import fully_shard
+
+        module = fully_shard(network())
+        moves = torch.optim.SGD(module.parameters(), lr=0.1)
         with torch.no_grad():
             module(x)
-        moves = torch.optim.SGD(module.parameters(), lr=0.1)
+        assert not any(hasattr(p, "placements") for p in module.parameters())
         return _made(module, moves)
-    del made
     return None
 
 
@@ -248,3 +269,15 @@ def _made(module: Any, moves: Any) -> Any:
         noise_multiplier=1.0, max_grad_norm=1.0,
     )  # fmt: skip
     return engine._loop is not None
+
+
+def evaluated_between_steps() -> float:
+    """How far the outputs of a sharded model in `vestige.train` are from those of its parameters."""
+    model, public = sharded(network()), data(9, 4)[0]
+    rows, farthest = dict(model.named_parameters()), 0.0
+    for _ in vestige.train(model, LOSS, data(), noise_multiplier=1.0, delta=1e-3, sample_rate=0.25, steps=4, lr=0.5):
+        weights = {name: whole(p) for name, p in rows.items()}
+        with torch.no_grad():
+            wanted = torch.func.functional_call(network(), weights, (public,))
+            farthest = max(farthest, float((model(public) - wanted).abs().max()))
+    return farthest

@@ -184,7 +184,8 @@ class ShardedLoop:
         return [list(map(id, modules)), parameters, hooks]
 
     def _versions(self) -> list[int]:
-        return [p._version for p in self.shards.parameters.values()]
+        """Writes by way of the DTensors, and to the rows themselves."""
+        return [p._version for held in (self._held, self.shards.parameters) for p in held.values()]
 
 
 def _follow(to: nn.Module, of: nn.Module) -> None:
