@@ -124,6 +124,8 @@ def loop(
         for p, state in optimizer.state.items()
         for here in [state["exp_avg"].to_local() if hasattr(state["exp_avg"], "to_local") else state["exp_avg"]]
     ] if "Adam" in type(optimizer).__name__ else []  # fmt: skip
+    between = _stored(engine)
+    model(public)
     return {
         "path": torch.stack(path),
         "seen": torch.stack(seen) if seen else torch.zeros(0),
@@ -132,11 +134,16 @@ def loop(
         "memory": kept,
         "gradient": len(engine._steps.learner().mover.gradient),
         "moments": moments,
-        "husks": sum(p.untyped_storage().nbytes() for p in engine._steps.passes.module.parameters()),
+        "stored": (between, _stored(engine)),
         "grads": sum(p.grad is not None for p in model.parameters()),
         "calls": getattr(model, "calls", None),
         "rate": engine.automatic_rate(10)[0] if engine._steps.method.rule.gain else None,
     }
+
+
+def _stored(engine: Any) -> int:
+    """Bytes of the parameters in which passes run."""
+    return sum(p.untyped_storage().nbytes() for p in engine._steps.passes.module.parameters())
 
 
 def noise_of_a_step() -> torch.Tensor:

@@ -77,14 +77,18 @@ def test_a_sum_clipped_by_process_is_found(two):
 
 
 def test_what_is_kept_is_divided(two):
-    """Gradient, FO-DP-SGD's window, the optimizer's moments; between steps no process holds a whole parameter."""
+    """Gradient, FO-DP-SGD's window, the optimizer's moments; between steps no process holds a whole parameter, in
+    a pass each holds all of them."""
     whole, halves = alone("fo-dp-sgd"), two(process_loops.loop, "fo-dp-sgd", "sharded")
     assert whole["memory"]["past"] == (7, 268)
     assert sum(each["memory"]["past"][1] for each in halves) == 268
     assert sum(each["gradient"] for each in halves) == whole["gradient"] == 268
     assert sum(here for each in halves for _, here, _ in each["moments"]) == 268
     assert max(each["gradient"] for each in halves) <= 0.6 * 268
-    assert all(each["husks"] == 6 * 4 for each in halves)  # one number for each of six parameters
+    for each in halves:
+        between, inside = each["stored"]
+        assert between == 6 * 4  # one number for each of six parameters
+        assert inside == 300 * 4  # as many rows for each process: 32 numbers of padding
 
 
 def test_what_the_loop_sets_and_evaluates_is_the_modules_own(two):
@@ -203,7 +207,7 @@ def test_samples_that_sharded_sums_cannot_hold():
 
     require_summable(2.0 * MOST_PARTS, 1, Two())
     require_summable(1 << 17, None, Two())
-    with pytest.raises(ValueError, match="physical batches of 1 make about 101 parts"):
+    with pytest.raises(ValueError, match="physical batches of 1 make about 81 parts"):
         require_summable(2.0 * (MOST_PARTS + 1), 1, Two())
     with pytest.raises(ValueError, match="a sharded model takes 131,072 a step"):
         require_summable((1 << 17) + 1, None, Two())

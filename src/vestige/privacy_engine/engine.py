@@ -186,6 +186,9 @@ class PrivacyEngine:
           an example's loss is the mean over its own, or, with `tokens_per_example`, their sum over that public number.
         - `target_delta` is written into the ledger, so that `vestige verify` states an epsilon at it.
 
+        Of several processes (docs/distributed.md) each calls it alike, with a plain module, one in DDP, or one that
+        `fully_shard` has divided; the optimizer is then made after that, of its parameters.
+
         Arguments of Opacus that have another place here are refused with that place.
         """
         refuse_others(others)
@@ -257,7 +260,8 @@ class PrivacyEngine:
         layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch, moves)
         largest = min(filter(None, (physical_batch, max_batch)), default=None)
         if loop is not None:
-            group.together(partial(require_summable, rate * people, physical_batch, group))
+            rounded = physical_batch if self._facts.arithmetic == "lattice" else None
+            group.together(partial(require_summable, rate * people, rounded, group))
             loop.shards.lay_out(layout)
             loop.forget()
         each = max(1, people // group.size)

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -29,12 +30,13 @@ what rounding can do stays that of one rounding, for up to 2^14 / 100 parts."""
 
 LARGEST_SHARDED = 1 << 17
 """Examples of an expected sample whose clipped sum fits the integers of a sharded one, with room for chance."""
-MOST_PARTS = 100
-"""Parts of an expected sample in one process: with room for chance, no more than `FINER` allows."""
+MOST_PARTS = 80
+"""Parts of an expected sample in one process: with room for chance, half of what `FINER` allows."""
 
 
 def require_summable(expected: float, physical_batch: int | None, group: Processes) -> None:
-    """Refuse samples whose integers could not hold their sum, and those in too many parts."""
+    """Refuse samples whose integers could not hold their sum, and those in too many parts: one example less moves all
+    parts of its process that come after it, and each is rounded. `physical_batch` is None where nothing is."""
     if expected > LARGEST_SHARDED:
         raise ValueError(
             f"the expected sample is of {expected:,.0f} examples: a sharded model takes {LARGEST_SHARDED:,} a step at "
@@ -295,11 +297,16 @@ def skeleton_of(model: nn.Module) -> nn.Module:
 def of_fsdp(thing: Any) -> bool:
     """Whether a class or a hook is FSDP2's: its classes are made from FSDPModule, its hooks are its state's methods."""
     if isinstance(thing, type):
-        return any(each.__module__.startswith("torch.distributed.fsdp") for each in thing.__mro__)
+        return _class_of_fsdp(thing)
     owner = getattr(thing, "__self__", None)
     module = type(owner).__module__ if owner is not None else getattr(thing, "__module__", None) or ""
     inner = getattr(getattr(thing, "func", None), "__module__", None) or ""
     return module.startswith("torch.distributed") or inner.startswith("torch.distributed")
+
+
+@cache
+def _class_of_fsdp(kind: type) -> bool:
+    return any(each.__module__.startswith("torch.distributed.fsdp") for each in kind.__mro__)
 
 
 def _rows(name: str, parameter: Any, group: Processes) -> Rows:

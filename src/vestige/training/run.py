@@ -389,7 +389,8 @@ class Training:
         own = self.layout if shards is None else shards.lay_out(self.layout)
         self.curator, self._evaluator = self._curator_of(examples, loss, judged)
         if shards is not None:
-            require_summable(self.plan.sample_rate * self._population, self.curator.physical_batch, self.group)
+            rounded = self.curator.physical_batch if self.curator.arithmetic == "lattice" else None
+            require_summable(self.plan.sample_rate * self._population, rounded, self.group)
         self.private_accuracy: float | None = None
         """The noised share of right answers, once it was asked."""
         groups, scheduling = settings.groups, settings.scheduling
