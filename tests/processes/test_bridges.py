@@ -170,7 +170,7 @@ def test_models_that_accelerate_divides(monkeypatch, accelerate):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setitem(accelerate.state.AcceleratorState._shared_state, "distributed_type", "FSDP")
-    with pytest.raises(ValueError, match="2 processes by FSDP: a private loop trains replicas"):
+    with pytest.raises(ValueError, match="2 processes by FSDP: a private loop with it trains replicas"):
         require_known_processes()
 
 

@@ -50,7 +50,7 @@ LOOPS = {
     "rows": ([{"arrange": "read"}, {"arrange": "read from another row on"}], "not in the same order"),
     "ledgers": ([{}, {"ledger": "/nowhere/ledger.jsonl"}], "ledger is"),
     "a sampler": ([{"sampler": process_gang.distributed_sampler}] * 2, "batch_size is that of all processes together"),
-    "sharded": ([{"kind": "sharded"}] * 2, "train by vestige.train, which takes sharded models"),
+    "sharded": ([{}, {"kind": "sharded"}], "sharded is true in process 1 and false in process 0"),
 }
 
 

@@ -129,6 +129,20 @@ class Method:
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(unlike, name)}
 
 
+def require_shardable(method: Method) -> None:
+    """Refuse, for a sharded model, what needs whole tensors."""
+    parts = {"memory": method.memory, "probe": method.probe, "rule": method.rule, "clip": method.clip}
+    wrong = [name for name, part in parts.items() if not getattr(part, "shardable", False)]
+    if method.augment is not None:
+        wrong.append("augment")
+    if wrong:
+        what = getattr(parts.get(wrong[0]), "name", None) or type(parts.get(wrong[0], method.augment)).__name__
+        raise ValueError(
+            f"method={method.name!r}: its {wrong[0]} ({what}) needs whole tensors, and of a sharded model each process "
+            "has some rows: train replicas (without fully_shard), or choose another method"
+        )
+
+
 def _described(part: Any) -> str:
     """A part as text that is the same in every process: a function is shown by its name, not its address."""
     name = getattr(part, "__qualname__", None)

@@ -74,14 +74,16 @@ class FirstMove:
     """What a module was before its first step, and what the step was to move."""
 
     def __init__(self, module: nn.Module, released: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-        """`released` has the gradient of every parameter, by its name."""
+        """`released` has the gradient of every parameter, by its name; of a sharded one, of this process's rows."""
         parameters = dict(module.named_parameters())
         rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
-        self._frozen = {name: (p, _digest(p)) for name, p in parameters.items() if not p.requires_grad}
+        self._frozen = {name: (p, _digest(_here(p))) for name, p in parameters.items() if not p.requires_grad}
         self._moving = {
-            name: (parameters[name], parameters[name].detach().clone())
+            name: (parameters[name], _here(parameters[name]).clone())
             for name, gradient in released.items()
-            if parameters[name].requires_grad and _felt(parameters[name], gradient, rates.get(id(parameters[name])))
+            if parameters[name].requires_grad
+            and gradient.numel()  # of a sharded module a process may have no rows
+            and _felt(_here(parameters[name]), gradient, rates.get(id(parameters[name])))
         }
 
     @staticmethod
@@ -92,18 +94,24 @@ class FirstMove:
     def check(self) -> None:
         """After the step. Raises ValueError with the name of a parameter that is not as it should be."""
         for name, (parameter, before) in self._moving.items():
-            if torch.equal(parameter, before):
+            if torch.equal(_here(parameter), before):
                 raise ValueError(
                     f"parameter {name!r} did not move in the first step, although its gradient is not zero: the "
                     "optimizer holds another tensor in its place, or leaves it out. Make the optimizer when the model "
                     "is as it will be trained: adapters put in, on its device, in its precision"
                 )
         for name, (parameter, digest) in self._frozen.items():
-            if _digest(parameter) != digest:
+            if _digest(_here(parameter)) != digest:
                 raise ValueError(
                     f"parameter {name!r} is frozen, but the first step changed it: something else than a private "
                     "release wrote to it, and no noise covers that"
                 )
+
+
+def _here(parameter: Tensor) -> Tensor:
+    """The parameter, or this process's rows of it."""
+    with torch.no_grad():
+        return parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
 
 
 def _felt(parameter: Tensor, gradient: Tensor, rate: float | None) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import sqrt
@@ -28,7 +30,7 @@ from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
 from vestige.mechanism.losses.criteria import batch_mean, counts_targets, of_torch
-from vestige.methods.base import Method
+from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import build
 from vestige.optim.rules import Rule
 from vestige.privacy_engine.coverage import require_covered
@@ -43,11 +45,14 @@ from vestige.privacy_engine.parts import (
     require_own_reading,
 )
 from vestige.privacy_engine.passes import Passes
+from vestige.processes import checkpoints
 from vestige.processes.fingerprints import nonprivate_hash_of_dataset
 from vestige.processes.group import ALONE, Processes
 from vestige.processes.ledger import SharedLedger
+from vestige.processes.loops import ShardedLoop
 from vestige.processes.plan import follow_first, processes, require_same_rows, sharded, unwrapped
-from vestige.processes.sums import Sums
+from vestige.processes.shards import Shards, require_summable
+from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import prepare
@@ -70,6 +75,12 @@ ELSEWHERE = {
     "alphas": "orders of Renyi divergences are chosen by the accountant: leave it out",
 }
 """Arguments of Opacus, and what takes their place here."""
+BY_ROWS = (
+    "state_dict: of a sharded module each process has its rows of the memory, which another number of processes could "
+    "not use: save and load by privacy_engine.save_checkpoint and load_checkpoint, in every process"
+)
+ROWS = "-rows-"
+"""In the names of folders in which processes keep their rows of a checkpoint."""
 
 
 class PrivacyEngine:
@@ -124,6 +135,8 @@ class PrivacyEngine:
             nonprivate_outputs=nonprivate_outputs,
         )
         self._steps: PrivateSteps | None = None
+        self._loop: ShardedLoop | None = None
+        """How a module that is sharded among processes is trained."""
         self._record = record
         self._collates = False
         self._population = 0
@@ -173,13 +186,19 @@ class PrivacyEngine:
           an example's loss is the mean over its own, or, with `tokens_per_example`, their sum over that public number.
         - `target_delta` is written into the ledger, so that `vestige verify` states an epsilon at it.
 
+        Of several processes (docs/distributed.md) each calls it alike, with a plain module, one in DDP, or one that
+        `fully_shard` has divided; the optimizer is then made after that, of its parameters.
+
         Arguments of Opacus that have another place here are refused with that place.
         """
         refuse_others(others)
         if self._steps is not None:
             raise ValueError("make_private was called before: use a new PrivacyEngine for each model")
         wrapper, module = module, unwrapped(module)
-        group = self._join(module)
+        group, loop = self._join(module)
+        user_module = module
+        if loop is not None:  # what is looked at, and what passes run in, are whole
+            module = loop.skeleton
 
         def checked() -> tuple[Method, Optimizer, int | None, Sampling, Parts]:
             check_number("noise_multiplier", noise_multiplier, finite=False)
@@ -193,7 +212,7 @@ class PrivacyEngine:
             require_no_accumulation()
             require_known_processes()
             require_independent(module)
-            require_covered(module, optimizer)
+            require_covered(user_module, optimizer)
             moves = inner(optimizer)
             check_loader(data_loader)
             if group.several:
@@ -209,6 +228,8 @@ class PrivacyEngine:
                 size = _largest_part(module, data_loader, chosen)
             with renamed({"bound": "max_grad_norm"}):
                 chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
+            if loop is not None:
+                self._check_shardable(chosen)
             drawn, parts = self._sampling(data_loader, sampling, max_batch), Parts(steps_per_batch)
             if not poisson_sampling:
                 if self._audit is not None:
@@ -238,13 +259,18 @@ class PrivacyEngine:
         self._delta = target_delta
         layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch, moves)
         largest = min(filter(None, (physical_batch, max_batch)), default=None)
+        if loop is not None:
+            rounded = physical_batch if self._facts.arithmetic == "lattice" else None
+            group.together(partial(require_summable, rate * people, rounded, group))
+            loop.shards.lay_out(layout)
+            loop.forget()
         each = max(1, people // group.size)
         sizes = sizes_of(each, rate, largest) if poisson_sampling else [expected]
-        recorded = sizes if self._record else ()
+        recorded = sizes if self._record and loop is None else ()
         planted = None
         if self._audit is not None:
             planted = Canaries(self._audit, layout, next(module.parameters()).device, self._canary_key)
-        passes = Passes(module, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted)
+        passes = Passes(module, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted, loop)
         planned = SampledGaussian(rate, noise_multiplier)
         prepare(passes.device)
         self._steps = PrivateSteps(
@@ -258,11 +284,11 @@ class PrivacyEngine:
             self._ledger,
             self._randomness,
             self._facts.arithmetic,
-            Sums(group),
+            Sums(group) if loop is None else ShardedSums(group, loop.shards),
         )
         self._steps.draws = begun
-        if wrapper is not module:
-            wrapper.zero_grad = module.zero_grad  # type: ignore[method-assign]
+        if wrapper is not user_module:
+            wrapper.zero_grad = user_module.zero_grad  # type: ignore[method-assign]
         if poisson_sampling:
             data_loader = private_loader(
                 data_loader,
@@ -275,31 +301,51 @@ class PrivacyEngine:
             )
         return wrapper, optimizer, data_loader
 
-    def _join(self, module: nn.Module) -> Processes:
-        """Together: the processes that train this module, with one key, one ledger, and the weights of process 0."""
+    def _join(self, module: nn.Module) -> tuple[Processes, ShardedLoop | None]:
+        """Together: the processes that train this module, with one key, one ledger, and the weights of process 0; of a
+        sharded module each keeps its rows, and for now all have a whole one besides."""
         group = self._group = processes(next(module.parameters()).device)
         if not group.several:
-            return group
-        if sharded(module):
-            raise ValueError(
-                "module: its parameters are sharded (fully_shard), and a loop of your own trains replicas here: leave "
-                "fully_shard out, or train by vestige.train, which takes sharded models"
-            )
+            return group, None
         group.agree(
             {
                 "resume": self._resume,
                 "reproducible": repr(self._reproducible),
                 "audit": self._audit,
                 "ledger": self._ledger.path and str(self._ledger.path),
+                "sharded": sharded(module),
             }
         )
+        loop = None
+        if sharded(module):
+            loop = self._loop = group.together(lambda: ShardedLoop(Shards(module, group)))
+            loop.shards.fill()
         follow_first(module, group)
         if self._reproducible is None:
             self._randomness = Randomness.shared(group.secret())
         self._run, self._canary_key = f"{group.secret():x}"[:16], group.secret() % 2**62
         budget = self._ledger.budget
         self._ledger = SharedLedger(group, self._ledger.path, budget)
-        return group
+        return group, loop
+
+    def _check_shardable(self, method: Method) -> None:
+        """Refuse what is not there for sharded modules."""
+        if self._audit is not None:
+            raise ValueError(
+                f"audit={self._audit}: not for a sharded module, of which each process has some rows; leave it out, or "
+                "train replicas (without fully_shard)"
+            )
+        require_shardable(method)
+        if method.rule.hears_noise:
+            raise ValueError(
+                f"optimizer: {method.rule.name} takes the noise of all coordinates in their order, and of a sharded "
+                "module it has some rows here; vestige.train(method='dp-adambc') takes sharded models"
+            )
+        if not method.probe.at_parameters:
+            raise ValueError(
+                f"method={method.name!r} asks elsewhere than at the parameters: in a loop of your own a sharded module "
+                "is asked about where it is; vestige.train takes sharded models with this method"
+            )
 
     def make_private_with_epsilon(
         self,
@@ -416,10 +462,11 @@ class PrivacyEngine:
         """The learning rate that `lr="auto"` is for the optimizer and so many steps, and how it was found: from public
         numbers alone."""
         held = self._private_steps()
-        layout, planned = held.passes.layout, held.planned
-        return choose_rate(
-            held.passes.module, layout, held.method, self._population, planned.rate, planned.multiplier, steps, "auto"
-        )
+        layout, planned, module = held.passes.layout, held.planned, held.passes.module
+        with nullcontext() if self._loop is None else self._loop.whole():
+            return choose_rate(
+                module, layout, held.method, self._population, planned.rate, planned.multiplier, steps, "auto"
+            )
 
     def finish(self, files: Mapping[str, str]) -> None:
         """Close the books of a run that left these files: the hash of each, by its name beside the ledger."""
@@ -429,30 +476,68 @@ class PrivacyEngine:
     def state_dict(self) -> dict[str, Any]:
         """The memory, the place in the ledger, and which canaries are planted, if any; no other random state, nor the
         module's and the optimizer's."""
+        self._private_steps()
+        if self._loop is not None:
+            raise ValueError(BY_ROWS)
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         place = {"run": self._run, "ledger_rows": self._ledger.rows, "ledger_head": self._ledger.head}
         return {**place, **self._private_steps().state_dict()}
 
     def save_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
         """Weights, optimizer, memory and the place in the ledger, all at once; no random state. Of several processes
-        the first one writes."""
-        if self._group.rank == 0:
+        the first one writes. Of a sharded module all call it, and each writes its rows into a folder beside the
+        file."""
+        if self._loop is not None:
+            self._save_rows(Path(path), module, optimizer, self._loop)
+        elif self._group.rank == 0:
             write_tensors(
                 Path(path), {"module": module.state_dict(), "optimizer": optimizer.state_dict(), **self.state_dict()}
             )
 
+    def _save_rows(self, path: Path, module: nn.Module, optimizer: Optimizer, loop: ShardedLoop) -> None:
+        """Together. The rows have a new folder: the file that names it is replaced when all have written theirs."""
+        content = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), **self._state()}
+        name = f"{path.name}{ROWS}{self._group.secret():x}"[: len(path.name) + len(ROWS) + 12]
+        left = checkpoints.save(path.parent / name, content, loop.shards)
+
+        def write() -> None:
+            write_tensors(path, {**left, "rows": name})
+            for other in path.parent.iterdir():
+                if other.name.startswith(path.name + ROWS) and other.name != name:
+                    shutil.rmtree(other, ignore_errors=True)
+
+        self._group.first(write)
+
     def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
         """Go back to a checkpoint, after `make_private` with the same arguments. All that was asked stays charged. Of
-        several processes all load, and the first one reads."""
+        several processes all load, and the first one reads; of a sharded module each its rows, on any number of
+        processes."""
+        self._private_steps()
         saved = self._group.first(lambda: read_tensors(Path(path)))
+        if ("rows" in saved) != (self._loop is not None):
+            how = "sharded by fully_shard" if "rows" in saved else "whole in every process"
+            raise ValueError(f"load_checkpoint: the module was {how} when {path} was saved; load it into such a one")
         self._check_place(saved)
+        if self._loop is not None:
+            saved = checkpoints.load(Path(path).parent / saved["rows"], saved, self._loop.shards)
+            saved["module"] = saved["model"]
+            self._loop.forget()
         module.load_state_dict(saved["module"])
         optimizer.load_state_dict(saved["optimizer"])
-        self.load_state_dict(saved)
+        self._load(saved)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go back to where `state_dict` was taken; the module and the optimizer are the caller's to restore."""
-        steps = self._private_steps()
+        self._private_steps()
+        if self._loop is not None:
+            raise ValueError(BY_ROWS)
         self._check_place(saved)
+        self._load(saved)
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        steps = self._private_steps()
         asked = steps.asked
         steps.load_state_dict(saved)
         steps.asked = max(asked, steps.asked)  # no stream of noise is drawn from twice

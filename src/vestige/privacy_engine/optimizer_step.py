@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
@@ -23,7 +23,8 @@ from vestige.optim.rules import balanced
 from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes
 from vestige.processes.plan import require_same_group, require_same_model
-from vestige.processes.sums import BY_ITSELF, Sums
+from vestige.processes.shards import ShardedSum
+from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
 from vestige.questions import SampledGaussian
 from vestige.randomness.correlated import Independent
 from vestige.randomness.keys import Randomness
@@ -47,28 +48,72 @@ def inner(optimizer: Optimizer) -> Optimizer:
     return inner(held) if isinstance(held, Optimizer) else optimizer
 
 
+class Held:
+    """What the user's optimizer holds: the module's parameters, or of a sharded module this process's rows of them."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes, self._sharded = passes, passes.sharded
+        self.module = passes.module if self._sharded is None else self._sharded.model
+        self.layout = passes.layout if self._sharded is None else self._sharded.shards.local
+
+    @property
+    def device(self) -> torch.device:
+        return self._passes.device
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self._passes.parameters() if self._sharded is None else self._sharded.parameters()
+
+    def all_parameters(self) -> dict[str, nn.Parameter]:
+        """Also those of the twin in which the passes of a sharded module run."""
+        found = self.parameters()
+        if self._sharded is None:
+            return found
+        return {**found, **{f"{name} (whole)": p for name, p in self._passes.parameters().items()}}
+
+    def point(self, parameters: Mapping[str, nn.Parameter]) -> Parameters:
+        return self._passes.point(parameters) if self._sharded is None else self._sharded.point()
+
+    def gradients(self, views: dict[str, Tensor]) -> dict[str, Any]:
+        """Views of a gradient, as its parameters take them."""
+        return views if self._sharded is None else self._sharded.gradients(views)
+
+    def together(self, check: Callable[[], None]) -> None:
+        """One process may have found in its rows what another has not."""
+        (check if self._sharded is None else partial(self._sharded.group.together, check))()
+
+    def unmoved(self) -> None:
+        """Before a step: nothing was replaced, or is gathered that would outlast it."""
+        if self._sharded is not None:
+            self._sharded.require_same()
+
+    def moved(self) -> None:
+        if self._sharded is not None:
+            self._sharded.stepped()
+
+
 class LoopMover:
     """Moves by the user's own optimizer: every parameter gets its part of the gradient, and `original` steps."""
 
-    def __init__(self, passes: Passes, optimizer: Optimizer, original: Callable[..., Any]) -> None:
-        self.gradient = torch.zeros(passes.layout.size, device=passes.device)
-        self._views = passes.layout.views(self.gradient)
-        self._passes, self._optimizer, self._original = passes, optimizer, original
+    def __init__(self, held: Held, optimizer: Optimizer, original: Callable[..., Any]) -> None:
+        self.gradient = torch.zeros(held.layout.size, device=held.device)
+        self._views = held.layout.views(self.gradient)
+        self._gradients = held.gradients(self._views)
+        self._held, self._optimizer, self._original = held, optimizer, original
         self._checked = False
 
     def step(self, pace: Value) -> None:
-        parameters = self._passes.parameters()
-        for name, view in self._views.items():
+        parameters = self._held.parameters()
+        for name, gradient in self._gradients.items():
             parameter = parameters[name]
-            parameter.grad = view if parameter.requires_grad else None  # what was frozen since stays
+            parameter.grad = gradient if parameter.requires_grad else None  # what was frozen since stays
         first = None
         try:
-            with balanced(self._optimizer, scales_of(self._passes.layout, parameters)):
+            with balanced(self._optimizer, scales_of(self._held.layout, parameters)):
                 if not self._checked and FirstMove.due(self._optimizer):
-                    first, self._checked = FirstMove(self._passes.module, self._views, self._optimizer), True
+                    first, self._checked = FirstMove(self._held.module, self._views, self._optimizer), True
                 self._original()
             if first is not None:
-                first.check()
+                self._held.together(first.check)
         finally:
             for parameter in parameters.values():
                 parameter.grad = None  # whatever is there at the next step did not come through us
@@ -97,6 +142,9 @@ class PrivateSteps:
         self._sums = sums
         self._noise = Independent(arithmetic)
         self.passes, self.optimizer, self.method = passes, optimizer, method
+        self.held = Held(passes)
+        if isinstance(sums, ShardedSums):
+            passes.start_sum = partial(self._sharded_sum, sums)
         self.canaries = passes.canaries
         """Made-up rows, for an audit of the loop."""
         self.planned, self.expected_batch = planned, expected_batch
@@ -123,7 +171,7 @@ class PrivateSteps:
 
         # A bound method, because learning-rate schedulers wrap the function inside it.
         self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
-        for owner in (self.optimizer, self.passes.module):
+        for owner in (self.optimizer, self.held.module):
             owner.zero_grad = Discarding(owner, self.passes)  # type: ignore[method-assign]
         public: dict[str, Any] = {
             "noise_multiplier": self.planned.multiplier,
@@ -140,7 +188,8 @@ class PrivateSteps:
         """Move, if the draw is complete; else only bound and add what this part brought."""
         require_same_group(self._sums.group)
         self.passes.settle()
-        parameters = self.passes.parameters()
+        self.held.unmoved()
+        parameters = self.held.parameters()
         self._check(parameters)
         value: Any = None
         if self.method.probe.at_parameters:
@@ -155,14 +204,15 @@ class PrivateSteps:
             self.passes.discard()
             value = self._elsewhere(closure)
         if closure is not None:
-            parameters = self.passes.parameters()
-        self._check_gradients(parameters)
+            parameters = self.held.parameters()
+        self._check_gradients(self.held.all_parameters())
         if not self.passes.close_part():
             return value
-        learner, point = self.learner(), self.passes.point(parameters)
+        learner, point = self.learner(), self.held.point(parameters)
         scales = self.passes.layout.constants
         release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
         learner.step(release, point, 1.0, self.step_number)
+        self.held.moved()
         self._check_together()
         self.step_number += 1
         return value
@@ -170,6 +220,8 @@ class PrivateSteps:
     def _check_together(self) -> None:
         """Together, now and then: replicas that have come apart would each train a model of its own."""
         step, group = self.step_number, self._sums.group
+        if self.passes.sharded is not None:
+            return  # each has rows of its own
         if step & (step + 1) == 0 or step % CHECKED_EVERY == 0:
             require_same_model(group, self.passes.parameters().values(), step)
 
@@ -194,11 +246,17 @@ class PrivateSteps:
     def learner(self) -> Learner:
         """Made with the first step, when the model is where it is trained."""
         if self._learner is None:
-            layout, method = self.passes.layout, self.method
-            self.probe = method.probe.init(layout, self.passes.device)
-            mover = LoopMover(self.passes, self.optimizer, self._original)
-            self._learner = Learner(method.memory, method.rule, method.average, layout, self.passes.parameters(), mover)
+            layout, method = self.held.layout, self.method
+            self.probe = method.probe.init(layout, self.held.device)
+            mover = LoopMover(self.held, self.optimizer, self._original)
+            self._learner = Learner(method.memory, method.rule, method.average, layout, self.held.parameters(), mover)
         return self._learner
+
+    def _sharded_sum(self, sums: ShardedSums) -> ShardedSum:
+        """Where the clipped gradients of a draw are put, parameter by parameter."""
+        device = self.passes.device
+        sensitivity, _ = sensitivity_on(device, self.method.clip, self.passes.layout)
+        return sums.sum(self._noise, sensitivity, self.planned.multiplier, device)
 
     def _answer(self, at: At) -> Release:
         """Charge for the draw, and add noise to its clipped sum."""
@@ -214,7 +272,8 @@ class PrivateSteps:
         index, self.asked = self.asked, self.asked + 1
         multiplier, randomness = self.planned.multiplier, self.randomness
         released, std, _ = self._sums.noised(total, sensitivity, self._noise, multiplier, randomness, "noise", index)
-        release = Release(released, std, self.expected_batch, sample_rate=self.planned.rate)
+        divided = self._sums if isinstance(self._sums, ShardedSums) else None
+        release = Release(released, std, self.expected_batch, sample_rate=self.planned.rate, divided=divided)
         if self.canaries is not None:
             self.canaries.to(total.device)
             self.canaries.observe(release.total, std)

@@ -154,8 +154,8 @@ def require_known_processes() -> None:
     name = str(getattr(kind, "value", kind))
     if name not in REPLICAS:
         raise ValueError(
-            f"Accelerate runs {several} processes by {name}: a private loop trains replicas. Leave the plugin out, so "
-            "that it is DistributedDataParallel, or train by vestige.train, which takes sharded models"
+            f"Accelerate runs {several} processes by {name}: a private loop with it trains replicas. Leave the plugin "
+            "out, so that it is DistributedDataParallel, or shard the module by fully_shard, without Accelerate"
         )
 
 

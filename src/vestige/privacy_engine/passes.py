@@ -7,7 +7,7 @@ private loader, is refused before anything is released.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,9 @@ from vestige.privacy_engine.lengths import Lengths
 from vestige.privacy_engine.outputs import End, Reduction, Rowless, watch_backward_passes
 from vestige.privacy_engine.parts import Part, Parts, require_known_processes, require_no_accumulation
 from vestige.privacy_engine.recordings import Recorder, Replay, Uses
-from vestige.processes.plan import silence_wrapper
+from vestige.processes.loops import ShardedLoop
+from vestige.processes.plan import fsdp_in, silence_wrapper
+from vestige.processes.shards import ShardedSum
 
 Signals = Sequence[Tensor]
 
@@ -121,18 +123,22 @@ class Passes:
         sizes: Sequence[int] = (),
         tokens: int | None = None,
         canaries: Canaries | None = None,
+        sharded: ShardedLoop | None = None,
     ) -> None:
         """`sizes` are those of batches to record passes for; `tokens` divides a loss of tokens that the model computes
-        itself; `canaries` are those that draws name, added once a sum outside all passes."""
-        self.module, self.layout = module, layout
+        itself; `canaries` are those that draws name, added once a sum outside all passes. Of a `sharded` module this
+        is about the twin that its passes run in."""
+        self.module, self.layout, self.sharded = module, layout, sharded
         self._recorder = Recorder(module, self.layout, clip, sizes)
         self._labels = Labels(module, tokens)
         self._labelled: tuple[Labelled, dict[str, Tensor]] | None = None
         self._clip, self._said, self.parts, self.canaries = clip, reduction, parts, canaries
-        self.total: RunningSum | None = None
+        self.total: RunningSum | ShardedSum | None = None
         """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
         self._closed: int | None = None
         """The draw that they belong to."""
+        self.start_sum: Callable[[], RunningSum | ShardedSum] = lambda: RunningSum(self.layout.size, self.device)
+        """What the sum of a draw begins with."""
         self.lengths = Lengths()
         self.assumed = False
         """Whether a loss was met of which something must be assumed."""
@@ -189,6 +195,8 @@ class Passes:
         compiled: Any = self.module._compiled_call_impl
         if not isinstance(compiled, Entrance):
             self.module._compiled_call_impl = Entrance(self, compiled)  # type: ignore[assignment]
+        if self.sharded is not None:
+            self.sharded.redirect()
 
     # --- what has come back -------------------------------------------------------------------------------------------
 
@@ -212,39 +220,46 @@ class Passes:
                 "batches draw larger ones (batch_size), and let max_physical_batch_size split them"
             )
         if self.total is None or self._closed != draws[0]:  # what an unfinished draw left was never released
-            self.total, self._closed = RunningSum(self.layout.size, self.device), draws[0]
+            self.total, self._closed = self.start_sum(), draws[0]
         closing = self._pending[-1].part
-        for each in self._pending:
-            if each.replay is not None:
-                if each.part.size:
-                    each.replay.clip(self.total.place(each.examples))
-                each.replay.over()
-            elif each.part.size and each.uses:
-                with torch.no_grad():
-                    self._add({name: combine(parts) for name, parts in each.uses.items()}, each.examples)
+        with torch.no_grad():
+            shares = self._shares(self.total)
+            if self.sharded is not None:
+                assert isinstance(self.total, ShardedSum)
+                self.sharded.in_rounds(draws[0], closing.last, shares, self.total)
+            else:
+                for share in shares:
+                    share()
         self._pending = []
         self.parts.stepped()
         if closing.planted:
             self._plant(torch.tensor(closing.planted))
         return closing.last
 
+    def _shares(self, total: RunningSum | ShardedSum) -> Iterator[Callable[[], object]]:
+        """What the passes since the last call of `step` left, few examples at once: each call adds some."""
+        for each in self._pending:
+            if each.replay is not None:
+                if each.part.size:
+                    yield partial(each.replay.clip, total.place(each.examples))  # type: ignore[arg-type]
+                each.replay.over()
+            elif each.part.size and each.uses:
+                gradients = {name: combine(parts) for name, parts in each.uses.items()}
+                for first in range(0, each.examples, LARGEST_SUM):
+                    rows = min(LARGEST_SUM, each.examples - first)
+                    few = gradients
+                    if rows < each.examples:
+                        cut = itemgetter(slice(first, first + rows))
+                        few = {name: change(gradient, cut) for name, gradient in gradients.items()}
+                    yield partial(add_weighted, few, self._clip, self.layout, total.place(rows), rows)
+
     def _plant(self, numbers: Tensor) -> None:
         """Add the canaries of a draw to its sum, clipped like everybody's gradient."""
         assert self.canaries is not None
-        assert self.total is not None
+        assert isinstance(self.total, RunningSum)
         self.canaries.to(self.device)
         for few in numbers.split(TOGETHER):
             self.canaries.add(few, self._clip, self.total.place(len(few)))
-
-    def _add(self, gradients: dict[str, Gradient], examples: int) -> None:
-        assert self.total is not None
-        for first in range(0, examples, LARGEST_SUM):
-            rows = min(LARGEST_SUM, examples - first)
-            if rows < examples:
-                few = {name: change(each, itemgetter(slice(first, first + rows))) for name, each in gradients.items()}
-            else:
-                few = gradients
-            add_weighted(few, self._clip, self.layout, self.total.place(rows), rows)
 
     def taken(self) -> tuple[int, Tensor]:
         """SENSITIVE: a complete draw and its clipped sum, which is then forgotten here."""
@@ -313,6 +328,11 @@ class Passes:
         require_no_accumulation()
         require_known_processes()
         silence_wrapper()
+        if fsdp_in(modules):
+            raise ValueError(
+                "the module was sharded (fully_shard) after make_private, and its optimizer holds other tensors now: "
+                "call fully_shard first, make the optimizer of its parameters, then call make_private"
+            )
         require_independent(self.module, modules)  # as it is now: its modes may have changed
         require_noised(self.module, self.parameters(), modules)
         kind = self.device.type

@@ -19,6 +19,7 @@ from vestige.processes.group import answered
 from vestige.processes.shards import Shards
 
 MARK = "rows of"
+WHOLE = "rows of a tensor of shape"
 FLAT = ("memory", "probe", "average", "gradient")
 """The parts of a state whose vectors have one coordinate for each of a release."""
 
@@ -27,7 +28,11 @@ def save(folder: Path, content: Mapping[str, Any], shards: Shards) -> dict[str, 
     """Together: write the divided tensors into a folder; what is left of the content, with marks in their places."""
     found: dict[str, Any] = {}
 
-    def mark(path: tuple[Any, ...], tensor: Tensor) -> Any:
+    def mark(path: tuple[Any, ...], tensor: Any) -> Any:
+        if hasattr(tensor, "placements"):  # a user's own module and optimizer have DTensors already
+            key = "/".join(map(str, path))
+            found[key] = tensor.detach()
+            return {WHOLE: list(tensor.shape), "key": key, "kind": str(tensor.dtype)}
         names = _names(path, tensor, shards)
         if not names:
             return tensor
@@ -63,11 +68,19 @@ def load(folder: Path, left: Mapping[str, Any], shards: Shards) -> dict[str, Any
         filled.append((whole, mark, names, lead))
         return whole
 
+    def divided(mark: Mapping[str, Any]) -> Any:
+        from torch.distributed.tensor import Shard, zeros
+
+        mesh: Any = next(iter(shards.model.parameters())).device_mesh  # type: ignore[attr-defined]
+        kind = getattr(torch, mark["kind"].removeprefix("torch."))
+        wanted[mark["key"]] = zeros(mark[WHOLE], dtype=kind, device_mesh=mesh, placements=[Shard(0)])
+        return wanted[mark["key"]]
+
     filled: list[tuple[Tensor, Mapping[str, Any], list[str], tuple[int, ...]]] = []
     from torch.distributed import checkpoint as dcp
 
     lengths = [prod(segment.shape) for segment in shards.local.segments]
-    content = _unmarked(dict(left), allocate, lengths)
+    content = _unmarked(dict(left), lambda mark: (divided if WHOLE in mark else allocate)(mark), lengths)
     with answered():
         dcp.load(wanted, checkpoint_id=folder, process_group=shards.group.words)  # type: ignore[attr-defined]
     for whole, mark, names, lead in filled:
@@ -135,7 +148,7 @@ def _walked(value: Any, path: tuple[Any, ...], change: Callable[[tuple[Any, ...]
 def _unmarked(value: Any, allocate: Callable[[Mapping[str, Any]], Tensor], lengths: list[int]) -> Any:
     """With tensors in the places of marks, and the lengths of this process's rows where a memory keeps them."""
     if isinstance(value, dict):
-        if MARK in value:
+        if MARK in value or WHOLE in value:
             return allocate(value)
         return {k: lengths if k == "lengths" else _unmarked(each, allocate, lengths) for k, each in value.items()}
     if isinstance(value, list | tuple):

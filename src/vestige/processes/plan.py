@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vestige.processes.group import ALONE, Group, Processes, answered, digest
 from vestige.processes.launch import launched
+from vestige.processes.shards import of_fsdp
 
 _group: Group | None = None
 
@@ -95,12 +96,18 @@ def silence_wrapper() -> None:
 
 
 def sharded(module: nn.Module) -> bool:
-    """Whether the model's parameters are divided among processes."""
-    return any(hasattr(parameter, "placements") for parameter in module.parameters())
+    """Whether the model's parameters are divided among processes, also while FSDP2 has gathered them for a pass."""
+    return any(hasattr(parameter, "placements") for parameter in module.parameters()) or fsdp_in(module.modules())
+
+
+def fsdp_in(modules: Iterable[nn.Module]) -> bool:
+    """Whether `fully_shard` was called for one of these modules; asked at every pass of a loop."""
+    return any(map(of_fsdp, {type(each) for each in modules}))
 
 
 def follow_first(module: nn.Module, group: Processes) -> None:
-    """Together: the model of every process becomes that of process 0, if they have the same parameters at all."""
+    """Together: the model of every process becomes that of process 0, if they have the same parameters at all; of a
+    sharded one the buffers do."""
     if not group.several:
         return
     tensors: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -108,7 +115,7 @@ def follow_first(module: nn.Module, group: Processes) -> None:
         [name, list(t.shape), str(t.dtype), "trained" if t.requires_grad else "kept"] for name, t in tensors.items()
     ]
     group.agree({"the model's number of parameters": len(kinds), "the model": kinds})
-    group.follow(tensors.values())
+    group.follow(t for t in tensors.values() if not hasattr(t, "placements"))  # of rows each process has its own
 
 
 OTHER_ROWS = (

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -25,6 +26,28 @@ from vestige.randomness.release import Cut
 FINER = 14
 """Each part of a sum is rounded to steps so many powers of two finer than the lattice, and the total to the lattice:
 what rounding can do stays that of one rounding, for up to 2^14 / 100 parts."""
+
+
+LARGEST_SHARDED = 1 << 17
+"""Examples of an expected sample whose clipped sum fits the integers of a sharded one, with room for chance."""
+MOST_PARTS = 80
+"""Parts of an expected sample in one process: with room for chance, half of what `FINER` allows."""
+
+
+def require_summable(expected: float, physical_batch: int | None, group: Processes) -> None:
+    """Refuse samples whose integers could not hold their sum, and those in too many parts: one example less moves all
+    parts of its process that come after it, and each is rounded. `physical_batch` is None where nothing is."""
+    if expected > LARGEST_SHARDED:
+        raise ValueError(
+            f"the expected sample is of {expected:,.0f} examples: a sharded model takes {LARGEST_SHARDED:,} a step at "
+            "most, whose sum its integers can hold; take fewer (sample_rate, batch_size), or train replicas"
+        )
+    parts = expected / group.size / (physical_batch or expected)
+    if parts > MOST_PARTS:
+        raise ValueError(
+            f"physical batches of {physical_batch} make about {parts:.0f} parts of a sample in each process, and the "
+            f"rounding of {MOST_PARTS} is covered by the noise of a sharded model: let them be larger"
+        )
 
 
 @dataclass(frozen=True)
@@ -65,6 +88,7 @@ class Shards:
     """A model that `fully_shard` has divided among the processes of a group."""
 
     def __init__(self, model: nn.Module, group: Processes) -> None:
+        resharded(model)
         check_sharding(model, group)
         self.model, self.group, self.size = model, group, 0
         self._rows = {name: _rows(name, p, group) for name, p in model.named_parameters()}
@@ -103,6 +127,7 @@ class Shards:
 
     def fill(self) -> None:
         """Together: the skeleton holds the whole parameters, as they are now."""
+        resharded(self.model)
         for name, husk in self._husks.items():
             husk.data = self._rows[name].joined(self.parameters[name], self.group)
         for (_, whole), (_, own) in zip(self.skeleton.named_modules(), self.model.named_modules(), strict=True):
@@ -227,6 +252,18 @@ def check_sharding(model: nn.Module, group: Processes) -> None:
             )
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps what runs around its passes."""
+
+
+def resharded(model: nn.Module) -> None:
+    """Let go of what FSDP2 has gathered for a pass of its own: it keeps the outermost module's parameters until a
+    backward pass of its own, and would evaluate with them again though the rows have moved since."""
+    for module in model.modules():
+        if of_fsdp(type(module)):
+            module.reshard()  # type: ignore[operator]
+
+
 def skeleton_of(model: nn.Module) -> nn.Module:
     """The same modules without FSDP2's hooks and without parameters of their own: each is a husk of the right shape,
     which takes no memory until it is filled. Buffers are the model's."""
@@ -243,12 +280,12 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     def plain(module: nn.Module) -> nn.Module:
         if id(module) in made:
             return made[id(module)]
-        kind: Any = next(kind for kind in type(module).__mro__ if not _of_fsdp(kind))
+        kind: Any = next(kind for kind in type(module).__mro__ if not of_fsdp(kind))
         twin: nn.Module = kind.__new__(kind)
         twin.__dict__ = copy.copy(module.__dict__)
         made[id(module)] = twin
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            kept = {key: hook for key, hook in getattr(module, hooks).items() if not _of_fsdp(hook)}
+        for hooks in HOOKS:
+            kept = {key: hook for key, hook in getattr(module, hooks).items() if not of_fsdp(hook)}
             twin.__dict__[hooks] = type(getattr(module, hooks))(kept)
         twin.__dict__["_parameters"] = {k: None if p is None else husk(p) for k, p in module._parameters.items()}
         twin.__dict__["_modules"] = {k: None if m is None else plain(m) for k, m in module._modules.items()}
@@ -257,14 +294,19 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     return plain(model)
 
 
-def _of_fsdp(thing: Any) -> bool:
+def of_fsdp(thing: Any) -> bool:
     """Whether a class or a hook is FSDP2's: its classes are made from FSDPModule, its hooks are its state's methods."""
     if isinstance(thing, type):
-        return any(each.__module__.startswith("torch.distributed.fsdp") for each in thing.__mro__)
+        return _class_of_fsdp(thing)
     owner = getattr(thing, "__self__", None)
     module = type(owner).__module__ if owner is not None else getattr(thing, "__module__", None) or ""
     inner = getattr(getattr(thing, "func", None), "__module__", None) or ""
     return module.startswith("torch.distributed") or inner.startswith("torch.distributed")
+
+
+@cache
+def _class_of_fsdp(kind: type) -> bool:
+    return any(each.__module__.startswith("torch.distributed.fsdp") for each in kind.__mro__)
 
 
 def _rows(name: str, parameter: Any, group: Processes) -> Rows:

@@ -35,7 +35,7 @@ from vestige.mechanism.loading import Loading, check_loader, rate_of
 from vestige.mechanism.losses.criteria import check_shifted
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
 from vestige.mechanism.moments import PrivateMoments, fill
-from vestige.methods.base import Method
+from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import build
 from vestige.optim.rules import Scheduling, grouped
 from vestige.processes.group import ALONE, Processes, digest
@@ -50,7 +50,7 @@ from vestige.processes.plan import (
     sharded,
     unwrapped,
 )
-from vestige.processes.shards import Shards
+from vestige.processes.shards import Shards, require_summable
 from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import ARITHMETICS, NoiseSequence
@@ -67,8 +67,6 @@ from vestige.training.transcript import Transcript
 
 CHECKED_EVERY = 256
 """Steps between two comparisons of the replicas of a model; the first steps are compared more often."""
-LARGEST_SHARDED = 1 << 17
-"""Examples of an expected sample whose clipped sum fits the integers of a sharded one, with room for chance."""
 PRICED = ("poisson", "allocation", "truncated")
 """Samplings whose cost is shown at every step."""
 
@@ -258,19 +256,6 @@ def _check_shardable(engine: str, audit: int | None, param_groups: Any, bfloat16
             )
 
 
-def _check_method_shardable(method: Method) -> None:
-    parts = {"memory": method.memory, "probe": method.probe, "rule": method.rule, "clip": method.clip}
-    wrong = [name for name, part in parts.items() if not getattr(part, "shardable", False)]
-    if method.augment is not None:
-        wrong.append("augment")
-    if wrong:
-        what = getattr(parts.get(wrong[0]), "name", None) or type(parts.get(wrong[0], method.augment)).__name__
-        raise ValueError(
-            f"method={method.name!r}: its {wrong[0]} ({what}) needs whole tensors, and of a sharded model each process "
-            "has some rows: train replicas (without fully_shard), or choose another method"
-        )
-
-
 def _as_it_is(point: Parameters) -> Parameters:
     return point
 
@@ -378,7 +363,7 @@ class Training:
             raise ValueError("nonprivate_transcript writes the raw sums of one process: train without torchrun for it")
         self.shards = shards = shared.shards
         if shards is not None:
-            _check_method_shardable(method)
+            require_shardable(method)
             sharded_model, model = model, shards.skeleton
         else:
             sharded_model = model
@@ -402,12 +387,10 @@ class Training:
         replays_are_free = settings.seed is not None
         self.ledger = ledger_of(self.group, folder.ledger if folder else None, replays_are_free=replays_are_free)
         own = self.layout if shards is None else shards.lay_out(self.layout)
-        if shards is not None and self.plan.sample_rate * self._population > LARGEST_SHARDED:
-            raise ValueError(
-                f"sample_rate={self.plan.sample_rate:.4g}: a sharded model takes {LARGEST_SHARDED:,} examples a step "
-                "at most, whose sum its integers can hold; take fewer, or train replicas"
-            )
         self.curator, self._evaluator = self._curator_of(examples, loss, judged)
+        if shards is not None:
+            rounded = self.curator.physical_batch if self.curator.arithmetic == "lattice" else None
+            require_summable(self.plan.sample_rate * self._population, rounded, self.group)
         self.private_accuracy: float | None = None
         """The noised share of right answers, once it was asked."""
         groups, scheduling = settings.groups, settings.scheduling
