@@ -18,8 +18,8 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
 from vestige.optim.learner import Learner, scales_of
+from vestige.optim.optimizers.moves import Moves, balanced
 from vestige.optim.probes import At, ask
-from vestige.optim.rules import balanced
 from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes
 from vestige.processes.plan import require_same_group, require_same_model
@@ -53,7 +53,7 @@ class LoopMover:
     def __init__(self, passes: Passes, optimizer: Optimizer, original: Callable[..., Any]) -> None:
         self.gradient = torch.zeros(passes.layout.size, device=passes.device)
         self._views = passes.layout.views(self.gradient)
-        self._passes, self._optimizer, self._original = passes, optimizer, original
+        self._passes, self._optimizer, self._moves = passes, optimizer, Moves(optimizer, original)
         self._checked = False
 
     def step(self, pace: Value) -> None:
@@ -63,10 +63,11 @@ class LoopMover:
             parameter.grad = view if parameter.requires_grad else None  # what was frozen since stays
         first = None
         try:
-            with balanced(self._optimizer, scales_of(self._passes.layout, parameters)):
-                if not self._checked and FirstMove.due(self._optimizer):
+            scales = scales_of(self._passes.layout, parameters)
+            if not self._checked and FirstMove.due(self._optimizer):
+                with balanced(self._optimizer, scales):
                     first, self._checked = FirstMove(self._passes.module, self._views, self._optimizer), True
-                self._original()
+            self._moves.step(scales)
             if first is not None:
                 first.check()
         finally:
