@@ -317,7 +317,7 @@ class Replays:
             state["exponent"] = self._kept["exponent"].copy_(state["exponent"])
         self._fresh.copy_(fresh)
         self._pull.fill_(pull)
-        self._run(partial(self._work, memory, state), state["count"] % len(state["past"]), first)
+        self._run(memory, state, first)
         state["count"] += 1
         return self._direction, state, self._seen()
 
@@ -330,18 +330,23 @@ class Replays:
         self._pool = torch.cuda.graph_pool_handle() if self._fresh.is_cuda else None
         self._shown = torch.zeros(2 + 6 * state["exponent"].numel(), dtype=torch.float64, device=self._fresh.device)
 
-    def _run(self, work: Callable[[], None], slot: int, first: bool) -> None:
-        if slot not in self._graphs and not first:  # the first runs as it is: no kernel is loaded in a recording
+    def _run(self, memory: Spectral, state: MemoryState, first: bool) -> None:
+        slot = state["count"] % len(state["past"])
+        if slot in self._graphs:
+            self._graphs[slot].replay()
+            return
+        work = partial(self._work, memory, {**state, **self._kept})
+        if not first:  # the first runs as it is: no kernel is loaded in a recording
             try:
                 with torch.cuda.device_of(self._fresh):
                     self._graphs[slot] = recorded(work, self._pool, self._fresh.device)
             except RuntimeError as problem:
                 warnings.warn(f"the memory cannot be recorded ({problem}); it runs unrecorded", stacklevel=2)
                 self._works = False
-        if slot in self._graphs:
-            self._graphs[slot].replay()
-        else:
-            work()
+            else:
+                self._graphs[slot].replay()
+                return
+        work()
 
     def _work(self, memory: Spectral, state: MemoryState) -> None:
         state["tempering"].copy_(memory.tempering(state["exponent"]))
