@@ -317,7 +317,8 @@ class Replays:
             state["exponent"] = self._kept["exponent"].copy_(state["exponent"])
         self._fresh.copy_(fresh)
         self._pull.fill_(pull)
-        self._run(memory, state, first)
+        with torch.cuda.device_of(self._fresh):  # a recording is one of the current device's stream
+            self._run(memory, state, first)
         state["count"] += 1
         return self._direction, state, self._seen()
 
@@ -338,8 +339,7 @@ class Replays:
         work = partial(self._work, memory, {**state, **self._kept})
         if not first:  # the first runs as it is: no kernel is loaded in a recording
             try:
-                with torch.cuda.device_of(self._fresh):
-                    self._graphs[slot] = recorded(work, self._pool, self._fresh.device)
+                self._graphs[slot] = recorded(work, self._pool, self._fresh.device)
             except RuntimeError as problem:
                 warnings.warn(f"the memory cannot be recorded ({problem}); it runs unrecorded", stacklevel=2)
                 self._works = False

@@ -107,6 +107,7 @@ class PrivateSteps:
         self._paid: int | None = None
         """The draw, or the epoch, that was charged last."""
         self._latest = -1
+        self._priced: tuple[torch.device, Any, float | Tensor, float] | None = None
         self.ledger, self.randomness = ledger, randomness
         self.step_number, self.asked, self.draws = 0, 0, 0
         self._learner: Learner | None = None
@@ -207,7 +208,7 @@ class PrivateSteps:
             raise ValueError(f"{self.method.name} changes each example's gradient: use vestige.train for it")
         assert (at.then, at.clip, at.boost) == (None, None, 1), "the engine refuses such probes"
         draw, total = self.passes.taken()
-        sensitivity, ceiling = sensitivity_on(total.device, self.method.clip, self.passes.layout)
+        sensitivity, ceiling = self._sensitivity(total.device)
         if draw // self._period != self._paid:
             self.ledger.ask(self.question, step=self.draws, part=0, sensitivity=float(ceiling))
             self._paid, self.draws = draw // self._period, self.draws + self._period
@@ -220,6 +221,13 @@ class PrivateSteps:
             self.canaries.to(total.device)
             self.canaries.observe(release.total, std)
         return release
+
+    def _sensitivity(self, device: torch.device) -> tuple[float | Tensor, float]:
+        """As `sensitivity_on`; one for each coordinate is looked through, and sent to a device, once."""
+        clip, known = self.method.clip, self._priced
+        if known is None or known[0] != device or known[1] is not clip:
+            known = self._priced = device, clip, *sensitivity_on(device, clip, self.passes.layout)
+        return known[2:]
 
     @property
     def paid_ahead(self) -> bool:

@@ -228,6 +228,22 @@ def test_a_model_that_changes_itself_is_noticed():
         Padded(engine, taps, batch, parameters, Flat(1.0), 8)(batch, Flat(1.0), torch.zeros(layout.size))
 
 
+def test_a_bound_that_changes_is_that_of_every_recording_in_one_memory():
+    """It is written where it changes: by whichever of them was at work, for all of them."""
+    model, shape = build("mlp", "cpu")
+    layout = Layout.of(model)
+    engine, parameters = BookKeeping(model, F.cross_entropy, layout), layout.parameters(model)
+    batch = draw(shape, 6, "cpu")
+    taps = engine.taps(batch)
+    large = Padded(engine, taps, batch, parameters, Flat(1.0), 8)
+    small = Padded(engine, taps, batch, parameters, Flat(1.0), 6, within=large)
+    for each, bound in [(large, 1.0), (small, 0.5), (large, 0.5), (large, 0.1), (small, 0.1), (small, 1.0)]:
+        got, want = torch.zeros(layout.size), torch.zeros(layout.size)
+        each(batch, Flat(bound), got)
+        Reference(model, F.cross_entropy, layout)(batch, parameters, Flat(bound), want)
+        close(got, want, 1e-4)
+
+
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 

@@ -61,9 +61,14 @@ class Moves:
                 members = self._sorted[number] = Sorted(group, scales)
             # The first step of Adam is torch's, which makes its state; on a CPU its operations are other ones.
             ready = kind is SGD or (members.together and self._begun(members.params))
-            usual = type(group["lr"]) is float and not any(group.get(option) for option in options)
-            if not (ready and usual and members.alike and all(p.grad is not None for p in group["params"])):
+            if not (ready and members.alike and type(group["lr"]) is float):
                 return None
+            for option in options:
+                if group[option]:
+                    return None
+            for p in members.params:
+                if p.grad is None:
+                    return None
             found.append((group, members))
         return found
 
