@@ -48,7 +48,6 @@ class Still:
 
 def launched(total: Tensor, spacing: float, stream: Stream, more: int = 0, *, nonprivate_keep: bool = False) -> None:
     """What `lattice.add_steps` does on the host of a GPU, without the launch of its kernel."""
-    torch.full((1,), spacing, dtype=torch.float64)
     [int(word) for word in stream.words(4).view(np.int32)]
 
 

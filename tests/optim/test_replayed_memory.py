@@ -183,3 +183,15 @@ def test_the_script_finds_what_the_functions_find():
             torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
             assert found.isfinite().any()
             assert found.isnan().any()
+
+
+def test_exponents_by_group_are_the_same_in_numbers_and_in_tensors():
+    generator = torch.Generator().manual_seed(2)
+    owners = [0, 2, 0, 1, 2, 0, 4]
+    found = torch.randn(len(owners), 1, generator=generator, dtype=torch.float64)
+    found[3] = torch.nan  # group 1 has no other, group 3 none at all
+    found[4] = torch.nan
+    one = spectral._by_group(found.flatten(), owners, 5, ())
+    stacked = spectral._by_group(found.flatten(), owners, 5, (1,))
+    torch.testing.assert_close(one, stacked[0], rtol=0, atol=0, equal_nan=True)
+    assert one.isnan().tolist() == [False, True, False, True, False]

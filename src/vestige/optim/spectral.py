@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import ceil, exp
+from math import ceil, exp, isfinite, nan
 from typing import Any, Literal, get_args
 
 import torch
@@ -400,6 +400,14 @@ def _weights(parameters: Parameters, groups: Sequence[int], lead: tuple[int, ...
 
 def _by_group(exponents: Tensor, owners: Sequence[int], groups: int, lead: tuple[int, ...]) -> Tensor:
     """The mean of the defined exponents of each group: [weights and runs] -> [*lead, groups]."""
+    if not lead and exponents.device.type == "cpu":  # a few numbers cost less in Python than operations of torch
+        sums, counts = [0.0] * groups, [0] * groups
+        for owner, value in zip(owners, exponents.tolist(), strict=True):
+            if isfinite(value):
+                sums[owner] += value
+                counts[owner] += 1
+        means = [total / count if count else nan for total, count in zip(sums, counts, strict=True)]
+        return torch.tensor(means, dtype=torch.float64)
     total = torch.zeros(*lead, groups, dtype=torch.float64, device=exponents.device)
     each = exponents.view(len(owners), *lead).movedim(0, -1)
     places = torch.tensor(owners, dtype=torch.long, device=each.device)
