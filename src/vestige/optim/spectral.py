@@ -353,12 +353,14 @@ class Replays:
         state["weights"].copy_(memory.weigh(state["tempering"], len(state["past"])))
         _, seen = memory._moved(self._fresh, state, self._pull, lambda sums: sums, self._direction)
         torch.cat([value.reshape(-1) for value in seen.values()], out=self._shown)
-        self._names = {name: value.shape for name, value in seen.items()}
+        self._names, self._sizes = list(seen), [value.numel() for value in seen.values()]
+        self._numbers = [name for name, value in seen.items() if not value.dim()]  # the others have one for each group
 
     def _seen(self) -> dict[str, Tensor]:
         """What the step showed, as it stays: the next one writes over what it shows."""
-        parts = self._shown.clone().split([shape.numel() for shape in self._names.values()])
-        return {name: part.view(shape) for part, (name, shape) in zip(parts, self._names.items(), strict=True)}
+        parts = torch.split_with_sizes(self._shown.clone(), self._sizes)
+        found = dict(zip(self._names, parts, strict=True))
+        return found | {name: found[name].view(()) for name in self._numbers}
 
 
 _replayed = WeakTensorKeyDictionary()
