@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vestige.engines.recorded import cuda_graphs
+from vestige.optim import spectral
 from vestige.privacy_engine import recordings
 from vestige.randomness import lattice
 from vestige.randomness.streams import Stream
@@ -47,7 +48,6 @@ class Still:
 
 def launched(total: Tensor, spacing: float, stream: Stream, more: int = 0, *, nonprivate_keep: bool = False) -> None:
     """What `lattice.add_steps` does on the host of a GPU, without the launch of its kernel."""
-    torch.full((1,), spacing, dtype=torch.float64)
     [int(word) for word in stream.words(4).view(np.int32)]
 
 
@@ -59,7 +59,7 @@ def always(*_: object) -> bool:
 def recorded_still() -> Iterator[None]:
     """Inside, steps are recorded as they are on a GPU, by `Still`."""
     with ExitStack() as stack:
-        for place in (recordings, cuda_graphs):
+        for place in (recordings, cuda_graphs, spectral):
             stack.enter_context(mock.patch.multiple(place, recorded=Still, can_record=always))
         stack.enter_context(mock.patch.object(lattice, "add_steps", launched))
         stack.enter_context(mock.patch.object(Still, "still", False))

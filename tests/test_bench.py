@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+import warnings
 from argparse import Namespace
 from dataclasses import replace
 from itertools import chain, repeat
@@ -13,6 +14,7 @@ import pytest
 import torch
 from scipy.stats import norm
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
@@ -279,6 +281,34 @@ def test_the_hosts_share_is_timed_on_steps_that_are_replayed(bench, monkeypatch,
     assert len(taken) == 2
     assert len(made) == recordings
     assert all(each.replays - each.runs >= 10 - 1 for each in made)  # recording it was a run
+
+
+class Launches(TorchDispatchMode):
+    """Every operation that is no view: on a GPU a kernel each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function.is_view and function is not torch.ops.aten.detach.default:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("way", "most"), [(trained, 14), (looped, 28)])
+def test_a_step_launches_no_more_than_it_did(bench, way, most):
+    """Beside its recordings and the noise. On a CPU each of four parameters moves by an operation of its own."""
+    host = bench("host")
+    torch.manual_seed(0)
+    with host.recorded_still(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        build, shape, classes, rows = host.MODELS["8-8-2 [4]"]
+        step = way(build(), (torch.randn(rows, *shape), torch.randint(classes, (rows,))))
+        for _ in range(20):
+            step()
+        host.Still.still = True
+        with Launches() as launches:
+            step()
+    assert launches.count <= most
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

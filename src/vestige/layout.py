@@ -74,6 +74,12 @@ class Layout:
         found = self.constants_of_all
         return found if any(scale != 1 for scale in found.values()) else None
 
+    @cached_property
+    def distinct_constants(self) -> tuple[tuple[float, ...], dict[float, int]]:
+        """The constants of all parameters, each once, and the place of each among them."""
+        found = tuple(dict.fromkeys(segment.scale for segment in self.segments))
+        return found, {scale: place for place, scale in enumerate(found)}
+
     @property
     def constants_of_all(self) -> Constants:
         return {segment.name: segment.scale for segment in self.segments}

@@ -1,5 +1,8 @@
 """Are the secret numbers those of AES in counter mode, uniform, and unlike any others?"""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -56,3 +59,20 @@ def test_every_key_purpose_and_index_has_a_key_of_its_own():
 
 def test_a_stream_does_not_print_its_key():
     assert repr(SecretStream(KEY)) == "SecretStream()"
+
+
+@pytest.mark.parametrize("drawn", [0, 3])
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_stream_is_neither_copied_nor_written(way, drawn):
+    """Whether it has drawn anything yet or not: a copy would draw the same noise again."""
+    stream = SecretStream(KEY)
+    if drawn:
+        stream.words(drawn)
+    with pytest.raises(TypeError, match=r"neither copied nor written|cannot pickle"):
+        way(stream)
+
+
+def test_a_stream_keeps_no_key_once_it_draws():
+    stream = SecretStream(KEY)
+    stream.words(1)
+    assert KEY not in vars(stream).values()

@@ -19,6 +19,10 @@ PlannedQuestions = History | Sequence[tuple[Question, int]]
 """What will be asked: a history, or runs (question, count) in the order in which they will be asked."""
 
 
+REMEMBERED = 64
+"""Curves that an odometer keeps at hand."""
+
+
 class Odometer:
     """What has been spent so far, by Renyi accounting: cheap enough to read at every step."""
 
@@ -27,6 +31,7 @@ class Odometer:
         self._total = np.zeros(len(rdp.ORDERS))
         self._pending: Counter[Question] = Counter()
         self._occasions: dict[Question, int] = {}
+        self._curves: dict[Question, Array] = {}
         self.add_many(history or {})
 
     def add(self, question: Question, count: int = 1) -> None:
@@ -45,14 +50,18 @@ class Odometer:
         return rdp.tight_epsilon(self._total, delta)
 
     def _settle(self) -> None:
-        each = curves(self._pending)
+        new = [question for question in self._pending if question not in self._curves]
+        if new:
+            if len(self._curves) > REMEMBERED:  # a schedule asks another question at every step
+                self._curves, new = {}, list(self._pending)
+            self._curves |= curves(new)
         for question, count in self._pending.items():
             before = self._occasions.get(question, 0)
             self.history[question] += count
             after = occasions({question: self.history[question]}).get(question, 0)
             self._occasions[question] = after
             if after > before:
-                self._total = self._total + (after - before) * each[question]
+                self._total = self._total + (after - before) * self._curves[question]
         self._pending.clear()
 
 

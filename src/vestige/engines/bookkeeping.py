@@ -205,14 +205,15 @@ def add_weighted(
         if blank:
             gradients = _blanked(gradients, suspect, in_place=real is not None)
         exact = weights(clip, norms) * slack(into)
-        factors: dict[float, Tensor] = {}
+        constants, place = layout.distinct_constants
+        # One constant or several, the kernels are as many; multiplied before it is rounded.
+        scaled = exact * constants[0] if len(constants) == 1 else exact * _scales(constants, into.device)[:, None, None]
+        factors = scaled.to(into.dtype).mT.contiguous().view(len(constants), *exact.t().shape)
         for s in layout.segments:
             if s.name in gradients or kept is not into:
-                if s.scale not in factors:  # multiplied before it is rounded
-                    factors[s.scale] = (exact * s.scale).to(into.dtype).t().contiguous()
                 with placed(kept, s) as where:
                     if s.name in gradients:
-                        gradients[s.name].add(where, factors[s.scale][s.group])
+                        gradients[s.name].add(where, factors[place[s.scale], s.group])
     return norms
 
 
@@ -221,10 +222,10 @@ def _norms(gradients: Mapping[str, Gradient], layout: Layout, into: Tensor, exam
     if not present:
         return into.new_zeros(examples, layout.groups, dtype=torch.float64)
     unit = torch.finfo(into.dtype).eps
-    each = torch.stack([gradients[s.name].norms(unit) for s in present], dim=1).double()
-    if layout.constants is not None:
-        each = each * _scales(tuple(s.scale for s in present), into.device)
-    squares = each.square()
+    each = torch.stack([gradients[s.name].norms(unit) for s in present], dim=1)
+    # The constants are in float64, so that the product is: one kernel, balanced or not.
+    scales = None if layout.constants is None else _scales(tuple(s.scale for s in present), into.device)
+    squares = (each.double() if scales is None else each * scales).square()
     if layout.groups == 1:
         return usable_norms(squares.sum(dim=1, keepdim=True))
     return usable_norms(squares @ _membership(tuple(s.group for s in present), layout.groups, into.device))

@@ -18,7 +18,8 @@ from vestige.mechanism.clipping import Parameters, Value
 from vestige.optim import averaging
 from vestige.optim.averaging import Average
 from vestige.optim.memory import Memory
-from vestige.optim.rules import Rule, balanced
+from vestige.optim.optimizers.moves import Moves
+from vestige.optim.rules import Rule
 from vestige.randomness.release import Release
 
 
@@ -76,13 +77,12 @@ class OptimizerMover:
         self.gradient = torch.zeros(layout.size, device=next(iter(parameters.values())).device)
         for name, view in layout.views(self.gradient).items():
             parameters[name].grad = view
-        self._scales = scales_of(layout, parameters)
+        self._scales, self._moves = scales_of(layout, parameters), Moves(optimizer)
 
     def step(self, pace: Value) -> None:
         rates = self._rates if self.scheduler is None else self.scheduler.get_last_lr()
         self._set(rates, float(pace))
-        with balanced(self.optimizer, self._scales):
-            self.optimizer.step()
+        self._moves.step(self._scales)
         if self.scheduler is not None:
             self._set(rates, 1.0)  # it goes on from its own rates
             self.scheduler.step()

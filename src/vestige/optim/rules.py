@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -222,43 +220,6 @@ def named(optimizer: str, options: Mapping[str, Any]) -> Rule:
     if kind is None:
         raise ValueError(f"optimizer={optimizer!r} is unknown; choose from {', '.join(sorted(OPTIMIZERS))}")
     return Rule(kind, dict(options))
-
-
-UNSCALED = nullcontext()
-
-
-def balanced(optimizer: Optimizer, scales: Mapping[int, float] | None) -> AbstractContextManager[None]:
-    """Inside, the optimizer moves W = a V as it would move V by gradients with respect to V: V -= lr * u is
-    W -= (a lr) * u, and the decay of V, lr * weight_decay * V or weight_decay * V in its gradient, is one of
-    weight_decay / a at the rate a lr. `scales` are the constants by the id of the parameter.
-
-    The optimizer's own groups, which schedulers and checkpoints know, are outside as they were.
-    """
-    return UNSCALED if scales is None else _balanced(optimizer, scales)
-
-
-@contextmanager
-def _balanced(optimizer: Optimizer, scales: Mapping[int, float]) -> Iterator[None]:
-    kept = optimizer.param_groups
-    # AdamBC hears the noise of all coordinates in their order; elsewhere fewer groups are fewer kernels.
-    in_order = isinstance(optimizer, AdamBC)
-    optimizer.param_groups = [part for group in kept for part in _parts(group, scales, in_order)]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = kept
-
-
-def _parts(group: dict[str, Any], scales: Mapping[int, float], in_order: bool) -> Iterator[dict[str, Any]]:
-    """A group divided by the constants of its parameters."""
-
-    def scale_of(parameter: Tensor) -> float:
-        return scales.get(id(parameter), 1.0)
-
-    members = group["params"] if in_order else sorted(group["params"], key=scale_of)
-    for scale, same in groupby(members, scale_of):
-        decay = {"weight_decay": group["weight_decay"] / scale} if "weight_decay" in group else {}
-        yield {**group, "params": list(same), "lr": group["lr"] * scale, **decay}
 
 
 Scheduling = Callable[[Optimizer], LRScheduler]

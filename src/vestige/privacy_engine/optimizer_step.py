@@ -18,8 +18,8 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
 from vestige.optim.learner import Learner, scales_of
+from vestige.optim.optimizers.moves import Moves, balanced
 from vestige.optim.probes import At, ask
-from vestige.optim.rules import balanced
 from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes
 from vestige.processes.plan import require_same_group, require_same_model
@@ -98,7 +98,7 @@ class LoopMover:
         self.gradient = torch.zeros(held.layout.size, device=held.device)
         self._views = held.layout.views(self.gradient)
         self._gradients = held.gradients(self._views)
-        self._held, self._optimizer, self._original = held, optimizer, original
+        self._held, self._optimizer, self._moves = held, optimizer, Moves(optimizer, original)
         self._checked = False
 
     def step(self, pace: Value) -> None:
@@ -108,10 +108,11 @@ class LoopMover:
             parameter.grad = gradient if parameter.requires_grad else None  # what was frozen since stays
         first = None
         try:
-            with balanced(self._optimizer, scales_of(self._held.layout, parameters)):
-                if not self._checked and FirstMove.due(self._optimizer):
+            scales = scales_of(self._held.layout, parameters)
+            if not self._checked and FirstMove.due(self._optimizer):
+                with balanced(self._optimizer, scales):
                     first, self._checked = FirstMove(self._held.module, self._views, self._optimizer), True
-                self._original()
+            self._moves.step(scales)
             if first is not None:
                 self._held.together(first.check)
         finally:
@@ -154,6 +155,7 @@ class PrivateSteps:
         self._paid: int | None = None
         """The draw, or the epoch, that was charged last."""
         self._latest = -1
+        self._priced: tuple[torch.device, Any, float | Tensor, float] | None = None
         self.ledger, self.randomness = ledger, randomness
         self.step_number, self.asked, self.draws = 0, 0, 0
         self._learner: Learner | None = None
@@ -264,7 +266,7 @@ class PrivateSteps:
             raise ValueError(f"{self.method.name} changes each example's gradient: use vestige.train for it")
         assert (at.then, at.clip, at.boost) == (None, None, 1), "the engine refuses such probes"
         draw, total = self.passes.taken()
-        sensitivity, ceiling = sensitivity_on(total.device, self.method.clip, self.passes.layout)
+        sensitivity, ceiling = self._sensitivity(total.device)
         if draw // self._period != self._paid:
             self.ledger.ask(self.question, step=self.draws, part=0, sensitivity=float(ceiling))
             self._paid, self.draws = draw // self._period, self.draws + self._period
@@ -278,6 +280,13 @@ class PrivateSteps:
             self.canaries.to(total.device)
             self.canaries.observe(release.total, std)
         return release
+
+    def _sensitivity(self, device: torch.device) -> tuple[float | Tensor, float]:
+        """As `sensitivity_on`; one for each coordinate is looked through, and sent to a device, once."""
+        clip, known = self.method.clip, self._priced
+        if known is None or known[0] != device or known[1] is not clip:
+            known = self._priced = device, clip, *sensitivity_on(device, clip, self.passes.layout)
+        return known[2:]
 
     @property
     def paid_ahead(self) -> bool:

@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 BLOCK = 16
 """Bytes of a block of AES."""
+FROM_ZERO = modes.CTR(bytes(BLOCK))
 
 
 class Stream(Protocol):
@@ -36,12 +37,19 @@ class SecretStream:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._cipher = Cipher(algorithms.AES(key), modes.CTR(bytes(BLOCK))).encryptor()
+        self._key: bytes | None = key
+        self._cipher: Any = None
+        """Made with the first numbers, after which the key is dropped: a sample of everyone draws none."""
 
     def __repr__(self) -> str:
         return "SecretStream()"
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a secret stream is neither copied nor written: its numbers would be drawn twice")
+
     def words(self, count: int) -> np.ndarray:
+        if self._key is not None:
+            self._cipher, self._key = Cipher(algorithms.AES(self._key), FROM_ZERO).encryptor(), None
         # Encrypting nothing but zeros leaves the key stream itself. The room for one more block is what OpenSSL wants.
         drawn = np.empty(8 * count + BLOCK - 1, dtype=np.uint8)
         self._cipher.update_into(bytes(8 * count), drawn.data)

@@ -9,7 +9,7 @@ decide, 64 more are drawn and compared in 128-bit integers.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -34,12 +34,18 @@ def add(total: Tensor, spacing: float | Tensor, stream: Stream, more: int, keep:
     noise = torch.empty_like(total) if keep else None
     rows = isinstance(spacing, Tensor) and total.dim() == 2 and spacing.shape[-1] == 1
     if not isinstance(spacing, Tensor):
-        spacings = torch.full((1,), spacing, dtype=torch.float64, device=total.device)  # a number would pass as float32
+        spacings = _number(float(spacing), total.device)
     else:
         spacings = spacing.to(torch.float64).contiguous() if rows else _wide(spacing, total)
     each = "row" if rows else "coordinate" if isinstance(spacing, Tensor) else "all"
     _launch(total, spacings, each, noise, stream, more)
     return noise
+
+
+@lru_cache(maxsize=16)
+def _number(spacing: float, device: torch.device) -> Tensor:
+    """A number that is only read, kept from step to step: as an argument of a kernel it would pass as float32."""
+    return torch.full((1,), spacing, dtype=torch.float64, device=device)
 
 
 def draw(count: int, stream: Stream, device: torch.device, always: bool = False) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vestige import replays
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.recorded import recording
 from vestige.engines.recorded.cuda_graphs import LITTLE, Captured, Padded, padded_size
 from vestige.engines.recorded.steady import Unsteady, standing
 from vestige.engines.reference import Reference
@@ -228,6 +228,22 @@ def test_a_model_that_changes_itself_is_noticed():
         Padded(engine, taps, batch, parameters, Flat(1.0), 8)(batch, Flat(1.0), torch.zeros(layout.size))
 
 
+def test_a_bound_that_changes_is_that_of_every_recording_in_one_memory():
+    """It is written where it changes: by whichever of them was at work, for all of them."""
+    model, shape = build("mlp", "cpu")
+    layout = Layout.of(model)
+    engine, parameters = BookKeeping(model, F.cross_entropy, layout), layout.parameters(model)
+    batch = draw(shape, 6, "cpu")
+    taps = engine.taps(batch)
+    large = Padded(engine, taps, batch, parameters, Flat(1.0), 8)
+    small = Padded(engine, taps, batch, parameters, Flat(1.0), 6, within=large)
+    for each, bound in [(large, 1.0), (small, 0.5), (large, 0.5), (large, 0.1), (small, 0.1), (small, 1.0)]:
+        got, want = torch.zeros(layout.size), torch.zeros(layout.size)
+        each(batch, Flat(bound), got)
+        Reference(model, F.cross_entropy, layout)(batch, parameters, Flat(bound), want)
+        close(got, want, 1e-4)
+
+
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
@@ -381,13 +397,13 @@ def test_steps_on_another_device_than_the_current_one_are_recorded_there():
 
 def test_nothing_is_collected_while_a_step_is_recorded():
     assert gc.isenabled()
-    with pytest.raises(KeyError), recording._no_collection():
+    with pytest.raises(KeyError), replays._no_collection():
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled()
     gc.disable()
     try:
-        with recording._no_collection():
+        with replays._no_collection():
             pass
         assert not gc.isenabled(), "whoever turned it off has his reasons"
     finally:

@@ -20,12 +20,13 @@ from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.taps import Doubt, Taps
-from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
+from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS
 from vestige.engines.recorded.steady import Unsteady, require_steady, standing
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.mechanism.losses.criteria import BY_PLACE, Form
 from vestige.mechanism.transforms import only_mean, terms_of
+from vestige.replays import can_record, recorded
 
 SMALL = 1 << 25
 """How many numbers a step may save and still be all launches: to read them ten times takes a large GPU a third of a
@@ -58,7 +59,7 @@ class Captured:
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
-        terms = terms_of(transform, parameters, batch) if len(batch[0]) else None
+        terms = terms_of(transform, parameters, batch) if batch[0].shape[0] else None
         mean = only_mean(terms or ())
         if self._records and mean is not None and can_record(into):
             try:
@@ -86,7 +87,7 @@ class Captured:
         modes = tf32_products(), tf32_convolutions(), autocast
         kept = standing(self.model, self.engine.loss)
         key = views, shapes, places, bound, modes, kept
-        rows = self._size(len(batch[0]) // views)
+        rows = self._size(batch[0].shape[0] // views)
         known = self._padded.get((rows, key))
         if known is not None or len(self._padded) >= MOST or self._waits(key):
             return known
@@ -169,15 +170,17 @@ class Padded:
         self.total: Tensor
         self.clip: Clip
         self.bound: Tensor | None
+        self.holds: list[float]
+        """The number in `bound`, which all recordings of one memory share: it is written where it changes."""
         if within is not None:
             self.batch = [part[: rows * views] for part in within.batch]
             self.place, self.count, self.total = within.place[:rows], within.count, within.total
-            self.clip, self.bound = within.clip, within.bound
+            self.clip, self.bound, self.holds = within.clip, within.bound, within.holds
         else:
             self.batch = [part.new_zeros(rows * views, *part.shape[1:]) for part in batch]
             self.place, self.count = torch.arange(rows, device=device), torch.zeros((), device=device)
             self.total = torch.zeros(engine.layout.size, device=device)
-            self.clip, self.bound = clip, None
+            self.clip, self.bound, self.holds = clip, None, [1.0]
             if clip.flat_bound is not None:
                 self.bound = torch.ones((), dtype=torch.float64, device=device)
                 self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
@@ -187,8 +190,11 @@ class Padded:
     def __call__(self, batch: Batch, clip: Clip, into: Tensor) -> Tensor:
         self._load(batch)
         if self.bound is not None:
-            assert clip.flat_bound is not None
-            self.bound.fill_(clip.flat_bound)
+            wanted = clip.flat_bound
+            assert wanted is not None
+            if type(wanted) is not float or wanted != self.holds[0]:
+                self.bound.fill_(wanted)
+                self.holds[0] = float(wanted)
         if self.graph is not None:
             self.graph.replay()
         elif self.norms is None or not can_record(into):
@@ -199,7 +205,7 @@ class Padded:
             self.graph.replay()
         into.add_(self.total)
         assert self.norms is not None
-        return self.norms[: len(batch[0]) // self.views].clone()
+        return self.norms[: batch[0].shape[0] // self.views].clone()
 
     def record(self) -> None:
         self.graph = recorded(self._run, self.pool, self.total.device)
@@ -211,9 +217,9 @@ class Padded:
         return saved
 
     def _load(self, batch: Batch) -> None:
-        count = len(batch[0])
+        count = batch[0].shape[0]
         for mine, part in zip(self.batch, batch, strict=True):
-            mine[:count].copy_(part)
+            (mine if count == mine.shape[0] else mine[:count]).copy_(part)
         self.count.fill_(count // self.views)
 
     def _run(self) -> int:
@@ -231,7 +237,3 @@ def padded_size(examples: int, padding: int = MUCH) -> int:
     """The next multiple of a power of two that is at most 2 / 2**padding of it, so that there are few sizes."""
     step = max(8, 1 << max(0, examples.bit_length() - padding))
     return -(-examples // step) * step
-
-
-def can_record(into: Tensor) -> bool:
-    return into.is_cuda and not torch.cuda.is_current_stream_capturing()
