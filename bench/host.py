@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from vestige.engines.recorded import cuda_graphs
-from vestige.optim import spectral
 from vestige.privacy_engine import recordings
 from vestige.randomness import lattice
 from vestige.randomness.streams import Stream
@@ -59,7 +58,7 @@ def always(*_: object) -> bool:
 def recorded_still() -> Iterator[None]:
     """Inside, steps are recorded as they are on a GPU, by `Still`."""
     with ExitStack() as stack:
-        for place in (recordings, cuda_graphs, spectral):
+        for place in (recordings, cuda_graphs):
             stack.enter_context(mock.patch.multiple(place, recorded=Still, can_record=always))
         stack.enter_context(mock.patch.object(lattice, "add_steps", launched))
         stack.enter_context(mock.patch.object(Still, "still", False))

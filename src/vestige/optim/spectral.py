@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from math import ceil, exp, isfinite, nan
-from typing import Any, Literal, get_args
+from functools import partial
+from math import ceil, exp
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,15 +19,10 @@ from vestige.mechanism.clipping import Parameters
 from vestige.optim import spectrum
 from vestige.optim.memory import Filtered, MemoryState, unknown_noise
 from vestige.optim.spectrum import Convention
-from vestige.optim.window import rising, weighted_sum
+from vestige.optim.window import weighted_sum
 from vestige.randomness.release import Divided, Release
-from vestige.replays import can_record, recorded
 
 TINY = 1e-12
-PATIENCE = 8
-"""Steps with a window at one place, and full, before its steps are recorded: a run that rolls back moves it."""
-LARGEST = 1 << 22
-"""Coordinates above which a step takes longer than its launches, and a recording would hold much memory."""
 GateKind = Literal["paper", "disjoint", "open"]
 Sections = Sequence[tuple[int, int, int]]
 """Slices of the flat vector that belong to one group: (start, stop, group)."""
@@ -129,50 +123,18 @@ class Spectral:
         else:
             found = self._due_divided(state, parameters, every, release.divided)
         if found is not None:
-            state["exponent"] = _sent(found, fresh.device)
-        pull = (1 - self.fresh_weight) * self._warmth(count, epoch)
-        replays = self._replays(release, state)
-        if replays is not None:
-            return Filtered(*replays.step(self, fresh, state, pull))
-        if found is not None:
+            state["exponent"] = found.to(fresh.device)
             state["tempering"] = self.tempering(state["exponent"])
         if found is not None or count <= depth:  # otherwise the weights have not changed
             state["weights"] = self.weigh(state["tempering"], min(count, depth))
-        direction, seen = self._moved(fresh, state, pull, release.totalled)
-        state["count"] += 1
-        return Filtered(direction, state, seen)
-
-    def _replays(self, release: Release, state: MemoryState) -> Replays | None:
-        """What replays this step, if it is time to: of one run on a GPU, once the window is full, and while the state
-        stays where it is."""
-        past = state["past"]
-        whole = release.divided is None and past.dim() == 2
-        if not (whole and 0 < len(past) < state["count"] and past.shape[-1] <= LARGEST and can_record(past)):
-            return None
-        replays = _replayed.get(past)
-        if replays is None:
-            replays = _replayed[past] = Replays(state)
-        return replays if replays.ready(state) else None
-
-    def _moved(
-        self,
-        fresh: Tensor,
-        state: MemoryState,
-        pull: float | Tensor,
-        totalled: Callable[[Tensor], Tensor],
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The direction and its diagnostics; the window and the trend then have it too. `pull` is the share of the
-        memory before gate and scale."""
-        count, depth = state["count"], self.window - 1
         gate = scale = ratio = torch.zeros_like(state["exponent"])
-        direction = torch.mul(fresh, self.fresh_weight, out=out)
+        direction = fresh * self.fresh_weight
         if count and depth:
             sections = _sections(state["lengths"], state["groups"])
             recalled, inner = self._recall(fresh, state, sections)
-            inner = dict(zip(inner, totalled(torch.stack([*inner.values()])).unbind(), strict=True))
+            inner = dict(zip(inner, release.totalled(torch.stack([*inner.values()])).unbind(), strict=True))
             gate, scale = self._gate(inner), self._scale(inner)
-            pull = pull * gate * scale
+            pull = (1 - self.fresh_weight) * self._warmth(count, epoch) * gate * scale
             rounded = pull.to(fresh.dtype)
             for start, stop, group in sections:
                 direction[..., start:stop].addcmul_(recalled[..., start:stop], rounded[..., group, None])
@@ -180,7 +142,9 @@ class Spectral:
         if depth:
             state["past"][..., count % depth, :].copy_(direction)
             state["trend"].lerp_(direction, self.smoothing if count else 1.0)
-        depths = state["weights"] @ rising(depth, fresh.device)
+        state["count"] += 1
+        lags = torch.arange(1, depth + 1, dtype=torch.float64, device=fresh.device)
+        depths = state["weights"] @ lags
         seen = {
             "effective_depth": depths.mean(-1),
             "memory_ratio": ratio.mean(-1),
@@ -191,7 +155,7 @@ class Spectral:
             "exponent": state["exponent"],
             "tempering": state["tempering"],
         }
-        return direction, seen
+        return Filtered(direction, state, seen)
 
     def _due(self, state: MemoryState, parameters: Parameters, every: int, lead: tuple[int, ...]) -> Tensor | None:
         """The exponents that this step is the first to use, if any; and the next ones are begun where it is time."""
@@ -238,7 +202,7 @@ class Spectral:
 
     def weigh(self, tempering: Tensor, filled: int) -> Tensor:
         """Weights over lags 1, 2, ...: [..., groups, window - 1], rows summing to one, or zero if nothing is there."""
-        lags = rising(self.window - 1, tempering.device)
+        lags = torch.arange(1, self.window, dtype=torch.float64, device=tempering.device)
         if not filled:
             return tempering.new_zeros(*tempering.shape, len(lags))
         scores = (self.order - 1) * torch.log1p(lags) - tempering[..., None] * lags
@@ -256,8 +220,8 @@ class Spectral:
         pairs = {"rr": (recalled, recalled), "tr": (trend, recalled), "tt": (trend, trend)}
         pairs |= {"ff": (fresh, fresh), "fr": (fresh, recalled)}
         if self.gate == "disjoint":
-            lags = rising(self.window - 1, past.device)
-            fading = ((1 - self.smoothing) ** lags).expand_as(by_lag)
+            lags = torch.arange(1, self.window, device=past.device)
+            fading = ((1 - self.smoothing) ** lags.double()).expand_as(by_lag)
             odd = _combine(torch.where(lags % 2 == 1, by_lag, 0.0), state, sections)
             even = _combine(torch.where(lags % 2 == 0, fading, 0.0), state, sections)
             pairs |= {"oo": (odd, odd), "eo": (even, odd), "ee": (even, even)}
@@ -277,94 +241,6 @@ class Spectral:
         if self.largest_scale is None:
             return torch.ones_like(inner["rr"])
         return (inner["tt"].sqrt() / (inner["rr"].sqrt() + TINY)).clamp(max=self.largest_scale)
-
-
-def _sent(found: Tensor, device: torch.device) -> Tensor:
-    """A new tensor there; a GPU is not waited for."""
-    if device.type != "cuda" or found.is_cuda:
-        return found.to(device)
-    return found.pin_memory().to(device, non_blocking=True)
-
-
-# --- replayed steps ---------------------------------------------------------------------------------------------------
-
-
-class Replays:
-    """Steps of a spectral memory on a GPU: sixty small kernels, recorded for each row of the window and replayed as one
-    launch. The numbers are those of `Spectral._moved`, which is what is recorded.
-
-    A recording keeps its addresses. The state's own tensors are written in place, and a state that was loaded or rolled
-    back lies elsewhere: it has other recordings.
-    """
-
-    def __init__(self, state: MemoryState) -> None:
-        self._met, self._works, self._graphs = 0, True, dict[int, Any]()
-        self._trend = state["trend"].data_ptr()
-        self._kept: dict[str, Tensor] = {}
-
-    def ready(self, state: MemoryState) -> bool:
-        self._met += 1
-        self._works = self._works and state["trend"].data_ptr() == self._trend
-        return self._works and self._met > PATIENCE
-
-    def step(
-        self, memory: Spectral, fresh: Tensor, state: MemoryState, pull: float
-    ) -> tuple[Tensor, MemoryState, dict[str, Tensor]]:
-        first = not self._kept
-        if first:
-            self._settle(state)
-        elif state["exponent"] is not self._kept["exponent"]:
-            state["exponent"] = self._kept["exponent"].copy_(state["exponent"])
-        self._fresh.copy_(fresh)
-        self._pull.fill_(pull)
-        with torch.cuda.device_of(self._fresh):  # a recording is one of the current device's stream
-            self._run(memory, state, first)
-        state["count"] += 1
-        return self._direction, state, self._seen()
-
-    def _settle(self, state: MemoryState) -> None:
-        """Give all that a step reads and writes an address of its own; records have what they have."""
-        self._kept = {name: state[name].clone() for name in ("exponent", "tempering", "weights")}
-        state |= self._kept
-        self._fresh, self._direction = torch.empty_like(state["trend"]), torch.empty_like(state["trend"])
-        self._pull = torch.zeros((), dtype=torch.float64, device=self._fresh.device)
-        self._pool = torch.cuda.graph_pool_handle() if self._fresh.is_cuda else None
-        self._shown = torch.zeros(2 + 6 * state["exponent"].numel(), dtype=torch.float64, device=self._fresh.device)
-
-    def _run(self, memory: Spectral, state: MemoryState, first: bool) -> None:
-        slot = state["count"] % len(state["past"])
-        if slot in self._graphs:
-            self._graphs[slot].replay()
-            return
-        work = partial(self._work, memory, {**state, **self._kept})
-        if not first:  # the first runs as it is: no kernel is loaded in a recording
-            try:
-                self._graphs[slot] = recorded(work, self._pool, self._fresh.device)
-            except RuntimeError as problem:
-                warnings.warn(f"the memory cannot be recorded ({problem}); it runs unrecorded", stacklevel=2)
-                self._works = False
-            else:
-                self._graphs[slot].replay()
-                return
-        work()
-
-    def _work(self, memory: Spectral, state: MemoryState) -> None:
-        state["tempering"].copy_(memory.tempering(state["exponent"]))
-        state["weights"].copy_(memory.weigh(state["tempering"], len(state["past"])))
-        _, seen = memory._moved(self._fresh, state, self._pull, lambda sums: sums, self._direction)
-        torch.cat([value.reshape(-1) for value in seen.values()], out=self._shown)
-        self._names, self._sizes = list(seen), [value.numel() for value in seen.values()]
-        self._numbers = [name for name, value in seen.items() if not value.dim()]  # the others have one for each group
-
-    def _seen(self) -> dict[str, Tensor]:
-        """What the step showed, as it stays: the next one writes over what it shows."""
-        parts = torch.split_with_sizes(self._shown.clone(), self._sizes)
-        found = dict(zip(self._names, parts, strict=True))
-        return found | {name: found[name].view(()) for name in self._numbers}
-
-
-_replayed = WeakTensorKeyDictionary()
-"""The recordings of a memory, by the tensor that holds its window."""
 
 
 def group_exponents(
@@ -402,14 +278,6 @@ def _weights(parameters: Parameters, groups: Sequence[int], lead: tuple[int, ...
 
 def _by_group(exponents: Tensor, owners: Sequence[int], groups: int, lead: tuple[int, ...]) -> Tensor:
     """The mean of the defined exponents of each group: [weights and runs] -> [*lead, groups]."""
-    if not lead and exponents.device.type == "cpu":  # a few numbers cost less in Python than operations of torch
-        sums, counts = [0.0] * groups, [0] * groups
-        for owner, value in zip(owners, exponents.tolist(), strict=True):
-            if isfinite(value):
-                sums[owner] += value
-                counts[owner] += 1
-        means = [total / count if count else nan for total, count in zip(sums, counts, strict=True)]
-        return torch.tensor(means, dtype=torch.float64)
     total = torch.zeros(*lead, groups, dtype=torch.float64, device=exponents.device)
     each = exponents.view(len(owners), *lead).movedim(0, -1)
     places = torch.tensor(owners, dtype=torch.long, device=each.device)
@@ -506,13 +374,8 @@ def _sums(rows: Tensor, sections: Sections, groups: int) -> Tensor:
     parts = torch.stack([rows[..., start:stop].sum(-1) for start, stop, _ in sections], dim=-1).double()
     if len(sections) == groups and all(group == index for index, (_, _, group) in enumerate(sections)):
         return parts
-    owners = _owners(tuple(group for _, _, group in sections), rows.device)
+    owners = torch.tensor([group for _, _, group in sections], device=rows.device)
     return torch.zeros(*parts.shape[:-1], groups, dtype=parts.dtype, device=rows.device).index_add(-1, owners, parts)
-
-
-@lru_cache(maxsize=64)
-def _owners(groups: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(groups, device=device)
 
 
 def _ratio(pull: Tensor, inner: Mapping[str, Tensor], fresh_weight: float) -> Tensor:

@@ -26,12 +26,11 @@ from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
-from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS
+from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.recorded.steady import Unsteady, require_steady, standing
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip
 from vestige.privacy_engine.calls import Call, CallForm
-from vestige.replays import recorded
 
 Uses = dict[str, list[Gradient]]
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)

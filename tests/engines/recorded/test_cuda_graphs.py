@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vestige import replays
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.recorded import recording
 from vestige.engines.recorded.cuda_graphs import LITTLE, Captured, Padded, padded_size
 from vestige.engines.recorded.steady import Unsteady, standing
 from vestige.engines.reference import Reference
@@ -397,13 +397,13 @@ def test_steps_on_another_device_than_the_current_one_are_recorded_there():
 
 def test_nothing_is_collected_while_a_step_is_recorded():
     assert gc.isenabled()
-    with pytest.raises(KeyError), replays._no_collection():
+    with pytest.raises(KeyError), recording._no_collection():
         assert not gc.isenabled()
         raise KeyError
     assert gc.isenabled()
     gc.disable()
     try:
-        with replays._no_collection():
+        with recording._no_collection():
             pass
         assert not gc.isenabled(), "whoever turned it off has his reasons"
     finally:

@@ -20,13 +20,12 @@ from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.taps import Doubt, Taps
-from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS
+from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.recorded.steady import Unsteady, require_steady, standing
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.mechanism.losses.criteria import BY_PLACE, Form
 from vestige.mechanism.transforms import only_mean, terms_of
-from vestige.replays import can_record, recorded
 
 SMALL = 1 << 25
 """How many numbers a step may save and still be all launches: to read them ten times takes a large GPU a third of a
@@ -237,3 +236,7 @@ def padded_size(examples: int, padding: int = MUCH) -> int:
     """The next multiple of a power of two that is at most 2 / 2**padding of it, so that there are few sizes."""
     step = max(8, 1 << max(0, examples.bit_length() - padding))
     return -(-examples // step) * step
+
+
+def can_record(into: Tensor) -> bool:
+    return into.is_cuda and not torch.cuda.is_current_stream_capturing()

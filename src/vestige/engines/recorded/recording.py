@@ -1,4 +1,4 @@
-"""At which sizes of a batch is a step recorded?
+"""How is work on a GPU recorded, and at which sizes of a batch?
 
 A recording has a fixed shape, but a Poisson sample has none: a batch is padded to one of a few sizes, and a padding row
 is treated as what the engine already knows how to leave out, an example without a usable gradient.
@@ -6,7 +6,13 @@ is treated as what the engine already knows how to leave out, an example without
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from math import ceil, floor, sqrt
+from typing import Any
+
+import torch
 
 SECONDS = 40.0
 """How long recording ahead may take; a size that was not reached is padded to the next one."""
@@ -17,6 +23,41 @@ MOST_FORMS, PATIENCE = 4, 8
 have any length."""
 DEVIATIONS = 3
 """So far from its mean, in standard deviations, a sample is still of a recorded size; one in a thousand is not."""
+
+
+def recorded(work: Callable[[], object], pool: Any, device: torch.device) -> torch.cuda.CUDAGraph:
+    """The GPU's part of some work, to be replayed; nothing is run."""
+    graph = torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[device.index or 0]
+    spare = generator.clone_state()
+    # cuBLAS keeps a workspace for each stream. The recording's own must not outlive its memory pool, and the one that
+    # it replaces would lie idle.
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        with _no_collection(), torch.cuda.graph(graph, pool=pool):
+            work()
+    except RuntimeError:
+        # A recording that breaks off leaves the generator unusable, and, before torch 2.12, the allocator in the belief
+        # that it goes on, so that no cached memory is ever given back.
+        generator.graphsafe_set_state(spare)
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        raise
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+    return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What Python's collector frees while a step is recorded, an older recording above all, would break it off."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def sizes_of(population: int, rate: float, part: int | None = None) -> list[int]:
