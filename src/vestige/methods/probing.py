@@ -78,7 +78,7 @@ def dp_is(
 def least_squares(
     *,
     clip: Bound = 1.0,
-    ridge: Annotated[float, "the ridge, in largest eigenvalues of the noise: a public number"] = 0.25,
+    ridge: Annotated[float, "the ridge, in largest eigenvalues of the noise: a public number"] = 0.3,
 ) -> Method:
     """Least squares for a linear head, by one noised matrix of second moments: one question, solved for.
 

@@ -388,7 +388,7 @@ class LeastSquares:
     Formal guarantees: one question, and post-processing of its answer.
     """
 
-    ridge: float = 0.25
+    ridge: float = 0.3
     solves = True
     at_parameters = one_question = stackable = twice_on_one_sample = shardable = False
     copies = 0.0

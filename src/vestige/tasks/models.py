@@ -242,10 +242,10 @@ def linear_head(inputs: int, classes: int) -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(inputs, elementwise_affine=False), nn.Linear(inputs, classes))
 
 
-NARROW = 512
-"""Dimensions to which features are projected for least squares, whose noise grows with them. With d
-of them and ten classes the largest eigenvalue of the noise is about z sqrt(3.8 d), and the mean one of n examples n / d:
-they meet at 410 for 60,000 examples at epsilon 1, and at 790 at epsilon 3."""
+NARROW = 1024
+"""Dimensions to which features are projected for least squares. The largest eigenvalue of the noise grows with their
+root and what they leave out falls: of 512, 768 and 1,024, MNIST had the same within 0.2 points at epsilon 1, and
+CIFAR-10 had most from the last."""
 
 
 class Projection(nn.Module):
