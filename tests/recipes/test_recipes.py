@@ -271,6 +271,15 @@ def test_what_is_given_beside_a_recipe_wins_and_the_rest_is_the_recipes(tmp_path
         (("--recipe", "tabular", "--epsilon", "1"), "--columns is missing"),
         (("--recipe", "tabular", "--epsilon", "1", "--columns", "a=0..1"), "--label-column is missing"),
         (("--recipe", "nothing"), "no such recipe"),
+        *(
+            (("--recipe", "mnist-ts", "--epsilon", "1", flag, "a=0..1"), f"{flag} cannot be given too: mnist-ts is a")
+            for flag in ("--columns", "--label-column", "--labels", "--test")
+        ),
+        (("--task", "digits-mlp", "--columns", "a=0..1"), "--columns cannot be given too: --task=digits-mlp is no"),
+        (
+            ("--recipe", "cifar10-features", "--epsilon", "1", "--data", __file__, "--features", __file__),
+            f"--features='{__file__}' is no encoder: give a file of `vestige prior make`, or the folder",
+        ),
     ],
 )
 def test_mistakes_at_the_terminal_name_their_flag(flags, words):
