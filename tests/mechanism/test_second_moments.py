@@ -150,6 +150,7 @@ def test_the_price_is_the_gaussian_mechanisms_closed_form():
     for epsilon in (0.5, 3.0):
         training = vestige.train(model, None, data, method="least-squares", epsilon=epsilon, delta=1e-5)
         multiplier = training.plan.noise_multiplier
+        assert training.facts.coordinates == WIDTH * (WIDTH + CLASSES)  # so many numbers have noise
         assert delta_of(multiplier, epsilon) <= 1e-5
         assert delta_of(multiplier * 0.995, epsilon) > 1e-5
         list(training)
@@ -192,6 +193,12 @@ def test_negative_eigenvalues_are_noise():
     second, cross = torch.diag(torch.tensor([4.0, -3.0])).double(), torch.ones(2, 1).double()
     assert ridge_solution(second, cross, 1.0).flatten().tolist() == pytest.approx([0.2, 1.0])
     assert ridge_solution(second, cross, 0.0).flatten().tolist() == pytest.approx([0.25, 0.0])
+
+
+def test_a_noised_matrix_is_made_symmetric_by_both_its_halves():
+    second, cross = torch.tensor([[5.0, 1.0], [2.0, 5.0]]).double(), torch.ones(2, 1).double()
+    expected = torch.linalg.solve(torch.tensor([[6.0, 1.5], [1.5, 6.0]]).double(), cross)
+    assert torch.allclose(ridge_solution(second, cross, 1.0), expected)
 
 
 def test_a_longer_row_is_an_example_of_less_weight():
