@@ -2,6 +2,7 @@
 
 import hashlib
 from math import exp, sqrt
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from scipy.stats import norm
 from torch import nn
 
 import vestige
+from commands import vestige as command
 from vestige import accounting
 from vestige.engines.second_moments import SecondMoments, layout_of
 from vestige.mechanism.clipping import Flat
@@ -17,6 +19,7 @@ from vestige.methods.registry import METHODS, SOLVERS, build
 from vestige.optim.probes import LeastSquares, ridge_solution
 from vestige.randomness.release import Release
 from vestige.tasks.models import NARROW, Projection, Unit, network
+from vestige.training.run import Settings, _check_solvable
 from vestige.training.verify import verify
 
 CLASSES, WIDTH = 3, 5
@@ -290,6 +293,11 @@ def test_what_is_not_there_is_refused_before_anything_is_asked(model, changes, w
         vestige.train(model(), None, examples(), **{"method": "least-squares", "epsilon": 1, "delta": 1e-4, **changes})
 
 
+def test_several_processes_are_refused():
+    with pytest.raises(ValueError, match="method='least-squares': for one process"):
+        _check_solvable(build("least-squares"), Settings(), SimpleNamespace(several=True))
+
+
 def test_labels_must_be_classes():
     given = {"method": "least-squares", "epsilon": 1, "delta": 1e-4}
     inputs, labels = examples()
@@ -319,6 +327,13 @@ def test_a_loop_of_ones_own_cannot_solve():
             max_grad_norm=1.0,
             method="least-squares",
         )
+
+
+def test_it_is_neither_attacked_by_gradients_nor_compared():
+    for words in (("audit", "--epsilon", "1", "--runs", "20"), ("compare", "--epsilon", "1", "--task", "digits-mlp")):
+        code, _, error = command(*words, "--method", "least-squares")
+        assert code == 2
+        assert "--method='least-squares'" in error
 
 
 def test_it_is_found_by_name_and_is_none_of_those_that_descend():
