@@ -106,6 +106,10 @@ def test_a_plan_is_printed_and_is_a_page_without_a_network(tmp_path):
         (("--shape", "3,a"), "--shape='3,a'"),
         (("--shape", "3,0,1"), "--shape='3,0,1'"),
         (("--model", "wrn99"), "no such network"),
+        (
+            ("--recipe", "features-least-squares", "--views-per-second", "5"),
+            "--recipe='features-least-squares' asks once",
+        ),
     ],
 )
 def test_mistakes_name_their_flag(flags, words):

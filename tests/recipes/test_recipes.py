@@ -30,7 +30,7 @@ def test_every_recipe_is_a_valid_job_and_names_its_source(name):
         assert method.clip.bound == recipe.clip
         assert (method.augment is None) == (recipe.augment is None)
         assert (method.balance is None) == (recipe.balance is None)
-        assert job.steps >= 100
+        assert job.steps >= 100 or (recipe.solves and method.probe.solves and job.sample_rate == job.steps == 1)
         # What is priced is the plain sampled Gaussian: no recipe is one of a method whose price differs.
         assert method.questions(job.sample_rate, 2.0) == (SampledGaussian(job.sample_rate, 2.0),)
     if recipe.task is not None:
@@ -87,6 +87,27 @@ def test_features_and_texts_of_ones_own_are_learned():
     training = vestige.recipe("text-words", data=(texts, labels), classes=2, epsilon=8, delta=1e-5, steps=60)
     list(training)
     assert vestige.accuracy(training.model, (vestige.prepared("text-words", texts), labels)) == 1
+
+
+def test_least_squares_learns_features_of_ones_own_by_one_question():
+    inputs, labels = learnable(3000, 8)
+    training = vestige.recipe("features-least-squares", data=(inputs, labels), classes=2, epsilon=1, delta=1e-5)
+    assert len(list(training)) == sum(training.ledger.spent.values()) == 1
+    assert training.guarantee().epsilon <= 1
+    assert isinstance(training.model[-1], nn.Linear)
+    assert vestige.accuracy(training.model, (inputs, labels)) > 0.85
+    skewed = inputs, (inputs[:, 0] > 0.8).long()  # classes of unequal size: the constant is an intercept
+    training = vestige.recipe("features-least-squares", data=skewed, classes=2, epsilon=8, delta=1e-5)
+    list(training)
+    assert vestige.accuracy(training.model, skewed) > 0.85
+    given = {"data": skewed, "classes": 2, "epsilon": 1, "delta": 1e-5}
+    for changes, words in (
+        ({"augment": 4}, "has no use for augment"),
+        ({"steps": 100}, "steps=100: least-squares asks once"),
+        ({"sample_rate": 0.1}, "sample_rate=0.1: least-squares asks once"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            vestige.recipe("features-least-squares", **given, **changes)
 
 
 def test_images_of_ones_own_take_a_model_or_the_name_of_one():
@@ -250,6 +271,15 @@ def test_what_is_given_beside_a_recipe_wins_and_the_rest_is_the_recipes(tmp_path
         (("--recipe", "tabular", "--epsilon", "1"), "--columns is missing"),
         (("--recipe", "tabular", "--epsilon", "1", "--columns", "a=0..1"), "--label-column is missing"),
         (("--recipe", "nothing"), "no such recipe"),
+        *(
+            (("--recipe", "mnist-ts", "--epsilon", "1", flag, "a=0..1"), f"{flag} cannot be given too: mnist-ts is a")
+            for flag in ("--columns", "--label-column", "--labels", "--test")
+        ),
+        (("--task", "digits-mlp", "--columns", "a=0..1"), "--columns cannot be given too: --task=digits-mlp is no"),
+        (
+            ("--recipe", "cifar10-features", "--epsilon", "1", "--data", __file__, "--features", __file__),
+            f"--features='{__file__}' is no encoder: give a file of `vestige prior make`, or the folder",
+        ),
     ],
 )
 def test_mistakes_at_the_terminal_name_their_flag(flags, words):

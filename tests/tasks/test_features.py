@@ -92,7 +92,7 @@ def test_a_checkpoint_that_is_none_is_refused(tmp_path):
         with pytest.raises(ValueError, match=words):
             identity_of(path)
     (tmp_path / "file.pt").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match="is no file of `vestige prior make`"):
+    with pytest.raises(ValueError, match="features=.*is no encoder: give a file of `vestige prior make`"):
         identity_of(tmp_path / "file.pt")
     np.savez(tmp_path / "a.npz", x=np.zeros(1))
     torch.save({"format": "another"}, tmp_path / "other.pt")

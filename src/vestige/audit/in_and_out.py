@@ -117,6 +117,8 @@ def audit(
     if examples < 1:
         raise ValueError(f"examples={examples} must be 1 at least: the canary is one more")
     chosen = build(method) if isinstance(method, str) else method
+    if chosen.probe.solves:
+        raise ValueError(f"method={chosen.name!r} asks for no gradients, and a canary is one; audit another method")
     if task == NAME and data is not None:
         raise ValueError(f"data={data!r} with task={NAME!r}, which makes its examples up: name the task of the data")
     if isinstance(task, str):

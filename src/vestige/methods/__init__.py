@@ -5,7 +5,7 @@ from vestige.methods.baselines import dp_auto_clip, dp_muon, dp_quantile, dp_sgd
 from vestige.methods.correlated import dp_bandmf, dp_blt, dp_ftrl
 from vestige.methods.filtered import disk, doppler, kalman_memory
 from vestige.methods.fractional import exponential_memory, fo_dp_sgd, post_fm, uniform_memory
-from vestige.methods.probing import dp_is, dp_sam, dp_sat
+from vestige.methods.probing import dp_is, dp_sam, dp_sat, least_squares
 from vestige.methods.selective import dpsgd_br, dpsur
 from vestige.methods.spectral import sma_dp_sgd
 
@@ -37,6 +37,7 @@ __all__ = [
     "fo_dp_sgd",
     "geoclip",
     "kalman_memory",
+    "least_squares",
     "post_fm",
     "sa_dp_sgd",
     "sma_dp_sgd",

@@ -85,6 +85,8 @@ class Method:
             raise ValueError(
                 f"method={self.name!r}: a clip that counts has no theorem for two answers on one sample: fix it"
             )
+        if self.probe.solves:
+            self._check_solving()
         if not self.noise.one_fixed_question:
             return
         if changing:
@@ -94,6 +96,16 @@ class Method:
             )
         if self.probe.questions(0.5, 1.0) != (SampledGaussian(0.5, 1.0),):
             raise ValueError(f"method={self.name!r}: correlated noise has a theorem for one question per step only")
+
+    def _check_solving(self) -> None:
+        """Refuse parts that a method of one solved step has no use for."""
+        for part, value in self.parts(Method()).items():
+            fits = part in ("probe", "noise_multiplier") or (part == "clip" and isinstance(value, Flat))
+            if not fits:
+                raise ValueError(
+                    f"method={self.name!r} solves for its weights by one answer, and has no use for {part}={value!r}: "
+                    "leave it out"
+                )
 
     def layout(self, model: nn.Module, constants: Constants | None = None) -> Layout:
         """The layout of its releases about a model; `constants` are those of a run that began earlier, if it did."""

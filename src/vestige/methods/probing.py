@@ -1,4 +1,4 @@
-"""Which methods take gradients elsewhere, or of others? Uphill: DP-SAM, and DP-SAT for free; by importance: DPIS."""
+"""Which methods ask otherwise? Uphill: DP-SAM, and DP-SAT for free; by importance: DPIS; once: least squares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum, Radius
 from vestige.methods.registry import Neutral, register
-from vestige.optim.probes import AgainstLastRelease, Ascent, Importance
+from vestige.optim.probes import AgainstLastRelease, Ascent, Importance, LeastSquares
 from vestige.optim.rules import sgd
 
 SAM_REFERENCE = "Foret et al., Sharpness-Aware Minimization, ICLR 2021, privately as in Park et al., ICML 2023"
@@ -65,3 +65,23 @@ def dp_is(
     The size of the dataset is public, as everywhere here, so only the sum of norms is released.
     """
     return Method(clip=Flat(clip), probe=Importance(clip, boost, normaliser_noise), rule=sgd(momentum))
+
+
+@register(
+    "Wang, Revisiting Differentially Private Linear Regression, UAI 2018 (AdaSSP, with a public ridge)",
+    "wang2018revisiting",
+    "extra release",
+    releases="one noised sum of the second moments of all rows, and of rows with labels",
+    price="one Gaussian question: SGM(1, z)",
+    solver=True,
+)
+def least_squares(
+    *,
+    clip: Bound = 1.0,
+    ridge: Annotated[float, "the ridge, in largest eigenvalues of the noise: a public number"] = 0.3,
+) -> Method:
+    """Least squares for a linear head, by one noised matrix of second moments: one question, solved for.
+
+    `clip` bounds the norm of an example's moments, which is 1 for a row of norm 1: with such rows nothing is clipped.
+    """
+    return Method(clip=Flat(clip), probe=LeastSquares(ridge))

@@ -75,6 +75,9 @@ class Entry:
 
 
 METHODS: dict[str, Entry] = {}
+SOLVERS: dict[str, Entry] = {}
+"""Methods that solve for a model by one answer. They are found by name, as recipes do; methods that descend, which are
+compared with one another and share their laws, are in `METHODS`."""
 ALIASES: dict[str, str] = {}
 """Other names that papers use for a registered method."""
 
@@ -89,6 +92,7 @@ def register(
     price: str = DP_SGD_PRICE,
     neutral: Neutral | None = None,
     aliases: tuple[str, ...] = (),
+    solver: bool = False,
 ) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
     """Register a function that makes a method, under the function's own name: dp_sgd is dp-sgd.
 
@@ -108,7 +112,9 @@ def register(
                 made = replace(make(**options), name=name)
             return replace(made, origin=Origin(_flat(chosen.arguments), known, made))
 
-        METHODS[name] = Entry(name, named, reference, cite, privacy_class, releases, price, neutral, aliases)
+        (SOLVERS if solver else METHODS)[name] = Entry(
+            name, named, reference, cite, privacy_class, releases, price, neutral, aliases
+        )
         ALIASES.update(dict.fromkeys(aliases, name))
         return named
 
@@ -156,6 +162,8 @@ def build(name: str, *, groups: str | None = None, balance: str | None = None, *
 
 def find(name: str) -> Entry:
     known = ALIASES.get(name, name)
+    if known in SOLVERS:
+        return SOLVERS[known]
     if known not in METHODS:
         raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {', '.join(METHODS)}")
     return METHODS[known]

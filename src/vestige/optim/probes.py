@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf, nan, sqrt
 from typing import Any, Literal, Protocol
 
 import torch
@@ -64,6 +65,9 @@ class Probe(Protocol):
     def one_question(self) -> bool:
         """Whether a step asks one question, at a point computed from releases, as a user's own loop can answer it."""
         ...
+
+    solves: bool
+    """Whether it asks once, for second moments, and solves for the parameters instead of stepping towards them."""
 
     @property
     def stackable(self) -> bool:
@@ -147,7 +151,7 @@ class Here:
     """At the parameters themselves, once."""
 
     at_parameters = one_question = stackable = shardable = True
-    twice_on_one_sample = False
+    twice_on_one_sample = solves = False
     copies = 0.0
     passes = 1.0
 
@@ -169,7 +173,7 @@ class AgainstLastRelease:
 
     radius: float = 0.03
     along: Literal["release", "move"] = "release"
-    at_parameters = twice_on_one_sample = False
+    at_parameters = twice_on_one_sample = solves = False
     one_question = stackable = True
     copies = 1.0
     passes = 1.0
@@ -206,7 +210,7 @@ class Ascent:
 
     radius: float = 0.05
     sample: Literal["fresh", "same", "own"] = "fresh"
-    at_parameters = one_question = False
+    at_parameters = one_question = solves = False
     copies = 0.0
     passes = 2.0
 
@@ -273,7 +277,7 @@ class AlongLastStep:
 
     reach: float
     weight: float
-    at_parameters = twice_on_one_sample = False
+    at_parameters = twice_on_one_sample = solves = False
     one_question = shardable = True
     copies = 1.0
 
@@ -323,7 +327,7 @@ class Importance:
     bound: float = 1.0
     boost: float = 2.0
     normaliser_noise: float = 5.0
-    at_parameters = one_question = stackable = twice_on_one_sample = False
+    at_parameters = one_question = stackable = twice_on_one_sample = solves = False
     copies = 0.0
 
     def __post_init__(self) -> None:
@@ -370,6 +374,60 @@ class Importance:
 
     def _asks_norms(self, step: int, rate: float) -> bool:
         return step % self.period(rate) == 0
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """Asks once for the second moments of the rows before a linear head and solves for the head's weights (ridge).
+
+    The answer is a noised G = sum x x' and M = sum x y' (see `engines.second_moments`); the weights are
+    (G + ridge)^-1 M, with G made symmetric and its negative eigenvalues, which can only be noise, set to zero. The
+    ridge is `ridge` times the largest eigenvalue that the noise in G is expected to have, sqrt(2 rows) times its
+    standard deviation: a public number. To choose it by G's smallest eigenvalue, as AdaSSP does, would take a question.
+
+    Formal guarantees: one question, and post-processing of its answer.
+    """
+
+    ridge: float = 0.3
+    solves = True
+    at_parameters = one_question = stackable = twice_on_one_sample = shardable = False
+    copies = 0.0
+    passes = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ridge < inf:
+            raise ValueError(f"ridge={self.ridge} must not be negative: it is counted in eigenvalues of the noise")
+
+    def init(self, layout: Layout, device: torch.device) -> ProbeState:
+        return {}
+
+    def ask(self, gradient: AskGradient, point: Parameters, state: ProbeState) -> tuple[Release, ProbeState]:
+        """The release is the way from the parameters to the solution: a step of length one along it is the answer."""
+        release = gradient(At(point))
+        (weight,) = point.values()
+        classes, rows = weight.shape
+        second, cross = release.total.double().split([rows * rows, rows * classes])
+        found = ridge_solution(second.view(rows, rows), cross.view(rows, classes), self.penalty(release, rows))
+        way = (weight.double() - found.t()).flatten() * release.expected_batch
+        # What noise a solution carries is not one number for each weight, and nobody asks: the method has no memory.
+        return replace(release, total=way.float(), noise_std=nan), state
+
+    def penalty(self, release: Release, rows: int) -> float:
+        """What is added to every eigenvalue: public."""
+        assert not isinstance(release.noise_std, Tensor), "Method has one flat clip"
+        return float(self.ridge * release.noise_std * sqrt(2 * rows))
+
+    questions, period = _one_question, _every_step
+
+
+def ridge_solution(second: Tensor, cross: Tensor, penalty: float) -> Tensor:
+    """(G + penalty)^-1 M, for the nearest G to `second` that has no negative eigenvalue; where G + penalty is singular,
+    the shortest solution."""
+    values, vectors = torch.linalg.eigh((second + second.t()) / 2)
+    values = values.clamp(min=0.0) + penalty
+    least = values.max() * len(values) * torch.finfo(values.dtype).eps
+    inverse = torch.where(values > least, 1 / values, 0.0)
+    return vectors @ (inverse[:, None] * (vectors.t() @ cross))
 
 
 def flatten(point: Parameters, lead: tuple[int, ...] = ()) -> Tensor:

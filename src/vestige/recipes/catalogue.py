@@ -111,6 +111,20 @@ def _scattering(
     )
 
 
+SQUARES = "after Wang 2018, AdaSSP (arXiv:1803.02596); public ridge and projection ours"
+ONCE = {"source": SQUARES, "method": "least-squares", "sample_rate": 1.0, "steps": ((1, 1),), "kind": "features"}
+"""One question about every example, which is solved for."""
+
+
+def _least_squares(dataset: str) -> Recipe:
+    return Recipe(
+        name=f"{dataset}-scattering-least-squares",
+        summary="scattering features, projected, with a linear head by least squares: one noised matrix, in one step",
+        task=f"{dataset}-hf-least-squares",
+        **ONCE,  # type: ignore[arg-type]
+    )
+
+
 def _printed(*accuracy: tuple[float, float]) -> Published:
     return Published(accuracy=accuracy, source=BR, valid=REFUTED)
 
@@ -131,6 +145,7 @@ KNOWN = (
     _scattering("mnist", linear=True, rate=4096 / 60_000, steps=440, lr=8, published=_printed((1, 98.39))),
     _scattering("fmnist", linear=False, rate=8192 / 60_000, steps=300, lr=4, published=_printed((1, 88.93))),
     _scattering("fmnist", linear=True, rate=8192 / 60_000, steps=300, lr=16, published=_printed((1, 88.93))),
+    *map(_least_squares, ("cifar10", "mnist", "fmnist")),
     Recipe(
         name="imdb-words",
         kind="text",
@@ -160,6 +175,12 @@ KNOWN = (
         steps=((1, 150),),
         balance=None,
         average="ema:0.9999",
+    ),
+    Recipe(
+        name="features-least-squares",
+        summary="a linear head on features of a public encoder by least squares: one noised matrix, in one step",
+        network="least-squares",
+        **ONCE,  # type: ignore[arg-type]
     ),
     Recipe(
         name="cifar10-features",

@@ -120,6 +120,11 @@ def plan(budget: Budget, recipe: str | None = None, kind: str = "images") -> Tra
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
     wanted = find(recipe or USUAL[kind])
+    if wanted.solves:
+        raise ValueError(
+            f"recipe={wanted.name!r} asks once, about every example: there is no batch and no number of steps to plan; "
+            "run it, or plan another recipe"
+        )
     own = _own(budget, wanted)
     if recipe is None and own.seconds > 2 * budget.seconds and wanted.name in SHORTER:
         wanted = find(SHORTER[wanted.name])

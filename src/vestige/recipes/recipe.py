@@ -74,6 +74,11 @@ class Recipe:
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
 
+    @property
+    def solves(self) -> bool:
+        """Whether it asks once about every example, and has no batch and no steps to choose."""
+        return self.sample_rate == 1 and self.steps == ((1, 1),)
+
     def settings(self, epsilon: float) -> dict[str, Any]:
         """The fields of a `Job` at this epsilon."""
         momentum = {"momentum": self.momentum} if self.momentum else {}

@@ -56,6 +56,10 @@ def _scattering_linear(shape: tuple[int, ...], classes: int) -> nn.Module:
     return models.scattering_linear(shape[0], shape[1], classes)
 
 
+def _scattering_projected(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return models.scattering_projected(shape[0], shape[1], classes)
+
+
 def _definitions() -> Iterator[tuple[str, Definition]]:
     for dataset in (DIGITS, *GREY, *COLOUR):
         yield f"{dataset.name}-mlp", Definition(dataset, "tanh MLP, hidden layers 64 and 32", _mlp, _flat)
@@ -76,7 +80,10 @@ def _definitions() -> Iterator[tuple[str, Definition]]:
         features = scattered_grey if dataset in GREY else scattered_colour
         cnn = Definition(dataset, "scattering features, CNN (DPSGD-HF)", _scattering_cnn, features, SCATTERING)
         linear = Definition(dataset, "scattering features, linear (DPSGD-HF)", _scattering_linear, features, SCATTERING)
+        words = f"scattering features, projected to {models.NARROW}, linear (least squares)"
+        squares = Definition(dataset, words, _scattering_projected, features, SCATTERING)
         yield from ((f"{dataset.name}-hf", cnn), (f"{dataset.name}-hf-linear", linear))
+        yield f"{dataset.name}-hf-least-squares", squares
     for dataset in (*GREY, *COLOUR):
         words = "linear, on features of a frozen encoder (--features)"
         yield f"{dataset.name}-features", Definition(dataset, words, models.NETWORKS["linear"], _as_is, FROZEN, True)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from vestige.tasks import models
 from vestige.tasks.definitions import DEFINITIONS, Definition
-from vestige.tasks.features.encoders import encoded
+from vestige.tasks.features.encoders import check_encoder, encoded
 from vestige.tasks.images import STANDARDISED, standardised
 from vestige.tasks.reading import LabelledTensors, existing
 from vestige.tasks.tables import columns_of, read_table
@@ -119,6 +119,8 @@ def check(name: str, data: str | Path | None = None, features: str | Path | None
         raise ValueError(f"--data is missing: task {name!r} reads {dataset.title}; give --data FILE.npz or a folder")
     if data is not None and dataset.needs_data:
         existing(Path(data))
+    if features is not None:
+        check_encoder(Path(features))
 
 
 def subject(name: str, data: str | Path | None = None, seed: int = 0) -> tuple[nn.Module, Loss, Any]:

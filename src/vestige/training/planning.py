@@ -169,6 +169,9 @@ def plan(
     steps, delta, epsilon = request.steps, request.delta, request.epsilon
     check_request(request)
     check_delta(delta, population)
+    if method.probe.solves:
+        check_one_answer(method, request)
+        steps = 1
     sampling = sampling_of(method, request, population)
     rate = sampling.rate if request.sampling == "allocation" else request.sample_rate
     noise_multiplier = _one_noise(request.noise_multiplier, method.noise_multiplier)
@@ -192,6 +195,19 @@ def plan(
     lr, reason = choose_rate(model, layout, method, population, rate, noise_multiplier, steps, request.lr)
     strategy = repr(method.noise) if method.noise.one_fixed_question else None
     return Plan(rate, steps, delta, noise_multiplier, epsilon, lr, reason, strategy)
+
+
+def check_one_answer(method: Method, request: Request) -> None:
+    """Refuse what a method that solves by one answer about every example does not do."""
+    for name, usual in (("sample_rate", (1,)), ("steps", (None, 1)), ("lr", ("auto", 1)), ("sampling", ("poisson",))):
+        value = getattr(request, name)
+        if value not in usual:
+            raise ValueError(
+                f"{name}={value!r}: {method.name} asks once, about every example, and solves for the weights; give "
+                f"{name}={usual[-1]!r}"
+            )
+    if request.max_batch is not None:
+        raise ValueError(f"max_batch={request.max_batch}: {method.name} asks about every example; leave it out")
 
 
 def _one_noise(asked: float | None, own: float | None) -> float | None:
@@ -261,6 +277,8 @@ def choose_rate(
     lr: float | Literal["auto"],
 ) -> tuple[float, str]:
     """The learning rate and the reason for it."""
+    if method.probe.solves:
+        return 1.0, f"lr 1: {method.name} solves for the weights"
     if lr != "auto":
         if not lr > 0:
             raise ValueError(f"lr={lr} must be positive, or 'auto'")

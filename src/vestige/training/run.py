@@ -23,6 +23,7 @@ from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.recorded.recording import sizes_of
 from vestige.engines.registry import InBfloat16, engine_by_name
+from vestige.engines.second_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.sharded import Sharded
 from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
@@ -178,7 +179,11 @@ def train(
         if noise not in ARITHMETICS:
             raise ValueError(f"noise={noise!r} is unknown; choose from {', '.join(ARITHMETICS)}")
         check_physical_batch(physical_batch)
+        chosen = build(method) if isinstance(method, str) else method
+        if not isinstance(chosen, Method):
+            raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
         loading, rate = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory), sample_rate
+        rate = 1.0 if rate is None and chosen.probe.solves else rate
         if isinstance(data, DataLoader):
             loading, rate = _of_loader(data, loading, rate, sampling)
         if rate is None:
@@ -212,9 +217,6 @@ def train(
             sampling=sampling,
             max_batch=max_batch,
         )
-        chosen = build(method) if isinstance(method, str) else method
-        if not isinstance(chosen, Method):
-            raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
         constants: Constants | None = None
         if begun is not None:
             wanted, constants = persistence.continued(wanted, begun), begun.get("balance")
@@ -254,6 +256,20 @@ def _check_shardable(engine: str, audit: int | None, param_groups: Any, bfloat16
                 f"{name}: not for a sharded model, of which each process has some rows; leave it out, or train "
                 "replicas (without fully_shard)"
             )
+
+
+def _check_solvable(method: Method, settings: Settings, group: Processes) -> None:
+    """Refuse what is not there for a method that solves by one answer."""
+    usual = Settings()
+    names = {"groups": "param_groups", "scheduling": "lr_scheduler", "transcript": "nonprivate_transcript"}
+    for field_of in ("engine", "bfloat16", "audit", "groups", "scheduling", "normalise", "transcript"):
+        if getattr(settings, field_of) != getattr(usual, field_of):
+            name = names.get(field_of, field_of)
+            raise ValueError(f"{name}: not for {method.name}, which asks for no gradient; leave it out")
+    if settings.physical_batch == "auto":
+        raise ValueError(f"physical_batch='auto': not for {method.name}; give a number of rows, or leave it out")
+    if group.several:
+        raise ValueError(f"method={method.name!r}: for one process; start it without torchrun")
 
 
 def _as_it_is(point: Parameters) -> Parameters:
@@ -373,6 +389,12 @@ class Training:
         self._examples, self._loss = examples, loss
         if examples.form.names is not None:
             check_shifted(model, loss)
+        self._asked = self.layout
+        """Of what is released: the parameters', or that of second moments."""
+        if method.probe.solves:
+            _check_solvable(method, settings, self.group)
+            check_labels(examples.blank())
+            self._asked = layout_of(model)
         self.canaries = _canaries(settings, method, self.layout, examples.device, shared.canaries)
         """Made-up rows, for an audit of this run."""
         self._population = examples.population + (settings.audit or 0)
@@ -406,7 +428,7 @@ class Training:
             sampling=self._sampling.kind,
             noise="secret" if settings.seed is None else "seeded",
             arithmetic=self.curator.arithmetic,
-            coordinates=self.layout.size,
+            coordinates=self._asked.size,
             nonprivate_outputs=settings.transcript is not None or settings.nonprivate_logs,
             rows_apart=self.group.size > 1 and examples.read_one_by_one,
             schedule="filtered" if adaptive else "fixed",
@@ -448,7 +470,7 @@ class Training:
             part = part_of_a_run(model, make, loss, self.layout, self.method, blank, population, rate, self.plan.steps)
         key = self._shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
         charges, right = Charges(self.ledger.ask), right_answers(model, form)
-        engine = make(model, loss, self.layout)
+        engine: Any = SecondMoments(model) if self.method.probe.solves else make(model, loss, self.layout)
         prepare(next(model.parameters()).device)
         if isinstance(engine, Captured):
             most = getattr(self._sampling, "most", LARGEST_SUM)
@@ -465,7 +487,7 @@ class Training:
         curator = Curator(
             asked,
             answering,
-            self.layout,
+            self._asked,
             self._sampling,
             key,
             charges,

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from vestige.methods.registry import METHODS
+from vestige.methods.registry import METHODS, SOLVERS
 
 
 def with_method_options(function: Callable[..., None]) -> Callable[..., None]:
     found: dict[str, dict[str, inspect.Parameter]] = {}
-    for entry in METHODS.values():
+    everyone = [*METHODS.values(), *SOLVERS.values()]
+    for entry in everyone:
         for name, parameter in entry.options.items():
             found.setdefault(name, {})[entry.name] = parameter
     signature = inspect.signature(function, eval_str=True)
@@ -23,7 +24,7 @@ def with_method_options(function: Callable[..., None]) -> Callable[..., None]:
         annotation, _ = _option_of(next(iter(users.values())))
         flag = f"--{name.replace('_', '-')}"
         off = f"/--no-{flag[2:]}" if bool in get_args(annotation) else ""
-        option = typer.Option(flag + off, help=help_of(users, len(METHODS)), rich_help_panel="Method")
+        option = typer.Option(flag + off, help=help_of(users, len(everyone)), rich_help_panel="Method")
         kept.append(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]

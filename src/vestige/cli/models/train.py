@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from vestige.cli.errors import refuse_if_given
 from vestige.cli.models.flags import (
     BalanceFlag,
     DeltaFlag,
@@ -182,6 +183,7 @@ def train(
     if resume is not None:
         job = continued(context, resume, ("resume", "log_to", "as_json"), load)
     else:
+        _refuse_table(context, recipe, task)
         settings = dict(
             task=task,
             method=method,
@@ -281,6 +283,19 @@ def _by_recipe(context: typer.Context, name: str, settings: dict[str, Any]) -> d
     if recipe.needs == "columns":
         chosen["task"] = "table"
     return {**settings, **chosen, "options": options, "recipe": name}
+
+
+def _refuse_table(context: typer.Context, name: str | None, task: str) -> None:
+    """Refuse the options of a table beside a recipe or a task that is none: they would be ignored, or decide."""
+    from vestige.recipes import find
+
+    if name is not None and find(name).needs != "columns":
+        refuse_if_given(context, TABLE, f"{name} is a recipe for {find(name).kind}, not for a table; leave it out")
+    elif name is None and str(context.get_parameter_source("task")).endswith("COMMANDLINE"):
+        refuse_if_given(context, TABLE, f"--task={task} is no table; leave one of them out, or take --recipe tabular")
+
+
+TABLE = ("columns", "label_column", "labels", "test")
 
 
 def _table(

@@ -33,7 +33,7 @@ def encoded(images: Tensor, checkpoint: str | Path) -> Tensor:
 
     def compute(part: Tensor) -> Tensor:
         if not made:
-            made.append(_from_prior(read(path), images) if path.is_file() else _from_folder(path))
+            made.append(_from_prior(_prior(path), images) if path.is_file() else _from_folder(path))
         return made[0](part.to(fastest())).float()
 
     return cached(images, "encoder", identity, compute)
@@ -42,19 +42,42 @@ def encoded(images: Tensor, checkpoint: str | Path) -> Tensor:
 def identity_of(path: Path) -> str:
     """A hash of all files that decide what an encoder gives."""
     if path.is_file():
-        return f"prior {read(path).content}"
-    if not path.is_dir():
-        raise ValueError(f"features={str(path)!r}: there is no such file or folder; give a local checkpoint")
-    files = sorted(each for each in path.iterdir() if each.suffix in (".json", ".safetensors", ".bin"))
-    if not any(each.suffix != ".json" for each in files):
-        raise ValueError(f"features={str(path)!r} holds no weights (.safetensors or .bin); give a saved checkpoint")
+        return f"prior {_prior(path).content}"
     digest = hashlib.sha256()
-    for file in files:
+    for file in _files(path):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
         with file.open("rb") as content:
             while part := content.read(1 << 24):
                 digest.update(part)
     return f"folder {digest.hexdigest()}"
+
+
+def check_encoder(path: Path) -> None:
+    """Refuse what is no encoder's checkpoint, before any image is read."""
+    if path.is_file():
+        _prior(path)
+    else:
+        _files(path)
+
+
+def _files(path: Path) -> list[Path]:
+    """Those of a folder that decide what its encoder gives."""
+    if not path.is_dir():
+        raise ValueError(f"features={str(path)!r}: there is no such file or folder; give a local checkpoint")
+    files = sorted(each for each in path.iterdir() if each.suffix in (".json", ".safetensors", ".bin"))
+    if not any(each.suffix != ".json" for each in files):
+        raise ValueError(f"features={str(path)!r} holds no weights (.safetensors or .bin); give a saved checkpoint")
+    return files
+
+
+def _prior(path: Path) -> Prior:
+    try:
+        return read(path)
+    except ValueError as error:
+        raise ValueError(
+            f"features={str(path)!r} is no encoder: give a file of `vestige prior make`, or the folder of a Hugging "
+            "Face vision model"
+        ) from error
 
 
 def _from_prior(prior: Prior, images: Tensor) -> Encoder:
