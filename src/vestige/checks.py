@@ -24,6 +24,11 @@ def require(name: str, value: object, holds: bool, must: str) -> None:
         raise ValueError(f"{name}={value} must {must}")
 
 
+def check_bound(bound: float) -> None:
+    """What one example may contribute."""
+    require("bound", bound, 0 < bound < inf, "be positive and finite: it bounds one example's influence")
+
+
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Inside, an error that names a component's field names the option that the user wrote instead.

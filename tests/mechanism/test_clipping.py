@@ -118,6 +118,18 @@ def test_what_many_examples_add_up_to_is_rounded_as_little_as_what_few_do():
     assert abs(float((plain.add_(each) - plainly).norm()) - 1) > 1e-3, "nothing to guard against here"
 
 
+def test_what_many_parts_add_up_to_is_rounded_as_little_as_what_few_do():
+    """Four thousand gradients in parts of two: in float32 each part is rounded once more, here mostly down."""
+    each = torch.tensor([1.0 + 3 * 2.0**-16])
+    running, plain = RunningSum(1, torch.device("cpu")), torch.zeros(1)
+    for _ in range(2000):
+        running.place(2).add_(2 * each)
+        plain.add_(2 * each)
+    exact = 4000 * each.double()
+    assert abs(float(running.total() - exact)) < 2e-3
+    assert abs(float(plain - exact)) > 0.05, "nothing to guard against here"
+
+
 @pytest.mark.slow
 def test_large_samples_are_summed_in_parts_that_add_up_in_float64(toy):
     model, _ = toy

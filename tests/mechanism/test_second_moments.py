@@ -15,6 +15,7 @@ from commands import vestige as command
 from vestige import accounting
 from vestige.engines.second_moments import SecondMoments, layout_of
 from vestige.mechanism.clipping import Flat
+from vestige.mechanism.curator import Curator
 from vestige.methods.registry import METHODS, SOLVERS, build
 from vestige.optim.probes import LeastSquares, ridge_solution
 from vestige.randomness.release import Release
@@ -251,7 +252,7 @@ def test_a_run_leaves_a_folder_that_verifies(tmp_path):
 
 
 def test_an_answer_that_was_lost_is_not_asked_for_again(tmp_path):
-    """The process dies after the charge: the budget has no second answer, and the run ends without one."""
+    """The process dies after the charge: the budget has no second answer, and nothing is called a trained model."""
     data = examples(rows=300)
     given = {"method": "least-squares", "epsilon": 2, "delta": 1e-4, "out": tmp_path / "run"}
     training = vestige.train(head(), None, data, **given)
@@ -259,10 +260,9 @@ def test_an_answer_that_was_lost_is_not_asked_for_again(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         list(training)
     training.ledger.close()
-    again = vestige.train(head(), None, data, **given, resume=True)
-    assert list(again) == []
-    assert again.result().stopped == "budget"
-    assert verify(tmp_path / "run").guarantee.epsilon <= 2
+    with pytest.raises(ValueError, match="was charged, and lost"):
+        vestige.train(head(), None, data, **given, resume=True)
+    assert verify(tmp_path / "run", unfinished=True).guarantee.epsilon <= 2
 
 
 def frozen_before():
@@ -291,6 +291,93 @@ def frozen_before():
 def test_what_is_not_there_is_refused_before_anything_is_asked(model, changes, words):
     with pytest.raises(ValueError, match=words):
         vestige.train(model(), None, examples(), **{"method": "least-squares", "epsilon": 1, "delta": 1e-4, **changes})
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of the batch: no row is of its own example."""
+
+    def forward(self, x):
+        return x - x.mean(dim=0)
+
+
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.seen.copy_(x[0])
+        return x
+
+
+class Negating(nn.Sequential):
+    def forward(self, x):
+        return -super().forward(x)
+
+
+def hooked():
+    model = head()
+    model.register_forward_hook(lambda module, given, made: -made)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: nn.Sequential(Centred(), head()), "changes with the examples beside it"),
+        (lambda: nn.Sequential(Keeping(), head()), "buffer '0.seen' is changed by the forward pass"),
+        (lambda: Negating(head()), "this is Negating without one"),
+        (hooked, "has a forward hook"),
+        (lambda: head(WIDTH + 1), "cannot be run on made-up examples"),
+    ],
+)
+def test_a_model_that_mixes_or_keeps_examples_is_refused_before_anything_is_asked(model, words):
+    with pytest.raises(ValueError, match=words):
+        vestige.train(model(), None, examples(), method="least-squares", epsilon=1, delta=1e-4)
+
+
+@pytest.mark.parametrize("part", [2, 16, None])
+def test_rounding_does_not_add_up_over_many_parts(part, monkeypatch):
+    """Rows that float32 would round all one way, part after part, until one example is taken away before them."""
+    seen, sum_of = [], Curator._sum
+    monkeypatch.setattr(Curator, "_sum", lambda *given: seen.append(sum_of(*given)[0].double()) or sum_of(*given))
+    unit, scale, rows = 2.0**-12, sqrt(1.5), part or 4096
+    values = torch.full((20_000 // rows + 1, rows), 0.999 / scale, dtype=torch.float64)
+    values[:, 0] = 0.9999 / scale - 0.05 * unit * torch.arange(len(values))
+    inputs = (values * scale).sqrt().float()
+    others = (inputs.double().square() / scale).sum(dim=1) - inputs[:, 1].double().square() / scale
+    wanted = ((others + inputs[:, 1].double().square() / scale) / unit).floor() * unit + 0.525 * unit
+    inputs[:, 1] = ((wanted - others) * scale).sqrt().float()
+    inputs, labels = inputs.flatten()[:20_000, None], torch.zeros(20_000, dtype=torch.long)
+    for first in (0, 1):
+        list(
+            vestige.train(
+                head(1, 2), None, (inputs[first:], labels[first:]), method="least-squares", epsilon=1, delta=1e-6,
+                physical_batch=part,
+            )
+        )  # fmt: skip
+    assert float((seen[0] - seen[1]).norm()) <= 1 + 1e-6
+
+
+def test_labels_of_narrow_types_are_the_same_labels():
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(60, WIDTH, generator=generator), torch.randint(256, (60,), generator=generator)
+    wanted = summed(inputs, labels, classes=256)[0]
+    assert torch.equal(summed(inputs, labels.to(torch.uint8), classes=256)[0], wanted)
+    with pytest.raises(ValueError, match=r"not torch.uint16"):
+        vestige.train(head(), None, (inputs, labels.to(torch.uint16)), method="least-squares", epsilon=1, delta=1e-4)
+
+
+@pytest.mark.parametrize("ridge", [-1, float("nan"), float("inf"), "a"])
+def test_a_ridge_is_a_finite_number(ridge):
+    with pytest.raises(ValueError, match="ridge="):
+        LeastSquares(ridge)
+
+
+@pytest.mark.parametrize("method", ["least-squares", "dp-sgd"])
+def test_a_clip_is_finite(method):
+    with pytest.raises(ValueError, match="clip=inf must be positive and finite"):
+        build(method, clip=float("inf"))
 
 
 def test_several_processes_are_refused():

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vestige.engines.bookkeeping import BookKeeping
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Parameters, Transform, usable_norms, weights
 
 
 def head_of(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
     """What makes the rows, and the linear head that is solved for: all that is trained of the model."""
-    parts = list(model) if isinstance(model, nn.Sequential) else [model]
+    parts = list(model) if type(model) is nn.Sequential else [model]
     head = parts[-1] if parts else None
     if type(head) is not nn.Linear:
         raise ValueError(
@@ -40,6 +41,8 @@ def head_of(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
             "model: the linear head has a bias, which least squares does not solve for: take bias=False, and a "
             "constant among its inputs where an intercept is wanted"
         )
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        raise ValueError("model: a module has a forward hook, which least squares would pass by: remove it")
     rows = nn.Sequential(*parts[:-1])
     for name, parameter in rows.named_parameters():
         if parameter.requires_grad:
@@ -60,24 +63,37 @@ def layout_of(model: nn.Module) -> Layout:
     return Layout((second, Segment("cross_moments", second.stop, (rows, classes))))
 
 
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def check_labels(blank: Sequence[Tensor]) -> None:
     """Refuse examples that are not an input and the number of a class, before anything is asked; `blank` has no row."""
     if len(blank) != 2:
         raise ValueError(f"data: least squares takes inputs and labels, and these examples have {len(blank)} fields")
-    if blank[1].dim() != 1 or blank[1].is_floating_point() or blank[1].dtype == torch.bool:
+    if blank[1].dim() != 1 or blank[1].dtype not in WHOLE:
         raise ValueError(
             f"data: least squares takes the number of a class for a label, not {blank[1].dtype} of shape "
             f"{list(blank[1].shape[1:])} an example; give whole numbers"
         )
 
 
+def require_rows_of_their_own(model: nn.Module, blank: Sequence[Tensor]) -> None:
+    """Refuse a model that mixes examples or keeps something of them, by a rehearsal on made-up ones."""
+    engine = BookKeeping(model, functional.cross_entropy, Layout.of(model))
+    engine.taps([blank[0], blank[1].long()])
+
+
 class SecondMoments:
     """Sums of clipped second moments, as an engine sums clipped gradients.
 
-    Formal guarantees: adding or removing one example moves the sum by at most the clip's bound in the 2-norm, if the
-    modules before the head make each row of its own example. A row that is not finite, and a label that is none of the
-    classes, contribute exactly zero.
+    Formal guarantees: adding or removing one example moves the sum by at most the clip's bound in the 2-norm, to
+    rounding in float64, if the modules before the head make each row of its own example
+    (`require_rows_of_their_own`). A row that is not finite, and a label that is none of the classes, contribute exactly
+    zero.
     """
+
+    sums_in = torch.float64
+    """All examples are in one sum, in one order: in float32 its rounding would add up."""
 
     def __init__(self, model: nn.Module) -> None:
         self._rows, self._head = head_of(model)
@@ -94,8 +110,9 @@ class SecondMoments:
         if len(inputs) == 0:
             return into.new_zeros(0, 1, dtype=torch.float64)
         rows = self._rows(inputs).double()
+        labels = labels.long()  # a narrower type would wrap the number of classes
         known = (labels >= 0) & (labels < classes)
-        targets = functional.one_hot(torch.where(known, labels, 0).long(), classes).double() - 1 / classes
+        targets = functional.one_hot(torch.where(known, labels, 0), classes).double() - 1 / classes
         spread = 1 - 1 / classes
         lengths = rows.square().sum(dim=1)
         squares = torch.where(known, lengths * (lengths + spread) / (1 + spread), torch.inf)

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from vestige.checks import check_bound
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Clip, ClipState, Coins, FixedClip, Value, within
 from vestige.randomness.release import Release
@@ -27,8 +28,7 @@ class Automatic(FixedClip):
     stability: float = 0.01
 
     def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
+        check_bound(self.bound)
         if not self.stability >= 0:
             raise ValueError(f"stability={self.stability} must not be negative")
 
@@ -248,8 +248,7 @@ class Geometric(FixedClip):
     stackable = shardable = False
 
     def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
+        check_bound(self.bound)
         if not 0 <= self.smoothing <= 1:
             raise ValueError(f"smoothing={self.smoothing} must lie in [0, 1]")
         if not 1 <= self.spread < inf:

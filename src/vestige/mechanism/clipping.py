@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from vestige.checks import check_bound
 from vestige.layout import Layout
 from vestige.randomness.release import Release
 from vestige.randomness.streams import Stream
@@ -27,6 +28,8 @@ LARGEST_NORM = 1e30
 
 LARGEST_SUM = 4096
 """How many clipped gradients are summed in float32; see `RunningSum`."""
+MOST_PARTS = 16
+"""In how many parts: each is rounded once more as it is added, and one example fewer moves all that follow."""
 SMALLEST_NORM = 1e-10
 """Below this the squares of float32 underflow, so a norm may be far too small: a clip that divides by it must not
 magnify such a gradient."""
@@ -165,8 +168,7 @@ class Flat(FixedClip):
     bound: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
+        check_bound(self.bound)
 
     def factors(self, norms: Tensor) -> Tensor:
         return within(self.bound, norms)
@@ -235,20 +237,21 @@ class RunningSum:
     """SENSITIVE: clipped gradients added up. The rounding of a float32 sum grows with the number of its summands and
     depends on each of them, so sums of few are added up in float64."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._few = torch.zeros(size, device=device)
+    def __init__(self, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self._few = torch.zeros(size, device=device, dtype=dtype)
         self._all: Tensor | None = None
-        self._rows = 0
+        self._rows = self._parts = 0
 
     def place(self, rows: int) -> Tensor:
         """Where to add the next so many gradients: at most `LARGEST_SUM`."""
-        if self._rows + rows > LARGEST_SUM:
+        if self._rows + rows > LARGEST_SUM or self._parts == MOST_PARTS:
             self._all = self.total().double()
             self._few = torch.zeros_like(self._few)
-            self._rows = 0
+            self._rows = self._parts = 0
         self._rows += rows
+        self._parts += 1
         return self._few
 
     def total(self) -> Tensor:
-        """Float32 where few were added, float64 where many were."""
+        """Float32 where few were added, float64 where many were, or it was asked for."""
         return self._few if self._all is None else self._all + self._few

@@ -233,7 +233,7 @@ class Curator:
                 running: Any = self._sums.sum(self._noise, self._sensitivity(clip)[0], multiplier, self._device)
                 seen = self._in_step(batches, parameters, clip, running, transform)
             else:
-                running = RunningSum(self._layout.size, self._device)
+                running = RunningSum(self._layout.size, self._device, getattr(self._engine, "sums_in", torch.float32))
                 seen = [
                     self._engine(batch, parameters, clip, running.place(len(batch[0])), transform) for batch in batches
                 ]

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from vestige.checks import check_bound
 from vestige.layout import Grouping, Layout
 from vestige.mechanism.clipping import Clip, ClipState, FixedClip, Flat, within
 from vestige.randomness.release import Release
@@ -142,8 +143,7 @@ class PerGroup(FixedClip):
     share: Share = "equal"
 
     def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
+        check_bound(self.bound)
         if self.split is not None and not all(part > 0 for part in self.split):
             raise ValueError(f"split={self.split} must be positive: each part bounds one group's influence")
         if self.share not in get_args(Share):
@@ -231,8 +231,7 @@ class HeadFirst(FixedClip):
     stackable = shardable = False
 
     def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
+        check_bound(self.bound)
         if not (isinstance(self.steps, int) and self.steps >= 0):
             raise ValueError(f"steps={self.steps} must be a whole number of steps, 0 or more")
         if not self.head_pace > 0:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf, nan, sqrt
+from math import nan, sqrt
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from vestige.balance import Scales, inner, outer
+from vestige.checks import check_bound, check_number
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Thinned
 from vestige.mechanism.clipping import Batch, Clip, Field, Parameters, Transform
@@ -331,8 +332,7 @@ class Importance:
     copies = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bound > 0:
-            raise ValueError(f"bound={self.bound} must be positive: it bounds one example's influence")
+        check_bound(self.bound)
         if not self.boost >= 1:
             raise ValueError(f"boost={self.boost} must be at least 1: candidates over expected batch")
         if not self.normaliser_noise > 0:
@@ -395,7 +395,8 @@ class LeastSquares:
     passes = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ridge < inf:
+        check_number("ridge", self.ridge)
+        if self.ridge < 0:
             raise ValueError(f"ridge={self.ridge} must not be negative: it is counted in eigenvalues of the noise")
 
     def init(self, layout: Layout, device: torch.device) -> ProbeState:

@@ -65,8 +65,13 @@ def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:
     _open(run, folder, public)
 
 
+def asked(folder: RunFolder) -> bool:
+    """Whether any question was charged there."""
+    return b'"row": "ask"' in folder.ledger.read_bytes()
+
+
 def _remove_unasked(folder: RunFolder) -> None:
-    if b'"row": "ask"' in folder.ledger.read_bytes():
+    if asked(folder):
         raise LedgerError(f"{folder.ledger} exists but there is no checkpoint beside it to resume from")
     folder.ledger.unlink()
 

@@ -23,7 +23,7 @@ from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.recorded.recording import sizes_of
 from vestige.engines.registry import InBfloat16, engine_by_name
-from vestige.engines.second_moments import SecondMoments, check_labels, layout_of
+from vestige.engines.second_moments import SecondMoments, check_labels, layout_of, require_rows_of_their_own
 from vestige.engines.sharded import Sharded
 from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
@@ -395,6 +395,7 @@ class Training:
             _check_solvable(method, settings, self.group)
             check_labels(examples.blank())
             self._asked = layout_of(model)
+            require_rows_of_their_own(model, examples.blank())
         self.canaries = _canaries(settings, method, self.layout, examples.device, shared.canaries)
         """Made-up rows, for an audit of this run."""
         self._population = examples.population + (settings.audit or 0)
@@ -539,6 +540,11 @@ class Training:
         """Open the run's folder and ledger, new or where an interrupted run left them, and set its budget."""
         if resume and self.folder is not None:
             persistence.resume(self, self.folder, self._facts_of_the_run())
+            if self.method.probe.solves and not self.state.step and persistence.asked(self.folder):
+                raise ValueError(
+                    f"resume={str(self.folder.path)!r}: the one answer of {self.method.name} was charged, and lost "
+                    "with the process: the model is untrained. Begin another run, with a budget of its own"
+                )
         else:
             persistence.start(self, self.folder, self._facts_of_the_run(), request)
         if self.plan.epsilon is not None:

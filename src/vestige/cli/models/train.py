@@ -264,6 +264,7 @@ def train(
 
 def _by_recipe(context: typer.Context, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """A job's settings: the recipe's, but for what was given on the command line."""
+    from vestige.methods.registry import SOLVERS
     from vestige.recipes import find
 
     recipe = find(name)
@@ -278,6 +279,12 @@ def _by_recipe(context: typer.Context, name: str, settings: dict[str, Any]) -> d
     if key is not None and settings[key] is None:
         raise ValueError(f"{recipe.needs}=None: {name} needs it; see vestige recipes {name}")
     found = recipe.settings(settings["epsilon"])
+    solver = {found["method"], settings["method"]} & SOLVERS.keys()
+    if "method" in given and solver and found["method"] != settings["method"]:
+        raise ValueError(
+            f"method={settings['method']!r} cannot be given too: {solver.pop()} solves in one step, and the other "
+            f"settings of {name} are for {found['method']}"
+        )
     options = {**found.pop("options"), **settings["options"]} if "method" not in given else settings["options"]
     chosen = {key: value for key, value in found.items() if key not in given}
     if recipe.needs == "columns":
