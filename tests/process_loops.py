@@ -257,6 +257,24 @@ def misused(how: str) -> Any:
         if torch.distributed.get_rank() == 1:
             engine._loop._steps = 1
         model(x)
+    if how in ("another rate", "frozen in one process", "another decay"):
+        for number, (x, y) in enumerate(loader):
+            if torch.distributed.get_rank() == 1 and number == 1:
+                if how == "another rate":
+                    optimizer.param_groups[0]["lr"] = 0.01
+                elif how == "another decay":
+                    optimizer.param_groups[0]["weight_decay"] = torch.tensor(0.5)
+                else:
+                    next(model.parameters()).requires_grad_(False)
+            optimizer.zero_grad()
+            LOSS(model(x), y).backward()
+            before = flat(model)
+            try:
+                optimizer.step()
+            except ValueError:
+                assert (number, engine._ledger.spent.total()) == (1, 1), "it was asked before it was refused"
+                assert torch.equal(flat(model), before), "it has moved"
+                raise
     if how == "evaluated before":
         from torch.distributed.fsdp import fully_shard
 

@@ -168,6 +168,9 @@ MISUSED = {
     "written to": "changed between two training passes of one step",
     "another draw": "process 1 is at draw 1 of the private loader and process 0 at draw 0",
     "another step": "they have taken different numbers of steps",
+    "another rate": '"lr": 0.01, "maximize": false',
+    "another decay": '"weight_decay": 0.5}] in process 1 and',
+    "frozen in one process": 'the list of frozen parameters is ["0.weight"] in process 1 and [] in process 0',
 }
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vestige.layout import modules_of
+from vestige.processes.group import digest
 from vestige.processes.shards import HOOKS, ShardedSum, Shards, of_fsdp, resharded
 
 APART = {
@@ -63,6 +64,8 @@ class ShardedLoop:
         self._husks = dict(self.skeleton.named_parameters())
         self._form = self._form_now()
         self._steps = 0
+        self.settings: Callable[[], dict[str, Any]] = dict
+        """What decides how the optimizer moves, as public facts: every process moves its own rows."""
         self._filled: list[int] | None = None
         """How often each parameter had been written to when the twin was filled; None while it is empty."""
         self.require_same()
@@ -138,20 +141,24 @@ class ShardedLoop:
 
     def in_rounds(self, draw: int, last: bool, shares: Iterator[Callable[[], object]], running: ShardedSum) -> None:
         """Together: add the shares of this process to a sum that all of them make, as many rounds as the process with
-        the most shares of the draw has. One that has closed its `last` part waits for the others."""
+        the most shares of the draw has. One that has closed its `last` part waits for the others. Before they go on to
+        move, their optimizers are compared: rows of one weight would move at different rates."""
+        mine = digest(self.settings()) if last else 0
         while True:
             share = next(shares, None)
             if share is None and not last:
                 return
-            told = self.group.told(draw, int(share is not None))
-            for rank, (other, _) in enumerate(told):
+            told = self.group.told(draw, int(share is not None), mine)
+            for rank, (other, _, _) in enumerate(told):
                 if other != told[0][0]:
                     raise ValueError(
                         f"process {rank} is at draw {other} of the private loader and process 0 at draw {told[0][0]}: "
                         "every process goes through all parts of every draw, so leave the loader at the same draw "
                         "everywhere"
                     )
-            if not any(there for _, there in told):
+            if not any(there for _, there, _ in told):  # so all of them have closed their last part
+                if any(settings != told[0][2] for *_, settings in told):
+                    self.group.agree(self.settings())
                 return
             if share is None:
                 running.nothing()
