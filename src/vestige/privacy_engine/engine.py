@@ -31,8 +31,8 @@ from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
 from vestige.mechanism.losses.criteria import batch_mean, counts_targets, of_torch
 from vestige.methods.base import Method, require_shardable
-from vestige.methods.registry import build
-from vestige.optim.rules import Rule
+from vestige.methods.registry import METHODS, build
+from vestige.optim.rules import OPTIMIZERS, Rule
 from vestige.privacy_engine.coverage import require_covered
 from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch, private_loader
 from vestige.privacy_engine.optimizer_step import PrivateSteps, inner
@@ -173,7 +173,8 @@ class PrivacyEngine:
 
         - `noise_multiplier` is noise over `max_grad_norm`, the bound on one example's gradient.
         - `method` is a name or a value. One that asks somewhere else than at the parameters takes a closure:
-          `optimizer.step(closure)`. One with a schedule, an adaptive clip or a gate is for `vestige.train`.
+          `optimizer.step(closure)`. One with a schedule, an adaptive clip or a gate is for `vestige.train`. One that
+          moves otherwise than plain SGD, such as "dp-adamw", takes the optimizer that it means; the others take any.
         - `loss_reduction` is "mean" or "sum", as your loss is over the batch.
         - `sampling="allocation"` makes every pass over the loader an epoch: each example is in one of its
           examples / batch_size batches, drawn uniformly, and the whole epoch is charged at its first step, however
@@ -223,6 +224,7 @@ class PrivacyEngine:
                     "steps_per_batch and max_physical_batch_size: take several steps on whole batches only"
                 )
             chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
+            _require_rule(chosen, moves)
             size = max_physical_batch_size
             if size == "auto":
                 size = _largest_part(module, data_loader, chosen)
@@ -652,6 +654,42 @@ def _fit_for_a_loop(method: Method) -> Method:
             "use vestige.train"
         )
     return method
+
+
+def _require_rule(method: Method, optimizer: Optimizer) -> None:
+    """Refuse a method that moves by something else than the user's optimizer: in a loop the optimizer moves, and what
+    the method says of that would be dropped without a word. Plain SGD leaves the choice to the user."""
+    rule, name = method.rule, method.name
+    usual = build(name).rule if name in METHODS else Rule()
+    options = usual.options if usual.optimizer is rule.optimizer else {}
+    said = {key: value for key, value in rule.options.items() if value and value != options.get(key)}
+    if rule.optimizer is torch.optim.SGD and not said:
+        return
+    moves, wanted = _known(type(optimizer)), _named(rule.optimizer)
+    way_out = "train by vestige.train, or choose a method that leaves the moves to your optimizer, such as 'dp-sgd'"
+    if moves is not rule.optimizer:
+        raise ValueError(
+            f"method={name!r} moves by {rule.name}, and optimizer is {type(optimizer).__name__}, which would move in "
+            f"its place: give {wanted}, {way_out}"
+        )
+    for key, value in said.items():
+        found = [group.get(key) for group in optimizer.param_groups]
+        if value not in found:
+            raise ValueError(
+                f"method={name!r} has {key}={value}, and optimizer has {found[0]}, which would be used in its place: "
+                f"give {wanted} with {key}={value}, {way_out}"
+            )
+
+
+def _known(kind: type[Optimizer]) -> Any:
+    """The optimizer of torch's, or of ours, that one is or is made from."""
+    return next((each for each in kind.__mro__ if each in OPTIMIZERS.values()), kind)
+
+
+def _named(kind: type[Optimizer]) -> str:
+    """Where an optimizer is found."""
+    own = getattr(torch.optim, kind.__name__, None) is kind
+    return f"torch.optim.{kind.__name__}" if own else f"{kind.__module__}.{kind.__name__}"
 
 
 def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method) -> int:
