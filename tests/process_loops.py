@@ -146,6 +146,23 @@ def _stored(engine: Any) -> int:
     return sum(p.untyped_storage().nbytes() for p in engine._steps.passes.module.parameters())
 
 
+def compiled(how: str) -> Any:
+    """The parameters after an epoch, and what was evaluated, of a module that is compiled before or after."""
+    if how == "before":
+        module = network()
+        module[0].compile(backend="eager")
+        return _made(sharded(module), torch.optim.SGD(module.parameters(), lr=0.1))
+    _, model, optimizer, loader = private(kind="sharded")
+    called, public = torch.compile(model, backend="eager") if how == "after" else model, data(9, 4)[0]
+    for x, y in loader:
+        optimizer.zero_grad()
+        LOSS(called(x), y).backward()
+        optimizer.step()
+    called.eval()
+    with torch.no_grad():
+        return torch.cat([flat(model), called(public).ravel()])
+
+
 def noise_of_a_step() -> torch.Tensor:
     """What one step with a secret key moves weights whose gradients are all zero, in units of the noise."""
     from torch.distributed.fsdp import fully_shard

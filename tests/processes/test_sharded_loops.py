@@ -187,6 +187,18 @@ def test_a_module_that_was_evaluated_before_is_sharded_still(two):
     assert two(process_loops.misused, "evaluated before") == [True, True]
 
 
+def test_torch_compile(two):
+    """After make_private it is for evaluation alone; before, the twin would have what was compiled of the module."""
+    for answer in two(process_loops.compiled, "before"):
+        assert isinstance(answer, Failed), answer
+        assert answer.kind == "ValueError", answer
+        assert "was compiled by torch.compile" in answer.message, answer
+    plain, after = two(process_loops.compiled, "not at all"), two(process_loops.compiled, "after")
+    for one, other in zip(plain, after, strict=True):
+        assert not isinstance(other, Failed), other
+        assert torch.equal(one, other)
+
+
 REFUSED = {
     "audit": ({"audit": 8}, "audit=8: not for a sharded module"),
     "AdamBC": ({"optimizer": "AdamBC"}, "AdamBC takes the noise of all coordinates"),

@@ -7,6 +7,7 @@ passes of one step send no messages of their own, and one process may have more 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vestige.layout import modules_of
+from vestige.layout import compiled_in, modules_of
 from vestige.processes.group import digest
 from vestige.processes.shards import HOOKS, ShardedSum, Shards, of_fsdp, resharded
 
@@ -37,6 +38,11 @@ WRITTEN = (
     "as the first of them met them: change them right after optimizer.step()"
 )
 
+COMPILED = (
+    "module: it, or one of its modules, was compiled by torch.compile, and private passes of a sharded module run in a "
+    "twin that is not: leave torch.compile out, or call it after make_private, where it is for evaluation alone"
+)
+
 
 @dataclass(frozen=True)
 class Through:
@@ -44,19 +50,30 @@ class Through:
 
     loop: ShardedLoop
     compiled: Callable[..., Any] | None
+    dynamo: bool
+    """Whether somebody has loaded the compiler, which could trace this call."""
+    privately: Callable[..., Any]
+    """How a training pass runs: the compiler looks away."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.loop.model
         if not (model.training and torch.is_grad_enabled()):
             return (self.compiled or model._call_impl)(*args, **kwargs)
-        with self.loop.passing():
-            return self.loop.skeleton(*args, **kwargs)
+        return self.privately(self.loop, args, kwargs)
+
+
+def private_call(loop: ShardedLoop, args: Any, kwargs: Any) -> Any:
+    """A call of a sharded module that gradients are asked of."""
+    with loop.passing():
+        return loop.skeleton(*args, **kwargs)
 
 
 class ShardedLoop:
     """A sharded module between the steps of a user's loop."""
 
     def __init__(self, shards: Shards) -> None:
+        if compiled_in(shards.model):
+            raise ValueError(COMPILED)
         self.shards, self.group = shards, shards.group
         self.model, self.skeleton = shards.model, shards.skeleton
         self._held: dict[str, Any] = dict(self.model.named_parameters())
@@ -72,9 +89,13 @@ class ShardedLoop:
 
     def redirect(self) -> None:
         """Calls of the module come through here; `module.compile()` may have put something else there."""
-        compiled: Any = self.model._compiled_call_impl
-        if not isinstance(compiled, Through):
-            self.model._compiled_call_impl = Through(self, compiled)  # type: ignore[assignment]
+        through: Any = self.model._compiled_call_impl
+        known, dynamo = isinstance(through, Through), "torch._dynamo" in sys.modules
+        if not known or through.dynamo != dynamo:
+            compiled = through.compiled if known else through
+            privately = torch.compiler.disable(private_call) if dynamo else private_call
+            made = Through(self, compiled, dynamo, privately)
+            self.model._compiled_call_impl = made  # type: ignore[assignment]
 
     def parameters(self) -> dict[str, Any]:
         """What the user's optimizer holds and moves: of each parameter that has a place in releases, its DTensor."""
