@@ -301,6 +301,22 @@ def misused(how: str) -> Any:
             module(x)
         assert not any(hasattr(p, "placements") for p in module.parameters())
         return _made(module, moves)
+    if how in ("evaluated before the optimizer", "and resharded"):
+        from torch.distributed.fsdp import fully_shard
+
+        module = network()
+        fully_shard(module[0])
+        fully_shard(module)
+        with torch.no_grad():
+            module(x)
+        if how == "and resharded":
+            module.reshard()
+        return _made(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    if how == "on the meta device":
+        with torch.device("meta"):
+            module = network()
+        sharded(module)
+        return _made(module, torch.optim.SGD(module.parameters(), lr=0.1))
     return None
 
 

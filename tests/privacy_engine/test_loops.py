@@ -474,6 +474,57 @@ def test_going_back_to_a_checkpoint_forgets_no_question(tmp_path):
     assert sum(n for _, _, n in again.history) == 20
 
 
+def test_a_reproducible_loop_goes_on_as_if_it_had_not_stopped(tmp_path):
+    """In a new process, and in the same one; some draws of the loader were never used. A secret loop goes on with
+    samples of its own."""
+    books = {"reproducible": 3, "method": "fo-dp-sgd"}
+    sizes, ends = [], []
+
+    def steps(model, optimizer, loader, count):
+        for _, (x, y) in zip(range(count), loader, strict=False):
+            sizes[-1].append(float(x.sum()))
+            optimizer.zero_grad()
+            LOSS(model(x), y).backward()
+            optimizer.step()
+        ends.append(flat(model))
+
+    engine, *straight = engine_of(**books, ledger=tmp_path / "a")
+    for count in (3, 2, 4):
+        sizes.append([])
+        next(iter(straight[2]))  # a draw that no step is about
+        steps(*straight, count)
+        if count == 2:
+            engine.save_checkpoint(path=tmp_path / "c", module=straight[0], optimizer=straight[1])
+    sizes.append([])
+    engine.load_checkpoint(path=tmp_path / "c", module=straight[0], optimizer=straight[1])
+    next(iter(straight[2]))
+    steps(*straight, 4)
+    assert engine._ledger.spent.total() == 13
+    engine._ledger.close()
+    sizes.append([])
+    engine, *again = engine_of(**books, ledger=tmp_path / "a", resume=True)
+    engine.load_checkpoint(path=tmp_path / "c", module=again[0], optimizer=again[1])
+    next(iter(again[2]))
+    steps(*again, 4)
+    assert engine._ledger.spent.total() == 17
+    assert sizes[2] == sizes[3] == sizes[4]
+    assert torch.equal(ends[3], ends[2])
+    assert torch.equal(ends[4], ends[2])
+    engine, *secret = engine_of(method="dp-sgd")
+    for count in (3, 3):
+        sizes.append([])
+        steps(*secret, count)
+        engine.load_state_dict({**engine.state_dict(), "next": 0})
+    assert set(sizes[-1]).isdisjoint(sizes[-2])
+
+
+def test_a_module_on_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Linear(5, 3)
+    with pytest.raises(ValueError, match="'weight' is on the meta device.*to_empty"):
+        engine_of(model)
+
+
 def test_a_checkpoint_of_another_process_needs_its_ledger(tmp_path):
     engine, model, optimizer, loader = engine_of()
     engine.save_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)

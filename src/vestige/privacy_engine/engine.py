@@ -307,6 +307,7 @@ class PrivacyEngine:
         """Together: the processes that train this module, with one key, one ledger, and the weights of process 0; of a
         sharded module each keeps its rows, and for now all have a whole one besides."""
         group = self._group = processes(next(module.parameters()).device)
+        group.together(partial(_require_values, module))
         if not group.several:
             return group, None
         group.agree(
@@ -515,7 +516,7 @@ class PrivacyEngine:
     def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
         """Go back to a checkpoint, after `make_private` with the same arguments. All that was asked stays charged. Of
         several processes all load, and the first one reads; of a sharded module each its rows, on any number of
-        processes."""
+        processes. With `reproducible=` the next pass over the loader begins with the draw that came next."""
         self._private_steps()
         saved = self._group.first(lambda: read_tensors(Path(path)))
         if ("rows" in saved) != (self._loop is not None):
@@ -542,7 +543,8 @@ class PrivacyEngine:
         steps = self._private_steps()
         asked = steps.asked
         steps.load_state_dict(saved)
-        steps.asked = max(asked, steps.asked)  # no stream of noise is drawn from twice
+        if not self._randomness.predictable:
+            steps.asked = max(asked, steps.asked)  # no stream of noise is drawn from twice
         self._ledger.rewind(steps.draws)
 
     def _check_place(self, saved: Mapping[str, Any]) -> None:
@@ -654,6 +656,16 @@ def _fit_for_a_loop(method: Method) -> Method:
             "use vestige.train"
         )
     return method
+
+
+def _require_values(module: nn.Module) -> None:
+    """Refuse a module that is still on the meta device."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"module: {name!r} is on the meta device and has no values yet: call module.to_empty(device=...), load "
+                "or initialise its weights, then make the optimizer and call make_private"
+            )
 
 
 def _require_rule(method: Method, optimizer: Optimizer) -> None:

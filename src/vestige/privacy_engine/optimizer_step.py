@@ -314,7 +314,7 @@ class PrivateSteps:
 
     def state_dict(self) -> dict[str, Any]:
         memory = self.learner().memory
-        counts = {"step_number": self.step_number, "asked": self.asked, "draws": self.draws}
+        counts = {"step_number": self.step_number, "asked": self.asked, "draws": self.draws, "next": self._latest + 1}
         planted = {} if self.canaries is None else {"canaries": self.canaries.state_dict()}
         return {"memory": memory, "probe": self.probe, **counts, **planted}
 
@@ -326,6 +326,9 @@ class PrivateSteps:
 
         self.learner().memory, self.probe = here(saved["memory"]), here(saved["probe"])
         self.step_number, self.asked, self.draws = saved["step_number"], saved["asked"], saved["draws"]
+        if self.randomness.predictable:  # the loader goes on where it was; a secret sample is never drawn twice
+            self._latest, self._paid = saved.get("next", self.draws) - 1, None
+            self.passes.parts.restart(self._latest + 1)
         if self.canaries is not None:
             self.canaries.load_state_dict(saved["canaries"])
 
