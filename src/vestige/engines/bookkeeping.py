@@ -173,7 +173,6 @@ class BookKeeping:
         ) from problems[0]
 
 
-
 def add_weighted(
     gradients: Mapping[str, Gradient],
     clip: Clip,

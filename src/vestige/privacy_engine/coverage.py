@@ -20,8 +20,8 @@ FOREIGN = (
     "module.parameters(), once the module is as it will be trained"
 )
 GATHERED = (
-    "optimizer holds tensors that are no parameters of the sharded module: they were there before fully_shard, or while "
-    "a pass in eval mode had gathered them. Call fully_shard, after any pass module.reshard(), and only then make the "
+    "optimizer holds tensors that are no parameters of the sharded module: they are older than fully_shard, or were "
+    "gathered by a pass in eval mode. Call fully_shard, after any pass module.reshard(), and only then make the "
     "optimizer from module.parameters()"
 )
 

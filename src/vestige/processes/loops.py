@@ -35,7 +35,7 @@ REPLACED = (
 )
 WRITTEN = (
     "module: its parameters were changed between two training passes of one step, which are about the whole parameters "
-    "as the first of them met them: change them right after optimizer.step()"
+    "as the first of them met them: change them right after optimizer.step(), before any eval pass"
 )
 
 COMPILED = (
