@@ -146,6 +146,23 @@ def _stored(engine: Any) -> int:
     return sum(p.untyped_storage().nbytes() for p in engine._steps.passes.module.parameters())
 
 
+def compiled(how: str) -> Any:
+    """The parameters after an epoch, and what was evaluated, of a module that is compiled before or after."""
+    if how == "before":
+        module = network()
+        module[0].compile(backend="eager")
+        return _made(sharded(module), torch.optim.SGD(module.parameters(), lr=0.1))
+    _, model, optimizer, loader = private(kind="sharded")
+    called, public = torch.compile(model, backend="eager") if how == "after" else model, data(9, 4)[0]
+    for x, y in loader:
+        optimizer.zero_grad()
+        LOSS(called(x), y).backward()
+        optimizer.step()
+    called.eval()
+    with torch.no_grad():
+        return torch.cat([flat(model), called(public).ravel()])
+
+
 def noise_of_a_step() -> torch.Tensor:
     """What one step with a secret key moves weights whose gradients are all zero, in units of the noise."""
     from torch.distributed.fsdp import fully_shard
@@ -257,6 +274,24 @@ def misused(how: str) -> Any:
         if torch.distributed.get_rank() == 1:
             engine._loop._steps = 1
         model(x)
+    if how in ("another rate", "frozen in one process", "another decay"):
+        for number, (x, y) in enumerate(loader):
+            if torch.distributed.get_rank() == 1 and number == 1:
+                if how == "another rate":
+                    optimizer.param_groups[0]["lr"] = 0.01
+                elif how == "another decay":
+                    optimizer.param_groups[0]["weight_decay"] = torch.tensor(0.5)
+                else:
+                    next(model.parameters()).requires_grad_(False)
+            optimizer.zero_grad()
+            LOSS(model(x), y).backward()
+            before = flat(model)
+            try:
+                optimizer.step()
+            except ValueError:
+                assert (number, engine._ledger.spent.total()) == (1, 1), "it was asked before it was refused"
+                assert torch.equal(flat(model), before), "it has moved"
+                raise
     if how == "evaluated before":
         from torch.distributed.fsdp import fully_shard
 
@@ -266,6 +301,22 @@ def misused(how: str) -> Any:
             module(x)
         assert not any(hasattr(p, "placements") for p in module.parameters())
         return _made(module, moves)
+    if how in ("evaluated before the optimizer", "and resharded"):
+        from torch.distributed.fsdp import fully_shard
+
+        module = network()
+        fully_shard(module[0])
+        fully_shard(module)
+        with torch.no_grad():
+            module(x)
+        if how == "and resharded":
+            module.reshard()
+        return _made(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    if how == "on the meta device":
+        with torch.device("meta"):
+            module = network()
+        sharded(module)
+        return _made(module, torch.optim.SGD(module.parameters(), lr=0.1))
     return None
 
 

@@ -168,6 +168,11 @@ def _first_parameter(module: nn.Module) -> Tensor | None:
     return None
 
 
+def compiled_in(model: nn.Module) -> bool:
+    """Whether a module, or one inside it, was compiled."""
+    return any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in model.modules())
+
+
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Every module of a model, each once; asked at every step, so faster than `model.modules()`."""
     modules, met = [model], {id(model)}

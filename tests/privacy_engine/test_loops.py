@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from vestige import BudgetSpent, PrivacyEngine, accounting
 from vestige.accounting.guarantees import OPAQUE_LOSS
 from vestige.accounting.ledger import LedgerError
 from vestige.files import sha256
+from vestige.optim.optimizers.micro_adam import MicroAdam
+from vestige.optim.optimizers.muon import HybridMuon
+from vestige.optim.rules import AdamBC
 from vestige.questions import SampledGaussian
 from vestige.training.doctor import examine
 from vestige.training.verify import verify
@@ -55,6 +59,46 @@ def test_the_loop_equals_vestige_train(method):
     for _ in range(2):
         epoch(model, optimizer, loader)
     torch.testing.assert_close(flat(model), flat(alone), rtol=1e-4, atol=1e-5)
+
+
+MEANT = {
+    "dp-adam": torch.optim.Adam,
+    "dp-adamw": torch.optim.AdamW,
+    "dp-adambc": AdamBC,
+    "dp-micro-adam": MicroAdam,
+    "dp-muon": HybridMuon,
+}
+
+
+@pytest.mark.parametrize("method", MEANT)
+def test_a_method_with_a_rule_of_its_own_takes_the_optimizer_that_it_means(method):
+    """Its moves are then those of vestige.train; any other optimizer would take its place without a word."""
+    others = {torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam} - {MEANT[method]}
+    for other in others:
+        with pytest.raises(ValueError, match=f"method='{method}' moves by .*{other.__name__}, which would.*'dp-sgd'"):
+            engine_of(method=method, optimizer=other)
+    own = type("Own", (MEANT[method],), {})
+    alone, data = make_toy()
+    options = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.2, "steps": 5, "lr": 0.1, "reproducible": 5}
+    list(vestige.train(alone, LOSS, data, method=vestige.build(method), **options))
+    decay = {"weight_decay": vestige.build(method).rule.options.get("weight_decay", 0)} if method == "dp-adamw" else {}
+    for kind in (MEANT[method], own):
+        _, model, optimizer, loader = engine_of(reproducible=5, method=method, optimizer=partial(kind, **decay))
+        epoch(model, optimizer, loader)
+        torch.testing.assert_close(flat(model), flat(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_options_of_a_method_are_not_dropped():
+    with pytest.raises(ValueError, match="method='fo-dp-sgd' has momentum=0.9, and optimizer has 0"):
+        engine_of(method=vestige.build("fo-dp-sgd", momentum=0.9))
+    with pytest.raises(ValueError, match="method='dp-sgd' moves by SGD, and optimizer is Adam"):
+        engine_of(method=vestige.build("dp-sgd", momentum=0.9), optimizer=torch.optim.Adam)
+    engine_of(method=vestige.build("fo-dp-sgd", momentum=0.9), optimizer=partial(torch.optim.SGD, momentum=0.9))
+    engine_of(method="fo-dp-sgd", optimizer=partial(torch.optim.SGD, momentum=0.9))
+    engine_of(method="fo-dp-sgd", optimizer=torch.optim.RMSprop)
+    engine_of(method="dp-adamw", optimizer=partial(torch.optim.AdamW, betas=(0.8, 0.9)))
+    with pytest.raises(ValueError, match="has weight_decay=0.3, and optimizer has 0.01"):
+        engine_of(method=vestige.build("dp-adamw", weight_decay=0.3), optimizer=torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("physical", [1, 2, 5])
@@ -428,6 +472,63 @@ def test_going_back_to_a_checkpoint_forgets_no_question(tmp_path):
     assert torch.equal(flat(other), saved)
     epoch(other, other_optimizer, other_loader)
     assert sum(n for _, _, n in again.history) == 20
+
+
+def test_a_reproducible_loop_goes_on_as_if_it_had_not_stopped(tmp_path):
+    """In a new process, and in the same one; some draws of the loader were never used. A secret loop goes on with
+    samples of its own."""
+    books = {"reproducible": 3, "method": "fo-dp-sgd"}
+    sizes, ends = [], []
+
+    def steps(model, optimizer, loader, count):
+        for _, (x, y) in zip(range(count), loader, strict=False):
+            sizes[-1].append(float(x.sum()))
+            optimizer.zero_grad()
+            LOSS(model(x), y).backward()
+            optimizer.step()
+        ends.append(flat(model))
+
+    engine, *straight = engine_of(**books, ledger=tmp_path / "a")
+    for count in (3, 2, 4):
+        sizes.append([])
+        next(iter(straight[2]))  # a draw that no step is about
+        steps(*straight, count)
+        if count == 2:
+            engine.save_checkpoint(path=tmp_path / "c", module=straight[0], optimizer=straight[1])
+    sizes.append([])
+    engine.load_checkpoint(path=tmp_path / "c", module=straight[0], optimizer=straight[1])
+    next(iter(straight[2]))
+    steps(*straight, 4)
+    assert engine._ledger.spent.total() == 13
+    sizes.append([])
+    for _ in range(2):  # the same draw again is one more question
+        engine.load_checkpoint(path=tmp_path / "c", module=straight[0], optimizer=straight[1])
+        steps(*straight, 1)
+    assert sizes[-1][0] == sizes[-1][1]
+    assert engine._ledger.spent.total() == 15
+    engine._ledger.close()
+    sizes.append([])
+    engine, *again = engine_of(**books, ledger=tmp_path / "a", resume=True)
+    engine.load_checkpoint(path=tmp_path / "c", module=again[0], optimizer=again[1])
+    next(iter(again[2]))
+    steps(*again, 4)
+    assert engine._ledger.spent.total() == 19
+    assert sizes[2] == sizes[3] == sizes[5]
+    assert torch.equal(ends[3], ends[2])
+    assert torch.equal(ends[-1], ends[2])
+    engine, *secret = engine_of(method="dp-sgd")
+    for count in (3, 3):
+        sizes.append([])
+        steps(*secret, count)
+        engine.load_state_dict({**engine.state_dict(), "next": 0})
+    assert set(sizes[-1]).isdisjoint(sizes[-2])
+
+
+def test_a_module_on_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Linear(5, 3)
+    with pytest.raises(ValueError, match="'weight' is on the meta device.*to_empty"):
+        engine_of(model)
 
 
 def test_a_checkpoint_of_another_process_needs_its_ledger(tmp_path):

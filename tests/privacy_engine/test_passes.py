@@ -353,7 +353,7 @@ def test_a_call_of_another_form_is_rehearsed_by_itself():
         same_step(model, optimizer, x, y, lambda m, x, y, way=ways[number % 3]: LOSS(way(m, x), y))
 
 
-@pytest.mark.parametrize("how", ["wrapped", "in place", "later", "inner"])
+@pytest.mark.parametrize("how", ["wrapped", "in place", "later", "wrapped later", "wrapped step", "inner"])
 def test_compiled_models_train_uncompiled(how):
     base, data = fresh("mlp")
 
@@ -365,10 +365,21 @@ def test_compiled_models_train_uncompiled(how):
         _, given, optimizer, loader = private(given, data, multiplier=1.0)
         if how == "later":
             given.compile(backend="eager")
-        for x, y in loader:
-            optimizer.zero_grad()
-            LOSS(given(x), y).backward()
-            optimizer.step()
+        if how == "wrapped later":
+            given = torch.compile(given, backend="eager")
+
+        def loss(x, y):
+            return LOSS(given(x), y)
+
+        if how == "wrapped step":
+            loss = torch.compile(loss, backend="eager")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss(x, y).backward()
+                optimizer.step()
+        assert len([w for w in said if "its private passes run uncompiled" in str(w.message)]) == (how != "not at all")
         assert list(model.state_dict()) == list(base.state_dict())
         seen = given.eval()(data[0])  # compiled, where nothing is private
         torch.testing.assert_close(seen, plain(model).eval()(data[0]))

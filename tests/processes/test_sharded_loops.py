@@ -124,11 +124,16 @@ def test_a_checkpoint_goes_on_in_another_number_of_processes(two, tmp_path):
     """The same weights, the same optimizer and the same memory: the steps after it are those of a whole module."""
     from process_gang import Gang
 
-    whole = tmp_path / "whole"
+    straight, whole, replicas = (tmp_path / name for name in ("straight", "whole", "replicas"))
     tmp_path = tmp_path / "sharded"
-    whole.mkdir(), tmp_path.mkdir()
+    for folder in (straight, whole, replicas, tmp_path):
+        folder.mkdir()
+    wanted = process_loops.saved_and_loaded("plain", straight, before=6)  # without a stop in between
     process_loops.saved_and_loaded("plain", whole)
-    wanted = process_loops.saved_and_loaded("plain", whole, load=True)
+    stopped = process_loops.saved_and_loaded("plain", whole, load=True)
+    two(process_loops.saved_and_loaded, "plain", replicas)
+    copies = two(process_loops.saved_and_loaded, "plain", replicas, load=True)
+    assert torch.equal(stopped["end"], wanted["end"])
     saved = two(process_loops.saved_and_loaded, "sharded", tmp_path)
     assert not isinstance(saved[0], Failed), saved[0]
     left = sorted(path.name.split("-rows-")[0] for path in tmp_path.iterdir())
@@ -142,8 +147,10 @@ def test_a_checkpoint_goes_on_in_another_number_of_processes(two, tmp_path):
     finally:
         one.close()
     for each in (*again, other):
-        assert not isinstance(each, Failed), each
         assert torch.equal(each["start"], saved[0]["end"])
+    for each in (*copies, *again, other):
+        assert not isinstance(each, Failed), each
+        assert torch.allclose(each["start"], saved[0]["end"], atol=TOLERANCE)
         assert (each["step"], each["asked"]) == (6, 6)
         assert torch.allclose(each["end"], wanted["end"], atol=TOLERANCE)
 
@@ -168,6 +175,11 @@ MISUSED = {
     "written to": "changed between two training passes of one step",
     "another draw": "process 1 is at draw 1 of the private loader and process 0 at draw 0",
     "another step": "they have taken different numbers of steps",
+    "evaluated before the optimizer": "module.reshard()",
+    "on the meta device": "'0.weight' is on the meta device",
+    "another rate": '"lr": 0.01, "maximize": false',
+    "another decay": '"weight_decay": 0.5}] in process 1 and',
+    "frozen in one process": 'the list of frozen parameters is ["0.weight"] in process 1 and [] in process 0',
 }
 
 
@@ -182,6 +194,19 @@ def test_what_would_be_wrong(two, how):
 def test_a_module_that_was_evaluated_before_is_sharded_still(two):
     """FSDP2 leaves the outermost parameters gathered: they look like a replica's."""
     assert two(process_loops.misused, "evaluated before") == [True, True]
+    assert two(process_loops.misused, "and resharded") == [True, True]
+
+
+def test_torch_compile(two):
+    """After make_private it is for evaluation alone; before, the twin would have what was compiled of the module."""
+    for answer in two(process_loops.compiled, "before"):
+        assert isinstance(answer, Failed), answer
+        assert answer.kind == "ValueError", answer
+        assert "was compiled by torch.compile" in answer.message, answer
+    plain, after = two(process_loops.compiled, "not at all"), two(process_loops.compiled, "after")
+    for one, other in zip(plain, after, strict=True):
+        assert not isinstance(other, Failed), other
+        assert torch.equal(one, other)
 
 
 REFUSED = {

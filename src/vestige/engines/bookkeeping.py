@@ -40,7 +40,7 @@ from vestige.engines.rehearsal.rehearsing import (
     single_axes,
 )
 from vestige.engines.writes import Writes
-from vestige.layout import Layout
+from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.mechanism.transforms import Term, terms_of
@@ -114,7 +114,7 @@ class BookKeeping:
 
     def _rehearsed(self, blank: Batch, views: int) -> Taps | None:
         taps = Taps(self.model, self.layout)
-        if _compiled(self.model) and not self._said_compiled:
+        if compiled_in(self.model) and not self._said_compiled:
             self._said_compiled = True
             warnings.warn(
                 "the model is compiled, but private steps run it uncompiled: a compiled graph would run past the uses "
@@ -171,10 +171,6 @@ class BookKeeping:
             f"the model cannot be made private: {unwatched}; nor can it be run one example at a time ({alone}). Write "
             "what is named here in another way"
         ) from problems[0]
-
-
-def _compiled(model: nn.Module) -> bool:
-    return any(m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in model.modules())
 
 
 def add_weighted(

@@ -134,7 +134,7 @@ class Rule:
     @property
     def hears_noise(self) -> bool:
         """Whether the optimizer must be told the noise in each gradient."""
-        return self.optimizer is AdamBC
+        return issubclass(self.optimizer, AdamBC)
 
     @property
     def stackable(self) -> bool:

@@ -19,12 +19,20 @@ FOREIGN = (
     "optimizer holds a parameter that is not the module's and would move without noise: make it from "
     "module.parameters(), once the module is as it will be trained"
 )
+GATHERED = (
+    "optimizer holds tensors that are no parameters of the sharded module: they are older than fully_shard, or were "
+    "gathered by a pass in eval mode. Call fully_shard, after any pass module.reshard(), and only then make the "
+    "optimizer from module.parameters()"
+)
 
 
 def require_covered(module: nn.Module, optimizer: Optimizer) -> None:
     """Before training: the optimizer holds the module's trainable parameters, all of them and no others."""
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if _foreign(optimizer, trainable.values()):
+    foreign = _foreign(optimizer, trainable.values())
+    if foreign and any(map(_divided, trainable.values())) and not all(map(_divided, foreign)):
+        raise ValueError(GATHERED)
+    if foreign:
         raise ValueError(FOREIGN)
     held = {id(p) for p in _held(optimizer)}
     for name, parameter in trainable.items():
@@ -59,6 +67,10 @@ def require_noised(
 def _foreign(optimizer: Optimizer, own: Iterable[Tensor]) -> list[Tensor]:
     known = set(map(id, own))
     return [p for p in _held(optimizer) if id(p) not in known and p.requires_grad]
+
+
+def _divided(parameter: Tensor) -> bool:
+    return hasattr(parameter, "placements")
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

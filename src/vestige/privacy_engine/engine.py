@@ -31,8 +31,8 @@ from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
 from vestige.mechanism.losses.criteria import batch_mean, counts_targets, of_torch
 from vestige.methods.base import Method, require_shardable
-from vestige.methods.registry import build
-from vestige.optim.rules import Rule
+from vestige.methods.registry import METHODS, build
+from vestige.optim.rules import OPTIMIZERS, Rule
 from vestige.privacy_engine.coverage import require_covered
 from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch, private_loader
 from vestige.privacy_engine.optimizer_step import PrivateSteps, inner
@@ -173,7 +173,8 @@ class PrivacyEngine:
 
         - `noise_multiplier` is noise over `max_grad_norm`, the bound on one example's gradient.
         - `method` is a name or a value. One that asks somewhere else than at the parameters takes a closure:
-          `optimizer.step(closure)`. One with a schedule, an adaptive clip or a gate is for `vestige.train`.
+          `optimizer.step(closure)`. One with a schedule, an adaptive clip or a gate is for `vestige.train`. One that
+          moves otherwise than plain SGD, such as "dp-adamw", takes the optimizer that it means; the others take any.
         - `loss_reduction` is "mean" or "sum", as your loss is over the batch.
         - `sampling="allocation"` makes every pass over the loader an epoch: each example is in one of its
           examples / batch_size batches, drawn uniformly, and the whole epoch is charged at its first step, however
@@ -223,6 +224,7 @@ class PrivacyEngine:
                     "steps_per_batch and max_physical_batch_size: take several steps on whole batches only"
                 )
             chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
+            _require_rule(chosen, moves)
             size = max_physical_batch_size
             if size == "auto":
                 size = _largest_part(module, data_loader, chosen)
@@ -305,6 +307,7 @@ class PrivacyEngine:
         """Together: the processes that train this module, with one key, one ledger, and the weights of process 0; of a
         sharded module each keeps its rows, and for now all have a whole one besides."""
         group = self._group = processes(next(module.parameters()).device)
+        group.together(partial(_require_values, module))
         if not group.several:
             return group, None
         group.agree(
@@ -513,7 +516,7 @@ class PrivacyEngine:
     def load_checkpoint(self, *, path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
         """Go back to a checkpoint, after `make_private` with the same arguments. All that was asked stays charged. Of
         several processes all load, and the first one reads; of a sharded module each its rows, on any number of
-        processes."""
+        processes. With `reproducible=` the next pass over the loader begins with the draw that came next."""
         self._private_steps()
         saved = self._group.first(lambda: read_tensors(Path(path)))
         if ("rows" in saved) != (self._loop is not None):
@@ -540,7 +543,8 @@ class PrivacyEngine:
         steps = self._private_steps()
         asked = steps.asked
         steps.load_state_dict(saved)
-        steps.asked = max(asked, steps.asked)  # no stream of noise is drawn from twice
+        if not self._randomness.predictable:
+            steps.asked = max(asked, steps.asked)  # no stream of noise is drawn from twice
         self._ledger.rewind(steps.draws)
 
     def _check_place(self, saved: Mapping[str, Any]) -> None:
@@ -652,6 +656,52 @@ def _fit_for_a_loop(method: Method) -> Method:
             "use vestige.train"
         )
     return method
+
+
+def _require_values(module: nn.Module) -> None:
+    """Refuse a module that is still on the meta device."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"module: {name!r} is on the meta device and has no values yet: call module.to_empty(device=...), load "
+                "or initialise its weights, then make the optimizer and call make_private"
+            )
+
+
+def _require_rule(method: Method, optimizer: Optimizer) -> None:
+    """Refuse a method that moves by something else than the user's optimizer: in a loop the optimizer moves, and what
+    the method says of that would be dropped without a word. Plain SGD leaves the choice to the user."""
+    rule, name = method.rule, method.name
+    usual = build(name).rule if name in METHODS else Rule()
+    options = usual.options if usual.optimizer is rule.optimizer else {}
+    said = {key: value for key, value in rule.options.items() if value and value != options.get(key)}
+    if rule.optimizer is torch.optim.SGD and not said:
+        return
+    moves, wanted = _known(type(optimizer)), _named(rule.optimizer)
+    way_out = "train by vestige.train, or choose a method that leaves the moves to your optimizer, such as 'dp-sgd'"
+    if moves is not rule.optimizer:
+        raise ValueError(
+            f"method={name!r} moves by {rule.name}, and optimizer is {type(optimizer).__name__}, which would move in "
+            f"its place: give {wanted}, {way_out}"
+        )
+    for key, value in said.items():
+        found = [group.get(key) for group in optimizer.param_groups]
+        if value not in found:
+            raise ValueError(
+                f"method={name!r} has {key}={value}, and optimizer has {found[0]}, which would be used in its place: "
+                f"give {wanted} with {key}={value}, {way_out}"
+            )
+
+
+def _known(kind: type[Optimizer]) -> Any:
+    """The optimizer of torch's, or of ours, that one is or is made from."""
+    return next((each for each in kind.__mro__ if each in OPTIMIZERS.values()), kind)
+
+
+def _named(kind: type[Optimizer]) -> str:
+    """Where an optimizer is found."""
+    own = getattr(torch.optim, kind.__name__, None) is kind
+    return f"torch.optim.{kind.__name__}" if own else f"{kind.__module__}.{kind.__name__}"
 
 
 def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method) -> int:

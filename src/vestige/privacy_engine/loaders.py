@@ -44,6 +44,11 @@ class PrivateBatches(Sampler[list[int]]):
         self._group = group
         self.population, self._sampling, self.steps, self.physical_batch = population, sampling, steps, physical_batch
         self._randomness, self._draws, self.parts, self._planted = randomness, 0, parts, planted
+        parts.restart = self._restart
+
+    def _restart(self, draw: int) -> None:
+        assert self._randomness.predictable, "a secret sample is never handed out twice"
+        self._draws = draw
 
     @property
     def rate(self) -> float:

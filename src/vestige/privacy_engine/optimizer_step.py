@@ -146,6 +146,8 @@ class PrivateSteps:
         self.held = Held(passes)
         if isinstance(sums, ShardedSums):
             passes.start_sum = partial(self._sharded_sum, sums)
+        if passes.sharded is not None:
+            passes.sharded.settings = partial(settings_of, optimizer, passes.sharded.model)
         self.canaries = passes.canaries
         """Made-up rows, for an audit of the loop."""
         self.planned, self.expected_batch = planned, expected_batch
@@ -312,7 +314,7 @@ class PrivateSteps:
 
     def state_dict(self) -> dict[str, Any]:
         memory = self.learner().memory
-        counts = {"step_number": self.step_number, "asked": self.asked, "draws": self.draws}
+        counts = {"step_number": self.step_number, "asked": self.asked, "draws": self.draws, "next": self._latest + 1}
         planted = {} if self.canaries is None else {"canaries": self.canaries.state_dict()}
         return {"memory": memory, "probe": self.probe, **counts, **planted}
 
@@ -324,8 +326,33 @@ class PrivateSteps:
 
         self.learner().memory, self.probe = here(saved["memory"]), here(saved["probe"])
         self.step_number, self.asked, self.draws = saved["step_number"], saved["asked"], saved["draws"]
+        if self.randomness.predictable:  # the loader goes on where it was; a secret sample is never drawn twice
+            self._latest, self._paid = saved.get("next", self.draws) - 1, None
+            self.passes.parts.restart(self._latest + 1)
         if self.canaries is not None:
             self.canaries.load_state_dict(saved["canaries"])
+
+
+def settings_of(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """What decides how an optimizer moves, but for gradients and its state: the public numbers of its groups and which
+    parameters are in them, and which parameters are trained. Written alike in every process."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [
+        {key: _public(value) for key, value in group.items() if key != "params"}
+        | {"params": [names.get(id(parameter), "unknown") for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    return {"the optimizer": groups, "the list of frozen parameters": frozen}
+
+
+def _public(value: Any) -> Any:
+    """An option of an optimizer as text that has no address in it; a tensor is a learning rate."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_public(each) for each in value]
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 
 class _Found(Exception):

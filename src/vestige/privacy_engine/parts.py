@@ -48,6 +48,8 @@ class Parts:
         self._steps, self._left = steps, steps
         self.listener: Callable[[], None] = lambda: None
         """Called whenever a part is drawn."""
+        self.restart: Callable[[int], None] = lambda draw: None
+        """Lets the loader go on with a draw; its sampler sets this."""
 
     def announce(self, part: Part) -> None:
         (self._drawn if self._ahead is None else self._ahead).append(part)

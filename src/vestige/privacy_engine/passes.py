@@ -7,6 +7,8 @@ private loader, is refused before anything is released.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import Shapes, floating
 from vestige.engines.planted import TOGETHER, Canaries
 from vestige.engines.writes import Versions, Writes
-from vestige.layout import Layout, device_of, modules_of
+from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm, flat, form_of
 from vestige.privacy_engine.coverage import require_noised
@@ -40,6 +42,10 @@ from vestige.processes.plan import fsdp_in, silence_wrapper
 from vestige.processes.shards import ShardedSum
 
 Signals = Sequence[Tensor]
+UNCOMPILED = (
+    "the model is compiled, but its private passes run uncompiled: a compiled graph would run past the uses that are "
+    "watched"
+)
 
 
 @dataclass
@@ -86,6 +92,10 @@ class Entrance:
 
     passes: Passes
     compiled: Callable[..., Any] | None
+    dynamo: bool
+    """Whether somebody has loaded the compiler, which could trace this call."""
+    privately: Callable[..., Any]
+    """How a private pass runs: the compiler looks away."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.passes.module
@@ -93,16 +103,26 @@ class Entrance:
             return (self.compiled or module._call_impl)(*args, **kwargs)
         if self.passes.busy:
             return module._call_impl(*args, **kwargs)
-        attributes, forward = vars(module), module.forward
-        own = attributes.get("forward")
-        attributes["forward"] = self.passes.entered(forward)
-        try:
-            return module._call_impl(*args, **kwargs)
-        finally:
-            if own is None:
-                del attributes["forward"]
-            else:
-                attributes["forward"] = own
+        traced = self.dynamo and torch.compiler.is_compiling()
+        return self.privately(self.passes, traced or self.compiled is not None, args, kwargs)
+
+
+def private_call(passes: Passes, compiled: bool, args: Any, kwargs: Any) -> Any:
+    """A call of a private module that gradients are asked of; also where it was to be `compiled`."""
+    if (compiled or passes.compiled) and not passes.said_compiled:
+        passes.said_compiled = True
+        warnings.warn(UNCOMPILED, stacklevel=2)
+    module = passes.module
+    attributes, forward = vars(module), module.forward
+    own = attributes.get("forward")
+    attributes["forward"] = passes.entered(forward)
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        if own is None:
+            del attributes["forward"]
+        else:
+            attributes["forward"] = own
 
 
 def asks(module: nn.Module) -> bool:
@@ -148,7 +168,9 @@ class Passes:
         self._open: Open | None = None
         self._forward = module.forward
         self._recomputing: list[ExitStack] = []
-        self.busy = False
+        self.busy = self.said_compiled = False
+        self.compiled = compiled_in(module)
+        """Whether it was when it became private."""
         watch_backward_passes()
         parts.listener = self._uncompile
         self.settle()
@@ -192,9 +214,13 @@ class Passes:
     def _uncompile(self) -> None:
         """Calls of the module come here first. `module.compile()` puts a compiled graph around our hooks too; private
         passes go past it, others do not."""
-        compiled: Any = self.module._compiled_call_impl
-        if not isinstance(compiled, Entrance):
-            self.module._compiled_call_impl = Entrance(self, compiled)  # type: ignore[assignment]
+        entrance: Any = self.module._compiled_call_impl
+        known, dynamo = isinstance(entrance, Entrance), "torch._dynamo" in sys.modules
+        if not known or entrance.dynamo != dynamo:
+            compiled = entrance.compiled if known else entrance
+            privately = torch.compiler.disable(private_call) if dynamo else private_call
+            made = Entrance(self, compiled, dynamo, privately)
+            self.module._compiled_call_impl = made  # type: ignore[assignment]
         if self.sharded is not None:
             self.sharded.redirect()
 

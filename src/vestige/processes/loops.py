@@ -7,6 +7,7 @@ passes of one step send no messages of their own, and one process may have more 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vestige.layout import modules_of
+from vestige.layout import compiled_in, modules_of
+from vestige.processes.group import digest
 from vestige.processes.shards import HOOKS, ShardedSum, Shards, of_fsdp, resharded
 
 APART = {
@@ -33,7 +35,12 @@ REPLACED = (
 )
 WRITTEN = (
     "module: its parameters were changed between two training passes of one step, which are about the whole parameters "
-    "as the first of them met them: change them right after optimizer.step()"
+    "as the first of them met them: change them right after optimizer.step(), before any eval pass"
+)
+
+COMPILED = (
+    "module: it, or one of its modules, was compiled by torch.compile, and private passes of a sharded module run in a "
+    "twin that is not: leave torch.compile out, or call it after make_private, where it is for evaluation alone"
 )
 
 
@@ -43,19 +50,30 @@ class Through:
 
     loop: ShardedLoop
     compiled: Callable[..., Any] | None
+    dynamo: bool
+    """Whether somebody has loaded the compiler, which could trace this call."""
+    privately: Callable[..., Any]
+    """How a training pass runs: the compiler looks away."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.loop.model
         if not (model.training and torch.is_grad_enabled()):
             return (self.compiled or model._call_impl)(*args, **kwargs)
-        with self.loop.passing():
-            return self.loop.skeleton(*args, **kwargs)
+        return self.privately(self.loop, args, kwargs)
+
+
+def private_call(loop: ShardedLoop, args: Any, kwargs: Any) -> Any:
+    """A call of a sharded module that gradients are asked of."""
+    with loop.passing():
+        return loop.skeleton(*args, **kwargs)
 
 
 class ShardedLoop:
     """A sharded module between the steps of a user's loop."""
 
     def __init__(self, shards: Shards) -> None:
+        if compiled_in(shards.model):
+            raise ValueError(COMPILED)
         self.shards, self.group = shards, shards.group
         self.model, self.skeleton = shards.model, shards.skeleton
         self._held: dict[str, Any] = dict(self.model.named_parameters())
@@ -63,15 +81,21 @@ class ShardedLoop:
         self._husks = dict(self.skeleton.named_parameters())
         self._form = self._form_now()
         self._steps = 0
+        self.settings: Callable[[], dict[str, Any]] = dict
+        """What decides how the optimizer moves, as public facts: every process moves its own rows."""
         self._filled: list[int] | None = None
         """How often each parameter had been written to when the twin was filled; None while it is empty."""
         self.require_same()
 
     def redirect(self) -> None:
         """Calls of the module come through here; `module.compile()` may have put something else there."""
-        compiled: Any = self.model._compiled_call_impl
-        if not isinstance(compiled, Through):
-            self.model._compiled_call_impl = Through(self, compiled)  # type: ignore[assignment]
+        through: Any = self.model._compiled_call_impl
+        known, dynamo = isinstance(through, Through), "torch._dynamo" in sys.modules
+        if not known or through.dynamo != dynamo:
+            compiled = through.compiled if known else through
+            privately = torch.compiler.disable(private_call) if dynamo else private_call
+            made = Through(self, compiled, dynamo, privately)
+            self.model._compiled_call_impl = made  # type: ignore[assignment]
 
     def parameters(self) -> dict[str, Any]:
         """What the user's optimizer holds and moves: of each parameter that has a place in releases, its DTensor."""
@@ -138,20 +162,24 @@ class ShardedLoop:
 
     def in_rounds(self, draw: int, last: bool, shares: Iterator[Callable[[], object]], running: ShardedSum) -> None:
         """Together: add the shares of this process to a sum that all of them make, as many rounds as the process with
-        the most shares of the draw has. One that has closed its `last` part waits for the others."""
+        the most shares of the draw has. One that has closed its `last` part waits for the others. Before they go on to
+        move, their optimizers are compared: rows of one weight would move at different rates."""
+        mine = digest(self.settings()) if last else 0
         while True:
             share = next(shares, None)
             if share is None and not last:
                 return
-            told = self.group.told(draw, int(share is not None))
-            for rank, (other, _) in enumerate(told):
+            told = self.group.told(draw, int(share is not None), mine)
+            for rank, (other, _, _) in enumerate(told):
                 if other != told[0][0]:
                     raise ValueError(
                         f"process {rank} is at draw {other} of the private loader and process 0 at draw {told[0][0]}: "
                         "every process goes through all parts of every draw, so leave the loader at the same draw "
                         "everywhere"
                     )
-            if not any(there for _, there in told):
+            if not any(there for _, there, _ in told):  # so all of them have closed their last part
+                if any(settings != told[0][2] for *_, settings in told):
+                    self.group.agree(self.settings())
                 return
             if share is None:
                 running.nothing()
