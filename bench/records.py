@@ -292,8 +292,8 @@ python bench/records.py --json records.json --into docs/results/records.md   # w
 ```
 
 Whole datasets, Poisson samples (least squares: all examples, once), loss distributions, delta {delta:g}; test accuracy
-in percent, mean over seeds. Every run was verified from its ledger. "At least" is what was asked for; "published" is the
-record, and beside it is whether its sampling was the one it was priced for. Rows that are missing were not run.
+in percent, mean over seeds. Every run was verified from its ledger. "At least" is what was asked for; "published" is
+the record, and beside it is whether its sampling was the one it was priced for. Rows that are missing were not run.
 
 {table}
 """
