@@ -55,7 +55,7 @@ def two_questions(rate: float, multiplier: float, loss: float) -> float:
         return mpmath.quad(answered, mpmath.linspace(-16 * s, 1 + 16 * s, 24))
 
 
-@pytest.mark.parametrize("delta", [1e-6, 1e-15])
+@pytest.mark.parametrize("delta", [1e-6, pytest.param(1e-15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("rate", "multiplier"), [(0.04, 0.7), (0.3, 1.5)])
 def test_two_sampled_gaussians_cost_their_integral_from_above(rate, multiplier, delta):
     priced = epsilon({SampledGaussian(rate, multiplier): 2}, delta)

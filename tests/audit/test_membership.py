@@ -153,6 +153,7 @@ def memorable(seed=0):
     return tasks.Task("memorable", model, functional.cross_entropy, (inputs, targets), (inputs, targets), 10, "")
 
 
+@pytest.mark.slow
 def test_a_model_that_memorises_is_vulnerable_and_a_private_one_is_not():
     task = memorable()
     before = [p.clone() for p in task.model.parameters()]

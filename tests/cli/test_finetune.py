@@ -213,6 +213,7 @@ def test_a_step_without_noise_is_the_sum_of_clipped_gradients_one_example_at_a_t
     assert np.linalg.norm(moved * count / lr - want) <= 1e-4 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_resume_finishes_with_the_same_budget(made, tmp_path):
     run, ledger = tmp_path / "run", tmp_path / "run" / "ledger.jsonl"
     process = started(

@@ -85,6 +85,7 @@ def test_ctrl_c_while_workers_load_says_no_more_than_that(tmp_path, moment):
     assert (out, error) == ("", f"interrupted; continue with: vestige compare --resume {folder}\n")
 
 
+@pytest.mark.slow
 def test_a_comparison_that_is_told_to_end_takes_its_workers_with_it(tmp_path):
     folder = tmp_path / "comparison"
     process = started("compare", "--method", "dp-sgd", "--steps", "3000", "--workers", 2, "--out", folder)

@@ -18,6 +18,7 @@ from vestige.records import FailedRun, PrivacyTarget
 from vestige.training import planning
 
 
+@pytest.mark.slow
 def test_stacked_and_alone_agree_in_reproducible_mode(tmp_path):
     plain = replace(
         TINY, reproducible=True, rates=("auto",), budgets=(PrivacyTarget("paper_sigma", 1.1),), evaluations=2
@@ -113,7 +114,10 @@ def test_methods_that_share_a_search_get_the_noise_they_would_get_alone(name):
 
 
 @pytest.mark.parametrize("stack", [True, False])
-@pytest.mark.parametrize(("steps", "asked", "evaluations"), [(6, 4, 3), (6, 6, 6), (5, 100, 5), (6, 0, 0)])
+@pytest.mark.parametrize(
+    ("steps", "asked", "evaluations"),
+    [(6, 4, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((6, 6, 6), (5, 100, 5), (6, 0, 0)))],
+)
 def test_the_test_set_is_never_looked_at_more_often_than_was_asked(tmp_path, stack, steps, asked, evaluations):
     spec = replace(TINY, rates=("auto",), steps=steps, seeds=(0,), evaluations=asked)
     records = runner.compare(tmp_path / "c", spec, machine=Machine(stack=stack)).records().values()
@@ -142,6 +146,7 @@ def test_what_a_failed_stack_held_is_given_back_before_smaller_ones_are_made(mon
     assert max(alive) == 1
 
 
+@pytest.mark.slow
 def test_what_breaks_a_stack_is_recorded_with_the_run_it_belongs_to(tmp_path, monkeypatch):
     broken = replace(
         TINY, rates=("auto",), contenders=(TINY.contenders[0], Contender("odd", "fo-dp-sgd", {"beta": "x"}))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from commands import finished
+from commands import vestige
 from comparisons import AUTO, TINY
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender, Specification
@@ -83,6 +83,6 @@ def test_a_specification_that_is_none_is_refused_in_a_line(tmp_path, content, wo
 def test_every_command_says_in_a_line_that_a_specification_is_none(tmp_path):
     (tmp_path / "spec.json").write_text('{"version": 2}')
     for words in (["compare", "--resume"], ["report"], ["verify"]):
-        code, _, errors = finished(*words, str(tmp_path))
+        code, _, errors = vestige(*words, str(tmp_path))
         assert (code, errors.count("\n")) == (2, 1), errors
         assert "spec.json cannot be read" in errors

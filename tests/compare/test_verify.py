@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from commands import finished
+from commands import vestige
 from comparisons import AUTO, TINY, files
 from vestige import accounting
 from vestige.compare import runner
@@ -97,13 +97,13 @@ def test_a_filtered_record_that_spent_more_than_its_filter_is_found(compared, tm
 
 
 def test_verify_knows_a_comparison_from_a_run(compared, tmp_path):
-    code, out, _ = finished("verify", str(compared.path))
+    code, out, _ = vestige("verify", str(compared.path))
     assert code == 0
     assert "runs cost what their records state" in out
     copy = ComparisonFolder(shutil.copytree(compared.path, tmp_path / "c"))
     path = next(path for path in copy.runs.iterdir() if json.loads(path.read_text())["status"] == "done")
     path.write_text(json.dumps({**json.loads(path.read_text()), "epsilon": 0.1}))
-    code, out, errors = finished("verify", str(copy.path), "--json")
+    code, out, errors = vestige("verify", str(copy.path), "--json")
     assert code == 1
     assert json.loads(out)["wrong"] == {path.stem: json.loads(out)["wrong"][path.stem]}
     assert f"runs/{path.name}: states epsilon 0.1" in errors

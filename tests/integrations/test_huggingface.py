@@ -265,6 +265,7 @@ def test_a_run_that_was_killed_resumes_with_all_that_it_asked(tmp_path):
     assert not any(isinstance(value, bytes) for value in torch.load(tmp_path / "checkpoint-6" / "vestige.pt").values())
 
 
+@pytest.mark.slow
 def test_a_budget_that_lost_steps_ends_the_training(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 1}
 

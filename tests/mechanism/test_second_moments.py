@@ -341,14 +341,14 @@ def test_rounding_does_not_add_up_over_many_parts(part, monkeypatch):
     """Rows that float32 would round all one way, part after part, until one example is taken away before them."""
     seen, sum_of = [], Curator._sum
     monkeypatch.setattr(Curator, "_sum", lambda *given: seen.append(sum_of(*given)[0].double()) or sum_of(*given))
-    unit, scale, rows = 2.0**-12, sqrt(1.5), part or 4096
-    values = torch.full((20_000 // rows + 1, rows), 0.999 / scale, dtype=torch.float64)
+    unit, scale, rows, count = 2.0**-12, sqrt(1.5), part or 4096, 20_000 if part is None else 1000 * part
+    values = torch.full((count // rows + 1, rows), 0.999 / scale, dtype=torch.float64)
     values[:, 0] = 0.9999 / scale - 0.05 * unit * torch.arange(len(values))
     inputs = (values * scale).sqrt().float()
     others = (inputs.double().square() / scale).sum(dim=1) - inputs[:, 1].double().square() / scale
     wanted = ((others + inputs[:, 1].double().square() / scale) / unit).floor() * unit + 0.525 * unit
     inputs[:, 1] = ((wanted - others) * scale).sqrt().float()
-    inputs, labels = inputs.flatten()[:20_000, None], torch.zeros(20_000, dtype=torch.long)
+    inputs, labels = inputs.flatten()[:count, None], torch.zeros(count, dtype=torch.long)
     for first in (0, 1):
         list(
             vestige.train(

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import vestige
+from commands import as_json
+from commands import vestige as command
 from conftest import make_toy
 from vestige.methods.registry import METHODS
 
@@ -31,17 +33,17 @@ def vestige_command(*words):
 
 
 def test_the_table_and_the_pages_say_what_the_registry_knows():
-    table = json.loads(vestige_command("methods", "--json").stdout)["methods"]
+    table = as_json("methods")["methods"]
     assert [row["name"] for row in table] == list(METHODS)
     for row in table:
         assert row["bibtex"].startswith("@"), row["name"]
         assert {"parts", "defaults", "releases", "price", "privacy", "copies", "neutral", "reference"} <= row.keys()
-    page = vestige_command("methods", "dp-is").stdout
+    _, page, _ = command("methods", "dp-is")
     for words in ("importance", "SGM(boost q, z)", "@inproceedings", "--boost"):
         assert words.lower() in page.lower()
-    wrong = vestige_command("methods", "dp-satt")
-    assert wrong.returncode == 2
-    assert "did you mean 'dp-sat'" in wrong.stderr
+    code, _, error = command("methods", "dp-satt")
+    assert code == 2
+    assert "did you mean 'dp-sat'" in error
 
 
 def test_one_option_has_one_type_whichever_method_takes_it():

@@ -69,6 +69,7 @@ def test_finetuning_by_two_processes_is_that_of_one(two, job, tmp_path, aim):
     assert as_json("verify", tmp_path / "two")["unchecked"] == []
 
 
+@pytest.mark.slow
 def test_finetuning_that_one_of_two_processes_interrupts_goes_on_in_one(two, job, tmp_path):
     alone = process_bridges.finetuned(job, tmp_path / "one")
     each = [{"stop": None}, {"stop": 1}]

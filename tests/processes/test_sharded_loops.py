@@ -173,7 +173,7 @@ MISUSED = {
     "a part by itself": "has a gradient that did not come through a call of the private model",
     "eval mode": "has a gradient that did not come through a call of the private model",
     "written to": "changed between two training passes of one step",
-    "another draw": "process 1 is at draw 1 of the private loader and process 0 at draw 0",
+    "another draw": "of the private loader and process 0 at draw 0: every process goes through all parts",
     "another step": "they have taken different numbers of steps",
     "evaluated before the optimizer": "module.reshard()",
     "on the meta device": "'0.weight' is on the meta device",
