@@ -336,6 +336,21 @@ def test_a_model_that_mixes_or_keeps_examples_is_refused_before_anything_is_aske
         vestige.train(model(), None, examples(), method="least-squares", epsilon=1, delta=1e-4)
 
 
+class KeepingOfMany(Keeping):
+    """Keeps nothing of the few rows of a rehearsal."""
+
+    def forward(self, x):
+        return super().forward(x) if len(x) > 9 else x
+
+
+def test_what_a_model_keeps_of_many_rows_only_is_seen_too():
+    training = vestige.train(
+        nn.Sequential(KeepingOfMany(), head()), None, examples(), method="least-squares", epsilon=1, delta=1e-4
+    )
+    with pytest.raises(ValueError, match=r"buffer '0.seen' was changed by the forward pass"):
+        list(training)
+
+
 @pytest.mark.parametrize("part", [2, 16, None])
 def test_rounding_does_not_add_up_over_many_parts(part, monkeypatch):
     """Rows that float32 would round all one way, part after part, until one example is taken away before them."""

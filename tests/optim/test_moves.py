@@ -203,3 +203,15 @@ def test_a_balanced_sum_takes_as_many_operations_as_a_plain_one():
             engine(batch, point, Flat(1.0), into)
         took.append(len(counting.seen))
     assert took[1] == took[0]
+
+
+def test_a_parameter_that_was_replaced_in_its_group_is_the_one_that_moves():
+    first, other = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([first], lr=1.0)
+    moves = Moves(optimizer)
+    first.grad, other.grad = torch.ones(2), torch.ones(2)
+    moves.step()
+    optimizer.param_groups[0]["params"][0] = other
+    moves.step()
+    assert torch.equal(first, -torch.ones(2))
+    assert torch.equal(other, -torch.ones(2))

@@ -275,6 +275,10 @@ def test_what_is_given_beside_a_recipe_wins_and_the_rest_is_the_recipes(tmp_path
             (("--recipe", "mnist-ts", "--epsilon", "1", flag, "a=0..1"), f"{flag} cannot be given too: mnist-ts is a")
             for flag in ("--columns", "--label-column", "--labels", "--test")
         ),
+        (
+            ("--recipe", "mnist-scattering-least-squares", "--epsilon", "1", "--method", "dp-sgd"),
+            "--method='dp-sgd' cannot be given too: least-squares solves in one step",
+        ),
         (("--task", "digits-mlp", "--columns", "a=0..1"), "--columns cannot be given too: --task=digits-mlp is no"),
         (
             ("--recipe", "cifar10-features", "--epsilon", "1", "--data", __file__, "--features", __file__),

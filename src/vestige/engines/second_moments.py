@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.writes import Writes
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Parameters, Transform, usable_norms, weights
 
@@ -97,6 +98,7 @@ class SecondMoments:
 
     def __init__(self, model: nn.Module) -> None:
         self._rows, self._head = head_of(model)
+        self._writes = Writes(model)
 
     @torch.no_grad()
     def __call__(
@@ -109,7 +111,9 @@ class SecondMoments:
         width, classes = self._head.in_features, self._head.out_features
         if len(inputs) == 0:
             return into.new_zeros(0, 1, dtype=torch.float64)
+        before = self._writes.versions()
         rows = self._rows(inputs).double()
+        self._writes.require_unchanged(before, ())
         labels = labels.long()  # a narrower type would wrap the number of classes
         known = (labels >= 0) & (labels < classes)
         targets = functional.one_hot(torch.where(known, labels, 0), classes).double() - 1 / classes

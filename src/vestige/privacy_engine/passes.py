@@ -7,7 +7,6 @@ private loader, is refused before anything is released.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import Shapes, floating
 from vestige.engines.planted import TOGETHER, Canaries
 from vestige.engines.writes import Versions, Writes
+from vestige.entrances import Entrance, stand_at
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm, flat, form_of
@@ -86,25 +86,18 @@ class Open:
     dropped: bool = False
 
 
-@dataclass(frozen=True)
-class Entrance:
+class PrivateEntrance(Entrance):
     """Calls of a private module: as it is where gradients are asked of it, by its compiled form elsewhere."""
 
-    passes: Passes
-    compiled: Callable[..., Any] | None
-    dynamo: bool
-    """Whether somebody has loaded the compiler, which could trace this call."""
-    privately: Callable[..., Any]
-    """How a private pass runs: the compiler looks away."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.passes.module
+        passes: Passes = self.owner
+        module = passes.module
         if not asks(module):
             return (self.compiled or module._call_impl)(*args, **kwargs)
-        if self.passes.busy:
+        if passes.busy:
             return module._call_impl(*args, **kwargs)
         traced = self.dynamo and torch.compiler.is_compiling()
-        return self.privately(self.passes, traced or self.compiled is not None, args, kwargs)
+        return self.privately(passes, traced or self.compiled is not None, args, kwargs)
 
 
 def private_call(passes: Passes, compiled: bool, args: Any, kwargs: Any) -> Any:
@@ -214,13 +207,7 @@ class Passes:
     def _uncompile(self) -> None:
         """Calls of the module come here first. `module.compile()` puts a compiled graph around our hooks too; private
         passes go past it, others do not."""
-        entrance: Any = self.module._compiled_call_impl
-        known, dynamo = isinstance(entrance, Entrance), "torch._dynamo" in sys.modules
-        if not known or entrance.dynamo != dynamo:
-            compiled = entrance.compiled if known else entrance
-            privately = torch.compiler.disable(private_call) if dynamo else private_call
-            made = Entrance(self, compiled, dynamo, privately)
-            self.module._compiled_call_impl = made  # type: ignore[assignment]
+        stand_at(self.module, PrivateEntrance, self, private_call)
         if self.sharded is not None:
             self.sharded.redirect()
 

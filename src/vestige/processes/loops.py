@@ -7,15 +7,14 @@ passes of one step send no messages of their own, and one process may have more 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vestige.entrances import Entrance, stand_at
 from vestige.layout import compiled_in, modules_of
 from vestige.processes.group import digest
 from vestige.processes.shards import HOOKS, ShardedSum, Shards, of_fsdp, resharded
@@ -44,22 +43,14 @@ COMPILED = (
 )
 
 
-@dataclass(frozen=True)
-class Through:
+class Through(Entrance):
     """Calls of a sharded module: by its twin where gradients are asked of it, by itself elsewhere."""
 
-    loop: ShardedLoop
-    compiled: Callable[..., Any] | None
-    dynamo: bool
-    """Whether somebody has loaded the compiler, which could trace this call."""
-    privately: Callable[..., Any]
-    """How a training pass runs: the compiler looks away."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model = self.loop.model
+        model = self.owner.model
         if not (model.training and torch.is_grad_enabled()):
             return (self.compiled or model._call_impl)(*args, **kwargs)
-        return self.privately(self.loop, args, kwargs)
+        return self.privately(self.owner, args, kwargs)
 
 
 def private_call(loop: ShardedLoop, args: Any, kwargs: Any) -> Any:
@@ -89,13 +80,7 @@ class ShardedLoop:
 
     def redirect(self) -> None:
         """Calls of the module come through here; `module.compile()` may have put something else there."""
-        through: Any = self.model._compiled_call_impl
-        known, dynamo = isinstance(through, Through), "torch._dynamo" in sys.modules
-        if not known or through.dynamo != dynamo:
-            compiled = through.compiled if known else through
-            privately = torch.compiler.disable(private_call) if dynamo else private_call
-            made = Through(self, compiled, dynamo, privately)
-            self.model._compiled_call_impl = made  # type: ignore[assignment]
+        stand_at(self.model, Through, self, private_call)
 
     def parameters(self) -> dict[str, Any]:
         """What the user's optimizer holds and moves: of each parameter that has a place in releases, its DTensor."""

@@ -1,0 +1,35 @@
+"""Who answers the call of a module? Whoever stands at its entrance, where `module.compile()` puts a compiled graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """Answers calls of a module, by a `__call__` of its own, in the place of a compiled form."""
+
+    owner: Any
+    """Whose module it is."""
+    compiled: Callable[..., Any] | None
+    """The compiled form, for calls that are not private."""
+    dynamo: bool
+    """Whether somebody has loaded the compiler, which could trace this call."""
+    privately: Callable[..., Any]
+    """How a private call runs: the compiler looks away."""
+
+
+def stand_at(module: nn.Module, kind: type[Entrance], owner: Any, private_call: Callable[..., Any]) -> None:
+    """Calls of the module come to `kind` first, also where it was compiled since, or the compiler was loaded."""
+    found: Any = module._compiled_call_impl
+    known, dynamo = isinstance(found, kind), "torch._dynamo" in sys.modules
+    if not known or found.dynamo != dynamo:
+        privately = torch.compiler.disable(private_call) if dynamo else private_call
+        made = kind(owner, found.compiled if known else found, dynamo, privately)
+        module._compiled_call_impl = made  # type: ignore[assignment]
