@@ -96,9 +96,9 @@ for data, rate, where, multiples in (
     ("cifar100", 0.04, ("cifar100-mlp",), USUAL),
     ("mnist", 0.0033333, ("mnist-mlp", "fmnist-mlp"), USUAL),
 ):
-    every, some = (*LOW, OWN_BUDGET), (1.0, 8.0)
+    every = (*LOW, OWN_BUDGET)
     SHOWN[f"balance-{data}-auto"] = Shown(where, every, BALANCED, sample_rate=rate, rates=("auto",))
-    SHOWN[f"balance-{data}-tuned"] = Shown(where, some, BALANCED, multiples, 0, rate, ("tuned",))
+    SHOWN[f"balance-{data}-tuned"] = Shown(where, every, BALANCED, multiples, 0, rate, ("tuned",))
 
 
 def compare(name: str, specification: Specification, arguments: argparse.Namespace) -> None:

@@ -98,8 +98,8 @@ def at_once(monkeypatch):
 
 
 def delayed(monkeypatch, seconds):
-    solve = spectrum._eigenvalues
-    monkeypatch.setattr(spectrum, "_eigenvalues", lambda grams: (time.sleep(seconds()), solve(grams))[1])
+    solve = spectrum._solved
+    monkeypatch.setattr(spectrum, "_solved", lambda *given: (time.sleep(seconds()), solve(*given))[1])
 
 
 def law_of_timing(memory, walk):
@@ -136,7 +136,9 @@ def test_the_law_of_timing_rejects_a_memory_that_uses_whatever_is_ready(walk):
         law_of_timing(WhateverIsReady(interval=OUTSIDE, refresh=2, lag=3), walk)
 
 
-def test_the_result_is_the_same_on_any_number_of_threads():
+@pytest.mark.parametrize("worth", [0, spectrum.WORTH_DIVIDING], ids=["divided", "whole"])
+def test_the_result_is_the_same_on_any_number_of_threads(worth, monkeypatch):
+    monkeypatch.setattr(spectrum, "WORTH_DIVIDING", worth)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(n, 40, generator=generator) for n in (30, 20, 30, 12, 30, 5)]
     found = []
@@ -155,14 +157,14 @@ def test_threads_beside_the_training_leave_torch_its_own():
 
 
 def test_a_solver_that_fails_says_so_at_the_step_that_needs_it(walk, monkeypatch):
-    def fails(grams):
+    def fails(grams, sizes, floor):
         raise torch.linalg.LinAlgError("no convergence")
 
     layout, releases, points = walk
     memory = Spectral(refresh=1, lag=2)
     state = memory.init(layout, torch.device("cpu"))
     memory.step(Release(releases[0].clone(), 1.0, 10.0, RATE), state, points[0])
-    monkeypatch.setattr(spectrum, "_eigenvalues", fails)
+    monkeypatch.setattr(spectrum, "_solved", fails)
     for step in (1, 2):
         memory.step(Release(releases[step].clone(), 1.0, 10.0, RATE), state, points[step])
     with pytest.raises(torch.linalg.LinAlgError, match="no convergence"):
@@ -300,8 +302,8 @@ ENDS = """
     from vestige.optim.spectral import Spectral
     from vestige.randomness.release import Release
 
-    solve = spectrum._eigenvalues
-    spectrum._eigenvalues = lambda grams: (time.sleep(SECONDS), solve(grams))[1]
+    solve = spectrum._solved
+    spectrum._solved = lambda *given: (time.sleep(SECONDS), solve(*given))[1]
     model = torch.nn.Linear(20, 15)
     layout, point = Layout.of(model), {name: p.detach() for name, p in model.named_parameters()}
     memory = Spectral(refresh=1, lag=2)

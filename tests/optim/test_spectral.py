@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 import vestige
 from conftest import make_toy
 from vestige.cli.main import app
+from vestige.devices import triton_available
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers, Patterns
 from vestige.optim import spectrum
@@ -71,14 +74,15 @@ def make_model(seed: int = 0) -> nn.Module:
         return nn.Sequential(nn.Linear(14, 20), nn.LayerNorm(20), nn.Linear(20, 12), nn.Linear(12, 3))
 
 
-def run(memory, releases, points, layout, rate=0.25):
+def run(memory, releases, points, layout, rate=0.25, device="cpu"):
     """Feed releases, each asked at its own point; returns the directions and the records, stacked."""
-    state = memory.init(layout, torch.device("cpu"))
+    state = memory.init(layout, torch.device(device))
     outputs, seen = [], []
-    for row, point in zip(releases, points, strict=True):
+    for row, point in zip(releases.to(device), points, strict=True):
+        point = {name: p.to(device) for name, p in point.items()}
         out, state, diagnostics = memory.step(Release(row.clone(), 1.0, 10.0, rate), state, point)
-        outputs.append(out.clone())
-        seen.append({key: value.clone() for key, value in diagnostics.items()})
+        outputs.append(out.cpu())
+        seen.append({key: value.cpu().clone() for key, value in diagnostics.items()})
     return torch.stack(outputs), {key: torch.stack([row[key] for row in seen]).numpy() for key in seen[0]}
 
 
@@ -118,13 +122,19 @@ def expected_exponents(points, layout, refresh, lag=0):
 def test_the_memory_is_the_papers(
     grouping, beta, alpha, window, low, width, c, gamma, warm, cap, refresh, gate, drift, lag
 ):
+    law_of_the_paper(grouping, beta, alpha, window, low, width, c, gamma, warm, cap, refresh, gate, drift, lag)
+
+
+def law_of_the_paper(
+    grouping, beta, alpha, window, low, width, c, gamma, warm, cap, refresh, gate, drift, lag, device="cpu"
+):
     gate = "paper" if window < 3 else gate
     model = make_model()
     layout = Layout.of(model, grouping)
     releases, points = walk(layout, model, drift=drift)
     interval = (low, low + width)
     memory = Spectral(beta, alpha, window, interval, c, gamma, warm, cap, refresh, gate=gate, lag=lag)
-    out, seen = run(memory, releases, points, layout)  # rate 1/4: an epoch is 4 steps
+    out, seen = run(memory, releases, points, layout, device=device)  # rate 1/4: an epoch is 4 steps
     exponents = expected_exponents(points, layout, refresh or 4, lag)
     np.testing.assert_allclose(seen["exponent"], exponents, rtol=1e-9)
     owner = layout.expand(torch.arange(layout.groups)).numpy()
@@ -140,8 +150,67 @@ def test_the_memory_is_the_papers(
         ("memory_ratio_by_group", "ratio"),
     ]:
         np.testing.assert_allclose(seen[ours], told[theirs], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(seen["effective_depth"], told["depth"].mean(1), rtol=1e-9)
+    np.testing.assert_allclose(seen["effective_depth"], told["depth"].mean(1), rtol=1e-9 if device == "cpu" else 1e-6)
     np.testing.assert_allclose(seen["memory_ratio"], told["ratio"].mean(1), rtol=1e-4, atol=1e-5)
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+fused = pytest.mark.skipif(
+    not (triton_available() or INTERPRETED), reason="needs a GPU and Triton, or Triton with TRITON_INTERPRET=1"
+)
+
+
+@pytest.fixture
+def steps_fused(monkeypatch):
+    """The device of fused steps, in blocks that are small beside the model; and how many were taken."""
+    from vestige.optim import triton_spectral
+
+    taken, step = [], triton_spectral.step
+    monkeypatch.setattr(triton_spectral, "COLUMNS", 32)
+    monkeypatch.setattr(triton_spectral, "step", lambda *given: (taken.append(1), step(*given))[1])
+    if not triton_available():
+        monkeypatch.setattr(Spectral, "_fused", lambda memory, release, state: len(state["past"]) > 0)
+    return "cuda" if triton_available() else "cpu:0", taken
+
+
+@fused
+@pytest.mark.parametrize("gate", ["paper", "disjoint"])
+@pytest.mark.parametrize("window", [2, 4, 6])
+@pytest.mark.parametrize("grouping", [Layers(), None, Patterns(("*.bias", "*"))], ids=["layers", "one", "apart"])
+def test_fused_steps_are_the_papers(steps_fused, grouping, window, gate):
+    device, taken = steps_fused
+    law_of_the_paper(
+        grouping, 0.6, 0.7, window, 2.0, 0.5, 1.5, 0.3, 3, 0.8, 1 if window == 4 else 5, gate, 0.5, 2, device
+    )
+    assert len(taken) == 11  # all of twelve but the first
+
+
+@fused
+@pytest.mark.parametrize("options", [{"gate": "open"}, {"largest_scale": None}, {"smoothing": 1.0}, {"warm_up": 0}])
+def test_fused_steps_are_the_plain_ones(steps_fused, options, monkeypatch):
+    device, taken = steps_fused
+    model = make_model()
+    layout = Layout.of(model, Layers())
+    given = walk(layout, model)
+    memory = Spectral(fresh_weight=0.5, refresh=3, lag=2, **options)
+    out, seen = run(memory, *given, layout, device=device)
+    assert taken
+    monkeypatch.setattr(Spectral, "_fused", lambda *given: False)
+    wanted, told = run(memory, *given, layout)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    assert seen.keys() == told.keys()
+    for name, values in told.items():
+        np.testing.assert_allclose(seen[name], values, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@fused
+def test_a_fused_steps_exponents_may_be_undefined(steps_fused):
+    device, _ = steps_fused
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    layout = Layout.of(model, Layers())
+    _, seen = run(Spectral(), *walk(layout, model), layout, device=device)
+    assert np.isnan(seen["exponent"]).all()
+    assert (seen["tempering"] == 0).all()
 
 
 # --- laws -------------------------------------------------------------------------------------------------------------

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vestige.checks import require
+from vestige.devices import triton_available
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
 from vestige.optim import spectrum
 from vestige.optim.memory import Filtered, MemoryState, unknown_noise
 from vestige.optim.spectrum import Convention
-from vestige.optim.window import weighted_sum
+from vestige.optim.window import MOST_ROWS, weighted_sum
 from vestige.randomness.release import Divided, Release
 
 TINY = 1e-12
@@ -124,8 +125,13 @@ class Spectral:
             found = self._due_divided(state, parameters, every, release.divided)
         if found is not None:
             state["exponent"] = found.to(fresh.device)
+        changed = found is not None or count <= depth  # otherwise the weights have not changed
+        pull = (1 - self.fresh_weight) * self._warmth(count, epoch)
+        if count and self._fused(release, state):
+            return self._step_fused(fresh, state, pull, changed)
+        if found is not None:
             state["tempering"] = self.tempering(state["exponent"])
-        if found is not None or count <= depth:  # otherwise the weights have not changed
+        if changed:
             state["weights"] = self.weigh(state["tempering"], min(count, depth))
         gate = scale = ratio = torch.zeros_like(state["exponent"])
         direction = fresh * self.fresh_weight
@@ -134,28 +140,33 @@ class Spectral:
             recalled, inner = self._recall(fresh, state, sections)
             inner = dict(zip(inner, release.totalled(torch.stack([*inner.values()])).unbind(), strict=True))
             gate, scale = self._gate(inner), self._scale(inner)
-            pull = (1 - self.fresh_weight) * self._warmth(count, epoch) * gate * scale
-            rounded = pull.to(fresh.dtype)
+            share = pull * gate * scale
+            rounded = share.to(fresh.dtype)
             for start, stop, group in sections:
                 direction[..., start:stop].addcmul_(recalled[..., start:stop], rounded[..., group, None])
-            ratio = _ratio(pull, inner, self.fresh_weight)
+            ratio = _ratio(share, inner, self.fresh_weight)
         if depth:
             state["past"][..., count % depth, :].copy_(direction)
             state["trend"].lerp_(direction, self.smoothing if count else 1.0)
         state["count"] += 1
         lags = torch.arange(1, depth + 1, dtype=torch.float64, device=fresh.device)
         depths = state["weights"] @ lags
-        seen = {
-            "effective_depth": depths.mean(-1),
-            "memory_ratio": ratio.mean(-1),
-            "effective_depth_by_group": depths,
-            "memory_ratio_by_group": ratio,
-            "gate": gate,
-            "scale": scale,
-            "exponent": state["exponent"],
-            "tempering": state["tempering"],
-        }
-        return Filtered(direction, state, seen)
+        return Filtered(direction, state, _shown(state, gate, scale, ratio, depths))
+
+    def _fused(self, release: Release, state: MemoryState) -> bool:
+        """Whether a step is one of a single run on a GPU, with a window that our kernels hold."""
+        past = state["past"]
+        single = release.divided is None and past.dim() == 2 and past.is_cuda and past.dtype == torch.float32
+        return single and 0 < len(past) <= MOST_ROWS and triton_available()
+
+    def _step_fused(self, fresh: Tensor, state: MemoryState, pull: float, changed: bool) -> Filtered:
+        from vestige.optim import triton_spectral
+
+        if changed:
+            triton_spectral.weigh(self, state)
+        direction, numbers = triton_spectral.step(self, fresh, state, pull)
+        state["count"] += 1
+        return Filtered(direction, state, _shown(state, *numbers))
 
     def _due(self, state: MemoryState, parameters: Parameters, every: int, lead: tuple[int, ...]) -> Tensor | None:
         """The exponents that this step is the first to use, if any; and the next ones are begun where it is time."""
@@ -241,6 +252,20 @@ class Spectral:
         if self.largest_scale is None:
             return torch.ones_like(inner["rr"])
         return (inner["tt"].sqrt() / (inner["rr"].sqrt() + TINY)).clamp(max=self.largest_scale)
+
+
+def _shown(state: MemoryState, gate: Tensor, scale: Tensor, ratio: Tensor, depths: Tensor) -> dict[str, Tensor]:
+    """What a step tells of itself; means over groups first."""
+    return {
+        "effective_depth": depths.mean(-1),
+        "memory_ratio": ratio.mean(-1),
+        "effective_depth_by_group": depths,
+        "memory_ratio_by_group": ratio,
+        "gate": gate,
+        "scale": scale,
+        "exponent": state["exponent"],
+        "tempering": state["tempering"],
+    }
 
 
 def group_exponents(

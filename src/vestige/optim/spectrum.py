@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from itertools import chain, islice
 from threading import Barrier
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ FLOOR = 1e-5
 NARROWEST = 1e-4
 """A spectrum narrower than this, relatively, is one point blurred by float32's rounding, not a tail."""
 
+WORTH_DIVIDING = 1 << 26
+"""Spectra that take fewer operations than this are found by one thread."""
 PROBES = 24
 CHUNK = 1 << 21
 
@@ -55,9 +58,17 @@ def exponents(weights: Sequence[Tensor], convention: Convention = "flatten", flo
 def _exponents(grams: Sequence[Tensor], floor: float, apply: Apply = map, pieces: int = 1) -> Tensor:
     if not grams:
         return torch.empty(0, dtype=torch.float64)
-    spectra = _spectra(grams, apply, pieces)
-    longest = max(map(len, spectra))
-    return _fit(torch.stack([torch.nn.functional.pad(s, (longest - len(s), 0)) for s in spectra]), floor)
+    if pieces == 1 or sum(len(gram) * gram.shape[-1] ** 3 for gram in grams) < WORTH_DIVIDING:
+        return _solved(list(grams), _by_size(grams), floor)
+    return _fit(_aligned(_spectra(grams, apply, pieces)), floor)
+
+
+def _by_size(grams: Sequence[Tensor]) -> list[list[int]]:
+    """Which of them are of one size, the largest first."""
+    by_size: dict[int, list[int]] = {}
+    for index in sorted(range(len(grams)), key=lambda index: -grams[index].shape[-1]):
+        by_size.setdefault(grams[index].shape[-1], []).append(index)
+    return list(by_size.values())
 
 
 def _spectra(grams: Sequence[Tensor], apply: Apply = map, pieces: int = 1) -> list[Tensor]:
@@ -65,23 +76,14 @@ def _spectra(grams: Sequence[Tensor], apply: Apply = map, pieces: int = 1) -> li
 
     Matrices of one size are decomposed together, or in so many pieces, the largest size first.
     """
-    by_size: dict[int, list[int]] = {}
-    for index in sorted(range(len(grams)), key=lambda index: -grams[index].shape[-1]):
-        by_size.setdefault(grams[index].shape[-1], []).append(index)
-    parts = [torch.cat([grams[index] for index in members]).chunk(pieces) for members in by_size.values()]
+    sizes = _by_size(grams)
+    parts = [torch.cat([grams[index] for index in members]).chunk(pieces) for members in sizes]
     found = iter(apply(_eigenvalues, chain(*parts)))
     spectra: dict[int, Tensor] = {}
-    for members, mine in zip(by_size.values(), parts, strict=True):
+    for members, mine in zip(sizes, parts, strict=True):
         values = torch.cat(list(islice(found, len(mine)))).split([len(grams[index]) for index in members])
         spectra |= {index: part.flatten().sort().values for index, part in zip(members, values, strict=True)}
     return [spectra[index] for index in range(len(grams))]
-
-
-def _eigenvalues(grams: Tensor) -> Tensor:
-    """[..., n, n] -> [..., n]; NaN where a matrix is not finite, at which LAPACK would stop."""
-    usable = grams.isfinite().all(dim=-1).all(dim=-1)[:, None]
-    values = torch.linalg.eigvalsh(torch.where(usable[..., None], grams, 0.0))
-    return torch.where(usable, values, torch.nan)
 
 
 def _grams(weights: Sequence[Tensor], convention: Convention, apply: Apply = map) -> list[Tensor]:
@@ -113,7 +115,36 @@ def _gram(matrices: Tensor) -> Tensor:
     return matrices @ matrices.mT if wide else matrices.mT @ matrices
 
 
-def _fit(spectra: Tensor, floor: float) -> Tensor:
+# From here to `_deviation` TorchScript reads the functions too: their names and types are such as it understands.
+
+
+def _fitted(grams: list[Tensor], sizes: list[list[int]], floor: float) -> Tensor:
+    """The exponent of each weight, from its Gram matrices; `sizes` are those of one size each (`_by_size`)."""
+    spectra = [torch.empty(0)] * len(grams)
+    for members in sizes:
+        values = _eigenvalues(torch.cat([grams[index] for index in members]))
+        start = 0
+        for index in members:
+            stop = start + grams[index].shape[0]
+            spectra[index] = values[start:stop].flatten().sort()[0]
+            start = stop
+    return _fit(_aligned(spectra), floor)
+
+
+def _aligned(spectra: list[Tensor]) -> Tensor:
+    """Spectra of any lengths, with zeros at the front: [weights, longest]."""
+    longest = max([each.shape[0] for each in spectra])
+    return torch.stack([torch.nn.functional.pad(each, [longest - each.shape[0], 0]) for each in spectra])
+
+
+def _eigenvalues(grams: Tensor) -> Tensor:
+    """[..., n, n] -> [..., n]; NaN where a matrix is not finite, at which LAPACK would stop."""
+    usable = grams.isfinite().all(dim=-1).all(dim=-1)[:, None]
+    values = torch.linalg.eigvalsh(torch.where(usable[..., None], grams, 0.0))
+    return torch.where(usable, values, torch.nan)
+
+
+def _fit(spectra: Tensor, floor: float, fewest: int = FEWEST, narrowest: float = NARROWEST) -> Tensor:
     """Exponents of spectra sorted ascending and padded with zeros at the front: [layers, n] -> [layers].
 
     Right-aligned like this, a tail that begins at column i has n - i members in every layer.
@@ -129,7 +160,7 @@ def _fit(spectra: Tensor, floor: float) -> Tensor:
     best = distances.argmin(dim=-1, keepdim=True)
     chosen = 1 + slopes.gather(-1, best).squeeze(-1)
     lowest = torch.where(valid, logs, torch.inf).amin(dim=-1)
-    defined = (valid.sum(-1) >= FEWEST) & (logs[:, -1] - lowest > NARROWEST) & candidate.any(-1)
+    defined = (valid.sum(-1) >= fewest) & (logs[:, -1] - lowest > narrowest) & candidate.any(-1)
     defined &= ~spectra.isnan().any(-1)
     return torch.where(defined, chosen, torch.nan)
 
@@ -149,26 +180,28 @@ def _distances(logs: Tensor, slopes: Tensor, candidate: Tensor) -> Tensor:
     distances.masked_fill_(~candidate, torch.inf)
     slack = 1e-12  # the two passes may round differently
     rest = candidate & distances.isinf() & (bounds <= distances.amin(dim=-1, keepdim=True) + slack)
-    _measure(distances, logs, slopes, *rest.nonzero(as_tuple=True))
+    found = rest.nonzero()
+    _measure(distances, logs, slopes, found[:, 0], found[:, 1])
     return distances
 
 
-def _probed(logs: Tensor, slopes: Tensor) -> Tensor:
-    """The distance at PROBES ranks spread over each tail: a lower bound."""
+def _probed(logs: Tensor, slopes: Tensor, probes: int = PROBES) -> Tensor:
+    """The distance at so many ranks spread over each tail: a lower bound."""
     layers, n = logs.shape
     starts = torch.arange(n, device=logs.device)
-    shares = torch.linspace(0, 1, PROBES, dtype=logs.dtype, device=logs.device)
+    shares = torch.linspace(0, 1, probes, dtype=logs.dtype, device=logs.device)
     ranks = (shares * (n - 1 - starts)[:, None]).long()
     places = (starts[:, None] + ranks).flatten()
-    gaps = logs[:, places].view(layers, n, PROBES) - logs[..., None]
+    gaps = logs[:, places].view(layers, n, probes) - logs[..., None]
     return _deviation(gaps, slopes[..., None], ranks / (n - starts)[:, None]).amax(dim=-1)
 
 
-def _measure(distances: Tensor, logs: Tensor, slopes: Tensor, rows: Tensor, starts: Tensor) -> None:
-    """Fill in the exact distance of the tails that begin at (rows, starts)."""
+def _measure(distances: Tensor, logs: Tensor, slopes: Tensor, rows: Tensor, starts: Tensor, chunk: int = CHUNK) -> None:
+    """Fill in the exact distance of the tails that begin at (rows, starts), some of them at a time."""
     n = logs.shape[-1]
-    ranks = torch.arange(n, device=logs.device)
-    for row, start in zip(rows.split(max(1, CHUNK // n)), starts.split(max(1, CHUNK // n)), strict=True):
+    ranks, most = torch.arange(n, device=logs.device), max(1, chunk // n)
+    for first in range(0, rows.shape[0], most):
+        row, start = rows[first : first + most], starts[first : first + most]
         here = start[:, None]
         gaps = logs[row] - logs[row, start][:, None]
         empirical = (ranks - here) / (n - here)
@@ -181,6 +214,32 @@ def _deviation(gaps: Tensor, slopes: Tensor, empirical: Tensor) -> Tensor:
     return (-torch.expm1(-slopes * gaps) - empirical).abs()
 
 
+def _solved(grams: list[Tensor], sizes: list[list[int]], floor: float) -> Tensor:
+    """`_fitted`, on a CPU in TorchScript where torch has it: the same operations in the same order, for all of which a
+    thread holds Python's lock once. A hundred small ones, each of which asks for it, would keep the training waiting.
+    """
+    script = _script() if grams[0].device.type == "cpu" else None
+    if script is None:
+        return _fitted(grams, sizes, floor)
+    try:
+        return script(grams, sizes, floor)
+    except RuntimeError:  # which is said in TorchScript's words
+        return _fitted(grams, sizes, floor)
+
+
+Solver = Callable[[list[Tensor], list[list[int]], float], Tensor]
+
+
+@cache
+def _script() -> Solver | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated: without it a spectrum takes longer, and is the same
+            return cast(Solver, torch.jit.script(_fitted))
+    except Exception:
+        return None
+
+
 # --- while training goes on -------------------------------------------------------------------------------------------
 
 AT_ONCE = 4
@@ -190,9 +249,10 @@ AT_ONCE = 4
 class Background:
     """`exponents`, found on threads of the CPU. The weights must stay as they are until `result` has returned.
 
-    Each thread uses one core, so the result is the same, bit for bit, on any number of them and in any order. Of
-    weights on a GPU the Gram matrices are taken there, and only these travel: the eigenvalues of a few hundred rows are
-    a long chain of tiny steps, which a core does faster, and other cores for other matrices meanwhile.
+    Each thread uses one core, so the result is the same, bit for bit, on any number of them and in any order. Weights
+    on a GPU travel to the host if they are small; of large ones the Gram matrices are taken there, and only these
+    travel. The eigenvalues of a few hundred rows are a long chain of tiny steps, which a core does faster, and other
+    cores for other matrices meanwhile.
     """
 
     def __init__(self, weights: Sequence[Tensor], convention: Convention = "flatten", floor: float = FLOOR) -> None:
@@ -201,42 +261,47 @@ class Background:
         self._landed: torch.cuda.Event | None = None
         self._grams: Callable[[Apply], list[Tensor]] | None = lambda apply: _grams(weights, convention, apply)
         if weights and weights[0].is_cuda:
-            sent = self._send(_grams(weights, convention))
-            self._grams = lambda apply: sent
+            if sum(w.numel() * min(len(w), w.numel() // len(w)) for w in weights) < WORTH_DIVIDING:
+                here = self._send(weights)
+                self._grams = lambda apply: _grams(here, convention)
+            else:
+                sent = self._send(_grams(weights, convention))
+                self._grams = lambda apply: sent
         else:
             self.go_on()
 
     def go_on(self) -> None:
-        """Hand the work to the threads if they have not got it: from a GPU, once the matrices have arrived.
+        """Hand the work to the threads if they have not got it: from a GPU, if the matrices have arrived.
 
         Called on the training's own thread, so that no other one calls CUDA: that would break off a recording.
         """
-        if self._grams is not None:
-            if self._landed is not None:
-                self._landed.synchronize()
+        if self._grams is not None and (self._landed is None or self._landed.query()):
             self._future = _threads(os.getpid()).submit(self._grams, self._floor)
             self._grams = None  # and with it the weights
 
     def result(self) -> Tensor:
         """The exponents, on the CPU."""
+        if self._grams is not None and self._landed is not None:
+            self._landed.synchronize()
         self.go_on()
         assert self._future is not None
         return self._future.result()
 
-    def _send(self, grams: Sequence[Tensor]) -> list[Tensor]:
-        """Where the matrices lie in the host's memory once `_landed` is over."""
-        flat = torch.cat([gram.flatten() for gram in grams])
+    def _send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Where these lie in the host's memory once `_landed` is over."""
+        flat = torch.cat([each.flatten() for each in tensors])
         here = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
         self._landed = torch.cuda.Event()
         self._landed.record(torch.cuda.current_stream(flat.device))
-        parts = here.split([gram.numel() for gram in grams])
-        return [part.view(gram.shape) for part, gram in zip(parts, grams, strict=True)]
+        parts = here.split([each.numel() for each in tensors])
+        return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
 class _Threads:
     """As many threads as torch uses, less the training's own, for eigenvalues; a few more that fit what they find."""
 
     def __init__(self) -> None:
+        _script()  # on the training's thread: warnings are turned off for all of them
         self._count = max(1, torch.get_num_threads() - 1)
         self._solving, self._fitting = _single(self._count), _single(AT_ONCE)
 

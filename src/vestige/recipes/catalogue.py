@@ -49,7 +49,7 @@ SHORT = replace(
     summary="the same for minutes of a GPU: 4 views, a third of the steps, a larger rate",
     source=f"{DE}, shortened by us",
     steps=((1, 400), (8, 750)),
-    lr=((1, 4), (8, 6)),
+    lr=((1, 4), (8, 8)),
     augment=4,
 )
 PRIOR = replace(
