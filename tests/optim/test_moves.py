@@ -47,15 +47,15 @@ def scales_for(params, balance):
     return {id(p): scale for p, scale in zip(params, CONSTANTS, strict=True)} if balance else None
 
 
-def moved(kind, options, balance, groups, directly):
-    params = parameters()
+def moved(kind, options, balance, groups, directly, device="cpu"):
+    params = [nn.Parameter(p.detach().to(device)) for p in parameters()]
     given = [{"params": params[:2], "lr": 0.3}, {"params": params[2:]}] if groups else params
     optimizer, scales = kind(given, lr=0.05, **options), scales_for(params, balance)
     moves, calls = Moves(optimizer), []
     own = kind.step
     for step in range(5):
         for p, gradient in zip(params, gradients(step), strict=True):
-            p.grad = gradient
+            p.grad = gradient.to(device)
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
         if directly:
@@ -94,6 +94,30 @@ def test_a_direct_move_is_torchs_own_bit_for_bit(kind, options, left, balance, g
     assert len(our_state) == len(its_state)
     assert all(torch.equal(a, b) for a, b in zip(our_state, its_state, strict=True))
     assert calls == left  # how many steps were left to the optimizer: of Adam the first, which makes its state
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+@pytest.mark.parametrize("balance", [False, True], ids=["plain", "balanced"])
+def test_a_direct_move_on_a_gpu_is_torchs_own_bit_for_bit(kind, balance):
+    ours, our_state, calls = moved(kind, {}, balance, True, directly=True, device="cuda")
+    torchs, its_state, _ = moved(kind, {}, balance, True, directly=False, device="cuda")
+    assert calls == (0 if kind is SGD else 1)
+    for a, b in zip([*ours, *our_state], [*torchs, *its_state], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_kernel_moves_parameters_of_different_constants():
+    params = [nn.Parameter(p.detach().cuda()) for p in parameters()]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    moves = Moves(SGD(params, lr=0.1))
+    with Counting() as counting:
+        moves.step(scales_for(params, True))
+        first = len(counting.seen)
+        moves.step(scales_for(params, True))
+    assert len(counting.seen) == first + 1
 
 
 def one_step(prepare):

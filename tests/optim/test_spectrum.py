@@ -108,8 +108,13 @@ def test_conventions_for_convolutions():
     flat = squared_singular_values(weight.flatten(1))
     pooled = np.concatenate([squared_singular_values(weight[:, :, i, j]) for i in range(3) for j in range(3)])
     matrix = heavy(20, 30, 1)
-    as_one, as_matrix = spectrum._spectra(spectrum._grams([weight, matrix], "flatten"))
-    by_position, as_it_is = spectrum._spectra(spectrum._grams([weight, matrix], "per-position"))
+
+    def spectra(convention):
+        matrices = [spectrum._matrices(each, convention) for each in (weight, matrix)]
+        return spectrum._spectra(matrices, spectrum._by_size(matrices))
+
+    as_one, as_matrix = spectra("flatten")
+    by_position, as_it_is = spectra("per-position")
     np.testing.assert_allclose(as_one.numpy(), np.sort(flat), rtol=1e-9)
     np.testing.assert_allclose(by_position.numpy(), np.sort(pooled), rtol=1e-6)
     assert torch.equal(as_matrix, as_it_is)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice
 from threading import Barrier
 from typing import Literal, cast
@@ -33,9 +33,6 @@ WORTH_DIVIDING = 1 << 26
 PROBES = 24
 CHUNK = 1 << 21
 
-Apply = Callable[[Callable[[Tensor], Tensor], Iterable[Tensor]], Iterable[Tensor]]
-"""`map`, or one that works on several threads; results come in order."""
-
 
 def exponent(weight: Tensor, convention: Convention = "flatten", floor: float = FLOOR) -> float:
     """The exponent of one weight; NaN where it is undefined."""
@@ -52,51 +49,19 @@ def exponents(weights: Sequence[Tensor], convention: Convention = "flatten", flo
     Formal guarantees: none needed. It is a function of the weights alone, so of past releases: computing it, however
     often, costs no privacy.
     """
-    return _exponents(_grams(weights, convention), floor)
+    return _found([_matrices(weight, convention) for weight in weights], floor)
 
 
-def _exponents(grams: Sequence[Tensor], floor: float, apply: Apply = map, pieces: int = 1) -> Tensor:
-    if not grams:
-        return torch.empty(0, dtype=torch.float64)
-    if pieces == 1 or sum(len(gram) * gram.shape[-1] ** 3 for gram in grams) < WORTH_DIVIDING:
-        return _solved(list(grams), _by_size(grams), floor)
-    return _fit(_aligned(_spectra(grams, apply, pieces)), floor)
+def _found(matrices: list[Tensor], floor: float) -> Tensor:
+    return _solved(matrices, floor) if matrices else torch.empty(0, dtype=torch.float64)
 
 
-def _by_size(grams: Sequence[Tensor]) -> list[list[int]]:
-    """Which of them are of one size, the largest first."""
-    by_size: dict[int, list[int]] = {}
-    for index in sorted(range(len(grams)), key=lambda index: -grams[index].shape[-1]):
-        by_size.setdefault(grams[index].shape[-1], []).append(index)
-    return list(by_size.values())
-
-
-def _spectra(grams: Sequence[Tensor], apply: Apply = map, pieces: int = 1) -> list[Tensor]:
-    """The squared singular values of each weight, ascending, from its Gram matrices; NaN if it is not finite.
-
-    Matrices of one size are decomposed together, or in so many pieces, the largest size first.
-    """
-    sizes = _by_size(grams)
-    parts = [torch.cat([grams[index] for index in members]).chunk(pieces) for members in sizes]
-    found = iter(apply(_eigenvalues, chain(*parts)))
-    spectra: dict[int, Tensor] = {}
-    for members, mine in zip(sizes, parts, strict=True):
-        values = torch.cat(list(islice(found, len(mine)))).split([len(grams[index]) for index in members])
-        spectra |= {index: part.flatten().sort().values for index, part in zip(members, values, strict=True)}
-    return [spectra[index] for index in range(len(grams))]
-
-
-def _grams(weights: Sequence[Tensor], convention: Convention, apply: Apply = map) -> list[Tensor]:
-    """The Gram matrices of each weight, [how many, n, n] in float64.
+def _matrices(weight: Tensor, convention: Convention) -> Tensor:
+    """[how many, rows, columns], a view.
 
     A convolution [out, in, *kernel] is one matrix [out, in * kernel] ("flatten"), or one matrix [out, in] per kernel
     position whose eigenvalues are pooled ("per-position", WeightWatcher's own reading).
     """
-    return list(apply(lambda weight: _gram(_matrices(weight, convention)), weights))
-
-
-def _matrices(weight: Tensor, convention: Convention) -> Tensor:
-    """[how many, rows, columns] in float64."""
     if weight.ndim < 2:
         raise ValueError(f"weight of shape {tuple(weight.shape)} has no spectrum; give one of two or more dimensions")
     if convention not in ("flatten", "per-position"):
@@ -105,30 +70,72 @@ def _matrices(weight: Tensor, convention: Convention) -> Tensor:
     if weight.device.type == "mps":  # it has no float64
         weight = weight.cpu()
     if weight.ndim == 2 or convention == "flatten":
-        return weight.double().flatten(1).unsqueeze(0)
-    return weight.double().flatten(2).permute(2, 0, 1)
+        return weight.flatten(1).unsqueeze(0)
+    return weight.flatten(2).permute(2, 0, 1)
 
 
-def _gram(matrices: Tensor) -> Tensor:
-    """The smaller of the two Gram matrices: its eigenvalues are all the squared singular values."""
-    wide = matrices.shape[-2] <= matrices.shape[-1]
-    return matrices @ matrices.mT if wide else matrices.mT @ matrices
+def _by_size(matrices: Sequence[Tensor]) -> list[list[int]]:
+    """Which of them have Gram matrices of one size, the largest first."""
+    by_size: dict[int, list[int]] = {}
+    for index in sorted(range(len(matrices)), key=lambda index: -min(matrices[index].shape[1:])):
+        by_size.setdefault(min(matrices[index].shape[1:]), []).append(index)
+    return list(by_size.values())
+
+
+def _solved(matrices: list[Tensor], floor: float) -> Tensor:
+    """`_fitted`, on a CPU in TorchScript where torch has it: the same operations in the same order, for all of which a
+    thread holds Python's lock once. A hundred small ones, each of which asks for it, would keep the training waiting.
+    """
+    sizes = _by_size(matrices)
+    script = _script() if matrices[0].device.type == "cpu" else None
+    if script is None:
+        return _fitted(matrices, sizes, floor)
+    try:
+        return script(matrices, sizes, floor)
+    except RuntimeError:  # which is said in TorchScript's words
+        return _fitted(matrices, sizes, floor)
+
+
+Solver = Callable[[list[Tensor], list[list[int]], float], Tensor]
+
+
+@cache
+def _script() -> Solver | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated: without it a spectrum takes longer, and is the same
+            return cast(Solver, torch.jit.script(_fitted))
+    except Exception:
+        return None
 
 
 # From here to `_deviation` TorchScript reads the functions too: their names and types are such as it understands.
 
 
-def _fitted(grams: list[Tensor], sizes: list[list[int]], floor: float) -> Tensor:
-    """The exponent of each weight, from its Gram matrices; `sizes` are those of one size each (`_by_size`)."""
-    spectra = [torch.empty(0)] * len(grams)
+def _fitted(matrices: list[Tensor], sizes: list[list[int]], floor: float) -> Tensor:
+    """The exponent of each weight; `sizes` are those of one size each (`_by_size`)."""
+    return _fit(_aligned(_spectra(matrices, sizes)), floor)
+
+
+def _spectra(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
+    """The squared singular values of each weight, ascending; NaN if it is not finite. Matrices of one size are
+    decomposed together."""
+    spectra = [torch.empty(0)] * len(matrices)
     for members in sizes:
-        values = _eigenvalues(torch.cat([grams[index] for index in members]))
+        values = _eigenvalues(torch.cat([_gram(matrices[index]) for index in members]))
         start = 0
         for index in members:
-            stop = start + grams[index].shape[0]
+            stop = start + matrices[index].shape[0]
             spectra[index] = values[start:stop].flatten().sort()[0]
             start = stop
-    return _fit(_aligned(spectra), floor)
+    return spectra
+
+
+def _gram(matrices: Tensor) -> Tensor:
+    """The smaller of the two Gram matrices, in float64: its eigenvalues are all the squared singular values."""
+    wide = matrices.double()
+    turned = wide.transpose(-2, -1)
+    return wide @ turned if wide.shape[-2] <= wide.shape[-1] else turned @ wide
 
 
 def _aligned(spectra: list[Tensor]) -> Tensor:
@@ -214,32 +221,6 @@ def _deviation(gaps: Tensor, slopes: Tensor, empirical: Tensor) -> Tensor:
     return (-torch.expm1(-slopes * gaps) - empirical).abs()
 
 
-def _solved(grams: list[Tensor], sizes: list[list[int]], floor: float) -> Tensor:
-    """`_fitted`, on a CPU in TorchScript where torch has it: the same operations in the same order, for all of which a
-    thread holds Python's lock once. A hundred small ones, each of which asks for it, would keep the training waiting.
-    """
-    script = _script() if grams[0].device.type == "cpu" else None
-    if script is None:
-        return _fitted(grams, sizes, floor)
-    try:
-        return script(grams, sizes, floor)
-    except RuntimeError:  # which is said in TorchScript's words
-        return _fitted(grams, sizes, floor)
-
-
-Solver = Callable[[list[Tensor], list[list[int]], float], Tensor]
-
-
-@cache
-def _script() -> Solver | None:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is deprecated: without it a spectrum takes longer, and is the same
-            return cast(Solver, torch.jit.script(_fitted))
-    except Exception:
-        return None
-
-
 # --- while training goes on -------------------------------------------------------------------------------------------
 
 AT_ONCE = 4
@@ -256,32 +237,28 @@ class Background:
     """
 
     def __init__(self, weights: Sequence[Tensor], convention: Convention = "flatten", floor: float = FLOOR) -> None:
-        self._floor = floor
         self._future: Future[Tensor] | None = None
         self._landed: torch.cuda.Event | None = None
-        self._grams: Callable[[Apply], list[Tensor]] | None = lambda apply: _grams(weights, convention, apply)
-        if weights and weights[0].is_cuda:
-            if sum(w.numel() * min(len(w), w.numel() // len(w)) for w in weights) < WORTH_DIVIDING:
-                here = self._send(weights)
-                self._grams = lambda apply: _grams(here, convention)
-            else:
-                sent = self._send(_grams(weights, convention))
-                self._grams = lambda apply: sent
-        else:
-            self.go_on()
+        matrices = [_matrices(weight, convention) for weight in weights]
+        on_gpu, large = bool(matrices) and matrices[0].is_cuda, _work(matrices) >= WORTH_DIVIDING
+        if on_gpu:
+            matrices = self._send([_gram(each) for each in matrices] if large else matrices)
+        find = partial(_Threads.divided, grams=on_gpu) if large else _Threads.whole
+        self._work: Callable[[_Threads], Future[Tensor]] | None = partial(find, matrices=matrices, floor=floor)
+        self.go_on()
 
     def go_on(self) -> None:
         """Hand the work to the threads if they have not got it: from a GPU, if the matrices have arrived.
 
         Called on the training's own thread, so that no other one calls CUDA: that would break off a recording.
         """
-        if self._grams is not None and (self._landed is None or self._landed.query()):
-            self._future = _threads(os.getpid()).submit(self._grams, self._floor)
-            self._grams = None  # and with it the weights
+        if self._work is not None and (self._landed is None or self._landed.query()):
+            self._future = self._work(_threads(os.getpid()))
+            self._work = None  # and with it the weights
 
     def result(self) -> Tensor:
         """The exponents, on the CPU."""
-        if self._grams is not None and self._landed is not None:
+        if self._work is not None and self._landed is not None:
             self._landed.synchronize()
         self.go_on()
         assert self._future is not None
@@ -297,6 +274,11 @@ class Background:
         return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
+def _work(matrices: Sequence[Tensor]) -> int:
+    """About how many operations their spectra take."""
+    return sum(each.numel() * min(each.shape[1:]) for each in matrices)
+
+
 class _Threads:
     """As many threads as torch uses, less the training's own, for eigenvalues; a few more that fit what they find."""
 
@@ -305,11 +287,24 @@ class _Threads:
         self._count = max(1, torch.get_num_threads() - 1)
         self._solving, self._fitting = _single(self._count), _single(AT_ONCE)
 
-    def submit(self, grams: Callable[[Apply], list[Tensor]], floor: float) -> Future[Tensor]:
-        return self._fitting.submit(self._found, grams, floor)
+    def whole(self, matrices: list[Tensor], floor: float) -> Future[Tensor]:
+        """By one thread."""
+        return self._fitting.submit(_found, matrices, floor)
 
-    def _found(self, grams: Callable[[Apply], list[Tensor]], floor: float) -> Tensor:
-        return _exponents(grams(self._solving.map), floor, self._solving.map, self._count)
+    def divided(self, matrices: list[Tensor], floor: float, grams: bool) -> Future[Tensor]:
+        """By all of them; `grams` says that the matrices are Gram matrices already."""
+        return self._fitting.submit(self._divided, matrices, floor, grams)
+
+    def _divided(self, matrices: list[Tensor], floor: float, grams: bool) -> Tensor:
+        squares = matrices if grams else list(self._solving.map(_gram, matrices))
+        sizes = _by_size(squares)
+        parts = [torch.cat([squares[index] for index in members]).chunk(self._count) for members in sizes]
+        found = self._solving.map(_eigenvalues, chain(*parts))  # the largest first
+        spectra: dict[int, Tensor] = {}
+        for members, mine in zip(sizes, parts, strict=True):
+            values = torch.cat(list(islice(found, len(mine)))).split([len(squares[index]) for index in members])
+            spectra |= {index: part.flatten().sort().values for index, part in zip(members, values, strict=True)}
+        return _fit(_aligned([spectra[index] for index in range(len(squares))]), floor)
 
 
 @cache
@@ -321,7 +316,13 @@ def _threads(process: int) -> _Threads:
 def _single(count: int) -> ThreadPoolExecutor:
     """Threads in each of which torch uses one core."""
     usual, all_there = torch.get_num_threads(), Barrier(count)
-    pool = ThreadPoolExecutor(count, "spectrum", torch.set_num_threads, (1,))
+    pool = ThreadPoolExecutor(count, "spectrum", _alone)
     list(pool.map(lambda _: all_there.wait(), range(count)))
     torch.set_num_threads(usual)  # which is also what threads that start later begin with
     return pool
+
+
+def _alone() -> None:
+    """This thread uses one core. torch would set it to all of them when the thread first asks how many there are."""
+    torch.set_num_threads(1)
+    torch.get_num_threads()

@@ -29,6 +29,9 @@ WITHOUT: dict[type[Optimizer], tuple[str, ...]] = {
 }
 """Options that leave a step to the optimizer, where they are set."""
 
+SMALL = 1 << 20
+"""Numbers that take a GPU less time to read once more than to start another kernel."""
+
 
 class Moves:
     """Steps of an optimizer, under the constants of balanced steps where there are some (`balanced`)."""
@@ -117,6 +120,11 @@ class Moves:
 
 
 def _sgd(group: dict[str, Any], members: Sorted) -> None:
+    if members.ones:
+        given: Any = [p.grad for p in members.params]
+        rates = [-(group["lr"] * scale) for scale in members.scales]
+        torch._foreach_addcmul_(members.params, given, members.ones, rates)
+        return
     for scale, params in members.by_scale:
         rate = -(group["lr"] * scale)
         if members.together:
@@ -141,6 +149,10 @@ class Sorted:
         self.alike = len({(p.device, p.dtype, torch.is_complex(p)) for p in self.params}) == 1
         self.together = _foreach(group)
         self.one = torch.tensor(1.0)
+        few = sum(p.numel() for p in self.params) <= SMALL
+        launches = self.together and len(self.by_scale) > 1 and few and self.params[0].is_cuda
+        self.ones = [torch.ones_like(p) for p in self.params] if launches else []
+        """Factors of 1: with them one launch, and no other of torch, moves each parameter at a rate of its own."""
 
     def still(self, group: dict[str, Any], scales: Scales | None) -> bool:
         """Whether this is the group as it is now."""
