@@ -8,7 +8,7 @@ from commands import as_json
 from commands import vestige as command
 from vestige import accounting
 from vestige.compare.report import plans as report
-from vestige.questions import SampledGaussian
+from vestige.questions import Gaussian, SampledGaussian
 from vestige.recipes.catalogue import find
 from vestige.recipes.planner import LEAST_STEPS, Budget, plan, seconds_of
 from vestige.recipes.throughput import views_per_second
@@ -31,6 +31,14 @@ def test_a_plan_keeps_to_both_budgets():
     most = max(each.signal for each in found.by_batch)
     here = next(each for each in found.by_batch if each.batch == best.batch)
     assert here.signal >= 0.97 * most
+
+
+def test_a_plan_pays_for_what_its_recipe_asks_before_the_first_step():
+    found = plan(HOUR, "cifar10-scattering-linear")
+    steps = {SampledGaussian(found.best.sample_rate, found.best.noise_multiplier): found.best.steps}
+    assert found.epsilon == accounting.epsilon({**steps, Gaussian(8.0): 2}, 1e-5) <= 3.0
+    assert found.epsilon > 2.99
+    assert accounting.epsilon(steps, 1e-5) < found.epsilon - 0.002
 
 
 def test_more_time_buys_more_signal_and_little_time_a_shorter_recipe():

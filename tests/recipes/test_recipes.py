@@ -11,7 +11,7 @@ import vestige
 from commands import as_json
 from commands import vestige as command
 from vestige import accounting, tasks
-from vestige.questions import SampledGaussian
+from vestige.questions import Gaussian, SampledGaussian
 from vestige.recipes import RECIPES, find
 from vestige.recipes.recipe import at
 from vestige.tasks.tables import Bounded, Categories, columns_of, encoded_rows, read_table
@@ -120,6 +120,21 @@ def test_images_of_ones_own_take_a_model_or_the_name_of_one():
     training = vestige.recipe("images-scratch", model=model, data=(images, labels), **given)
     list(training)
     assert training.model is model
+
+
+def test_a_recipe_that_normalises_by_private_moments_asks_for_them_and_pays():
+    features, labels = torch.randn(40, 4, 3, 3), torch.randint(2, (40,))
+    model = nn.Sequential(nn.GroupNorm(2, 4, affine=False), nn.Flatten(), nn.Linear(36, 2))
+    given = {"data": (features, labels), "epsilon": 8, "delta": 1e-3, "steps": 2}
+    training = vestige.recipe("cifar10-scattering-linear", model=model, **given)
+    list(training)
+    plan = training.plan
+    steps = {SampledGaussian(plan.sample_rate, plan.noise_multiplier): 2}
+    asked = accounting.epsilon({**steps, Gaussian(8.0): 2}, 1e-3)
+    assert training.guarantee().epsilon == pytest.approx(asked, rel=1e-6)
+    assert asked > accounting.epsilon(steps, 1e-3) + 1e-3
+    with pytest.raises(ValueError, match="begins with a GroupNorm"):
+        vestige.recipe("cifar10-scattering-linear", model=nn.Sequential(nn.Flatten(), nn.Linear(36, 2)), **given)
 
 
 def test_mistakes_about_ones_own_data_are_named():

@@ -43,7 +43,10 @@ def with_moments(model: nn.Module) -> nn.Module:
     modules = list(model) if isinstance(model, nn.Sequential) else []
     first = modules[0] if modules else None
     if not isinstance(first, nn.GroupNorm):
-        raise ValueError("normalise='private' replaces the normalisation of scattering features: use a task of *-hf")
+        raise ValueError(
+            "normalise='private' replaces the normalisation of scattering features: use a task of *-hf, or an "
+            "nn.Sequential that begins with a GroupNorm"
+        )
     unknown = torch.zeros(first.num_channels)
     return nn.Sequential(Standardise(unknown, unknown + 1), *modules[1:])
 

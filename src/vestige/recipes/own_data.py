@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vestige.mechanism.moments import PrivateMoments, with_moments
 from vestige.recipes.catalogue import find
 from vestige.tasks import bag_of_words, bounded
 from vestige.tasks.features import pretrained
@@ -78,6 +79,8 @@ def recipe(
     if prior is not None and not (train_with or {}).get("resume"):
         pretrained.start_from(made, pretrained.read(prior))
     passed = {key: getattr(job, key) for key in PASSED}
+    if wanted.normalise == "private":
+        made, passed["normalise"] = with_moments(made), PrivateMoments()
     return train(
         made.to(device),
         loss,

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from math import log
 from typing import Any, Literal
 
+from vestige.mechanism.moments import PrivateMoments
+from vestige.questions import Question
+
 KINDS = ("images", "features", "text", "tabular")
 Curve = tuple[tuple[float, float], ...]
 """A setting by epsilon: (epsilon, value), epsilons rising; between two of them it follows a power law."""
@@ -62,6 +65,8 @@ class Recipe:
     augment: int | None = None
     balance: str | None = None
     standardise: bool = False
+    normalise: str = "group"
+    """Of scattering features: "group" asks nothing, "private" asks for their moments, before the first step."""
     sampling: str = "poisson"
     needs: str | None = None
     """What must be named besides data: "prior", "features" (a checkpoint) or "columns"."""
@@ -79,6 +84,11 @@ class Recipe:
         """Whether it asks once about every example, and has no batch and no steps to choose."""
         return self.sample_rate == 1 and self.steps == ((1, 1),)
 
+    @property
+    def asked_before(self) -> tuple[Question, ...]:
+        """What is asked, and charged, before the first step."""
+        return PrivateMoments().questions if self.normalise == "private" else ()
+
     def settings(self, epsilon: float) -> dict[str, Any]:
         """The fields of a `Job` at this epsilon."""
         momentum = {"momentum": self.momentum} if self.momentum else {}
@@ -94,6 +104,7 @@ class Recipe:
             "augment": self.augment,
             "balance": self.balance,
             "standardise": self.standardise,
+            "normalise": self.normalise,
             "sampling": self.sampling,
             "head_steps": self.head_steps,
             "head_lr": self.head_lr,
