@@ -130,7 +130,7 @@ def test_a_recipe_that_normalises_by_private_moments_asks_for_them_and_pays():
     list(training)
     plan = training.plan
     steps = {SampledGaussian(plan.sample_rate, plan.noise_multiplier): 2}
-    asked = accounting.epsilon({**steps, Gaussian(8.0): 2}, 1e-3)
+    asked = accounting.epsilon({**steps, Gaussian(8.0): 2}, 1e-3)  # theirs, from epsilon 3 up
     assert training.guarantee().epsilon == pytest.approx(asked, rel=1e-6)
     assert asked > accounting.epsilon(steps, 1e-3) + 1e-3
     with pytest.raises(ValueError, match="begins with a GroupNorm"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vestige.mechanism.moments import PrivateMoments, with_moments
+from vestige.mechanism.moments import with_moments
 from vestige.recipes.catalogue import find
 from vestige.tasks import bag_of_words, bounded
 from vestige.tasks.features import pretrained
@@ -79,8 +79,9 @@ def recipe(
     if prior is not None and not (train_with or {}).get("resume"):
         pretrained.start_from(made, pretrained.read(prior))
     passed = {key: getattr(job, key) for key in PASSED}
-    if wanted.normalise == "private":
-        made, passed["normalise"] = with_moments(made), PrivateMoments()
+    moments = wanted.moments(epsilon)
+    if moments is not None:
+        made, passed["normalise"] = with_moments(made), moments
     return train(
         made.to(device),
         loss,

@@ -142,7 +142,7 @@ def plan(budget: Budget, recipe: str | None = None, kind: str = "images") -> Tra
     near = [each for each in tried if each.signal >= enough]
     tested = min(near, key=lambda each: _apart(each.batch, own.batch))
     best = _choice(budget, wanted, tested.batch, tested.steps, "pld")
-    asked = _asked(best.sample_rate, best.noise_multiplier, best.steps, wanted.asked_before)
+    asked = _asked(best.sample_rate, best.noise_multiplier, best.steps, _before(wanted, budget))
     times = (budget.seconds / 4, budget.seconds * 4)
     others = tuple((seconds, tuple(_by_batch(budget, wanted, seconds))) for seconds in times)
     return TrainingPlan(
@@ -187,7 +187,7 @@ def _apart(batch: int, own: int) -> float:
 
 def _choice(budget: Budget, recipe: Recipe, batch: int, steps: int, accountant: str = "rdp") -> Choice:
     rate = min(1.0, batch / budget.examples)
-    sigma = _noise(rate, steps, recipe.asked_before, budget.epsilon, budget.delta, accountant)
+    sigma = _noise(rate, steps, _before(recipe, budget), budget.epsilon, budget.delta, accountant)
     seconds = steps * batch * (recipe.augment or 1) / budget.views_per_second
     return Choice(batch, steps, rate, sigma, batch * sqrt(steps) / sigma, seconds)
 
@@ -197,6 +197,11 @@ def _noise(
     rate: float, steps: int, before: tuple[Question, ...], epsilon: float, delta: float, accountant: str
 ) -> float:
     return accounting.calibrate(lambda sigma: _asked(rate, sigma, steps, before), epsilon, delta, accountant)
+
+
+def _before(recipe: Recipe, budget: Budget) -> tuple[Question, ...]:
+    moments = recipe.moments(budget.epsilon)
+    return () if moments is None else moments.questions
 
 
 def _asked(rate: float, sigma: float, steps: int, before: tuple[Question, ...]) -> dict[Question, int]:

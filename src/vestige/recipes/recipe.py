@@ -7,7 +7,6 @@ from math import log
 from typing import Any, Literal
 
 from vestige.mechanism.moments import PrivateMoments
-from vestige.questions import Question
 
 KINDS = ("images", "features", "text", "tabular")
 Curve = tuple[tuple[float, float], ...]
@@ -65,8 +64,9 @@ class Recipe:
     augment: int | None = None
     balance: str | None = None
     standardise: bool = False
-    normalise: str = "group"
-    """Of scattering features: "group" asks nothing, "private" asks for their moments, before the first step."""
+    moments_noise: Curve | None = None
+    """The noise multiplier of the moments of scattering features that are asked for before the first step; None: each
+    example is normalised by itself, which asks nothing."""
     sampling: str = "poisson"
     needs: str | None = None
     """What must be named besides data: "prior", "features" (a checkpoint) or "columns"."""
@@ -84,14 +84,14 @@ class Recipe:
         """Whether it asks once about every example, and has no batch and no steps to choose."""
         return self.sample_rate == 1 and self.steps == ((1, 1),)
 
-    @property
-    def asked_before(self) -> tuple[Question, ...]:
+    def moments(self, epsilon: float) -> PrivateMoments | None:
         """What is asked, and charged, before the first step."""
-        return PrivateMoments().questions if self.normalise == "private" else ()
+        return None if self.moments_noise is None else PrivateMoments(at(self.moments_noise, epsilon))
 
     def settings(self, epsilon: float) -> dict[str, Any]:
         """The fields of a `Job` at this epsilon."""
         momentum = {"momentum": self.momentum} if self.momentum else {}
+        moments = self.moments(epsilon)
         return {
             "recipe": self.name,
             "method": self.method,
@@ -104,7 +104,7 @@ class Recipe:
             "augment": self.augment,
             "balance": self.balance,
             "standardise": self.standardise,
-            "normalise": self.normalise,
+            **({} if moments is None else {"normalise": "private", "moments_noise": moments.multiplier}),
             "sampling": self.sampling,
             "head_steps": self.head_steps,
             "head_lr": self.head_lr,
