@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import log2, prod
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +82,8 @@ def check_constants(constants: Mapping[str, float], trainable: Mapping[str, obje
         odd = sorted(constants.keys() ^ trainable.keys())[0]
         raise ValueError(f"balance: parameter {odd!r} has a constant or is trainable, not both; give each one constant")
     for name, constant in constants.items():
-        if not LEAST <= constant <= 1:
-            raise ValueError(f"balance: the constant of {name!r} is {constant}; it must lie in [2^-10, 1]")
+        if not isinstance(constant, Real) or not LEAST <= constant <= 1:
+            raise ValueError(f"balance: the constant of {name!r} is {constant}; it must be a number in [2^-10, 1]")
 
 
 Scales = Mapping[str, float | Tensor]

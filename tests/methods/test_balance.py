@@ -526,9 +526,9 @@ def test_constants_follow_the_scale_of_weights_and_nothing_else():
     assert Relative()(nn.LayerNorm(4)) == {"weight": 1.0, "bias": 1.0}
 
 
-@pytest.mark.parametrize("constant", [2.0, 0.0, LEAST / 2, float("nan")])
+@pytest.mark.parametrize("constant", [2.0, 0.0, LEAST / 2, float("nan"), torch.ones(3), "1"])
 def test_constants_out_of_range_are_refused(constant):
-    with pytest.raises(ValueError, match="'0.weight' is .* must lie in"):
+    with pytest.raises(ValueError, match="'0.weight' is .* must be a number in"):
         Layout.of(network(), None, {**CONSTANTS, "0.weight": constant})
 
 

@@ -89,8 +89,11 @@ def test_the_budget_stops_between_epochs():
         epoch(*loop)
     assert 2.9 < engine.get_epsilon(1e-5) <= 3.0
     engine, *loop = private(target=3.0, epochs=1, sampling="allocation")
-    epoch(*loop, most=2)
+    going_on = iter(loop[2])
+    epoch(*loop[:2], going_on, most=2)
     assert engine.may_step, "the rest of the epoch is paid"
+    del going_on
+    assert not engine.may_step, "the pass was left: the next one begins another epoch"
     next(iter(loop[2]))
     assert not engine.may_step, "what was handed out begins another epoch"
     with pytest.raises(ValueError, match="cannot price AllocatedGaussian; take guarantee"):

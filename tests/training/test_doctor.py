@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import vestige
 from conftest import make_toy
+from vestige.methods.registry import build
 from vestige.training.doctor import examine
 
 LOSS = nn.functional.cross_entropy
@@ -17,6 +19,28 @@ def findings(model, data=None):
 
 def test_a_healthy_model_has_no_finding():
     assert findings(make_toy()[0]) == []
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+@pytest.mark.parametrize("balance", ["plain", "relative"])
+def test_weights_that_are_not_finite_are_named_and_nothing_is_asked(odd, balance):
+    model, data = make_toy()
+    first, weight = next(iter(model.named_parameters()))
+    weight.data[0, 0] = odd
+    assert any(f"parameter {first!r}: holds numbers that are not finite" in what for _, what in findings(model))
+    method = build("dp-sgd", balance=balance)
+    with pytest.raises(ValueError, match=f"parameter '{first}' holds numbers that are not finite"):
+        vestige.train(model, LOSS, data, method=method, epsilon=3, delta=1e-4, sample_rate=0.1, steps=2)
+    loader = DataLoader(TensorDataset(*data), batch_size=5)
+    with pytest.raises(ValueError, match=f"parameter '{first}' holds numbers that are not finite"):
+        vestige.PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            method=method,
+        )
 
 
 class CentredBatch(nn.Module):

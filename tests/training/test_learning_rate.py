@@ -78,6 +78,11 @@ def test_what_the_rule_cannot_know_is_refused():
         nn.init.zeros_(p)
     with pytest.raises(ValueError, match="all zero"):
         chosen(vestige.dp_sgd(), zero)
+    large, _ = make_toy()
+    usual = chosen(vestige.dp_sgd(), large).lr
+    for p in large.parameters():
+        p.data *= 2.0**90
+    assert chosen(vestige.dp_sgd(), large).lr == pytest.approx(usual * 2.0**90, rel=1e-6)
 
 
 def test_momentum_out_of_range_is_refused():

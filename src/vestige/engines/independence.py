@@ -1,11 +1,13 @@
-"""Does each example have a gradient of its own? Layers that mix examples are refused by name."""
+"""Does each example have a gradient of its own? Layers that mix examples, and weights that leave none, are refused by
+name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from vestige.layout import modules_of
 
@@ -59,3 +61,27 @@ def require_independent(model: nn.Module, modules: Sequence[nn.Module] | None = 
     if any(map(refused, modules_of(model) if modules is None else modules)):
         where, what = next(iter(mixing(model)))
         raise ValueError(f"{where} {what}")
+
+
+def broken(model: nn.Module) -> list[tuple[str, str]]:
+    """Parameters that hold a number which is not finite, each with what that does and the way out."""
+    return [
+        (
+            f"parameter {name!r}",
+            "holds numbers that are not finite, so no example has a gradient: initialise it, or load it again",
+        )
+        for name, parameter in model.named_parameters()
+        if _broken(parameter.detach())
+    ]
+
+
+def require_finite(model: nn.Module) -> None:
+    """Before the first step; what training makes of weights is not looked at."""
+    for where, what in broken(model):
+        raise ValueError(f"{where} {what}")
+
+
+def _broken(values: Tensor) -> bool:
+    if type(values) is not Tensor or values.is_meta or not (values.is_floating_point() and values.numel()):
+        return False  # parts that several processes have among them, and numbers that cannot be odd
+    return not bool(torch.stack(torch.aminmax(values)).isfinite().all())

@@ -22,7 +22,7 @@ from vestige import accounting
 from vestige.accounting.ledger import Ledger, LedgerError, read
 from vestige.checks import check_delta, check_multiplier, check_number, check_steps, renamed
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.independence import require_independent
+from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.per_example.taps import floating
 from vestige.engines.planted import Canaries, check_count
 from vestige.engines.recorded.recording import sizes_of
@@ -213,6 +213,7 @@ class PrivacyEngine:
             require_no_accumulation()
             require_known_processes()
             require_independent(module)
+            require_finite(module)
             require_covered(user_module, optimizer)
             moves = inner(optimizer)
             check_loader(data_loader)

@@ -292,9 +292,12 @@ class PrivateSteps:
 
     @property
     def paid_ahead(self) -> bool:
-        """Whether the next draw is charged already: the one that was handed out, or the next of the same pass."""
-        later = (part.draw for part in self.passes.parts.waiting() if part.draw > self._latest)
-        return self._paid is not None and next(later, self._latest + 1) // self._period == self._paid
+        """Whether the next draw is charged already: the one that was handed out, or the next of a pass that goes on."""
+        parts = self.passes.parts
+        handed_out = next((part.draw for part in parts.waiting() if part.draw > self._latest), None)
+        if handed_out is None and parts.over:
+            return False
+        return self._paid is not None and (handed_out or self._latest + 1) // self._period == self._paid
 
     def _elsewhere(self, closure: Closure) -> Any:
         """The parameters go where the method asks, the user's closure runs there, the parameters come back."""

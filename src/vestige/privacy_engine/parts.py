@@ -42,7 +42,9 @@ class Parts:
     def __init__(self, steps: int = 1) -> None:
         self._drawn: deque[Part] = deque()
         self._ahead: deque[Part] | None = None
-        """Drawn, but not yet handed to the user; None if the loader does not tell."""
+        """Drawn, but not yet handed to the user; None outside a pass, or if the loader does not tell."""
+        self.over = False
+        """Whether the last pass is known to be over: it ended, or was left early."""
         self._taken: Part | None = None
         self.current: Part | None = None
         self._steps, self._left = steps, steps
@@ -58,11 +60,11 @@ class Parts:
     @contextmanager
     def handed_out(self) -> Iterator[Callable[[], None]]:
         """Inside, parts are drawn ahead of their use: they wait until they are handed to the user, one by one."""
-        self._ahead = deque()
+        self._ahead, self.over = deque(), False
         try:
             yield self._hand_out
         finally:
-            self._ahead = None
+            self._ahead, self.over = None, True
 
     def _hand_out(self) -> None:
         if self._ahead:

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from vestige.checks import check_rate
-from vestige.engines.independence import mixing
+from vestige.engines.independence import broken, mixing
 from vestige.engines.registry import ENGINES
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Loss
@@ -38,7 +38,7 @@ def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
     `data` is a tuple of tensors, a map-style dataset or a DataLoader. The findings are for the data's owner only: they
     are computed from data without noise.
     """
-    findings = [Finding("error", where, what) for where, what in mixing(model)]
+    findings = [Finding("error", where, what) for where, what in [*mixing(model), *broken(model)]]
     findings += _trainable(model) + _inplace(model) + _tied(model)
     if isinstance(data, DataLoader):
         findings += _loader(data)

@@ -18,7 +18,7 @@ from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.balance import Constants
 from vestige.checks import check_steps
-from vestige.engines.independence import require_independent
+from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.recorded.recording import sizes_of
@@ -174,6 +174,8 @@ def train(
 
     def prepared() -> Training:
         require_independent(model)
+        if begun is None:
+            require_finite(model)
         if shards is not None:
             _check_shardable(engine, audit, param_groups, bfloat16)
         if noise not in ARITHMETICS:
