@@ -83,7 +83,8 @@ def check_constants(constants: Mapping[str, float], trainable: Mapping[str, obje
         raise ValueError(f"balance: parameter {odd!r} has a constant or is trainable, not both; give each one constant")
     for name, constant in constants.items():
         if not isinstance(constant, Real) or not LEAST <= constant <= 1:
-            raise ValueError(f"balance: the constant of {name!r} is {constant}; it must be a number in [2^-10, 1]")
+            found = constant if isinstance(constant, Real) else f"of type {type(constant).__name__}"
+            raise ValueError(f"balance: the constant of {name!r} is {found}; it must be a number in [2^-10, 1]")
 
 
 Scales = Mapping[str, float | Tensor]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import sqrt
 
 import torch
 from torch import nn
 
 from vestige.layout import Layout
 
+LARGEST = 2.0**63
+"""The square of this and of what is above is not a float32."""
 WALK = 3.0
 """How far the noise alone may walk, in norms of the initial weights; the best value was 1.8 to 4.8 in 38 settings.
 
@@ -82,8 +84,9 @@ def initial_weight_norm(model: nn.Module, layout: Layout) -> float:
         raise ValueError(
             "lr='auto' measures steps against the initial weights, and these are all zero; give lr a number"
         )
-    if not isfinite(norm):
+    if not norm < LARGEST:
         raise ValueError(
-            f"lr='auto' measures steps against the initial weights, whose norm is {norm}; give lr a number"
+            f"lr='auto' measures steps against the initial weights, whose norm is {norm:.3g}: that is more than float32 "
+            "can train; initialise them, or load them again"
         )
     return norm
