@@ -86,7 +86,7 @@ def initial_weight_norm(model: nn.Module, layout: Layout) -> float:
         )
     if not norm < LARGEST:
         raise ValueError(
-            f"lr='auto' measures steps against the initial weights, whose norm is {norm:.3g}: that is more than float32 "
-            "can train; initialise them, or load them again"
+            f"lr='auto' measures steps against the initial weights, whose norm is {norm:.3g}: that is more than "
+            "float32 can train; initialise them, or load them again"
         )
     return norm
