@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +16,12 @@ from vestige.engines.per_example import kernels
 from vestige.engines.per_example.gradients import Geometry, Patches
 
 gpu = pytest.mark.skipif(not devices.triton_available(), reason="needs a GPU and Triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+fused = pytest.mark.skipif(
+    not (devices.triton_available() or INTERPRETED),
+    reason="needs a GPU and Triton, or Triton with TRITON_INTERPRET=1",
+)
+DEVICE = "cuda" if devices.triton_available() else "cpu"
 lengths = st.integers(1, 70)
 
 
@@ -85,8 +94,30 @@ def test_fused_layer_norm_sums(shape):
         torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4 * shape[1])
 
 
+GROUPED = pytest.mark.parametrize("shape", [(3, 4, 2, 7, 7), (5, 64, 32, 32, 32), (4, 6, 6, 5, 3), (2, 8, 1, 16, 16)])
+
+
+@fused
+@GROUPED
+@pytest.mark.parametrize("given", ["weight and bias", "weight", "bias", "nothing"])
+def test_fused_group_norm(shape, given):
+    from vestige.engines.per_example import triton_kernels
+
+    examples, channels, groups, *space = shape
+    torch.manual_seed(0)
+    inputs = 100 + torch.randn(examples, channels, *space)
+    weight, bias = (torch.randn(channels) if name in given else None for name in ("weight", "bias"))
+    exact = (None if each is None else each.double() for each in (weight, bias))
+    want = torch.native_group_norm(inputs.double(), *exact, examples, channels, space[0] * space[1], groups, 1e-5)
+    there = [None if each is None else each.to(DEVICE) for each in (inputs, weight, bias)]
+    got = triton_kernels.group_norm(*there, groups, 1e-5)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-4, atol=1e-4)
+
+
 @gpu
-@pytest.mark.parametrize("shape", [(3, 4, 2, 7, 7), (5, 64, 32, 32, 32), (4, 6, 6, 5, 3), (2, 8, 1, 16, 16)])
+@GROUPED
 @pytest.mark.parametrize("affine", [True, False])
 def test_fused_group_norm_backward(shape, affine):
     examples, channels, groups, *space = shape

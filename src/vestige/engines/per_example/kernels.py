@@ -108,13 +108,25 @@ def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) 
 
 
 def can_fuse_group_norm(input: Tensor, groups: int) -> bool:
-    """Whether `group_norm_backward` is there: a group of one example must fit into registers."""
+    """Whether the fused kernels are there: a group of one example must fit into registers."""
     numbers = _power(input.shape[1] // groups) * _power(input.shape[2:].numel())
     return input.is_cuda and input.dtype == torch.float32 and 0 < numbers <= 8192 and triton_available()
 
 
 def _power(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
+
+
+def group_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A group norm, and the mean and inverse deviation of each row's groups; on a GPU in one pass over the input."""
+    if input.is_cuda:
+        from vestige.engines.per_example import triton_kernels
+
+        return triton_kernels.group_norm(input, weight, bias, groups, eps)
+    sizes = (len(input), input.shape[1], input.shape[2:].numel(), groups)
+    return torch.native_group_norm(input, weight, bias, *sizes, eps)
 
 
 def group_norm_backward(

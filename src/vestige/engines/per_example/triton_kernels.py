@@ -236,6 +236,48 @@ def _layer_norm_sums(
     tl.store(biases + place, tl.sum(bias, axis=0), mask=column < width)
 
 
+def group_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.group_norm`: a group of an example's channels is read once, and fits a program."""
+    examples, channels, size = len(input), input.shape[1], input.shape[2:].numel()
+    rows = channels // groups
+    output = torch.empty_like(input)
+    mean, scale = torch.empty(2, examples, groups, device=input.device)
+    row_tile, column_tile = triton.next_power_of_2(rows), triton.next_power_of_2(size)
+    with torch.cuda.device_of(input):
+        _group_norm[(examples * groups,)](
+            input, output if weight is None else weight, output if bias is None else bias, output, mean, scale,
+            rows, size, groups, float(eps), ROWS=row_tile, COLUMNS=column_tile, GAIN=weight is not None,
+            SHIFT=bias is not None, num_warps=max(1, min(16, row_tile * column_tile // 512)),
+        )  # fmt: skip
+    return output, mean, scale
+
+
+@triton.jit
+def _group_norm(
+    input, weight, bias, output, mean, scale, rows, size, groups, eps,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < size)[None, :]
+    place = block * rows * size + row[:, None] * size + column[None, :]
+    value = tl.load(input + place, mask=inside, other=0.0)
+    middle = tl.sum(tl.sum(value, axis=1)) / (rows * size)
+    apart = tl.where(inside, value - middle, 0.0)
+    stretch = 1 / tl.sqrt(tl.sum(tl.sum(apart * apart, axis=1)) / (rows * size) + eps)
+    result = apart * stretch
+    channel = (block % groups) * rows + row
+    if GAIN:
+        result = result * tl.load(weight + channel, mask=row < rows, other=0.0)[:, None]
+    if SHIFT:
+        result = result + tl.load(bias + channel, mask=row < rows, other=0.0)[:, None]
+    tl.store(output + place, result, mask=inside)
+    tl.store(mean + block, middle)
+    tl.store(scale + block, stretch)
+
+
 def group_norm_backward(
     input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
