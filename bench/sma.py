@@ -30,8 +30,9 @@ import vestige
 from vestige.engines.registry import ENGINES
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers
-from vestige.optim import spectral, spectrum
-from vestige.optim.spectral import group_exponents
+from vestige.optim.spectral import memory as spectral
+from vestige.optim.spectral import spectrum
+from vestige.optim.spectral.memory import group_exponents
 from vestige.tasks import models
 
 RATE = 0.04

@@ -31,7 +31,8 @@ ABOVE: dict[str, str] = {
     "engines.recorded": "mechanism mechanism.losses engines engines.per_example",
     "optim.optimizers": "",
     "optim": "randomness mechanism mechanism.losses optim.optimizers",
-    "methods": "randomness mechanism optim optim.optimizers",
+    "optim.spectral": "randomness mechanism optim",
+    "methods": "randomness mechanism optim optim.optimizers optim.spectral",
     # Features are made of examples by functions of one example, and kept beside the files that were read.
     "tasks": "mechanism mechanism.losses tasks.features",
     "tasks.features": "mechanism tasks",

@@ -23,8 +23,9 @@ from vestige.compare.stacked import Stack, StackedRun
 from vestige.files import write_json
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers
-from vestige.optim import spectral, spectrum
-from vestige.optim.spectral import Spectral, group_exponents
+from vestige.optim.spectral import memory as spectral
+from vestige.optim.spectral import spectrum
+from vestige.optim.spectral.memory import Spectral, group_exponents
 from vestige.randomness.release import Release
 from vestige.tasks import models
 from vestige.training.job import Job, load, start
@@ -303,8 +304,8 @@ ENDS = """
     import os, signal, sys, time
     import torch
     from vestige.layout import Layout
-    from vestige.optim import spectrum
-    from vestige.optim.spectral import Spectral
+    from vestige.optim.spectral import spectrum
+    from vestige.optim.spectral.memory import Spectral
     from vestige.randomness.release import Release
 
     solve = spectrum._solved

@@ -23,9 +23,9 @@ from vestige.cli.main import app
 from vestige.devices import triton_available
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers, Patterns
-from vestige.optim import spectrum
 from vestige.optim.memory import Blend, FractionalWeights
-from vestige.optim.spectral import Spectral, group_exponents
+from vestige.optim.spectral import spectrum
+from vestige.optim.spectral.memory import Spectral, group_exponents
 from vestige.randomness.release import Release
 from vestige.training.job import Job, start
 
@@ -163,11 +163,11 @@ fused = pytest.mark.skipif(
 @pytest.fixture
 def steps_fused(monkeypatch):
     """The device of fused steps, in blocks that are small beside the model; and how many were taken."""
-    from vestige.optim import triton_spectral
+    from vestige.optim.spectral import triton_steps
 
-    taken, step = [], triton_spectral.step
-    monkeypatch.setattr(triton_spectral, "COLUMNS", 32)
-    monkeypatch.setattr(triton_spectral, "step", lambda *given: (taken.append(1), step(*given))[1])
+    taken, step = [], triton_steps.step
+    monkeypatch.setattr(triton_steps, "COLUMNS", 32)
+    monkeypatch.setattr(triton_steps, "step", lambda *given: (taken.append(1), step(*given))[1])
     if not triton_available():
         monkeypatch.setattr(Spectral, "_fused", lambda memory, release, state: len(state["past"]) > 0)
     return "cuda" if triton_available() else "cpu:0", taken

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vestige.optim import spectrum
+from vestige.optim.spectral import spectrum
 
 
 def literal(values: np.ndarray) -> float:

@@ -17,9 +17,9 @@ from vestige.checks import require
 from vestige.devices import triton_available
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters
-from vestige.optim import spectrum
 from vestige.optim.memory import Filtered, MemoryState, unknown_noise
-from vestige.optim.spectrum import Convention
+from vestige.optim.spectral import spectrum
+from vestige.optim.spectral.spectrum import Convention
 from vestige.optim.window import MOST_ROWS, weighted_sum
 from vestige.randomness.release import Divided, Release
 
@@ -160,11 +160,11 @@ class Spectral:
         return single and 0 < len(past) <= MOST_ROWS and triton_available()
 
     def _step_fused(self, fresh: Tensor, state: MemoryState, pull: float, changed: bool) -> Filtered:
-        from vestige.optim import triton_spectral
+        from vestige.optim.spectral import triton_steps
 
         if changed:
-            triton_spectral.weigh(self, state)
-        direction, numbers = triton_spectral.step(self, fresh, state, pull)
+            triton_steps.weigh(self, state)
+        direction, numbers = triton_steps.step(self, fresh, state, pull)
         state["count"] += 1
         return Filtered(direction, state, _shown(state, *numbers))
 
