@@ -147,6 +147,7 @@ def test_other_libraries_of_privacy_are_oracles_of_the_tests_only():
     [
         *inside("optim"),
         *inside("optim.optimizers"),
+        *inside("optim.spectral"),
         *inside("methods"),
         "training.learning_rate",
         "layout",
@@ -196,7 +197,15 @@ def test_the_package_is_imported_without_torch_and_has_all_its_names():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("name", ["methods.base", "methods.adam", "training.job", "privacy_engine.engine"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "methods.adam",
+        "privacy_engine.engine",
+        pytest.param("methods.base", marks=pytest.mark.slow),
+        pytest.param("training.job", marks=pytest.mark.slow),
+    ],
+)
 def test_whoever_looks_a_method_up_finds_them_all(name):
     code = f"import vestige.{name}\nfrom vestige.methods.registry import METHODS\nprint(*METHODS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

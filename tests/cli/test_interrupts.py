@@ -17,7 +17,17 @@ from vestige.compare.runner import Status
 def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
     run = tmp_path / "run"
     process = started(
-        "train", "--task", "digits-mlp", "--epsilon", "8", "--sample-rate", "0.05", "--steps", "4000", "--out", run
+        "train",
+        "--task",
+        "digits-mlp",
+        "--noise-multiplier",
+        "4",
+        "--sample-rate",
+        "0.05",
+        "--steps",
+        "4000",
+        "--out",
+        run,
     )
     ledger = run / "ledger.jsonl"
     deadline = time.monotonic() + 120
