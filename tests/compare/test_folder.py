@@ -87,17 +87,28 @@ UNMADE = {
 }
 
 
-@pytest.mark.parametrize("damage", UNMADE)
-def test_a_record_that_no_table_can_be_made_of_is_left_out_and_made_again(small, tmp_path, damage):
+def damaged(small, tmp_path, damage):
+    """A copy of a comparison with a record that was changed, its file, and what is told of it."""
     copy = ComparisonFolder(shutil.copytree(small.path, tmp_path / "c"))
     change, told = UNMADE[damage]
     victim = min(copy.runs.iterdir())
     record = json.loads(victim.read_text())
     change(record)
     victim.write_text(json.dumps(record))
+    return copy, victim, told
+
+
+@pytest.mark.parametrize("damage", UNMADE)
+def test_a_record_that_no_table_can_be_made_of_is_left_out(small, tmp_path, damage):
+    copy, victim, told = damaged(small, tmp_path, damage)
     assert victim.stem not in copy.records()
     assert told in copy.unreadable[victim.name]
     assert told in verify_comparison(copy.path).wrong[victim.name]
+
+
+@pytest.mark.parametrize("damage", ["no run", "the run of another", "half a question"])
+def test_and_it_is_made_again(small, tmp_path, damage):
+    copy, _, _ = damaged(small, tmp_path, damage)
     again = runner.compare(copy.path)
     assert (len(again.records()), again.unreadable) == (2, {})
 

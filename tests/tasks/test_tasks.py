@@ -317,7 +317,14 @@ def small_prior(folder):
     return path
 
 
-@pytest.mark.parametrize("name", tasks.names())
+def repeats(name):
+    """Whether the task is a large network that is there for other images of the same shape too."""
+    return name.startswith(("svhn", "cifar100")) and name.endswith(("wrn40-4", "wrn16-4", "resnet18", "least-squares"))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if repeats(name) else []) for name in tasks.names()]
+)
 def test_every_task_trains_on_its_own_examples(name, tmp_path, monkeypatch):
     monkeypatch.setenv("VESTIGE_CACHE", str(tmp_path / "cache"))
     data = saved_for(name, tmp_path)
