@@ -106,7 +106,8 @@ def _scattering(
     return Recipe(
         name=f"{dataset}-scattering{'-linear' if linear else ''}",
         kind="features",
-        summary=f"scattering features, which ask nothing, with a {'linear' if linear else 'CNN'} head on large batches",
+        summary=f"scattering features, {'which ask nothing' if moments_noise is None else 'normalised by noised moments'}, "
+        f"with a {'linear' if linear else 'CNN'} head on large batches",
         source=SCATTER,
         task=f"{dataset}-hf{'-linear' if linear else ''}",
         clip=0.1,
