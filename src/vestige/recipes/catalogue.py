@@ -103,11 +103,11 @@ def _scattering(
     published: Published | None,
     moments_noise: Curve | None = None,
 ) -> Recipe:
+    asks = "which ask nothing" if moments_noise is None else "normalised by noised moments"
     return Recipe(
         name=f"{dataset}-scattering{'-linear' if linear else ''}",
         kind="features",
-        summary=f"scattering features, {'which ask nothing' if moments_noise is None else 'normalised by noised moments'}, "
-        f"with a {'linear' if linear else 'CNN'} head on large batches",
+        summary=f"scattering features, {asks}, with a {'linear' if linear else 'CNN'} head on large batches",
         source=SCATTER,
         task=f"{dataset}-hf{'-linear' if linear else ''}",
         clip=0.1,
