@@ -240,18 +240,23 @@ def group_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.group_norm`: a group of an example's channels is read once, and fits a program."""
-    examples, channels, size = len(input), input.shape[1], input.shape[2:].numel()
-    rows = channels // groups
     output = torch.empty_like(input)
-    mean, scale = torch.empty(2, examples, groups, device=input.device)
-    row_tile, column_tile = triton.next_power_of_2(rows), triton.next_power_of_2(size)
+    mean, scale = torch.empty(2, len(input), groups, device=input.device)
+    gain, shift = (output if each is None else each.contiguous() for each in (weight, bias))
+    rows, size, tiles = _tiles(input, groups)
     with torch.cuda.device_of(input):
-        _group_norm[(examples * groups,)](
-            input, output if weight is None else weight, output if bias is None else bias, output, mean, scale,
-            rows, size, groups, float(eps), ROWS=row_tile, COLUMNS=column_tile, GAIN=weight is not None,
-            SHIFT=bias is not None, num_warps=max(1, min(16, row_tile * column_tile // 512)),
+        _group_norm[(len(input) * groups,)](
+            input, gain, shift, output, mean, scale, rows, size, groups, float(eps),
+            GAIN=weight is not None, SHIFT=bias is not None, **tiles,
         )  # fmt: skip
     return output, mean, scale
+
+
+def _tiles(input: Tensor, groups: int) -> tuple[int, int, dict[str, int]]:
+    """The channels of a group, the places of a channel, and what a program holds of them."""
+    rows, size = input.shape[1] // groups, input.shape[2:].numel()
+    tiles = {"ROWS": triton.next_power_of_2(rows), "COLUMNS": triton.next_power_of_2(size)}
+    return rows, size, {**tiles, "num_warps": max(1, min(16, tiles["ROWS"] * tiles["COLUMNS"] // 512))}
 
 
 @triton.jit
@@ -282,22 +287,19 @@ def group_norm_backward(
     input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.group_norm_backward`: a group of an example's channels lies side by side, and fits a program."""
-    examples, channels, size = len(input), input.shape[1], input.shape[2:].numel()
-    rows = channels // groups
     back = torch.empty_like(input)
-    weights, biases = torch.empty(2, examples, channels, device=input.device)
-    row_tile, column_tile = triton.next_power_of_2(rows), triton.next_power_of_2(size)
+    weights, biases = torch.empty(2, *input.shape[:2], device=input.device)
+    rows, size, tiles = _tiles(input, groups)
     with torch.cuda.device_of(input):
-        _group_norm_backward[(examples * groups,)](
-            input, signal, mean, scale, weight, back, weights, biases, rows, size, groups,
-            ROWS=row_tile, COLUMNS=column_tile, num_warps=max(1, min(16, row_tile * column_tile // 512)),
+        _group_norm_backward[(len(input) * groups,)](
+            input, signal, mean, scale, weight.contiguous(), back, weights, biases, rows, size, groups, **tiles,
         )  # fmt: skip
     return back, weights, biases
 
 
 @triton.jit
 def _group_norm_backward(
-    input, signal, mean, scale, weight, back, weights, biases, rows, size, groups,
+    input, signal, mean, scale, weight.contiguous(), back, weights, biases, rows, size, groups,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
