@@ -43,6 +43,16 @@ def test_weights_that_are_not_finite_are_named_and_nothing_is_asked(odd, balance
         )
 
 
+def test_weights_without_a_shape_are_named():
+    model, data = nn.Sequential(nn.LazyLinear(3)), make_toy()[1]
+    assert [what for _, what in findings(model)] == [
+        "parameter '0.weight', parameter '0.bias': has no shape yet: call the model on an input that is nobody's before it "
+        "is trained"
+    ]
+    with pytest.raises(ValueError, match="parameter '0.weight' has no shape yet"):
+        vestige.train(model, LOSS, data, method="dp-sgd", epsilon=3, delta=1e-4, sample_rate=0.1, steps=2)
+
+
 class CentredBatch(nn.Module):
     def forward(self, x):
         return x - x.mean(0)

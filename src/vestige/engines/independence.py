@@ -8,6 +8,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from vestige.layout import modules_of
 
@@ -64,15 +65,9 @@ def require_independent(model: nn.Module, modules: Sequence[nn.Module] | None = 
 
 
 def broken(model: nn.Module) -> list[tuple[str, str]]:
-    """Parameters that hold a number which is not finite, each with what that does and the way out."""
-    return [
-        (
-            f"parameter {name!r}",
-            "holds numbers that are not finite, so no example has a gradient: initialise it, or load it again",
-        )
-        for name, parameter in model.named_parameters()
-        if _broken(parameter.detach())
-    ]
+    """Parameters that no example has a gradient of, each with why and the way out."""
+    each = ((name, _unusable(parameter)) for name, parameter in model.named_parameters())
+    return [(f"parameter {name!r}", what) for name, what in each if what is not None]
 
 
 def require_finite(model: nn.Module) -> None:
@@ -81,7 +76,12 @@ def require_finite(model: nn.Module) -> None:
         raise ValueError(f"{where} {what}")
 
 
-def _broken(values: Tensor) -> bool:
+def _unusable(parameter: Tensor) -> str | None:
+    if is_lazy(parameter):
+        return "has no shape yet: call the model on an input that is nobody's before it is trained"
+    values = parameter.detach()
     if type(values) is not Tensor or values.is_meta or not (values.is_floating_point() and values.numel()):
-        return False  # parts that several processes have among them, and numbers that cannot be odd
-    return not bool(torch.stack(torch.aminmax(values)).isfinite().all())
+        return None  # parts that several processes have among them, and numbers that cannot be odd
+    if torch.stack(torch.aminmax(values)).isfinite().all():
+        return None
+    return "holds numbers that are not finite, so no example has a gradient: initialise it, or load it again"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
 
 from vestige.checks import check_rate
@@ -39,6 +40,8 @@ def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
     are computed from data without noise.
     """
     findings = [Finding("error", where, what) for where, what in [*mixing(model), *broken(model)]]
+    if any(map(is_lazy, model.parameters())):
+        return _each_cause_once(findings)
     findings += _trainable(model) + _inplace(model) + _tied(model)
     if isinstance(data, DataLoader):
         findings += _loader(data)

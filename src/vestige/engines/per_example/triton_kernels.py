@@ -299,7 +299,7 @@ def group_norm_backward(
 
 @triton.jit
 def _group_norm_backward(
-    input, signal, mean, scale, weight.contiguous(), back, weights, biases, rows, size, groups,
+    input, signal, mean, scale, weight, back, weights, biases, rows, size, groups,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
