@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from engine_checks import MODELS, ask, close, sample, silent, square, targets
 from vestige.engines import bookkeeping
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.per_example import rules
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
@@ -246,6 +247,22 @@ def test_autocast_keeps_norms_and_sums_in_float32(name):
         one = engine([part[:1] for part in batch], parameters, Flat(1e-3), into)
     assert one.item() > 1e-3
     assert abs(into.norm().item() / 1e-3 - 1) < 1e-4, "one clipped example lies on the sphere, to float32"
+
+
+def test_under_autocast_images_are_kept_as_they_were_convolved(monkeypatch):
+    model, batch, loss = sample("cnn", 6)
+    layout, seen, original = Layout.of(model), set(), rules.patches
+
+    def patches(image, signal, *others):
+        seen.add((image.dtype, signal.dtype))
+        return original(image, signal, *others)
+
+    monkeypatch.setattr(rules, "patches", patches)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ask(BookKeeping(model, loss, layout), batch, layout.parameters(model), Flat(0.1), layout)
+    assert batch[0].dtype == torch.float32
+    rehearsed = (torch.float32, torch.float32)
+    assert seen - {rehearsed} == {(torch.bfloat16, torch.bfloat16)}
 
 
 @pytest.mark.slow

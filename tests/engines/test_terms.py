@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import engine_checks
 from engine_checks import PerGroup, alternating, clipped, close, one_at_a_time, square, targets
+from vestige.devices import without_tf32
 from vestige.engines import bookkeeping
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.per_example import rules
@@ -341,6 +342,31 @@ def test_views_are_recorded_on_a_gpu(name):
         close(got, want, 1e-3)
         close(norms, want_norms, 1e-3)
     assert any(padded.graph is not None for padded in captured._padded.values())
+
+
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", ["cnn", "wide cnn", "standardised"])
+def test_channels_side_by_side(name, half, device):
+    """However images and weights lie: against one example at a time, contiguous and in float64."""
+    model, layout, batch, loss = sample(name, 16)
+    point = point_of(layout, model)
+    want, want_norms = clipped(exact(model, loss, layout, Rolled(3).terms(point, batch)), Flat(0.1), layout)
+    model = model.float().to(device, memory_format=torch.channels_last)
+    batch = [batch[0].float().to(device, memory_format=torch.channels_last), batch[1].to(device)]
+    parameters, engine = layout.parameters(model), BookKeeping(model, loss, layout)
+    into, tolerance = torch.zeros(layout.size, device=device), 0.1 if half else 1e-4
+    with torch.autocast(device, torch.bfloat16, enabled=half), without_tf32():
+        norms = engine(batch, parameters, Flat(0.1), into, Rolled(3))
+        close(into.cpu().double(), want, tolerance)
+        close(norms.cpu(), want_norms, tolerance / 2)
+        into.zero_()
+        one = engine([part[:1] for part in batch], parameters, Flat(1e-3), into, Rolled(3))
+    assert one.item() > 1e-3
+    assert abs(into.norm().item() / 1e-3 - 1) < 2e-3, "one clipped example lies on the sphere"
 
 
 def test_a_transform_that_is_no_sum_is_left_to_the_reference():

@@ -11,7 +11,7 @@ from torch import nn
 from vestige.mechanism.augmentation import Augment
 from vestige.methods.base import Method
 from vestige.methods.registry import build
-from vestige.tasks.models import network
+from vestige.tasks.models import lay_out, network
 from vestige.training.run import train
 
 
@@ -31,7 +31,8 @@ def seconds_a_step(
     Formal guarantees: nobody's data are touched.
     """
     torch.manual_seed(0)
-    model = network(name, shape, 10).to(device)
+    model = network(name, shape, 10)
+    lay_out(model, device, beside=bfloat16 and device.startswith("cuda"))
     data = torch.randn(2 * batch, *shape), torch.randint(10, (2 * batch,))
     training = train(
         model,

@@ -318,6 +318,12 @@ NETWORKS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 """Networks for examples of any shape that they can take: [channels, height, width], or [numbers]."""
 
 
+def lay_out(model: nn.Module, device: str, beside: bool) -> None:
+    """Move one of these networks to a device, with channels side by side in memory if asked: a GPU that convolves in
+    bfloat16 wants them so. (A user's own network may have a `view` that would fail.)"""
+    model.to(device, memory_format=torch.channels_last if beside else torch.preserve_format)  # type: ignore[call-overload]
+
+
 def network(name: str, shape: tuple[int, ...], classes: int) -> nn.Module:
     """A network by its name, for examples of this shape."""
     if name not in NETWORKS:

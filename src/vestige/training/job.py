@@ -27,6 +27,7 @@ from vestige.optim.rules import named
 from vestige.processes.plan import processes
 from vestige.records import RunResult
 from vestige.tasks.features import encoders, pretrained
+from vestige.tasks.models import lay_out
 from vestige.training.loop import Record, accuracy
 from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS
 from vestige.training.planning import paper_groups
@@ -152,6 +153,7 @@ def start(
     multiplier = job.noise_multiplier
     if job.paper_sigma is not None and multiplier is not None:
         raise ValueError(f"paper_sigma={job.paper_sigma} and noise_multiplier={multiplier}: give one of them")
+    ours = task is None and ".py:" not in job.task
     task = task or _loaded(job)
     beginning: dict[str, Any] = {}
     if job.features is not None:
@@ -174,7 +176,7 @@ def start(
         multiplier = accounted_multiplier(job.paper_sigma, method.memory.fresh_share, groups)
     processes(job.device)
     check_device(job.device)
-    task.model.to(job.device)
+    lay_out(task.model, job.device, beside=ours and job.bfloat16 and job.device.startswith("cuda"))
     training = train(
         task.model,
         task.loss,

@@ -94,49 +94,112 @@ def test_fused_layer_norm_sums(shape):
         torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4 * shape[1])
 
 
-GROUPED = pytest.mark.parametrize("shape", [(3, 4, 2, 7, 7), (5, 64, 32, 32, 32), (4, 6, 6, 5, 3), (2, 8, 1, 16, 16)])
+LAID = pytest.mark.parametrize(
+    ("last", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.float16)]
+)
+"""Channels side by side or not, and whether numbers are halved: Triton's interpreter has no bfloat16."""
+
+
+def laid(tensor, last, dtype=None):
+    """Where the kernels are, with channels side by side or not."""
+    form = torch.channels_last if last else torch.contiguous_format
+    return tensor.to(DEVICE, dtype).contiguous(memory_format=form)
 
 
 @fused
-@GROUPED
+@LAID
+@pytest.mark.parametrize("shape", [(3, 4, 2, 7, 7), (5, 64, 32, 32, 32), (2, 8, 1, 16, 16), (2, 16, 16, 3, 1)])
 @pytest.mark.parametrize("given", ["weight and bias", "weight", "bias", "nothing"])
-def test_fused_group_norm(shape, given):
-    from vestige.engines.per_example import triton_kernels
+def test_fused_group_norm(shape, given, last, dtype):
+    from vestige.engines.per_example import triton_norms
 
     examples, channels, groups, *space = shape
     torch.manual_seed(0)
-    inputs = 100 + torch.randn(examples, channels, *space)
+    inputs = (100 + torch.randn(examples, channels, *space)).to(dtype)
     # of every other number of a longer vector: whoever takes neighbours takes wrong ones
     weight, bias = (torch.randn(2 * channels)[::2] if name in given else None for name in ("weight", "bias"))
     exact = (None if each is None else each.double() for each in (weight, bias))
     want = torch.native_group_norm(inputs.double(), *exact, examples, channels, space[0] * space[1], groups, 1e-5)
-    there = [None if each is None else each.to(DEVICE) for each in (inputs, weight, bias)]
-    got = triton_kernels.group_norm(*there, groups, 1e-5)
+    there = [None if each is None else each.to(DEVICE) for each in (weight, bias)]
+    got = triton_norms.group_norm(laid(inputs, last), *there, groups, 1e-5, torch.float32)
     for ours, theirs in zip(got, want, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours.cpu().double(), theirs, rtol=1e-4, atol=1e-4)
 
 
 @fused
-@GROUPED
+@LAID
+@pytest.mark.parametrize("shape", [(3, 4, 2, 7, 7), (5, 64, 32, 32, 32), (2, 8, 1, 16, 16), (2, 16, 16, 3, 1)])
 @pytest.mark.parametrize("affine", [True, False])
-def test_fused_group_norm_backward(shape, affine):
-    from vestige.engines.per_example import triton_kernels
+def test_fused_group_norm_backward(shape, affine, last, dtype):
+    from vestige.engines.per_example import triton_norms
 
     examples, channels, groups, *space = shape
     torch.manual_seed(0)
     layer = torch.nn.GroupNorm(groups, channels)
     if affine:
         torch.nn.init.normal_(layer.weight)
-    inputs, signals = 1 + torch.randn(examples, channels, *space), torch.randn(examples, channels, *space)
+    inputs, signals = (1 + torch.randn(examples, channels, *space)).to(dtype), torch.randn(examples, channels, *space)
     sizes = (examples, channels, space[0] * space[1], groups, layer.eps)
-    _, *statistics = torch.native_group_norm(inputs, layer.weight, layer.bias, *sizes)
+    _, *statistics = torch.native_group_norm(inputs.float(), layer.weight, layer.bias, *sizes)
     want = norm_gradients(layer, inputs, signals)
     weight = layer.weight.detach().repeat_interleave(2)[::2].to(DEVICE)
-    assert DEVICE == "cpu" or kernels.can_fuse_group_norm(inputs.to(DEVICE), groups)
-    arguments = [tensor.to(DEVICE) for tensor in (inputs, signals, *statistics)]
-    for got, exact in zip(triton_kernels.group_norm_backward(*arguments, weight, groups), want, strict=True):
-        torch.testing.assert_close(got.cpu().double(), exact, rtol=1e-4, atol=2e-3)
+    assert DEVICE == "cpu" or kernels.can_fuse_group_norm(laid(inputs, last), groups)
+    arguments = [laid(inputs, last), signals.to(DEVICE), *(each.to(DEVICE) for each in statistics)]
+    got = triton_norms.group_norm_backward(*arguments, weight, groups)
+    assert got[0].dtype == dtype
+    for ours, exact, tolerance in zip(got, want, (1e-3 if dtype == torch.float16 else 1e-4, 1e-4, 1e-4), strict=True):
+        torch.testing.assert_close(ours.cpu().double(), exact, rtol=tolerance, atol=2e-3)
+
+
+@fused
+@pytest.mark.parametrize("shape", [(4, 6, 6, 5, 3), (3, 12, 3, 8, 8)])
+def test_fused_group_norms_of_channels_that_are_no_power_of_two(shape):
+    from vestige.engines.per_example import triton_norms
+
+    examples, channels, groups, *space = shape
+    torch.manual_seed(0)
+    inputs, weight, signals = (
+        torch.randn(examples, channels, *space),
+        torch.randn(channels),
+        torch.randn(examples, channels, *space),
+    )
+    layer = torch.nn.GroupNorm(groups, channels)
+    layer.weight.data.copy_(weight)
+    output, *statistics = triton_norms.group_norm(
+        laid(inputs, False), weight.to(DEVICE), None, groups, 1e-5, torch.float32
+    )
+    torch.testing.assert_close(output.cpu(), layer(inputs).detach(), rtol=1e-4, atol=1e-4)
+    got = triton_norms.group_norm_backward(
+        laid(inputs, False), signals.to(DEVICE), *statistics, weight.to(DEVICE), groups
+    )
+    for ours, exact in zip(got, norm_gradients(layer, inputs, signals), strict=True):
+        torch.testing.assert_close(ours.cpu().double(), exact, rtol=1e-4, atol=2e-3)
+    assert not kernels.can_fuse_group_norm(laid(inputs, True), groups)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (5, 7, 300, 5), (9, 3, 2304, 3), (4, 6, 27, 8), (0, 3, 4, 3)])
+def test_products_of_filters(shape, device):
+    check_filter_products(kernels.filter_products, *shape, device)
+
+
+@fused
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (5, 7, 300, 5), (9, 3, 600, 3), (4, 6, 27, 8)])
+def test_fused_products_of_filters(shape):
+    from vestige.engines.per_example import triton_kernels
+
+    check_filter_products(triton_kernels.filter_products, *shape, DEVICE)
+
+
+def check_filter_products(function, examples, filters, numbers, factors, device):
+    torch.manual_seed(5)
+    dense, against = torch.randn(examples, filters, numbers), torch.randn(factors, filters, numbers)
+    got = function(dense.to(device), against.to(device)).cpu().double()
+    exact, others = dense.double(), against.double()
+    squares = (exact * others[0]).square().sum(dim=2)
+    want = torch.cat([squares[:, :, None], torch.einsum("efn,kfn->efk", exact, others[1:])], dim=2)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
@@ -148,6 +211,10 @@ def test_blanked_rows(device, dtype):
     want[rows] = 0
     assert torch.equal(kernels.blanked(tensor, rows), want)
     assert not torch.equal(tensor, want)
+    turned = tensor.clone().movedim(1, 2)  # in one piece, in another order
+    assert torch.equal(kernels.blanked(turned, rows, in_place=True), want.movedim(1, 2))
+    apart = tensor.repeat_interleave(2, dim=0)[::2]  # something else lies between
+    assert torch.equal(kernels.blanked(apart, rows, in_place=True), want)
     assert torch.equal(kernels.blanked(tensor, rows, in_place=True), want)
 
 
@@ -168,9 +235,20 @@ def test_fused_norms(shape, dtype, tf32):
         torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=1e-6)
 
 
-@gpu
+@fused
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "last"),
+    [
+        (torch.float32, False, False),
+        (torch.float32, True, False),
+        (torch.float32, False, True),
+        (torch.float16, True, False),
+        (torch.float16, True, True),
+        pytest.param(torch.bfloat16, True, True, marks=gpu),
+    ],
+)
+@pytest.mark.parametrize("views", [1, 3])
 @pytest.mark.parametrize(
     ("channels", "outputs", "groups", "kernel", "stride", "padding", "dilation", "space"),
     [
@@ -178,25 +256,30 @@ def test_fused_norms(shape, dtype, tf32):
         (8, 40, 2, (3, 2), (2, 1), (0, 1), (1, 2), (17, 9)),
         (16, 70, 1, (1, 1), (2, 2), (0, 0), (1, 1), (8, 8)),
         (64, 64, 1, (3, 3), (1, 1), (1, 1), (1, 1), (8, 8)),
+        (48, 24, 1, (3, 3), (2, 2), (1, 1), (1, 1), (9, 9)),
     ],
 )
 def test_fused_convolution(
-    channels, outputs, groups, kernel, stride, padding, dilation, space, keep, tf32, monkeypatch
+    channels, outputs, groups, kernel, stride, padding, dilation, space, views, dtype, tf32, last, keep, monkeypatch
 ):
+    from vestige.engines.per_example import triton_kernels
+
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
     torch.manual_seed(4)
-    image = torch.randn(5, channels, *space)
+    image = torch.randn(2 * views, channels, *space).to(dtype)
     weight = torch.randn(outputs, channels // groups, *kernel)
-    signal = torch.randn_like(torch.nn.functional.conv2d(image, weight, None, stride, padding, dilation, groups))
-    patches = Patches(image.double(), signal.double(), Geometry(kernel, stride, padding, dilation, groups))
-    want = patches.dense()
-    assert kernels.can_fuse_convolution(image.cuda(), signal.cuda(), groups)
+    signal = torch.nn.functional.conv2d(image.float(), weight, None, stride, padding, dilation, groups)
+    signal = torch.randn_like(signal).to(dtype)
+    rows = (each.double().unflatten(0, (2, views)) for each in (image, signal))
+    want = Patches(*rows, Geometry(kernel, stride, padding, dilation, groups)).dense()
+    assert DEVICE == "cpu" or kernels.can_fuse_convolution(image.cuda(), signal.cuda(), groups)
     shape = (kernel, stride, padding, dilation, groups)
-    got, squares = kernels.convolution_gradients(image.cuda(), signal.cuda(), shape, keep)
-    tolerance = 1e-2 if tf32 else 1e-4
+    got, squares = triton_kernels.convolution_gradients(laid(image, last), laid(signal, False), shape, keep, views)
+    tolerance = 1e-2 if tf32 and dtype == torch.float32 else 1e-4
     if keep:
+        assert got.shape == want.shape
         close = torch.testing.assert_close
-        close(got.view(want.shape).double().cpu(), want, rtol=tolerance, atol=tolerance * want.abs().max().item())
+        close(got.double().cpu(), want, rtol=tolerance, atol=tolerance * want.abs().max().item())
     want_squares = want.flatten(1).square().sum(dim=1)
     torch.testing.assert_close(squares.double().cpu(), want_squares, rtol=tolerance, atol=1e-6)
 

@@ -74,16 +74,26 @@ class Dense:
         return torch.linalg.vector_norm(self._rows(), dim=1)
 
     def add(self, into: Tensor, factors: Tensor) -> None:
-        if into.is_contiguous():
+        order = memory_order(self.value)
+        if into.is_contiguous() and order == list(range(1, self.value.dim())):
             into.view(-1).addmv_(self._rows().t(), factors)
         else:
-            into.add_((factors @ self._rows()).view(into.shape))
+            total = (factors @ self._rows()).view([self.value.shape[axis] for axis in order])
+            into.add_(total.permute([order.index(axis) for axis in range(1, self.value.dim())]))
 
     def dense(self) -> Tensor:
         return self.value
 
     def _rows(self) -> Tensor:
-        return wide(self.value).reshape(len(self.value), prod(self.value.shape[1:]))
+        """The numbers of each example, as they lie in memory."""
+        value = wide(self.value).permute(0, *memory_order(self.value))
+        return value.reshape(len(value), prod(value.shape[1:]))
+
+
+def memory_order(value: Tensor) -> list[int]:
+    """The axes of an example, from the one whose neighbours lie farthest apart to the one where they are next."""
+    axes = range(1, value.dim())
+    return list(axes) if value.is_contiguous() else sorted(axes, key=lambda axis: -value.stride()[axis])
 
 
 @dataclass(frozen=True)
@@ -405,7 +415,8 @@ class Patches:
 
     def _fused(self, keep: bool) -> tuple[Tensor, Tensor]:
         shape: Any = tuple(vars(self.geometry).values())
-        return kernels.convolution_gradients(self._flat(self.image), self._flat(self.signal), shape, keep, self.rows)
+        image, signal = (each.flatten(0, 1) if self._has_rows() else each for each in (self.image, self.signal))
+        return kernels.convolution_gradients(image, signal, shape, keep, self.rows)
 
     def _padded_size(self) -> int:
         space = self.image.shape[-len(self.geometry.kernel) :]
@@ -448,8 +459,7 @@ class Patches:
 
     def dense(self) -> Tensor:
         if self._fuses():
-            gradients, _ = self._fused(keep=True)
-            return gradients.view(len(gradients), *self.shape)
+            return self._fused(keep=True)[0]
         parts = self._parts(prod(self.shape[1:]) * self.geometry.groups * self.positions)
         out = wide(self.image[:0]).new_empty(len(self.image), *self.shape)
         for part, place in zip(parts, out.split([len(part.image) for part in parts]), strict=True):

@@ -40,9 +40,9 @@ def gram_squares(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 # norms of the terms. Where that is next to nothing the norm stays as it is.
 
 
-def norms_of(squares: Tensor, lengths: Tensor) -> Tensor:
-    """Norms from squares that were themselves summed from terms of either sign."""
-    hidden = rounding(squares) * lengths.square()
+def norms_of(squares: Tensor, lengths: Tensor, unit: float | None = None) -> Tensor:
+    """Norms from squares that were themselves summed from terms of either sign, in numbers of this rounding."""
+    hidden = (rounding(squares) if unit is None else unit) * lengths.square()
     return torch.where(squares < 1e3 * hidden, squares.clamp(min=0.0) + hidden, squares).sqrt()
 
 
@@ -74,22 +74,49 @@ def convolution_gradients(
     """Per-example weight gradients [examples, out, in / groups * kernel] (if kept), and their squared norms.
 
     From image [examples * rows, in, height, width] and the gradient of the output; the rows of an example, side by
-    side, add up. `shape` is kernel, stride, padding and dilation, each (height, width), and groups.
+    side, add up. `shape` is kernel, stride, padding and dilation, each (height, width), and groups. Products of numbers
+    in half precision are exact, and added up in float32.
     """
     from vestige.engines.per_example import triton_kernels
 
-    return triton_kernels.convolution_gradients(image.float(), signal.float(), shape, keep, rows)
+    if image.dtype != signal.dtype:
+        image, signal = image.float(), signal.float()
+    return triton_kernels.convolution_gradients(image, signal, shape, keep, rows)
+
+
+def filter_products(dense: Tensor, against: Tensor) -> Tensor:
+    """For every filter of every gradient [examples, filters, numbers] the square of its norm once it was multiplied by
+    the first of `against` [factors, filters, numbers], and its inner product with each other: [examples, filters,
+    factors]."""
+    if dense.is_cuda and dense.dtype == torch.float32 and dense.numel() and triton_available():
+        from vestige.engines.per_example import triton_kernels
+
+        return triton_kernels.filter_products(dense.contiguous(), against.contiguous())
+    squares = torch.linalg.vector_norm(dense * against[0], dim=2).square()
+    inner = torch.bmm(dense.transpose(0, 1), against[1:].permute(1, 2, 0)).transpose(0, 1)
+    return torch.cat([squares[:, :, None], inner], dim=2)
 
 
 def blanked(tensor: Tensor, rows: Tensor, in_place: bool = False) -> Tensor:
     """The tensor with some rows zero. A tensor that nobody else needs may be changed in place, which costs nothing
     where no row is to go."""
-    if in_place and tensor.is_cuda and tensor.is_contiguous() and tensor.numel() and triton_available():
+    if in_place and tensor.is_cuda and tensor.numel() and _rows_in_one_piece(tensor) and triton_available():
         from vestige.engines.per_example import triton_kernels
 
         triton_kernels.blank_rows(tensor, rows)
         return tensor
     return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0)
+
+
+def _rows_in_one_piece(tensor: Tensor) -> bool:
+    """Whether each row fills a piece of memory, one after the other, whatever the order within a row."""
+    reach = 1
+    axes = [*zip(tensor.stride()[1:], tensor.shape[1:], strict=True)]
+    for step, size in (*sorted(each for each in axes if each[1] > 1), (tensor.stride(0), len(tensor))):
+        if size > 1 and step != reach:
+            return False
+        reach *= size
+    return True
 
 
 def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,9 +125,9 @@ def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) 
     From input and the gradient of the output, [examples, positions, width] each, and the statistics of every position.
     """
     if input.is_cuda and torch.float64 not in (input.dtype, signal.dtype) and triton_available():
-        from vestige.engines.per_example import triton_kernels
+        from vestige.engines.per_example import triton_norms
 
-        return triton_kernels.layer_norm_sums(input, signal, mean, scale)
+        return triton_norms.layer_norm_sums(input, signal, mean, scale)
     wide = torch.promote_types(signal.dtype, torch.float32)
     shape = (*input.shape[:2], 1)
     standard = (input.to(wide) - mean.view(shape)) * scale.view(shape)
@@ -108,9 +135,16 @@ def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) 
 
 
 def can_fuse_group_norm(input: Tensor, groups: int) -> bool:
-    """Whether the fused kernels are there: a group of one example must fit into registers."""
-    numbers = _power(input.shape[1] // groups) * _power(input.shape[2:].numel())
-    return input.is_cuda and input.dtype == torch.float32 and 0 < numbers <= 8192 and triton_available()
+    """Whether the fused kernels are there. A group of one example must fit into registers, or channels lie side by
+    side and be as many as a power of two."""
+    if not input.is_cuda or input.dim() < 3 or input.dtype == torch.float64 or not input.numel():
+        return False
+    if input.is_contiguous():
+        numbers = _power(input.shape[1] // groups) * _power(input.shape[2:].numel())
+        return numbers <= 8192 and triton_available()
+    last = input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last)
+    powers = all(_power(each) == each for each in (input.shape[1], groups))
+    return last and powers and input.shape[1] <= 4096 and triton_available()
 
 
 def _power(size: int) -> int:
@@ -118,21 +152,22 @@ def _power(size: int) -> int:
 
 
 def group_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A group norm, and the mean and inverse deviation of each row's groups; on a GPU in one pass over the input."""
+    """A group norm in this precision, and the mean and inverse deviation of each row's groups; on a GPU in one pass."""
     if input.is_cuda:
-        from vestige.engines.per_example import triton_kernels
+        from vestige.engines.per_example import triton_norms
 
-        return triton_kernels.group_norm(input, weight, bias, groups, eps)
+        return triton_norms.group_norm(input, weight, bias, groups, eps, dtype)
     sizes = (len(input), input.shape[1], input.shape[2:].numel(), groups)
-    return torch.native_group_norm(input, weight, bias, *sizes, eps)
+    output, mean, scale = torch.native_group_norm(input.to(dtype).contiguous(), weight, bias, *sizes, eps)
+    return output, mean, scale
 
 
 def group_norm_backward(
     input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of a group norm's input, and per row those of its weight and bias: one pass for all three."""
-    from vestige.engines.per_example import triton_kernels
+    from vestige.engines.per_example import triton_norms
 
-    return triton_kernels.group_norm_backward(input, signal.contiguous(), mean, scale, weight, groups)
+    return triton_norms.group_norm_backward(input, signal, mean, scale, weight, groups)

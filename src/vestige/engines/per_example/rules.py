@@ -282,6 +282,7 @@ def convolution(
         whole = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         input = F.pad(input, [side for size in reversed(whole) for side in (size // 2, size - size // 2)])
     around = (0,) * rank if isinstance(padding, str) else _tuple(padding, rank)
+    input = _cast(input)
     output = function(input, value_of(weight), value_of(bias), stride, around, dilation, groups)
     settle = _of_convolution(weight, bias, Geometry(kernel, stride, around, dilation, groups), transposed=False)
     return output, (input,) if isinstance(weight, Operand) else (), settle
@@ -302,6 +303,7 @@ def transposed_convolution(
     if isinstance(input, Operand) or input.dim() != rank + 2:
         return None
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
+    input = _cast(input)
     stride, padding, dilation = _tuple(stride, rank), _tuple(padding, rank), _tuple(dilation, rank)
     output = function(
         input, value_of(weight), value_of(bias), stride, padding, _tuple(output_padding, rank), groups, dilation
@@ -309,6 +311,13 @@ def transposed_convolution(
     geometry = Geometry(tuple(value_of(weight).shape[2:]), stride, padding, dilation, groups)
     settle = _of_convolution(weight, bias, geometry, transposed=True)
     return output, (input,) if isinstance(weight, Operand) else (), settle
+
+
+def _cast(input: Tensor) -> Tensor:
+    """As autocast will: the gradient is made of the numbers that were convolved, and no more of them is kept."""
+    device = input.device.type
+    rounded = torch.is_autocast_enabled(device) and input.dtype != torch.float64
+    return input.to(torch.get_autocast_dtype(device)) if rounded else input
 
 
 def _of_convolution(weight: Any, bias: Any, geometry: Geometry, transposed: bool) -> Settle:
@@ -440,9 +449,9 @@ def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None
     """With the batch axis folded into the channels, torch's own backward gives one gradient per example."""
     if isinstance(input, Operand):
         return None
-    input = wide(input).contiguous()
-    if input.dim() > 2 and kernels.can_fuse_group_norm(input, num_groups):
+    if kernels.can_fuse_group_norm(input, num_groups):
         return _fused_group_norm(input, num_groups, weight, bias, eps)
+    input = wide(input).contiguous()
     rows, channels, *space = input.shape
     sizes = (rows, channels, prod(space), num_groups, eps)
     output, mean, scale = torch.native_group_norm(input, value_of(weight), value_of(bias), *sizes)
@@ -471,13 +480,13 @@ def _fused_group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: f
 
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
         inside, mean, scale, gain = saved
-        back, weights, biases = kernels.group_norm_backward(inside, wide(signals[0]), mean, scale, gain, groups)
+        back, weights, biases = kernels.group_norm_backward(inside, signals[0], mean, scale, gain, groups)
         waiting[:] = [back]
         for operand, rows in ((weight, weights), (bias, biases)):
             if isinstance(operand, Operand):
                 yield operand, Dense(_folded(kind, rows, examples).view(examples, -1, rows.shape[1]).sum(dim=1))
 
-    gain = input.new_ones(input.shape[1]) if weight is None else value_of(weight).detach()
+    gain = mean.new_ones(input.shape[1]) if weight is None else value_of(weight).detach()
     return output, (input, mean, scale, gain), settle
 
 
@@ -489,7 +498,9 @@ class _GroupNorm(torch.autograd.Function):
         rows, channels, *space = input.shape
         sizes = (rows, channels, prod(space), groups)
         ctx.sizes, ctx.waiting = sizes, waiting
-        output, mean, scale = kernels.group_norm(input, weight, bias, groups, eps)
+        full = torch.is_autocast_enabled(input.device.type)  # in float32 then, as torch's own
+        dtype = torch.float32 if full else input.dtype
+        output, mean, scale = kernels.group_norm(input, weight, bias, groups, eps, dtype)
         ctx.save_for_backward(input, mean, scale, *(() if weight is None else (weight,)))
         ctx.mark_non_differentiable(mean, scale)
         return output, mean, scale
@@ -500,9 +511,10 @@ class _GroupNorm(torch.autograd.Function):
         if ctx.waiting:
             back = ctx.waiting.pop()
         else:
-            tensors = (signal.to(input.dtype).contiguous(), input, mean, scale, weight[0] if weight else None)
+            gain = wide(weight[0]) if weight else None
+            tensors = (wide(signal).contiguous(), wide(input).contiguous(), wide(mean), wide(scale), gain)
             back = torch.ops.aten.native_group_norm_backward(*tensors, *ctx.sizes, [True, False, False])[0]
-        return back, None, None, None, None, None
+        return back.to(input.dtype), None, None, None, None, None
 
 
 def instance_norm(

@@ -5,8 +5,8 @@ gain), is pulled back by
 
     dh/dw * g + sum_k ds_k/dw <dh/ds_k, g>
 
-filter by filter. That is one product to make the r inner products of all examples and another to add them up, in place
-of a pass over every example's gradient for every operation that the weight is made with.
+filter by filter. That is the same for every example, so a sum over examples is pulled back once, after it was taken;
+and a norm follows from g's inner products with 2r fixed tensors, all of them made in one pass over g.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
+from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import Environment, Expression, Whole, quietly
 from vestige.engines.per_example.forms import Derived
-from vestige.engines.per_example.gradients import Dense, Gradient
+from vestige.engines.per_example.gradients import Dense, Gradient, memory_order, wide
 
 NUMBER_BY_NUMBER = frozenset(
     {"add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "neg", "__add__", "__radd__"}
@@ -28,6 +29,62 @@ NUMBER_BY_NUMBER = frozenset(
     | {"square", "sqrt", "rsqrt", "reciprocal", "clamp", "clamp_min", "maximum"}
 )
 OVER_A_FILTER = frozenset({"var_mean", "std_mean", "var", "std", "mean", "sum", "norm", "linalg_vector_norm"})
+
+
+@dataclass(frozen=True)
+class WayBack:
+    """dh/dw, then for each scale dh/ds_k and ds_k/dw, number by number: the same for every example."""
+
+    own: Tensor
+    slopes: tuple[Tensor, ...]
+    moves: tuple[Tensor, ...]
+
+    def of(self, dense: Tensor) -> Tensor:
+        """What a gradient [examples, filters, ...] is pulled back to."""
+        flat = dense.flatten(2)
+        slopes, moves = (torch.stack([each.flatten(1) for each in some]) for some in (self.slopes, self.moves))
+        inner = torch.bmm(flat.transpose(0, 1), slopes.permute(1, 2, 0).to(flat.dtype))  # [filters, examples, scales]
+        pulled = flat * self.own.flatten(1)
+        pulled.transpose(0, 1).baddbmm_(inner, moves.transpose(0, 1).to(flat.dtype))
+        return pulled.view_as(dense)
+
+    def products(self, dense: Tensor) -> Tensor:
+        """Of every filter |own g|^2, then <dh/ds_k, g>, then <own ds_k/dw, g>: [examples, filters, 1 + 2r]."""
+        fixed = torch.stack([self.own, *self.slopes, *(self.own * each for each in self.moves)])
+        order = memory_order(dense)
+        there = fixed.to(dense.dtype).permute(0, *order).flatten(2)  # a filter's numbers as they lie in the gradient
+        return kernels.filter_products(dense.permute(0, *order).flatten(2), there)
+
+
+@dataclass(frozen=True)
+class PulledBack:
+    """The gradient of a standardised weight, from that of what was made of it."""
+
+    of: Dense
+    products: Tensor
+    way: WayBack
+
+    def norms(self, unit: float) -> Tensor:
+        again = self.of.value.dtype == torch.float64  # what overflowed float32 may be a number there
+        products = self.way.products(self.of.value) if again else self.products.double()
+        scales = len(self.way.slopes)
+        squares, (inner, across) = products[:, :, 0], products[:, :, 1:].split(scales, dim=2)
+        moves = torch.stack([each.flatten(1) for each in self.way.moves], dim=1).double()  # [filters, scales, numbers]
+        moved = (inner[:, :, :, None] * (moves @ moves.mT)).sum(dim=2)
+        squares = squares + (inner * (2 * across + moved)).sum(dim=2)
+        lengths = products[:, :, 0].sqrt() + (inner.abs() * torch.linalg.vector_norm(moves, dim=2)).sum(dim=2)
+        lengths = torch.linalg.vector_norm(lengths, dim=1)
+        rounding = 8 * torch.finfo(self.of.value.dtype).eps
+        norms = kernels.norms_of(squares.sum(dim=1), lengths, rounding)
+        return kernels.at_most_hidden(norms, lengths, unit)
+
+    def add(self, into: Tensor, factors: Tensor) -> None:
+        total = self.of.value.new_zeros(self.of.value.shape[1:])
+        self.of.add(total, factors)
+        into.add_(self.way.of(total[None])[0])
+
+    def dense(self) -> Tensor:
+        return self.way.of(self.of.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,16 +95,13 @@ class Standardised(Derived):
     scales: tuple[Expression, ...] = ()
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        dense = gradient.dense().to(environment[self.weight].dtype)
-        slopes, moves = self._slopes(environment)
-        flat, (own, *others) = dense.flatten(2), (each.flatten(1) for each in slopes)
-        inner = torch.bmm(flat.transpose(0, 1), torch.stack(others, dim=2))  # [filters, examples, scales]
-        pulled = flat * own
-        pulled.transpose(0, 1).baddbmm_(inner, torch.stack([each.flatten(1) for each in moves], dim=1))
-        return {self.weight: Dense(pulled.view_as(dense)), **self._of_others(inner, environment)}
+        way = self._way_back(environment)
+        dense = wide(gradient.dense()).to(wide(environment[self.weight]).dtype)
+        products = way.products(dense)
+        found = PulledBack(Dense(dense), products, way)
+        return {self.weight: found, **self._of_others(products[:, :, 1 : 1 + len(self.scales)], environment)}
 
-    def _slopes(self, environment: Environment) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """dh/dw, then dh/ds_k, number by number; and ds_k/dw."""
+    def _way_back(self, environment: Environment) -> WayBack:
         weight, fixed = environment[self.weight].detach(), {n: environment[n].detach() for n in self.names}
 
         def used(weight: Tensor, *scales: Tensor) -> Tensor:
@@ -59,10 +113,11 @@ class Standardised(Derived):
         for scale in self.scales:
             value, home = vjp(lambda w, scale=scale: scale.value({**fixed, self.weight: w}), weight)[:2]
             moves.append(home(torch.ones_like(value))[0])
-        return back(torch.ones_like(output)), moves
+        own, *slopes = back(torch.ones_like(output))
+        return WayBack(own, tuple(slopes), tuple(moves))
 
     def _of_others(self, inner: Tensor, environment: Environment) -> dict[str, Gradient]:
-        """The gradients of what else the scales are made of: gains."""
+        """The gradients of what else the scales are made of, gains, from those of the scales."""
         fixed = {name: environment[name].detach() for name in self.names}
         others = {name: value for name, value in fixed.items() if name != self.weight}
         if not others:
@@ -72,7 +127,7 @@ class Standardised(Derived):
             return tuple(scale.value({**fixed, **own}) for scale in self.scales)
 
         values, back = vjp(scales, others)[:2]
-        signals = tuple(each.t().reshape(-1, *v.shape) for each, v in zip(inner.unbind(2), values, strict=True))
+        signals = tuple(each.reshape(-1, *v.shape) for each, v in zip(inner.unbind(2), values, strict=True))
         with quietly():
             found = vmap(lambda *each: back(each)[0])(*signals)
         return {name: Dense(each) for name, each in found.items()}

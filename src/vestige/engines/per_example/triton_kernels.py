@@ -1,4 +1,4 @@
-"""How are those kernels written in Triton? Imported by `kernels` alone, and only where a GPU and Triton are there."""
+"""How are norms of gradients written in Triton? Imported by `kernels` alone, where a GPU and Triton are there."""
 
 # mypy: ignore-errors
 # (a Triton kernel is Python in form only: its names are pointers and tiles)
@@ -102,34 +102,48 @@ def _outer_squares(
 def convolution_gradients(
     image: Tensor, signal: Tensor, shape: ConvolutionShape, keep: bool, views: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.convolution_gradients`: patches are read where they lie in the image, never written out."""
-    image, signal = image.contiguous(), signal.contiguous()
+    """See `kernels.convolution_gradients`: patches are read where they lie in the image, never written out.
+
+    The tiles of one example are neighbours in time, so that they read it from the cache. In half precision, channels
+    may lie side by side; those of the gradient then do.
+    """
+    last = image.element_size() < 4 and any(_channels_last(each) for each in (image, signal))
+    form = torch.channels_last if last else torch.contiguous_format
+    image, signal = (each.contiguous(memory_format=form) for each in (image, signal))
     (_, channels, *space), (_, outputs, *positions) = image.shape, signal.shape
     examples = len(image) // views
     kernel, stride, padding, dilation, groups = shape
     columns = channels // groups * kernel[0] * kernel[1]
     rows = outputs // groups
-    row_tile, column_tile = _side(rows, 128), _side(columns, 64)
+    row_tile, column_tile = _side(rows, 128), _side(columns, 128 if last else 64)
     column_tiles = triton.cdiv(columns, column_tile)
     tiles = triton.cdiv(rows, row_tile) * column_tiles
-    gradients = image.new_empty(examples, outputs, columns) if keep else image.new_empty(1)
+    gradients = torch.empty((examples, outputs, columns) if keep else 1, device=image.device)
     squares = torch.empty(examples, groups * tiles, device=image.device)
     with torch.cuda.device_of(image):
-        _convolution_gradients[(examples * groups, tiles)](
+        _convolution_gradients[(examples * groups * tiles,)](
             image, signal, gradients, squares,
             channels, space[0], space[1], outputs, positions[1], positions[0] * positions[1],
             columns, column_tiles, tiles, views * positions[0] * positions[1],
             stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1],
             GROUPS=groups, HEIGHT=kernel[0], WIDTH=kernel[1], KEEP=keep, ALIKE=stride == (1, 1) and space == positions,
-            VIEWED=views > 1,
-            ROWS=row_tile, COLUMNS=column_tile, DEPTH=32, PRECISION=_precision(image, tf32_convolutions()),
-            num_warps=8 if row_tile == 128 else 4,
+            VIEWED=views > 1, LAST=last,
+            ROWS=row_tile, COLUMNS=column_tile, DEPTH=32 if image.element_size() == 4 else 64,
+            PRECISION=_precision(image, tf32_convolutions()), num_warps=8 if row_tile == 128 else 4,
         )  # fmt: skip
+    if keep and last:
+        gradients = gradients.view(examples, outputs, *kernel, channels // groups).permute(0, 1, 4, 2, 3)
+    elif keep:
+        gradients = gradients.view(examples, outputs, channels // groups, *kernel)
     return gradients, squares.sum(dim=1)
 
 
 def _side(size: int, largest: int) -> int:
     return min(largest, max(16, triton.next_power_of_2(size)))
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 @triton.jit
@@ -138,35 +152,57 @@ def _convolution_gradients(
     channels, height, width, outputs, position_width, positions, columns, column_tiles, tiles, all_positions,
     stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
     GROUPS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KEEP: tl.constexpr, ALIKE: tl.constexpr,
-    VIEWED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+    VIEWED: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    example, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
-    tile = tl.program_id(1)
+    tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    example, group = (block // GROUPS).to(tl.int64), block % GROUPS
     row = (tile // column_tiles) * ROWS + tl.arange(0, ROWS)
     column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     rows = outputs // GROUPS
     first = example * (all_positions // positions)
-    signal_rows = signal + (first * outputs + group * rows + row) * positions
-    channel = group * (channels // GROUPS) + column // (HEIGHT * WIDTH)
-    image_columns = image + (first * channels + channel) * height * width
-    offset_h = (column // WIDTH) % HEIGHT * dilation_h - padding_h
-    offset_w = column % WIDTH * dilation_w - padding_w
+    if LAST:  # the columns of one place of the kernel are channels, side by side
+        place_in_kernel = column // (channels // GROUPS)
+        channel = group * (channels // GROUPS) + column % (channels // GROUPS)
+        signal_rows = signal + first * positions * outputs + group * rows + row
+        image_columns = image + first * height * width * channels + channel
+    else:
+        place_in_kernel = column % (HEIGHT * WIDTH)
+        channel = group * (channels // GROUPS) + column // (HEIGHT * WIDTH)
+        signal_rows = signal + (first * outputs + group * rows + row) * positions
+        image_columns = image + (first * channels + channel) * height * width
+    offset_h = place_in_kernel // WIDTH * dilation_h - padding_h
+    offset_w = place_in_kernel % WIDTH * dilation_w - padding_w
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, all_positions, DEPTH):
-        place = start + tl.arange(0, DEPTH)
-        inside = place < all_positions
-        signal_place, skipped = place, 0
+        everywhere = start + tl.arange(0, DEPTH)
+        inside = everywhere < all_positions
+        place = everywhere
         if VIEWED:  # the positions of an example's views are one long row
-            view, place = place // positions, place % positions
-            signal_place, skipped = place + view * outputs * positions, (view * channels * height * width)[:, None]
-        real_signal = (row < rows)[:, None] & inside[None, :]
-        coming = tl.load(signal_rows[:, None] + signal_place[None, :], mask=real_signal, other=0.0)
+            view, place = everywhere // positions, everywhere % positions
         h = (place // position_width * stride_h)[:, None] + offset_h[None, :]
         w = (place % position_width * stride_w)[:, None] + offset_w[None, :]
         real = inside[:, None] & (column < columns)[None, :] & (h >= 0) & (h < height) & (w >= 0) & (w < width)
         # The first form is the second where it applies, and shows the compiler that neighbours lie side by side.
         offset = place[:, None] + (offset_h * width + offset_w)[None, :] if ALIKE else h * width + w
-        patch = tl.load(image_columns[None, :] + (offset + skipped), mask=real, other=0.0)
+        if LAST:
+            offset = offset * channels
+            coming = tl.load(
+                signal_rows[None, :] + everywhere[:, None] * outputs,
+                mask=inside[:, None] & (row < rows)[None, :],
+                other=0.0,
+            )
+            coming = tl.trans(coming)
+        else:
+            spot = place
+            if VIEWED:
+                spot = place + view * outputs * positions
+            coming = tl.load(
+                signal_rows[:, None] + spot[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0
+            )
+        if VIEWED:
+            offset = offset + (view * channels * height * width)[:, None]
+        patch = tl.load(image_columns[None, :] + offset, mask=real, other=0.0)
         total = tl.dot(coming, patch, total, input_precision=PRECISION)
     tl.store(squares + example * GROUPS * tiles + group * tiles + tile, tl.sum(total * total))
     if KEEP:
@@ -178,8 +214,49 @@ def _convolution_gradients(
         )
 
 
+def filter_products(dense: Tensor, against: Tensor) -> Tensor:
+    """See `kernels.filter_products`: every number of a gradient is read once."""
+    examples, filters, size = dense.shape
+    count = len(against)
+    found = torch.empty(examples, filters, count, device=dense.device)
+    with torch.cuda.device_of(dense):
+        _filter_products[(filters * triton.cdiv(examples, 16),)](
+            dense, against, found, examples, filters, size, count,
+            COUNT=triton.next_power_of_2(count), EXAMPLES=16, BLOCK=64, num_warps=4,
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def _filter_products(
+    dense, against, found, examples, filters, size, count,
+    COUNT: tl.constexpr, EXAMPLES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    filter = tl.program_id(0) % filters
+    example = (tl.program_id(0) // filters).to(tl.int64) * EXAMPLES + tl.arange(0, EXAMPLES)
+    factor = tl.arange(0, COUNT)
+    total = tl.zeros((COUNT, EXAMPLES, BLOCK), dtype=tl.float32)  # threads add up by themselves as long as they can
+    for start in range(0, size, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < size
+        numbers = tl.load(
+            dense + ((example * filters + filter) * size)[:, None] + place[None, :],
+            mask=(example < examples)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        others = tl.load(
+            against + ((factor * filters + filter) * size)[:, None] + place[None, :],
+            mask=(factor < count)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        terms = numbers[None, :, :] * others[:, None, :]
+        total += tl.where((factor == 0)[:, None, None], terms * terms, terms)
+    where = ((example * filters + filter) * count)[None, :] + factor[:, None]
+    tl.store(found + where, tl.sum(total, axis=2), mask=(factor < count)[:, None] & (example < examples)[None, :])
+
+
 def blank_rows(tensor: Tensor, rows: Tensor) -> None:
-    """Fill some rows of a contiguous tensor with zeros, in place; those that stay are not even read."""
+    """Fill rows of a tensor with zeros, in place, where each lies in one piece; those that stay are not even read."""
     width = tensor[0].numel()
     with torch.cuda.device_of(tensor):
         _blank_rows[(len(tensor), triton.cdiv(width, 4 * BLOCK))](tensor, rows, width, BLOCK=4 * BLOCK)
@@ -192,128 +269,3 @@ def _blank_rows(tensor, rows, width, BLOCK: tl.constexpr):
         place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         zeros = tl.zeros((BLOCK,), dtype=tensor.dtype.element_ty)
         tl.store(tensor + row * width + place, zeros, mask=place < width)
-
-
-def layer_norm_sums(input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.layer_norm_sums`."""
-    input, signal = input.contiguous(), signal.contiguous()
-    examples, positions, width = input.shape
-    columns = min(64, triton.next_power_of_2(width))
-    blocks = triton.cdiv(width, columns)
-    parts = max(1, min(triton.cdiv(positions, 32), 2048 // (examples * blocks + 1)))
-    each = triton.cdiv(positions, parts)
-    sums = torch.empty(2, examples, parts, width, device=input.device)
-    tensors = (input, signal, mean.contiguous(), scale.contiguous(), sums[0], sums[1])
-    with torch.cuda.device_of(input):
-        _layer_norm_sums[(examples, blocks, parts)](
-            *tensors, positions, width, each, parts, ROWS=16, COLUMNS=columns, num_warps=4
-        )
-    weights, biases = sums.sum(dim=2) if parts > 1 else sums[:, :, 0]
-    return weights, biases
-
-
-@triton.jit
-def _layer_norm_sums(
-    input, signal, mean, scale, weights, biases, positions, width, each, parts,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    example, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    weight, bias = tl.zeros((ROWS, COLUMNS), dtype=tl.float32), tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    last = tl.minimum(part * each + each, positions)
-    for start in range(part * each, last, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < last)[:, None] & (column < width)[None, :]
-        place = (example * positions + row)[:, None] * width + column[None, :]
-        coming = tl.load(signal + place, mask=inside, other=0.0).to(tl.float32)
-        value = tl.load(input + place, mask=inside, other=0.0).to(tl.float32)
-        middle = tl.load(mean + example * positions + row, mask=row < last, other=0.0)
-        stretch = tl.load(scale + example * positions + row, mask=row < last, other=0.0)
-        weight += tl.where(inside, coming * (value - middle[:, None]) * stretch[:, None], 0.0)
-        bias += coming
-    place = (example * parts + part) * width + column
-    tl.store(weights + place, tl.sum(weight, axis=0), mask=column < width)
-    tl.store(biases + place, tl.sum(bias, axis=0), mask=column < width)
-
-
-def group_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.group_norm`: a group of an example's channels is read once, and fits a program."""
-    output = torch.empty_like(input)
-    mean, scale = torch.empty(2, len(input), groups, device=input.device)
-    gain, shift = (output if each is None else each.contiguous() for each in (weight, bias))
-    rows, size, tiles = _tiles(input, groups)
-    with torch.cuda.device_of(input):
-        _group_norm[(len(input) * groups,)](
-            input, gain, shift, output, mean, scale, rows, size, groups, float(eps),
-            GAIN=weight is not None, SHIFT=bias is not None, **tiles,
-        )  # fmt: skip
-    return output, mean, scale
-
-
-def _tiles(input: Tensor, groups: int) -> tuple[int, int, dict[str, int]]:
-    """The channels of a group, the places of a channel, and what a program holds of them."""
-    rows, size = input.shape[1] // groups, input.shape[2:].numel()
-    tiles = {"ROWS": triton.next_power_of_2(rows), "COLUMNS": triton.next_power_of_2(size)}
-    return rows, size, {**tiles, "num_warps": max(1, min(16, tiles["ROWS"] * tiles["COLUMNS"] // 512))}
-
-
-@triton.jit
-def _group_norm(
-    input, weight, bias, output, mean, scale, rows, size, groups, eps,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64)
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < size)[None, :]
-    place = block * rows * size + row[:, None] * size + column[None, :]
-    value = tl.load(input + place, mask=inside, other=0.0)
-    middle = tl.sum(tl.sum(value, axis=1)) / (rows * size)
-    apart = tl.where(inside, value - middle, 0.0)
-    stretch = 1 / tl.sqrt(tl.sum(tl.sum(apart * apart, axis=1)) / (rows * size) + eps)
-    result = apart * stretch
-    channel = (block % groups) * rows + row
-    if GAIN:
-        result = result * tl.load(weight + channel, mask=row < rows, other=0.0)[:, None]
-    if SHIFT:
-        result = result + tl.load(bias + channel, mask=row < rows, other=0.0)[:, None]
-    tl.store(output + place, result, mask=inside)
-    tl.store(mean + block, middle)
-    tl.store(scale + block, stretch)
-
-
-def group_norm_backward(
-    input: Tensor, signal: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, groups: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.group_norm_backward`: a group of an example's channels lies side by side, and fits a program."""
-    back = torch.empty_like(input)
-    weights, biases = torch.empty(2, *input.shape[:2], device=input.device)
-    rows, size, tiles = _tiles(input, groups)
-    with torch.cuda.device_of(input):
-        _group_norm_backward[(len(input) * groups,)](
-            input, signal, mean, scale, weight.contiguous(), back, weights, biases, rows, size, groups, **tiles,
-        )  # fmt: skip
-    return back, weights, biases
-
-
-@triton.jit
-def _group_norm_backward(
-    input, signal, mean, scale, weight, back, weights, biases, rows, size, groups,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64)
-    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < size)[None, :]
-    place = block * rows * size + row[:, None] * size + column[None, :]
-    coming = tl.load(signal + place, mask=inside, other=0.0)
-    value = tl.load(input + place, mask=inside, other=0.0)
-    stretch = tl.load(scale + block)
-    standard = tl.where(inside, (value - tl.load(mean + block)) * stretch, 0.0)
-    gain = tl.load(weight + (block % groups) * rows + row, mask=row < rows, other=0.0)
-    by_weight, by_bias = tl.sum(coming * standard, axis=1), tl.sum(coming, axis=1)
-    pull, drift = tl.sum(gain * by_weight) / (rows * size), tl.sum(gain * by_bias) / (rows * size)
-    result = stretch * (gain[:, None] * coming - drift - standard * pull)
-    tl.store(back + place, result, mask=inside)
-    tl.store(weights + block * rows + row, by_weight, mask=row < rows)
-    tl.store(biases + block * rows + row, by_bias, mask=row < rows)
