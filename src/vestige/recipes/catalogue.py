@@ -47,10 +47,10 @@ WIDER = replace(
 SHORT = replace(
     WIDE,
     name="cifar10-wrn16-4-short",
-    summary="the same for minutes of a GPU: 4 views, a third of the steps, a larger rate",
+    summary="the same for minutes of a GPU: 4 views, half of the steps, a larger rate",
     source=f"{DE}, shortened by us",
-    steps=((1, 400), (8, 750)),
-    lr=((1, 4), (8, 8)),
+    steps=((1, 400), (8, 1600)),
+    lr=((1, 4), (8, 5)),
     augment=4,
 )
 PRIOR = replace(

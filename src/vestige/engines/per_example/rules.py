@@ -348,7 +348,8 @@ def _folded(kind: Kind, tensor: Tensor, examples: int) -> Tensor:
 
 
 def _per_channel(signal: Tensor, examples: int) -> Tensor:
-    return wide(signal)[..., None].flatten(2).sum(dim=2).view(examples, -1, signal.shape[1]).sum(dim=1)
+    full = torch.promote_types(signal.dtype, torch.float32)
+    return signal[..., None].flatten(2).sum(dim=2, dtype=full).view(examples, -1, signal.shape[1]).sum(dim=1)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
