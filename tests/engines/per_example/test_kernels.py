@@ -218,6 +218,18 @@ def test_blanked_rows(device, dtype):
     assert torch.equal(kernels.blanked(tensor, rows, in_place=True), want)
 
 
+def test_rows_in_one_piece():
+    whole, piece = torch.zeros(4, 3, 5, 2), kernels._rows_in_one_piece
+    assert piece(whole)
+    assert piece(whole.permute(0, 2, 3, 1))
+    assert piece(whole.contiguous(memory_format=torch.channels_last))
+    assert piece(torch.zeros(1, 5)[:, :, None])
+    assert not piece(whole.transpose(0, 1))
+    assert not piece(whole[:, :2])
+    assert not piece(whole[::2])
+    assert not piece(whole[:, :1].expand(4, 3, 5, 2))
+
+
 @gpu
 @pytest.mark.parametrize("shape", [(3, 1, 5, 7), (4, 16, 64, 48), (5, 65, 40, 33), (2, 197, 96, 130), (0, 5, 6, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
