@@ -104,10 +104,10 @@ def convolution_gradients(
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.convolution_gradients`: patches are read where they lie in the image, never written out.
 
-    The tiles of one example are neighbours in time, so that they read it from the cache. In half precision, channels
-    may lie side by side; those of the gradient then do.
+    The tiles of one example are neighbours in time, so that they read it from the cache. In half precision channels lie
+    side by side, or are laid so: only then are several numbers read at once. Those of the gradient then do, too.
     """
-    last = image.element_size() < 4 and any(_channels_last(each) for each in (image, signal))
+    last = image.element_size() < 4
     form = torch.channels_last if last else torch.contiguous_format
     image, signal = (each.contiguous(memory_format=form) for each in (image, signal))
     (_, channels, *space), (_, outputs, *positions) = image.shape, signal.shape
@@ -140,10 +140,6 @@ def convolution_gradients(
 
 def _side(size: int, largest: int) -> int:
     return min(largest, max(16, triton.next_power_of_2(size)))
-
-
-def _channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 @triton.jit
