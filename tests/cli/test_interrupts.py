@@ -12,6 +12,8 @@ from commands import started, vestige
 from vestige.cli.progress import Execution, make_runs
 from vestige.cli.terminal import sigterm_as_ctrl_c
 from vestige.compare.runner import Status
+from vestige.training.job import complete, load, start
+from vestige.training.run_folder import RunFolder
 
 
 def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
@@ -166,3 +168,45 @@ def test_other_errors_in_a_destructor_are_reported_as_ever(monkeypatch):
     with sigterm_as_ctrl_c():
         Held()
     assert reported == [OSError]
+
+
+TASK = """
+import torch
+from torch import nn
+
+def task(data):
+    x, y = torch.load(data)
+    return nn.Linear(4, 2), nn.functional.cross_entropy, (x, y), (x[:20], y[:20])
+"""
+
+
+def test_a_run_goes_on_where_its_data_lie_elsewhere(tmp_path):
+    """On another machine: another path and other parts, the same run and the same ledger."""
+    torch.manual_seed(0)
+    here, there, fewer = (tmp_path / name for name in ("here.pt", "there.pt", "fewer.pt"))
+    torch.save((torch.randn(100, 4), torch.randint(2, (100,))), here)
+    (tmp_path / "mine.py").write_text(TASK)
+    options = ["--task", f"{tmp_path / 'mine.py'}:task", "--epsilon", 3, "--delta", 1e-3, "--sample-rate", 0.3]
+    options += ["--steps", 8, "--reproducible", "--data", here]
+    assert vestige("train", *options, "--out", tmp_path / "whole")[0] == 0
+
+    run = tmp_path / "run"
+    job = load(RunFolder(tmp_path / "whole"))
+    task, training = start(job, run)
+    complete(job, task, training, lambda training, record, accuracy: record.step < 3)
+    x, y = torch.load(here)
+    here.rename(there)
+    torch.save((x[:90], y[:90]), fewer)
+    code, _, error = vestige("train", "--resume", run)
+    assert code == 2
+    assert "here.pt" in error
+    for given, message in ((["--data", fewer], "population is 90 now but was 100"), (["--data", there, "--lr", 1], "--lr cannot be given too")):
+        code, _, error = vestige("train", "--resume", run, *given)
+        assert code == 2
+        assert message in error
+    code, _, error = vestige("train", "--resume", run, "--data", there, "--physical-batch", 7, "--device", "cpu")
+    assert code == 0, error
+    assert vestige("verify", run)[0] == 0
+    models = [torch.load(folder / "model.pt", weights_only=True) for folder in (tmp_path / "whole", run)]
+    for name, value in models[0].items():
+        torch.testing.assert_close(models[1][name], value, rtol=1e-6, atol=1e-7)

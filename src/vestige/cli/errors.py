@@ -110,5 +110,10 @@ def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) ->
 def refuse_if_given(context: typer.Context, names: tuple[str, ...], why: str) -> None:
     """Refuse those of these options that were given on the command line: they would be ignored."""
     for parameter in context.command.params:
-        if parameter.name in names and str(context.get_parameter_source(parameter.name)).endswith("COMMANDLINE"):
+        if parameter.name in names and given(context, str(parameter.name)):
             raise ValueError(f"{parameter.opts[0]} cannot be given too: {why}")
+
+
+def given(context: typer.Context, name: str) -> bool:
+    """Whether an option was given on the command line."""
+    return str(context.get_parameter_source(name)).endswith("COMMANDLINE")

@@ -557,10 +557,10 @@ class Training:
 
     def _facts_of_the_run(self) -> dict[str, Any]:
         return {
+            "population": self.curator.population,  # first: much else follows from it
             **self.plan.to_json(),
             "method": self._identity,
             **self.terms,
-            "population": self.curator.population,
             "groups": list(self.layout.group_names),
             "adjacency": "add/remove one example",
             "max_batch": getattr(self._sampling, "most", None),

@@ -122,7 +122,9 @@ def finetune(
     from vestige.finetuning.job import FineTuning, complete, load, start
 
     if resume is not None:
-        job = continued(context, resume, ("resume", "quiet", "as_json"), load)
+        there: dict[str, Any] = {"model": model, "data": data, "test": test, "device": device}
+        there |= {"physical_batch": part_size(physical_batch), "num_workers": num_workers}
+        job = continued(context, resume, ("resume", "quiet", "as_json"), load, there)
     else:
         if model is None or data is None:
             raise ValueError("model=None: give a checkpoint's folder" if model is None else "data=None: give a file")

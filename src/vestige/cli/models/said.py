@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.table import Table
 
-from vestige.cli.errors import INTERRUPTED, refuse_others
+from vestige.cli.errors import INTERRUPTED, given, refuse_others
 from vestige.cli.terminal import meant, stderr
 
 
-def continued(context: typer.Context, resume: Path, others: tuple[str, ...], load: Callable[[Any], Any]) -> Any:
-    """The job of an interrupted run; other options than these are refused beside it."""
+def continued(
+    context: typer.Context,
+    resume: Path,
+    others: tuple[str, ...],
+    load: Callable[[Any], Any],
+    elsewhere: Mapping[str, Any],
+) -> Any:
+    """The job of an interrupted run. Only these others may be given beside it, and where it goes on: on which device,
+    in what parts, and where the same data lie there."""
     from vestige.training.run_folder import RunFolder
 
-    refuse_others(context, others, "a run continues with the options it was started with")
+    refuse_others(context, (*others, *elsewhere), "a run continues with the options it was started with")
     folder = RunFolder(resume)
     job = load(folder)
     if folder.result() is not None:
         raise ValueError(f"resume={str(resume)!r} is already finished; verify it with: vestige verify {resume}")
-    return job
+    return replace(job, **{name: value for name, value in elsewhere.items() if given(context, name)})
 
 
 def warn_of(job: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vestige.cli.errors import refuse_if_given
+from vestige.cli.errors import given, refuse_if_given
 from vestige.cli.models.flags import (
     BalanceFlag,
     DeltaFlag,
@@ -181,7 +181,8 @@ def train(
     from vestige.training.job import Job, complete, load, start
 
     if resume is not None:
-        job = continued(context, resume, ("resume", "log_to", "as_json"), load)
+        there = {"data": data, "features": features, "device": device, "physical_batch": part_size(physical_batch)}
+        job = continued(context, resume, ("resume", "log_to", "as_json"), load, there)
     else:
         _refuse_table(context, recipe, task)
         settings = dict(
@@ -270,23 +271,23 @@ def _by_recipe(context: typer.Context, name: str, settings: dict[str, Any]) -> d
     recipe = find(name)
     if settings["epsilon"] is None:
         raise ValueError(f"epsilon=None: the steps of {name} follow from it, and so does the noise")
-    given = {key for key in settings if str(context.get_parameter_source(key)).endswith("COMMANDLINE")}
-    if recipe.task is not None and "task" in given:
+    said = {key for key in settings if given(context, key)}
+    if recipe.task is not None and "task" in said:
         raise ValueError(f"task={settings['task']!r} cannot be given too: {name} is a recipe for {recipe.task}")
-    if recipe.task is None and recipe.needs != "columns" and "task" not in given:
+    if recipe.task is None and recipe.needs != "columns" and "task" not in said:
         raise ValueError(f"task=None: {name} is a recipe for a task of yours; give FILE.py:FUNCTION")
     key = {"columns": "table"}.get(recipe.needs or "", recipe.needs)
     if key is not None and settings[key] is None:
         raise ValueError(f"{recipe.needs}=None: {name} needs it; see vestige recipes {name}")
     found = recipe.settings(settings["epsilon"])
     solver = {found["method"], settings["method"]} & SOLVERS.keys()
-    if "method" in given and solver and found["method"] != settings["method"]:
+    if "method" in said and solver and found["method"] != settings["method"]:
         raise ValueError(
             f"method={settings['method']!r} cannot be given too: {solver.pop()} solves in one step, and the other "
             f"settings of {name} are for {found['method']}"
         )
-    options = {**found.pop("options"), **settings["options"]} if "method" not in given else settings["options"]
-    chosen = {key: value for key, value in found.items() if key not in given}
+    options = {**found.pop("options"), **settings["options"]} if "method" not in said else settings["options"]
+    chosen = {key: value for key, value in found.items() if key not in said}
     if recipe.needs == "columns":
         chosen["task"] = "table"
     return {**settings, **chosen, "options": options, "recipe": name}
@@ -298,7 +299,7 @@ def _refuse_table(context: typer.Context, name: str | None, task: str) -> None:
 
     if name is not None and find(name).needs != "columns":
         refuse_if_given(context, TABLE, f"{name} is a recipe for {find(name).kind}, not for a table; leave it out")
-    elif name is None and str(context.get_parameter_source("task")).endswith("COMMANDLINE"):
+    elif name is None and given(context, "task"):
         refuse_if_given(context, TABLE, f"--task={task} is no table; leave one of them out, or take --recipe tabular")
 
 
