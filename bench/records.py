@@ -313,7 +313,8 @@ def table(results: list[dict[str, Any]]) -> str:
         spread = f" ({min(accuracies):.1f} to {max(accuracies):.1f}, {len(mine)} seeds)" if len(mine) > 1 else ""
         pace = [each["views_per_second"] for each in mine if each["views_per_second"]]
         minutes = sum(each["seconds"] for each in mine) / len(mine) / 60
-        note = f", {mine[0]['attempts']} attempts" if row.broken else mine[0].get("note", "")
+        note = ", `--bfloat16`" if mine[0].get("bfloat16") else ""
+        note += f", {mine[0]['attempts']} attempts" if row.broken else mine[0].get("note", "")
         cells = [
             TITLES[row.dataset],
             f"{row.epsilon:g}",
