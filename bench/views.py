@@ -1,7 +1,7 @@
 """What do sixteen views of every example cost? De et al.'s private step over a plain one on as many views.
 
 usage: python bench/views.py [--device cpu|cuda] [--examples N] [--copies K] [--depth D] [--width W] [--size S]
-       [--precision tf32|torch] [--bfloat16] [--rows NAME ...] [--seconds T] [--json FILE]
+       [--precision tf32|torch] [--bfloat16] [--channels-last] [--rows NAME ...] [--seconds T] [--json FILE]
 
 Both steps draw the views, flipped and cropped, from the same examples; the private one averages each example's
 gradients before it clips. The model is their WideResNet, with GroupNorm and standardised weights.
@@ -58,7 +58,8 @@ def rows(augment: Augment) -> dict[str, Build]:
 
 def measured(row: str, build: Build, options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = models.wide_resnet(10, options.depth, options.width).to(options.device)
+    model = models.wide_resnet(10, options.depth, options.width)
+    models.lay_out(model, options.device, beside=options.channels_last)
     images = torch.randn(options.examples, 3, options.size, options.size, device=options.device)
     batch = images, torch.randint(10, (options.examples,), device=options.device)
     name = f"WRN-{options.depth}-{options.width}, {options.copies} views"
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--precision", choices=["tf32", "torch"], default="tf32")
     parser.add_argument("--bfloat16", action="store_true", help="forward and backward under autocast")
+    parser.add_argument("--channels-last", action="store_true", help="channels side by side in memory")
     parser.add_argument("--rows", nargs="+", choices=list(rows(Augment())), default=list(rows(Augment()))[:4])
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--json", type=Path, help="where to write the numbers")
