@@ -72,12 +72,25 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_tensors(path: Path, content: Any) -> None:
-    """A torch file that loads with `weights_only=True`: tensors, numbers and strings, no code."""
+    """A torch file that loads with `weights_only=True` on any machine: tensors on the CPU, numbers and strings, no
+    code."""
     import torch  # here, so that records can be read without torch
 
     buffer = io.BytesIO()
-    torch.save(content, buffer)
+    torch.save(_on_cpu(content), buffer)
     write_atomically(path, lambda beside: _write_bytes(beside, buffer.getbuffer()))
+
+
+def _on_cpu(content: Any) -> Any:
+    """The same with its tensors on the CPU; a state_dict keeps what it says about its modules."""
+    if isinstance(content, dict):
+        moved = type(content)((key, _on_cpu(value)) for key, value in content.items())
+        if hasattr(content, "_metadata"):
+            moved._metadata = content._metadata  # type: ignore[attr-defined]
+        return moved
+    if isinstance(content, list | tuple):
+        return type(content)(_on_cpu(each) for each in content)
+    return content.cpu() if hasattr(content, "cpu") else content
 
 
 def read_tensors(path: Path) -> Any:

@@ -295,3 +295,16 @@ def test_every_optimizer_and_memory_state_comes_back(tmp_path):
                 pass
         runs.append(flat(training.model))
     np.testing.assert_array_equal(runs[0].numpy(), runs[1].numpy())
+
+
+def test_what_is_written_lies_on_the_cpu_and_says_what_it_said(tmp_path, monkeypatch):
+    """So that it loads on a machine without the device that it was trained on."""
+    state = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict()
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor + 1)  # as if it came from elsewhere
+    files.write_tensors(tmp_path / "file.pt", {"state": {"model": state}, "rows": [torch.zeros(2)], "step": 3})
+    found = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert found["step"] == 3
+    assert torch.equal(found["rows"][0], torch.ones(2))
+    for name, value in state.items():
+        assert torch.equal(found["state"]["model"][name], value + 1)
+    assert found["state"]["model"]._metadata == state._metadata
