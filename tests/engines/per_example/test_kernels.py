@@ -197,8 +197,8 @@ def check_filter_products(function, examples, filters, numbers, factors, device)
     dense, against = torch.randn(examples, filters, numbers), torch.randn(factors, filters, numbers)
     got = function(dense.to(device), against.to(device)).cpu().double()
     exact, others = dense.double(), against.double()
-    squares = (exact * others[0]).square().sum(dim=2)
-    want = torch.cat([squares[:, :, None], torch.einsum("efn,kfn->efk", exact, others[1:])], dim=2)
+    squares = torch.stack([(exact * others[0]).square().sum(dim=2), exact.square().sum(dim=2)], dim=2)
+    want = torch.cat([squares, torch.einsum("efn,kfn->efk", exact, others[1:])], dim=2)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 

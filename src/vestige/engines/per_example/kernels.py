@@ -85,16 +85,16 @@ def convolution_gradients(
 
 
 def filter_products(dense: Tensor, against: Tensor) -> Tensor:
-    """For every filter of every gradient [examples, filters, numbers] the square of its norm once it was multiplied by
-    the first of `against` [factors, filters, numbers], and its inner product with each other: [examples, filters,
-    factors]."""
+    """Of every filter of every gradient [examples, filters, numbers] the square of its norm once it was multiplied by
+    the first of `against` [factors, filters, numbers], that of its norm as it is, and its inner product with each other
+    one: [examples, filters, factors + 1]."""
     if dense.is_cuda and dense.dtype == torch.float32 and dense.numel() and triton_available():
         from vestige.engines.per_example import triton_kernels
 
         return triton_kernels.filter_products(dense.contiguous(), against.contiguous())
-    squares = torch.linalg.vector_norm(dense * against[0], dim=2).square()
+    norms = torch.stack([torch.linalg.vector_norm(each, dim=2) for each in (dense * against[0], dense)], dim=2)
     inner = torch.bmm(dense.transpose(0, 1), against[1:].permute(1, 2, 0)).transpose(0, 1)
-    return torch.cat([squares[:, :, None], inner], dim=2)
+    return torch.cat([norms.square(), inner], dim=2)
 
 
 def blanked(tensor: Tensor, rows: Tensor, in_place: bool = False) -> Tensor:

@@ -49,10 +49,14 @@ class WayBack:
         return pulled.view_as(dense)
 
     def products(self, dense: Tensor) -> Tensor:
-        """Of every filter |own g|^2, then <dh/ds_k, g>, then <own ds_k/dw, g>: [examples, filters, 1 + 2r]."""
-        fixed = torch.stack([self.own, *self.slopes, *(self.own * each for each in self.moves)])
+        """Of every filter |own g|^2 and |g|^2, then <dh/ds_k, g>, then <own ds_k/dw, g>: [examples, filters, 2 + 2r].
+
+        What is fixed is multiplied in the gradient's own precision: what cancels must be the same here and there.
+        """
+        own, *others = (each.to(dense.dtype) for each in (self.own, *self.slopes, *self.moves))
+        fixed = torch.stack([own, *others[: len(self.slopes)], *(own * each for each in others[len(self.slopes) :])])
         order = memory_order(dense)
-        there = fixed.to(dense.dtype).permute(0, *order).flatten(2)  # a filter's numbers as they lie in the gradient
+        there = fixed.permute(0, *order).flatten(2)  # a filter's numbers as they lie in the gradient
         return kernels.filter_products(dense.permute(0, *order).flatten(2), there)
 
 
@@ -68,13 +72,17 @@ class PulledBack:
         again = self.of.value.dtype == torch.float64  # what overflowed float32 may be a number there
         products = self.way.products(self.of.value) if again else self.products.double()
         scales = len(self.way.slopes)
-        squares, (inner, across) = products[:, :, 0], products[:, :, 1:].split(scales, dim=2)
-        moves = torch.stack([each.flatten(1) for each in self.way.moves], dim=1).double()  # [filters, scales, numbers]
+        squares, lengths = products[:, :, 0], products[:, :, :2].sqrt()
+        inner, across = products[:, :, 2:].split(scales, dim=2)
+        slopes, moves = (
+            torch.stack([e.flatten(1) for e in s], dim=1).double() for s in (self.way.slopes, self.way.moves)
+        )
         moved = (inner[:, :, :, None] * (moves @ moves.mT)).sum(dim=2)
         squares = squares + (inner * (2 * across + moved)).sum(dim=2)
-        lengths = products[:, :, 0].sqrt() + (inner.abs() * torch.linalg.vector_norm(moves, dim=2)).sum(dim=2)
-        lengths = torch.linalg.vector_norm(lengths, dim=1)
-        rounding = 8 * torch.finfo(self.of.value.dtype).eps
+        # However small an inner product is, it was summed from terms as large as its factors.
+        at_most = torch.linalg.vector_norm(slopes, dim=2) * torch.linalg.vector_norm(moves, dim=2)
+        lengths = torch.linalg.vector_norm(lengths[:, :, 0] + lengths[:, :, 1] * at_most.sum(dim=1), dim=1)
+        rounding = 32 * torch.finfo(self.of.value.dtype).eps
         norms = kernels.norms_of(squares.sum(dim=1), lengths, rounding)
         return kernels.at_most_hidden(norms, lengths, unit)
 
@@ -99,7 +107,7 @@ class Standardised(Derived):
         dense = wide(gradient.dense()).to(wide(environment[self.weight]).dtype)
         products = way.products(dense)
         found = PulledBack(Dense(dense), products, way)
-        return {self.weight: found, **self._of_others(products[:, :, 1 : 1 + len(self.scales)], environment)}
+        return {self.weight: found, **self._of_others(products[:, :, 2 : 2 + len(self.scales)], environment)}
 
     def _way_back(self, environment: Environment) -> WayBack:
         weight, fixed = environment[self.weight].detach(), {n: environment[n].detach() for n in self.names}

@@ -213,6 +213,7 @@ def _convolution_gradients(
 def filter_products(dense: Tensor, against: Tensor) -> Tensor:
     """See `kernels.filter_products`: every number of a gradient is read once."""
     examples, filters, size = dense.shape
+    against = torch.cat([against[:1], torch.ones_like(against[:1]), against[1:]])
     count = len(against)
     found = torch.empty(examples, filters, count, device=dense.device)
     with torch.cuda.device_of(dense):
@@ -246,7 +247,7 @@ def _filter_products(
             other=0.0,
         )
         terms = numbers[None, :, :] * others[:, None, :]
-        total += tl.where((factor == 0)[:, None, None], terms * terms, terms)
+        total += tl.where((factor < 2)[:, None, None], terms * terms, terms)
     where = ((example * filters + filter) * count)[None, :] + factor[:, None]
     tl.store(found + where, tl.sum(total, axis=2), mask=(factor < count)[:, None] & (example < examples)[None, :])
 
