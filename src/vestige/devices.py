@@ -85,6 +85,8 @@ def triton_available() -> bool:
 
 
 def check_device(device: str) -> None:
+    if device.split(":")[0] == "meta":
+        raise ValueError(f"device={device!r} cannot be used: it holds no numbers; give cpu or cuda")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -197,6 +197,7 @@ def test_account_prices_other_samplings():
         (["verify", "/nowhere"], "no such folder"),
         (["verify", "/"], "holds neither a run (run.json, ledger.jsonl) nor a comparison (spec.json)"),
         (["train", "--resume", "/nowhere"], "--resume='/nowhere' holds no run"),
+        (["train", "--device", "meta"], "--device='meta' cannot be used: it holds no numbers"),
         (["compare", "--quick", "--method", "fo-dp-sgd"], "--method cannot be given too: --quick is one fixed"),
         (["compare", "--resume", "/nowhere", "--steps", "3"], "--steps cannot be given too"),
         (["compare", "--resume", "/nowhere"], "/nowhere"),

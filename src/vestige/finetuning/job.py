@@ -193,6 +193,10 @@ def load(folder: RunFolder) -> FineTuning:
 
 
 def _check(job: FineTuning) -> None:
+    if job.test is not None and Path(job.test).exists() and Path(job.test).samefile(job.data):
+        raise ValueError(
+            f"test={job.test!r} is the training data: an accuracy on them is no release; give public texts"
+        )
     if job.aim not in TASKS:
         raise ValueError(f"task={job.task!r} is unknown; choose from {', '.join(TASKS)}")
     if job.aim == "classification":

@@ -122,7 +122,7 @@ def finetune(
     from vestige.finetuning.job import FineTuning, complete, load, start
 
     if resume is not None:
-        there: dict[str, Any] = {"model": model, "data": data, "test": test, "device": device}
+        there: dict[str, Any] = {"data": data, "test": test, "device": device}
         there |= {"physical_batch": part_size(physical_batch), "num_workers": num_workers}
         job = continued(context, resume, ("resume", "quiet", "as_json"), load, there)
     else:

@@ -47,7 +47,10 @@ ReproducibleFlag = Annotated[
 ]
 DeviceFlag = Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")]
 ResumeFlag = Annotated[
-    Path | None, typer.Option(help="Continue the interrupted run in this folder; takes no other option.")
+    Path | None,
+    typer.Option(
+        help="Continue the interrupted run in this folder; beside it go where its data lie and what computes it."
+    ),
 ]
 
 
