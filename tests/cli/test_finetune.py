@@ -299,6 +299,11 @@ def test_a_mistake_is_one_line_and_nothing_is_written(made, tmp_path, words, mes
     refused(made, tmp_path, message, *words)
 
 
+def test_texts_that_are_trained_on_are_no_test(made, tmp_path):
+    (tmp_path / "link.jsonl").symlink_to(made / "reviews.jsonl")
+    refused(made, tmp_path, "is the training data", "--test", tmp_path / "link.jsonl")
+
+
 def test_files_that_are_none(made, tmp_path):
     readable = find_spec("pyarrow") is not None
 

@@ -200,7 +200,10 @@ def test_a_run_goes_on_where_its_data_lie_elsewhere(tmp_path):
     code, _, error = vestige("train", "--resume", run)
     assert code == 2
     assert "here.pt" in error
-    for given, message in ((["--data", fewer], "population is 90 now but was 100"), (["--data", there, "--lr", 1], "--lr cannot be given too")):
+    for given, message in (
+        (["--data", fewer], "population is 90 now but was 100"),
+        (["--data", there, "--lr", 1], "--lr cannot be given too"),
+    ):
         code, _, error = vestige("train", "--resume", run, *given)
         assert code == 2
         assert message in error

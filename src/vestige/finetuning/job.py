@@ -193,7 +193,8 @@ def load(folder: RunFolder) -> FineTuning:
 
 
 def _check(job: FineTuning) -> None:
-    if job.test is not None and Path(job.test).exists() and Path(job.test).samefile(job.data):
+    files = [Path(name) for name in (job.data, job.test) if name is not None and Path(name).exists()]
+    if len(files) == 2 and files[0].samefile(files[1]):
         raise ValueError(
             f"test={job.test!r} is the training data: an accuracy on them is no release; give public texts"
         )
