@@ -301,7 +301,8 @@ def test_a_mistake_is_one_line_and_nothing_is_written(made, tmp_path, words, mes
 
 def test_texts_that_are_trained_on_are_no_test(made, tmp_path):
     (tmp_path / "link.jsonl").symlink_to(made / "reviews.jsonl")
-    refused(made, tmp_path, "is the training data", "--test", tmp_path / "link.jsonl")
+    link, data = tmp_path / "link.jsonl", made / "reviews.jsonl"
+    refused(made, tmp_path, "is the training data", "--test", link, data=data)
 
 
 def test_files_that_are_none(made, tmp_path):
