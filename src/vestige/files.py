@@ -13,6 +13,7 @@ import json
 import os
 import types
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -84,12 +85,14 @@ def write_tensors(path: Path, content: Any) -> None:
 def _on_cpu(content: Any) -> Any:
     """The same with its tensors on the CPU; a state_dict keeps what it says about its modules."""
     if isinstance(content, dict):
-        moved = type(content)((key, _on_cpu(value)) for key, value in content.items())
+        moved = copy(content)  # of its own kind: a scheduler's milestones are a Counter
+        for key, value in content.items():
+            moved[key] = _on_cpu(value)
         if hasattr(content, "_metadata"):
             moved._metadata = content._metadata  # type: ignore[attr-defined]
         return moved
-    if isinstance(content, list | tuple):
-        return type(content)(_on_cpu(each) for each in content)
+    if type(content) in (list, tuple):
+        return type(content)(map(_on_cpu, content))
     return content.cpu() if hasattr(content, "cpu") else content
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -301,9 +302,10 @@ def test_what_is_written_lies_on_the_cpu_and_says_what_it_said(tmp_path, monkeyp
     """So that it loads on a machine without the device that it was trained on."""
     state = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict()
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor + 1)  # as if it came from elsewhere
-    files.write_tensors(tmp_path / "file.pt", {"state": {"model": state}, "rows": [torch.zeros(2)], "step": 3})
+    whole = {"step": 3, "milestones": Counter({5: 2, 9: 1}), "pair": (1, "a")}
+    files.write_tensors(tmp_path / "file.pt", {"state": {"model": state}, "rows": [torch.zeros(2)], **whole})
     found = torch.load(tmp_path / "file.pt", weights_only=True)
-    assert found["step"] == 3
+    assert {name: found[name] for name in whole} == whole
     assert torch.equal(found["rows"][0], torch.ones(2))
     for name, value in state.items():
         assert torch.equal(found["state"]["model"][name], value + 1)
