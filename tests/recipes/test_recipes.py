@@ -227,6 +227,8 @@ def test_a_table_is_trained_from_the_terminal_and_its_run_verifies(tmp_path):
     table = ("--columns", "age=0..100;work=office|field", "--label-column", "rich", "--labels", "no,yes")
     flags = ("train", "--recipe", "tabular", "--data", str(train), "--epsilon", "8", "--delta", "1e-4", *table)
     flags += ("--steps", "120")
+    code, _, error = command(*flags, "--test", train, "--out", tmp_path / "run")
+    assert (code, "is the training data" in error) == (2, True)
     result = as_json(*flags, "--test", public, "--out", tmp_path / "run")
     assert result["accuracy"] > 0.85
     assert result["epsilon"] <= 8

@@ -193,11 +193,7 @@ def load(folder: RunFolder) -> FineTuning:
 
 
 def _check(job: FineTuning) -> None:
-    files = [Path(name) for name in (job.data, job.test) if name is not None and Path(name).exists()]
-    if len(files) == 2 and files[0].samefile(files[1]):
-        raise ValueError(
-            f"test={job.test!r} is the training data: an accuracy on them is no release; give public texts"
-        )
+    tasks.require_public(job.test, job.data)
     if job.aim not in TASKS:
         raise ValueError(f"task={job.task!r} is unknown; choose from {', '.join(TASKS)}")
     if job.aim == "classification":

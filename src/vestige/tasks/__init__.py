@@ -1,6 +1,6 @@
 """What is trained on what? Datasets, the models for them, and a user's own task."""
 
-from vestige.tasks.reading import LabelledTensors
+from vestige.tasks.reading import LabelledTensors, require_public
 from vestige.tasks.rows import read_columns
 from vestige.tasks.tables import bounded
 from vestige.tasks.task import Task, check, describe, load, load_table, names, subject
@@ -17,5 +17,6 @@ __all__ = [
     "load_table",
     "names",
     "read_columns",
+    "require_public",
     "subject",
 ]

@@ -18,7 +18,7 @@ from vestige.tasks import models
 from vestige.tasks.definitions import DEFINITIONS, Definition
 from vestige.tasks.features.encoders import check_encoder, encoded
 from vestige.tasks.images import STANDARDISED, standardised
-from vestige.tasks.reading import LabelledTensors, existing
+from vestige.tasks.reading import LabelledTensors, existing, require_public
 from vestige.tasks.tables import columns_of, read_table
 from vestige.tasks.user_code import blame, call, function_of, python_file
 
@@ -92,6 +92,7 @@ def load_table(
 
     `test` is a table of the same columns that needs no protection; without it the test set is empty.
     """
+    require_public(test, data)
     named = columns_of(columns)
     train = read_table(data, named, label_column, labels)
     empty = train[0][:0], train[1][:0]

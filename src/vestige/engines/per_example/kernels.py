@@ -71,7 +71,7 @@ def can_fuse_convolution(image: Tensor, signal: Tensor, groups: int) -> bool:
 def convolution_gradients(
     image: Tensor, signal: Tensor, shape: tuple[Pair, Pair, Pair, Pair, int], keep: bool, rows: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Per-example weight gradients [examples, out, in / groups * kernel] (if kept), and their squared norms.
+    """Per-example weight gradients [examples, out, in / groups, *kernel] (if kept), and their squared norms.
 
     From image [examples * rows, in, height, width] and the gradient of the output; the rows of an example, side by
     side, add up. `shape` is kernel, stride, padding and dilation, each (height, width), and groups. Products of numbers

@@ -121,16 +121,13 @@ def _group_norm_last(
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, CHANNELS)
     # Sums about the mean of the first places: little cancels, and threads add up by themselves as long as they can.
-    place = tl.arange(0, PLACES)
-    where = (row * size + place)[:, None] * CHANNELS + channel[None, :]
-    value = tl.load(input + where, mask=(place < size)[:, None], other=0.0).to(tl.float32)
+    where, inside = _places(row, 0, size, CHANNELS, PLACES)
+    value = tl.load(input + where, mask=inside, other=0.0).to(tl.float32)
     about = tl.sum(value, axis=0) / tl.minimum(size, PLACES)
-    first = tl.where((place < size)[:, None], value - about[None, :], 0.0)
+    first = tl.where(inside, value - about[None, :], 0.0)
     second = first * first
     for start in range(PLACES, size, PLACES):
-        place = start + tl.arange(0, PLACES)
-        inside = (place < size)[:, None]
-        where = (row * size + place)[:, None] * CHANNELS + channel[None, :]
+        where, inside = _places(row, start, size, CHANNELS, PLACES)
         value = tl.load(input + where, mask=inside, other=0.0).to(tl.float32)
         apart = tl.where(inside, value - about[None, :], 0.0)
         first += apart
@@ -148,13 +145,18 @@ def _group_norm_last(
     if GAIN:
         gain = stretch * tl.load(weight + channel).to(tl.float32)
     for start in range(0, size, PLACES):
-        place = start + tl.arange(0, PLACES)
-        inside = (place < size)[:, None]
-        where = (row * size + place)[:, None] * CHANNELS + channel[None, :]
+        where, inside = _places(row, start, size, CHANNELS, PLACES)
         result = (tl.load(input + where, mask=inside, other=0.0).to(tl.float32) - average[None, :]) * gain[None, :]
         if SHIFT:
             result = result + tl.load(bias + channel).to(tl.float32)[None, :]
         tl.store(output + where, result, mask=inside)
+
+
+@triton.jit
+def _places(row, start, size, CHANNELS: tl.constexpr, PLACES: tl.constexpr):
+    """Where the channels of a row's places from `start` on lie, and which of the places there are."""
+    place = start + tl.arange(0, PLACES)
+    return (row * size + place)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :], (place < size)[:, None]
 
 
 @triton.jit
@@ -219,9 +221,7 @@ def _group_norm_backward_last(
     weighed = tl.zeros((PLACES, CHANNELS), dtype=tl.float32)
     plain = tl.zeros((PLACES, CHANNELS), dtype=tl.float32)
     for start in range(0, size, PLACES):
-        place = start + tl.arange(0, PLACES)
-        inside = (place < size)[:, None]
-        where = (row * size + place)[:, None] * CHANNELS + channel[None, :]
+        where, inside = _places(row, start, size, CHANNELS, PLACES)
         coming = tl.load(signal + where, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(input + where, mask=inside, other=0.0).to(tl.float32)
         weighed += coming * (value - middle[None, :])
@@ -234,9 +234,7 @@ def _group_norm_backward_last(
     pull = _over_groups(gain * by_weight, CHANNELS, GROUPS) / count
     drift = _over_groups(gain * by_bias, CHANNELS, GROUPS) / count
     for start in range(0, size, PLACES):
-        place = start + tl.arange(0, PLACES)
-        inside = (place < size)[:, None]
-        where = (row * size + place)[:, None] * CHANNELS + channel[None, :]
+        where, inside = _places(row, start, size, CHANNELS, PLACES)
         coming = tl.load(signal + where, mask=inside, other=0.0).to(tl.float32)
         value = tl.load(input + where, mask=inside, other=0.0).to(tl.float32)
         standard = (value - middle[None, :]) * stretch[None, :]
