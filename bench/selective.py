@@ -1,12 +1,14 @@
 """What do selective updates buy under a guarantee that holds? Accuracy at epsilon 1 to 4, beside the published table.
 
-usage: python bench/selective.py --data DIR [--device cuda] [--jobs 14] [--budget-seconds 450] [--out selective.json]
+usage: python bench/selective.py --data DIR [--device cuda] [--tf32] [--jobs 14] [--budget-seconds 450]
+                                 [--datasets ...] [--methods ...] [--epsilons ...] [--seeds 3] [--out selective.json]
        python bench/selective.py --out selective.json --into docs/results/selective.md
 
 Every cell (dataset, method, epsilon, seed) is one run and is written when it is done; started again with the same
 --out, only the missing ones are run. Selective methods give two accuracies: where the valid accountant has spent
 epsilon, and, further on in the same run, where the papers' accepted-only claim has. Settings are those of the papers
-(batch, noise, rate, clip, momentum); nothing was tuned here. The second form runs nothing: it writes the tables.
+(batch, noise, rate, clip, momentum); nothing was tuned here. At epsilon 1 the buffer's size is varied too. The second
+form runs nothing: it writes the tables, and keeps the page's cells that --out knows nothing of.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ DATA = {"mnist": "mnist.npz", "fmnist": "fashion_mnist.npz", "imdb": "imdb.jsonl
 TITLE = {"mnist": "MNIST", "fmnist": "Fashion-MNIST", "imdb": "IMDb", "cifar10": "CIFAR-10"}
 STILL = "dpsgd-br without decay"
 METHODS = ("dpsgd", "dpsgd-ts", "dpsgd-hf", "dpsur", "dpsgd-br", STILL)
-SELECTIVE = ("dpsur", "dpsgd-br", STILL)
+BUFFERS = {f"dpsgd-br, buffer {size}": size for size in (1, 3, 4)}
+"""Other sizes of DPSGD-BR's buffer, which is 2; with 1 only the decay is left. At epsilon 1 alone."""
+SELECTIVE = ("dpsur", "dpsgd-br", STILL, *BUFFERS)
+DECAYING = ("dpsgd-br", *BUFFERS)
 TASK = {"dpsgd": "cnn", "dpsgd-ts": "ts"}
 """The model: a small CNN, DPSGD-TS's tanh CNN, and for the others scattering features with a CNN; IMDb has one."""
 
@@ -71,7 +76,7 @@ SIGMA_V = {
 BUFFERED = {"mnist": (3.0, 1.37), "fmnist": (6.0, 1.3), "imdb": (2.3, 1.37), "cifar10": (14.0, 1.4)}
 """DPSGD-BR's noise at epsilon 1 (its Table 4); at larger epsilon it shrinks as DPSUR's does, since none is printed."""
 VALIDATION = {"mnist": 256, "fmnist": 256, "imdb": 128, "cifar10": 256}
-CLAIM_SEEDS = {"dpsur": 3, "dpsgd-br": 1, STILL: 1}
+CLAIM_SEEDS = {"dpsur": 3, "dpsgd-br": 1, STILL: 1, **dict.fromkeys(BUFFERS, 0)}
 """So many seeds go on to the published claim, which for a buffer takes three times as many trials as epsilon buys."""
 
 
@@ -92,7 +97,14 @@ class Cell(NamedTuple):
             return 5, self.seed
         if self.dataset == "imdb":
             return 3, self.seed
+        if self.method in BUFFERS:
+            return 4, self.seed
         return (4 if self.seed else 2) if self.method == STILL else int(self.method == "dpsgd-br"), self.seed
+
+    @property
+    def family(self) -> str:
+        """Whose settings it has."""
+        return "dpsgd-br" if self.method.startswith("dpsgd-br") else self.method
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> Cell:
@@ -109,6 +121,7 @@ class Setting:
     progress: str
     accounting: str
     examples: int | None
+    tf32: bool
     finish_by: float
     """On the clock of time.time(): a run that has its valid accuracy by then does not go on to the claim."""
 
@@ -125,7 +138,8 @@ def method_of(cell: Cell, given: Setting) -> Method:
             first_t, first_v = BUFFERED[dataset]
             sigma_t, sigma_v = first_t * sigma_t / SIGMA_T[dataset][0], first_v * sigma_v / SIGMA_V[dataset][0]
             options["progress"] = "none" if cell.method == STILL else given.progress
-        made = build(cell.method.split()[0], sigma_t=sigma_t, sigma_v=sigma_v, **options)
+            options["buffer"] = BUFFERS.get(cell.method, 2)
+        made = build(cell.family, sigma_t=sigma_t, sigma_v=sigma_v, **options)
     return replace(made, rule=named("adam", {})) if dataset == "imdb" else made
 
 
@@ -182,7 +196,7 @@ def selective(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
         task.train,
         method=method,
         sample_rate=rate,
-        lr=RATE[cell.method.split()[0]][cell.dataset],
+        lr=RATE[cell.family][cell.dataset],
         delta=DELTA,
         steps=50 * trials,
         epsilon=1000.0 if adaptive else None,
@@ -232,6 +246,7 @@ def load(cell: Cell, given: Setting) -> tasks.Task:
 
 def run(cell: Cell, given: Setting) -> dict[str, Any]:
     torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = given.tf32
     task = load(cell, given)
     since = time.perf_counter()
     found = (selective if cell.method in SELECTIVE else plain)(cell, task, given)
@@ -282,38 +297,88 @@ def run_all(
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def tables(results: list[dict[str, Any]]) -> str:
-    """Mean test accuracy in percent over (n) seeds; the DPSGD-BR paper's Table 2 in brackets."""
+Page = dict[tuple[str, str, str], str]
+"""What a page's tables say, by the table's name, the row's and the column's."""
+
+
+def tables(results: list[dict[str, Any]], page: Page) -> str:
+    """Mean test accuracy in percent over (n) seeds; the DPSGD-BR paper's Table 2 in brackets. Then what buffers do."""
     printed = published()["dpsgd_br"]["table2_accuracy_percent"]
     parts = []
     for dataset in DATA:
         known = [row for row in results if row["dataset"] == dataset]
-        if not known:
+        title = TITLE[dataset]
+        if not known and not any(name == title for name, _, _ in page):
             continue
-        first, *others = EPSILONS
-        lines = [f"| {TITLE[dataset]} | epsilon {first} | " + " | ".join(map(str, others)) + " |"]
-        lines.append("|---" * (1 + len(EPSILONS)) + "|")
+        columns = [f"epsilon {EPSILONS[0]}", *map(str, EPSILONS[1:])]
+        lines = []
         for method in METHODS:
-            if dataset == "imdb" and method not in {row["method"] for row in known}:
+            if dataset == "imdb" and method not in IMDB:
                 continue
             rows = [("", "accuracy")] + [(", until the claim", "accuracy_at_claim")] * (method in SELECTIVE)
             for label, key in rows:
-                cells = [
-                    mean_of([row for row in known if (row["method"], row["epsilon"]) == (method, epsilon)], key)
-                    + (f" [{printed[dataset][method][place]:.2f}]" if method in printed[dataset] else "")
-                    for place, epsilon in enumerate(EPSILONS)
-                ]
-                lines.append(f"| {method}{label} | " + " | ".join(cells) + " |")
-        parts.append("\n".join(lines))
+                cells = []
+                for place, epsilon in enumerate(EPSILONS):
+                    mine = [row for row in known if (row["method"], row["epsilon"]) == (method, epsilon)]
+                    beside = f" [{printed[dataset][method][place]:.2f}]" if method in printed[dataset] else ""
+                    ours = mean_of(mine, key)
+                    before = page.get((title, f"{method}{label}", columns[place]), f"not run{beside}")
+                    cells.append(f"{ours}{beside}" if ours else before)
+                lines.append([f"{method}{label}", *cells])
+        parts.append(drawn([title, *columns], lines))
+    parts.append(buffers(results, page))
     return "\n\n".join(parts)
 
 
-def mean_of(rows: list[dict[str, Any]], key: str) -> str:
-    found = [100 * row[key] for row in rows if key in row]
-    return f"{sum(found) / len(found):.2f} ({len(found)})" if found else "not run"
+IMDB = ("dpsgd-ts", "dpsur", "dpsgd-br", STILL)
+SIZES = ("dpsur", STILL, "dpsgd-br, buffer 1", "dpsgd-br", "dpsgd-br, buffer 3", "dpsgd-br, buffer 4")
+PARTS = "Parts of DPSGD-BR at epsilon 1"
+
+
+def buffers(results: list[dict[str, Any]], page: Page) -> str:
+    """Accuracy, and the updates made of how many trials, by the size of the buffer and without the decay."""
+    lines = []
+    for method in SIZES:
+        cells = []
+        for dataset, title in TITLE.items():
+            known = [row for row in results if Cell.of(row)[:3] == (dataset, method, 1)]
+            updates, trials = (mean_of(known, key, 1.0, 0) for key in ("updates", "trials"))
+            now = f"{mean_of(known, 'accuracy')}: {updates} of {trials}" if known else ""
+            cells.append(now or page.get((PARTS, method, title), "not run"))
+        lines.append([method, *cells])
+    return drawn([PARTS, *TITLE.values()], lines)
+
+
+def drawn(head: list[str], lines: list[list[str]]) -> str:
+    every = [head, ["---"] * len(head), *lines]
+    return (
+        "\n".join("| " + " | ".join(cells) + " |" for cells in every).replace("| --- ", "|---").replace("--- |", "---|")
+    )
+
+
+def mean_of(rows: list[dict[str, Any]], key: str, scale: float = 100.0, digits: int = 2) -> str:
+    found = [scale * row[key] for row in rows if key in row]
+    if not found:
+        return ""
+    return f"{sum(found) / len(found):,.{digits}f}" + (f" ({len(found)})" if digits else "")
 
 
 BEGIN, END = "<!-- selective tables: begin -->", "<!-- selective tables: end -->"
+
+
+def of_page(page: Path | None) -> Page:
+    """The cells that the tables of a page have."""
+    found: Page = {}
+    head: list[str] = []
+    for line in page.read_text().split(BEGIN)[1].split(END)[0].splitlines() if page else ():
+        cells = [each.strip() for each in line.strip("| ").split(" | ")]
+        if not line.startswith("|"):
+            head = []
+        elif not head:
+            head = cells
+        elif not line.startswith("|---"):
+            found |= {(head[0], cells[0], column): cell for column, cell in zip(head[1:], cells[1:], strict=True)}
+    return found
 
 
 def write_into(page: Path, text: str) -> None:
@@ -330,10 +395,11 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="Markdown page whose tables are replaced")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--engine", default="bookkeeping")
+    parser.add_argument("--tf32", action="store_true", help="a GPU's products in TF32")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--datasets", nargs="*", default=list(DATA), choices=list(DATA))
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="*", default=[*METHODS, *BUFFERS], choices=[*METHODS, *BUFFERS])
     parser.add_argument("--epsilons", nargs="*", type=int, default=list(EPSILONS), choices=EPSILONS)
     parser.add_argument("--progress", default="noisy-loss", help="what DPSGD-BR's decay listens to")
     parser.add_argument("--accounting", default="trial-level", choices=("trial-level", "every-trial"))
@@ -344,7 +410,7 @@ def main() -> None:
 
     known: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
     now = decay_of(build("dpsgd-br"))
-    results = [row for row in known if row["method"] != "dpsgd-br" or row.get("decay") == now]
+    results = [row for row in known if row["method"] not in DECAYING or row.get("decay") == now]
     if len(results) < len(known):
         print(f"{len(known) - len(results)} results of dpsgd-br had other decay factors and are dropped", flush=True)
 
@@ -363,14 +429,15 @@ def main() -> None:
 
     if options.data:
         device = (options.device, options.engine)
-        chosen = (options.progress, options.accounting, options.examples)
+        chosen = (options.progress, options.accounting, options.examples, options.tf32)
         given = Setting(options.data, *device, *chosen, finish_by=time.time() + options.budget_seconds - 10)
         usual = {Cell.of(row)._replace(seed=seed): row["seconds"] for row in results for seed in range(options.seeds)}
         cells = missing(options, {Cell.of(row) for row in results}, usual)
         run_all(cells, given, options.jobs, begin + options.budget_seconds, usual, done)
-    print(tables(results))
+    made = tables(results, of_page(options.into))
+    print(made)
     if options.into:
-        write_into(options.into, tables(results))
+        write_into(options.into, made)
     if failed:
         raise SystemExit(f"{len(failed)} runs failed: {failed}")
 
@@ -381,8 +448,9 @@ def missing(options: argparse.Namespace, known: set[Cell], usual: dict[Cell, flo
         Cell(dataset, method, epsilon, seed)
         for dataset in options.datasets
         if (options.data / DATA[dataset]).exists()
-        for method in (options.methods if dataset != "imdb" else {"dpsgd-ts", *SELECTIVE} & set(options.methods))
+        for method in (options.methods if dataset != "imdb" else {*IMDB, *BUFFERS} & set(options.methods))
         for epsilon in options.epsilons
+        if method not in BUFFERS or epsilon == EPSILONS[0]
         for seed in range(options.seeds)
     }
     return sorted(wanted - known, key=lambda cell: (cell.turn, -usual.get(cell, 100.0 * cell.epsilon), cell))

@@ -139,15 +139,38 @@ def selective(bench):
 def test_selective_tables_say_how_many_runs_stand_behind_a_number(selective, tmp_path):
     cell = {"dataset": "mnist", "method": "dpsur", "epsilon": 2}
     rows = [{**cell, "seed": 0, "accuracy": 0.98, "accuracy_at_claim": 0.99}, {**cell, "seed": 1, "accuracy": 0.97}]
-    text = selective.tables(rows)
+    text = selective.tables(rows, {})
     assert "| dpsur | not run [97.95] | 97.50 (2) [98.80] | not run [98.86] | not run [98.95] |" in text
     assert "| dpsur, until the claim | not run [97.95] | 99.00 (1) [98.80] |" in text
-    assert "Fashion" not in text
+    assert "| Fashion-MNIST |" not in text.split(selective.PARTS)[0]
     page = tmp_path / "page.md"
     page.write_text(f"before\n{selective.BEGIN}\nold\n{selective.END}\nafter\n")
     for _ in range(2):
         selective.write_into(page, text)
         assert page.read_text() == f"before\n{selective.BEGIN}\n\n{text}\n\n{selective.END}\nafter\n"
+
+
+def test_cells_that_are_not_run_again_stay_on_the_page(selective, tmp_path):
+    page = tmp_path / "page.md"
+    rows = [
+        {
+            "dataset": "mnist",
+            "method": method,
+            "epsilon": 1,
+            "seed": 0,
+            "accuracy": 0.9,
+            "updates": 1200,
+            "trials": 4000,
+        }
+        for method in ("dpsur", "dpsgd-br, buffer 3")
+    ]
+    before = selective.tables(rows, {})
+    page.write_text(f"{selective.BEGIN}\n\n{before}\n\n{selective.END}\n")
+    assert selective.tables([], selective.of_page(page)) == before
+    assert "| dpsgd-br, buffer 3 | 90.00 (1): 1,200 of 4,000 | not run |" in before
+    again = selective.tables([{**rows[0], "accuracy": 0.8}], selective.of_page(page))
+    assert "| dpsur | 80.00 (1) [97.95] |" in again
+    assert again.replace("80.00", "90.00") == before
 
 
 def test_selective_cells_come_most_wanted_first(selective, tmp_path):
@@ -158,6 +181,8 @@ def test_selective_cells_come_most_wanted_first(selective, tmp_path):
     known = {selective.Cell("mnist", "dpsur", 4, 0)}
     cells = selective.missing(options, known, {selective.Cell("mnist", "dpsgd", 1, 0): 999.0})
     assert len(cells) == len(set(cells)) == 3 * 6 * 4 * 3 + 4 * 4 * 3 - 1
+    options.methods = list(selective.BUFFERS)
+    assert len(selective.missing(options, known, {})) == 4 * 3 * 3, "other buffers at epsilon 1 alone"
     assert cells[0] == selective.Cell("mnist", "dpsgd", 1, 0), "of equals the longest comes first"
     first = {
         kind: min(i for i, cell in enumerate(cells) if kind in (cell.dataset, cell.method))
@@ -167,12 +192,13 @@ def test_selective_cells_come_most_wanted_first(selective, tmp_path):
 
 
 def test_other_decay_factors_are_another_method(selective):
-    given = selective.Setting(Path(), "cpu", "bookkeeping", "noisy-loss", "trial-level", None, 0.0)
+    given = selective.Setting(Path(), "cpu", "bookkeeping", "noisy-loss", "trial-level", None, False, 0.0)
     decays = {
         name: selective.decay_of(selective.method_of(selective.Cell("mnist", name, 1, 0), given))
-        for name in selective.METHODS
+        for name in (*selective.METHODS, *selective.BUFFERS)
     }
-    assert decays.pop("dpsgd-br") == [0.999, 0.9999]
+    for name in selective.DECAYING:
+        assert decays.pop(name) == [0.999, 0.9999]
     assert set(decays.values()) == {None}
 
 

@@ -112,11 +112,14 @@ def test_composed_masses_equal_a_dense_convolution_from_above(loss, target):
 
 
 def test_the_allowance_is_what_keeps_delta_from_below(monkeypatch):
-    aimed_low, loss = (PARTS, 0.5, 0.1), 2.9
-    assert Composed(*aimed_low).delta(loss) >= dense(PARTS, 0.5, loss)
+    """Which losses rounding takes from below depends on the processor: some are, without it."""
+    aimed_low, losses = (PARTS, 0.5, 0.1), [0.1 * k for k in range(5, 60)]
+    exact = [dense(PARTS, 0.5, loss) for loss in losses]
+    below = lambda: [Composed(*aimed_low).delta(a) < b for a, b in zip(losses, exact, strict=True)]
+    assert not any(below())
     monkeypatch.setattr(pld.Composed, "_hidden", lambda self, epsilon: 1e-300)
     monkeypatch.setattr(pld, "FOLDED", 1e-3)
-    assert Composed(*aimed_low).delta(loss) < dense(PARTS, 0.5, loss)
+    assert any(below())
 
 
 @pytest.mark.parametrize(

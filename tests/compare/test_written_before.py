@@ -56,8 +56,9 @@ def test_it_is_continued_by_making_the_missing_run_only(before, stage):
     assert again["run"] == lost["run"]
     for key in ("delta", "reasons", "asked", "steps", "lr_reason", "sampling", "adjacency"):
         assert again[key] == lost[key], key
-    for key in ("epsilon", "noise_multiplier", "expected_batch", "lr"):  # the last digits depend on BLAS's threads
+    for key in ("epsilon", "noise_multiplier", "expected_batch"):  # the last digits depend on BLAS's threads
         assert again[key] == pytest.approx(lost[key], rel=1e-9), key
+    assert again["lr"] == pytest.approx(lost["lr"], rel=1e-6), "norms of the weights were in float32 then"
     assert again.keys() >= lost.keys()
     assert {name: (before.runs / name).read_bytes() for name in kept} == kept
     made = set(files(before)) - {name.removesuffix(".json") for name in kept} - {lost["id"]}

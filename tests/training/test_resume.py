@@ -139,6 +139,29 @@ def test_breaking_out_of_the_loop_loses_nothing(tmp_path):
     assert sum(again.ledger.spent.values()) == 40
 
 
+def test_an_automatic_rate_is_that_of_the_beginning(tmp_path):
+    """Another machine sums the norm of the weights in another order, and weights may come from elsewhere."""
+    model, toy = make_toy()
+    arguments = {**COMMON, "lr": "auto", "steps": 6, "out": tmp_path / "run"}
+    training = vestige.train(model, LOSS, toy, method=method(), **arguments)
+    next(iter(training))
+    training.ledger.close()
+    elsewhere, _ = make_toy()
+    with torch.no_grad():
+        for parameter in elsewhere.parameters():
+            parameter.mul_(1.01)
+    resumed = vestige.train(elsewhere, LOSS, toy, method=method(), resume=True, **arguments)
+    assert (resumed.plan.lr, resumed.plan.lr_reason) == (training.plan.lr, training.plan.lr_reason)
+    assert len(list(resumed)) == 5
+    assert verify(tmp_path / "run").finished
+
+
+def test_a_rate_that_was_given_is_not_replaced_by_an_automatic_one(tmp_path):
+    next(iter(start(tmp_path / "run", steps=6)))
+    with pytest.raises(ValueError, match="resume: lr is .* now but was 0.05"):
+        start(tmp_path / "run", resume=True, steps=6, lr="auto")
+
+
 def test_noise_is_never_met_again_after_a_resume(tmp_path):
     """Two continuations of one checkpoint on different data: their releases must not differ by the data alone."""
     import shutil

@@ -78,7 +78,7 @@ def initial_weight_norm(model: nn.Module, layout: Layout) -> float:
     of norm layers don't count."""
     parameters = layout.parameters(model)
     each = [(parameters[s.name].detach(), s.scale) for s in layout.segments if len(s.shape) >= 2]
-    squares = [(torch.linalg.vector_norm(weight).double() / scale).square() for weight, scale in each]
+    squares = [(torch.linalg.vector_norm(weight, dtype=torch.float64) / scale).square() for weight, scale in each]
     norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
     if norm == 0:
         raise ValueError(
