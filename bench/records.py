@@ -9,7 +9,8 @@ DIR holds mnist.npz, fashion_mnist.npz, imdb.jsonl.gz and the whole CIFAR-10 as 
 of the list, seed by seed; each is a run folder, so that a row that is cut short by the budget goes on where it was when
 the script is called again with the same --runs. First a few steps are timed, on made-up images; with --fit a row that
 would not end within the budget is not begun. Every finished run is verified from its ledger. --full adds the rows at
-the papers' own length, which take an hour or more. The third form runs nothing: it writes the table.
+the papers' own length, which take an hour or more. The third form runs nothing: it writes the table, and keeps the
+page's rows that --json knows nothing of.
 """
 
 from __future__ import annotations
@@ -299,7 +300,20 @@ the record, and beside it is whether its sampling was the one it was priced for.
 """
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def of_page(page: Path) -> dict[str, str]:
+    """The rows that a page has, each as its line."""
+    found = {}
+    for line in page.read_text().splitlines() if page.exists() else ():
+        for row in ROWS:
+            begin = f"| {TITLES[row.dataset]} | {row.epsilon:g} | `{row.recipe}`"
+            if line.startswith(begin) and row.broken == (" attempts" in line):
+                found[row.name] = line
+    return found
+
+
+def table(results: list[dict[str, Any]], before: dict[str, str] | None = None) -> str:
+    """The rows of these results, and those that were there before them."""
+    before = before or {}
     lines = [
         "| task | epsilon | recipe | ours | at least | published | sampled as priced | device, minutes, views / s |",
         "|---|---|---|---|---|---|---|---|",
@@ -307,6 +321,7 @@ def table(results: list[dict[str, Any]]) -> str:
     for row in ROWS:
         mine = [each for each in results if each["row"] == row.name]
         if not mine:
+            lines += [before[row.name]] if row.name in before else []
             continue
         accuracies = [100 * each["accuracy"] for each in mine]
         mean = sum(accuracies) / len(accuracies)
@@ -360,7 +375,7 @@ def main() -> None:
         return
     if options.into is not None:
         results = json.loads(options.json.read_text())["results"]
-        options.into.write_text(PAGE.format(delta=DELTA, table=table(results)))
+        options.into.write_text(PAGE.format(delta=DELTA, table=table(results, of_page(options.into))))
         return
     if options.precision == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = True

@@ -396,3 +396,21 @@ def test_a_record_that_was_cut_short_goes_on_is_verified_and_stands_in_the_table
     (tmp_path / "runs" / "imdb-words-eps1-seed0" / "ledger.jsonl").write_text("")
     with pytest.raises(Exception, match="ledger"):
         kept.performed(row, 0, given, spent)
+
+
+def test_rows_of_a_page_stay_until_they_are_run_again(kept, tmp_path):
+    """A row that is broken and resumed has the name and budget of one that is not: they are told apart."""
+    rows = [row for row in kept.ROWS if row.recipe == "fmnist-scattering-linear"]
+    assert [row.broken for row in rows] == [False, True]
+    made = [
+        {"row": row.name, "accuracy": 0.8, "views_per_second": 10, "seconds": 60.0, "device": "cpu", "attempts": 2}
+        for row in rows
+    ]
+    page = tmp_path / "page.md"
+    page.write_text(kept.PAGE.format(delta=kept.DELTA, table=kept.table(made)))
+    again = [{**made[1], "accuracy": 0.9}]
+    whole, broken = kept.table(again, kept.of_page(page)).splitlines()[2:]
+    assert "| 80.0 |" in whole
+    assert "2 attempts | 90.0 |" in broken
+    assert kept.table([], kept.of_page(page)) == kept.table(made)
+    assert kept.of_page(tmp_path / "none.md") == {}
