@@ -79,6 +79,7 @@ ROWS = (
     Row("mnist-scattering-linear", 1, 98.0, 98.39, *BR),
     Row("cifar10-scattering-linear", 1, 60.0, 65.63, *BR),
     Row("cifar10-scattering", 3, 69.0, 71.5, *BR),
+    Row("cifar10-scattering-large", 3, 69.0, 71.5, *BR),
     Row("cifar10-scattering", 2, 66.0, 70.0, *BR),
     Row("cifar10-wrn16-4-short", 8, 75.0, 79.5, *DE),
     Row("cifar10-wrn16-4-prior-short", 1, 60.0, 72.3, *RANDP),

@@ -8,7 +8,7 @@ Every cell (dataset, method, epsilon, seed) is one run and is written when it is
 --out, only the missing ones are run. Selective methods give two accuracies: where the valid accountant has spent
 epsilon, and, further on in the same run, where the papers' accepted-only claim has. Settings are those of the papers
 (batch, noise, rate, clip, momentum); nothing was tuned here. At epsilon 1 the buffer's size is varied too. The second
-form runs nothing: it writes the tables, and keeps the page's cells that --out knows nothing of.
+form runs nothing: it writes the tables, and keeps the page's cells behind which there are more seeds than in --out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -323,7 +324,7 @@ def tables(results: list[dict[str, Any]], page: Page) -> str:
                     beside = f" [{printed[dataset][method][place]:.2f}]" if method in printed[dataset] else ""
                     ours = mean_of(mine, key)
                     before = page.get((title, f"{method}{label}", columns[place]), f"not run{beside}")
-                    cells.append(f"{ours}{beside}" if ours else before)
+                    cells.append(f"{ours}{beside}" if seeds_of(ours) >= seeds_of(before) and ours else before)
                 lines.append([f"{method}{label}", *cells])
         parts.append(drawn([title, *columns], lines))
     parts.append(buffers(results, page))
@@ -344,7 +345,8 @@ def buffers(results: list[dict[str, Any]], page: Page) -> str:
             known = [row for row in results if Cell.of(row)[:3] == (dataset, method, 1)]
             updates, trials = (mean_of(known, key, 1.0, 0) for key in ("updates", "trials"))
             now = f"{mean_of(known, 'accuracy')}: {updates} of {trials}" if known else ""
-            cells.append(now or page.get((PARTS, method, title), "not run"))
+            before = page.get((PARTS, method, title), "not run")
+            cells.append(now if now and seeds_of(now) >= seeds_of(before) else before)
         lines.append([method, *cells])
     return drawn([PARTS, *TITLE.values()], lines)
 
@@ -354,6 +356,12 @@ def drawn(head: list[str], lines: list[list[str]]) -> str:
     return (
         "\n".join("| " + " | ".join(cells) + " |" for cells in every).replace("| --- ", "|---").replace("--- |", "---|")
     )
+
+
+def seeds_of(cell: str) -> int:
+    """How many runs stand behind a number."""
+    found = re.search(r"\((\d+)\)", cell)
+    return int(found[1]) if found else 0
 
 
 def mean_of(rows: list[dict[str, Any]], key: str, scale: float = 100.0, digits: int = 2) -> str:

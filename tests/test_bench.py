@@ -171,6 +171,8 @@ def test_cells_that_are_not_run_again_stay_on_the_page(selective, tmp_path):
     again = selective.tables([{**rows[0], "accuracy": 0.8}], selective.of_page(page))
     assert "| dpsur | 80.00 (1) [97.95] |" in again
     assert again.replace("80.00", "90.00") == before
+    page.write_text(page.read_text().replace("90.00 (1) [97.95]", "90.00 (3) [97.95]"))
+    assert "| dpsur | 90.00 (3) [97.95] |" in selective.tables([{**rows[0], "accuracy": 0.8}], selective.of_page(page))
 
 
 def test_selective_cells_come_most_wanted_first(selective, tmp_path):
