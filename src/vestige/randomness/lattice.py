@@ -108,7 +108,12 @@ def noised(value: float, deviation: float, stream: Stream) -> float:
     """A number that one example moves by its sensitivity at most, with noise of this deviation: the same for one
     coordinate, of a noise multiplier near one or above."""
     spacing = deviation * (1 + ROUNDING) * 2.0**-STEPS
-    return (round(value / spacing) + int(rounded_gaussian.draw(1, stream)[0])) * spacing
+    return (round(value / spacing) + steps_of_one(stream)) * spacing
+
+
+def steps_of_one(stream: Stream) -> int:
+    """Noise of a deviation of 2^STEPS for one number, which the host has."""
+    return int(rounded_gaussian.draw(1, stream)[0])
 
 
 def _drawn(shape: torch.Size, stream: Stream, more: int) -> Tensor:

@@ -105,6 +105,9 @@ class Draws:
 
     def steps(self, purpose: str, index: int) -> Tensor:
         """One number of steps for every run, [runs, 1] in float64: noise of a deviation of 2^STEPS."""
+        if self._alone:  # a run by itself draws it on the host, whatever its device
+            each = [lattice.steps_of_one(randomness.stream(purpose, index)) for randomness in self._alone]
+            return torch.tensor(each, dtype=torch.float64).unsqueeze(1).to(self.device)
         found = torch.zeros(self.runs, 1, dtype=torch.float64, device=self.device)
         self.add_noise(purpose, index, found, torch.ones_like(found))
         return found
