@@ -150,8 +150,8 @@ def _fill(drawn: np.ndarray, stream: Stream) -> None:
 def _bins(words: np.ndarray, stream: Stream) -> np.ndarray:
     made = table()
     column = (words >> np.uint64(COLUMN)).view(np.int64)
-    rest, threshold = words & np.uint64(2**COLUMN - 1), made.threshold[column]
-    bins = np.where(rest < threshold, column, made.alias[column])
+    rest, threshold, bins = words & np.uint64(2**COLUMN - 1), made.threshold[column], made.alias[column]
+    np.copyto(bins, column, where=rest < threshold)
     for place in np.nonzero(rest == threshold)[0]:
         if stream.words(1)[0] < made.rest[column[place]]:
             bins[place] = column[place]
@@ -161,22 +161,28 @@ def _bins(words: np.ndarray, stream: Stream) -> np.ndarray:
 def _places(bins: np.ndarray, words: np.ndarray, stream: Stream) -> tuple[np.ndarray, np.ndarray]:
     """Signed magnitudes inside these bins, and which of them are kept."""
     bits = words.view(np.int64)
-    place, negative, toss = bits & (2**WIDTH - 1), (bits >> WIDTH) & 1, words >> np.uint64(WIDTH + 1)
-    start = bins << WIDTH
-    gain = place * (2 * start + place)  # x^2 - a^2, below 2^57
+    place, toss = bits & (2**WIDTH - 1), words >> np.uint64(WIDTH + 1)
+    magnitude = bins << WIDTH
+    gain = magnitude << 1
+    gain += place
+    gain *= place  # x^2 - a^2, below 2^57
+    magnitude += place
     kept = _tossed(toss.view(np.int64), gain, stream)
-    magnitude = start + place
-    kept &= (magnitude != 0) | (negative == 0)  # there is one zero, not two
-    return np.where(negative == 0, magnitude, -magnitude), kept
+    sign = bits << (63 - WIDTH)
+    sign >>= 63  # -1 or 0
+    kept &= (magnitude != 0) | (sign == 0)  # there is one zero, not two
+    magnitude ^= sign
+    magnitude -= sign
+    return magnitude, kept
 
 
 def _tossed(toss: np.ndarray, gain: np.ndarray, stream: Stream) -> np.ndarray:
     """Whether each uniform number, whose first bits are `toss`, is below exp(-t)."""
-    exponent = gain * SLOPE
-    least = (1 - exponent) * 2.0**TOSS  # exp(-t) >= 1 - t settles nearly all of them
+    least = gain * (-SLOPE * 2.0**TOSS)
+    least += 2.0**TOSS  # exp(-t) >= 1 - t settles nearly all of them
     kept = toss + (1 + MARGIN) <= least
     unclear = np.nonzero(~kept)[0]
-    likely = np.exp(-exponent[unclear]) * 2.0**TOSS
+    likely = np.exp(-SLOPE * gain[unclear]) * 2.0**TOSS
     kept[unclear] = toss[unclear] + (1 + MARGIN) <= likely
     for place in unclear[np.abs(toss[unclear] + 0.5 - likely) < 0.5 + MARGIN]:
         kept[place] = decided(int(toss[place]), TOSS, int(gain[place]), stream)
