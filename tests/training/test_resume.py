@@ -162,6 +162,25 @@ def test_a_rate_that_was_given_is_not_replaced_by_an_automatic_one(tmp_path):
         start(tmp_path / "run", resume=True, steps=6, lr="auto")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("lr", 5.0), ("lr", float("nan")), ("lr", None), ("noise_multiplier", 0.1), ("population", 1)]
+)
+def test_what_a_run_was_begun_with_is_sealed_in_its_ledger(tmp_path, key, value):
+    training = start(tmp_path / "run", steps=6, lr="auto")
+    next(iter(training))
+    training.ledger.close()
+    path = tmp_path / "run" / "run.json"
+    request = json.loads(path.read_text())
+    request["public"][key] = value
+    path.write_text(json.dumps(request))
+    with pytest.raises(ValueError, match=f"run.json: {key} is .* but the ledger was opened with"):
+        start(tmp_path / "run", resume=True, steps=6, lr="auto")
+    del request["public"]
+    path.write_text(json.dumps(request))
+    with pytest.raises(ValueError, match="does not say what the run was begun with"):
+        start(tmp_path / "run", resume=True, steps=6, lr="auto")
+
+
 def test_noise_is_never_met_again_after_a_resume(tmp_path):
     """Two continuations of one checkpoint on different data: their releases must not differ by the data alone."""
     import shutil

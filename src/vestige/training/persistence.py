@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from vestige.accounting.ledger import Ledger, LedgerError
@@ -42,6 +44,32 @@ def start(run: Persistent, folder: RunFolder | None, public: dict[str, Any], req
     _open(run, folder, public)
 
 
+def begun(folder: RunFolder) -> dict[str, Any]:
+    """The public facts that a run was begun with. Its ledger has them sealed: `run.json` must say the same."""
+    public = folder.request().get("public")
+    if not isinstance(public, dict):
+        raise ValueError(f"{folder.path / 'run.json'} does not say what the run was begun with: it was changed")
+    for key, was in _opened(folder.ledger).items():
+        if public.get(key) != was:
+            raise ValueError(
+                f"{folder.path / 'run.json'}: {key} is {public.get(key)!r}, but the ledger was opened with {was!r}: "
+                "the file was changed; restore it, or start a new run"
+            )
+    return public
+
+
+def _opened(ledger: Path) -> dict[str, Any]:
+    """What the first row of a ledger says of its run; nothing where there is no such row, which its claim will tell."""
+    try:
+        with ledger.open(encoding="utf-8") as rows:
+            first = json.loads(rows.readline())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(first, dict) or first.get("row") != "open":
+        return {}
+    return {key: value for key, value in first.items() if key not in ("seq", "previous", "row", "version", "hash")}
+
+
 def continued(request: Request, public: dict[str, Any]) -> Request:
     """The request with the noise that the run was started with: calibrated again, by another version of the accountant,
     it could differ in its last digits."""
@@ -61,7 +89,7 @@ def at_rate_of(plan: Plan, request: Request, public: dict[str, Any]) -> Plan:
 def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:
     """Continue a run from its last checkpoint; all questions asked since stay charged."""
     group = run.group
-    check_same(group.first(lambda: folder.request()["public"]), public)
+    check_same(group.first(lambda: begun(folder)), public)
     if group.first(folder.checkpoint.exists):
         _restore(run, folder)
         return

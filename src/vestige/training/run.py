@@ -169,7 +169,7 @@ def train(
     else:
         follow_first(model, group)
     folder = RunFolder(out, group) if out is not None else None
-    begun = group.first(lambda: folder.request()["public"]) if resume and folder is not None else None
+    begun = group.first(lambda: persistence.begun(folder)) if resume and folder is not None else None
     shared = Shared(group, Randomness.shared(group.secret()), group.secret() % 2**62, shards)
 
     def prepared() -> Training:
