@@ -9,8 +9,8 @@ DIR holds mnist.npz, fashion_mnist.npz, imdb.jsonl.gz and the whole CIFAR-10 as 
 of the list, seed by seed; each is a run folder, so that a row that is cut short by the budget goes on where it was when
 the script is called again with the same --runs. First a few steps are timed, on made-up images; with --fit a row that
 would not end within the budget is not begun. Every finished run is verified from its ledger. --full adds the rows at
-the papers' own length, which take an hour or more. The third form runs nothing: it writes the table, and keeps the
-page's rows that --json knows nothing of.
+the papers' own length, which take an hour or more. The third form runs nothing: it writes the table of a page, and
+keeps the rows that --json knows nothing of, or has fewer seeds of.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -71,6 +72,7 @@ class Row:
 
 
 DE = ("De et al.", "no (shuffled)")
+DE_AT_1 = ("De et al., from 56.4 on", "no (shuffled)")
 BR = ("DPSGD-BR", "no (refuted)")
 RANDP = ("DP-RandP", "yes")
 ROWS = (
@@ -83,7 +85,7 @@ ROWS = (
     Row("cifar10-scattering", 2, 66.0, 70.0, *BR),
     Row("cifar10-wrn16-4-short", 8, 75.0, 79.5, *DE),
     Row("cifar10-wrn16-4-prior-short", 1, 60.0, 72.3, *RANDP),
-    Row("cifar10-wrn16-4-short", 1, 52.0, 60.6, *DE),
+    Row("cifar10-wrn16-4-short", 1, 52.0, 60.6, *DE_AT_1),
     Row("mnist-scattering", 1, 98.0, 98.39, *BR),
     Row("fmnist-scattering", 1, 86.5, 88.93, *BR),
     Row("cifar10-scattering", 1, 60.0, 65.63, *BR),
@@ -101,7 +103,7 @@ ROWS = (
     Row("cifar10-ts", 8, 60.0, 66.2, "Papernot et al., epsilon 7.53", "not known"),
     Row("cifar10-wrn16-4", 8, 75.0, 79.5, *DE, full=True),
     Row("cifar10-wrn16-4-prior", 1, 60.0, 72.3, *RANDP, full=True),
-    Row("cifar10-wrn16-4", 1, 52.0, 60.6, *DE, full=True),
+    Row("cifar10-wrn16-4", 1, 52.0, 60.6, *DE_AT_1, full=True),
     Row("cifar10-wrn40-4", 8, 75.0, 81.4, *DE, full=True),
 )
 
@@ -286,63 +288,83 @@ def due(options: argparse.Namespace) -> Iterator[tuple[Row, int]]:
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
-PAGE = """# Records
-
-```
-python bench/records.py --data DATA --device cuda --json records.json        # makes the runs
-python bench/records.py --json records.json --into docs/results/records.md   # writes this page
-```
-
-Whole datasets, Poisson samples (least squares: all examples, once), loss distributions, delta {delta:g}; test accuracy
-in percent, mean over seeds. Every run was verified from its ledger. "At least" is what was asked for; "published" is
-the record, and beside it is whether its sampling was the one it was priced for. Rows that are missing were not run.
-
-{table}
-"""
+HEAD = (
+    "| task | epsilon | recipe | ours | at least | published | sampled as priced | device, minutes, views / s |",
+    "|---|---|---|---|---|---|---|---|",
+)
 
 
-def of_page(page: Path) -> dict[str, str]:
-    """The rows that a page has, each as its line."""
-    found = {}
-    for line in page.read_text().splitlines() if page.exists() else ():
-        for row in ROWS:
-            begin = f"| {TITLES[row.dataset]} | {row.epsilon:g} | `{row.recipe}`"
-            if line.startswith(begin) and row.broken == (" attempts" in line):
-                found[row.name] = line
-    return found
+def results_of(path: Path) -> list[dict[str, Any]]:
+    """The results of a file, if they are such as a page may show."""
+    try:
+        results = json.loads(path.read_text())["results"]
+        for each in results:
+            row = next((row for row in ROWS if row.name == each["row"]), None)
+            if row is None:
+                raise ValueError(f"{each['row']!r} is no row of the list (--list)")
+            if each["verified"] is not True or not each["epsilon"] <= row.epsilon * (1 + 1e-9):
+                raise ValueError(f"{row.name}: not verified at epsilon {row.epsilon:g}")
+            if not 0 <= each["accuracy"] <= 1:
+                raise ValueError(f"{row.name}: accuracy={each['accuracy']} is no share")
+        if len({(each["row"], each["seed"]) for each in results}) < len(results):
+            raise ValueError("a seed of a row comes twice")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path}: no results of this script: {error!r}") from error
+    return results
 
 
-def table(results: list[dict[str, Any]], before: dict[str, str] | None = None) -> str:
-    """The rows of these results, and those that were there before them."""
-    before = before or {}
-    lines = [
-        "| task | epsilon | recipe | ours | at least | published | sampled as priced | device, minutes, views / s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def write_into(page: Path, results: list[dict[str, Any]]) -> None:
+    """Put the table in the place of the page's own; the text around it stays."""
+    lines = page.read_text().splitlines() if page.exists() else []
+    if HEAD[0] not in lines:
+        raise SystemExit(f"{page}: there is no table of records in it, to be replaced")
+    start = lines.index(HEAD[0])
+    stop = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
+    made = table(results, lines[start + 2 : stop])
+    page.write_text("\n".join([*lines[:start], made, *lines[stop:]]) + "\n")
+
+
+def seeds_of(line: str) -> int:
+    """How many runs stand behind a row."""
+    found = re.search(r", (\d+) seeds\)", line)
+    return int(found[1]) if found else 1
+
+
+def table(results: list[dict[str, Any]], before: Sequence[str] = ()) -> str:
+    """The rows of these results; of the lines `before` those that are not run again, or stand for more seeds."""
+    kept = list(before)
+    lines = list(HEAD)
     for row in ROWS:
+        begin = f"| {TITLES[row.dataset]} | {row.epsilon:g} | `{row.recipe}`"
+        there = [line for line in kept if line.startswith(begin) and row.broken == (" attempts" in line)]
+        kept = [line for line in kept if line not in there]
         mine = [each for each in results if each["row"] == row.name]
-        if not mine:
-            lines += [before[row.name]] if row.name in before else []
-            continue
-        accuracies = [100 * each["accuracy"] for each in mine]
-        mean = sum(accuracies) / len(accuracies)
-        spread = f" ({min(accuracies):.1f} to {max(accuracies):.1f}, {len(mine)} seeds)" if len(mine) > 1 else ""
-        pace = [each["views_per_second"] for each in mine if each["views_per_second"]]
-        minutes = sum(each["seconds"] for each in mine) / len(mine) / 60
-        note = ", `--bfloat16`" if mine[0].get("bfloat16") else ""
-        note += f", {mine[0]['attempts']} attempts" if row.broken else mine[0].get("note", "")
-        cells = [
-            TITLES[row.dataset],
-            f"{row.epsilon:g}",
-            f"`{row.recipe}`{note}",
-            f"{mean:.1f}{spread}",
-            f"{row.least:g}",
-            f"{row.published:g} ({row.printed_by})",
-            row.valid,
-            f"{mine[0]['device']}, {minutes:.1f}, {max(pace, default=0):,}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        if mine and all(seeds_of(line) <= len(mine) for line in there):
+            lines.append(_line(row, mine))
+        else:
+            lines += there
+    return "\n".join([*lines, *kept])
+
+
+def _line(row: Row, mine: list[dict[str, Any]]) -> str:
+    accuracies = [100 * each["accuracy"] for each in mine]
+    mean = sum(accuracies) / len(accuracies)
+    spread = f" ({min(accuracies):.1f} to {max(accuracies):.1f}, {len(mine)} seeds)" if len(mine) > 1 else ""
+    pace = [each["views_per_second"] for each in mine if each["views_per_second"]]
+    minutes = sum(each["seconds"] for each in mine) / len(mine) / 60
+    note = ", `--bfloat16`" if mine[0].get("bfloat16") else ""
+    note += f", {mine[0]['attempts']} attempts" if row.broken else ""
+    cells = [
+        TITLES[row.dataset],
+        f"{row.epsilon:g}",
+        f"`{row.recipe}`{note}",
+        f"{mean:.1f}{spread}",
+        f"{row.least:g}",
+        f"{row.published:g} ({row.printed_by})",
+        row.valid,
+        f"{mine[0]['device']}, {minutes:.1f}, {max(pace, default=0):,}",
+    ]
+    return "| " + " | ".join(cells) + " |"
 
 
 def parsed() -> argparse.Namespace:
@@ -364,7 +386,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--no-timing", action="store_true", help="begin at once, without an estimate")
     parser.add_argument("--list", action="store_true", help="print the rows, and run nothing")
     parser.add_argument("--into", type=Path, help="write the table of --json to this page, and run nothing")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.into is not None and options.json is None:
+        parser.error("--into needs --json, the results to write")
+    if options.into is None and options.data is None and not options.list:
+        parser.error("give --data, the folder of the datasets")
+    return options
 
 
 def main() -> None:
@@ -375,8 +402,7 @@ def main() -> None:
             print(f"{row.name}: {steps} steps, at least {row.least}, published {row.published} ({row.printed_by})")
         return
     if options.into is not None:
-        results = json.loads(options.json.read_text())["results"]
-        options.into.write_text(PAGE.format(delta=DELTA, table=table(results, of_page(options.into))))
+        write_into(options.into, results_of(options.json))
         return
     if options.precision == "tf32":
         torch.backends.cuda.matmul.allow_tf32 = True

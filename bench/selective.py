@@ -76,6 +76,7 @@ SIGMA_V = {
 """DPSUR's noise by epsilon; DPSGD-HF takes the same sigma_t, and as many steps as it then affords."""
 BUFFERED = {"mnist": (3.0, 1.37), "fmnist": (6.0, 1.3), "imdb": (2.3, 1.37), "cifar10": (14.0, 1.4)}
 """DPSGD-BR's noise at epsilon 1 (its Table 4); at larger epsilon it shrinks as DPSUR's does, since none is printed."""
+EXAMPLES_OF = {"mnist": 60_000, "fmnist": 60_000, "imdb": 25_000, "cifar10": 50_000}
 VALIDATION = {"mnist": 256, "fmnist": 256, "imdb": 128, "cifar10": 256}
 CLAIM_SEEDS = {"dpsur": 3, "dpsgd-br": 1, STILL: 1, **dict.fromkeys(BUFFERS, 0)}
 """So many seeds go on to the published claim, which for a buffer takes three times as many trials as epsilon buys."""
@@ -252,7 +253,8 @@ def run(cell: Cell, given: Setting) -> dict[str, Any]:
     since = time.perf_counter()
     found = (selective if cell.method in SELECTIVE else plain)(cell, task, given)
     seconds = round(time.perf_counter() - since, 1)
-    return {**cell._asdict(), "examples": len(task.train[1]), **found, "seconds": seconds}
+    how = {"examples": len(task.train[1]), "progress": given.progress, "accounting": given.accounting}
+    return {**cell._asdict(), **how, **found, "seconds": seconds}
 
 
 def prepare(task: str, file: Path, threads: int) -> None:
@@ -327,7 +329,10 @@ def tables(results: list[dict[str, Any]], page: Page) -> str:
                     cells.append(f"{ours}{beside}" if seeds_of(ours) >= seeds_of(before) and ours else before)
                 lines.append([f"{method}{label}", *cells])
         parts.append(drawn([title, *columns], lines))
-    parts.append(buffers(results, page))
+    if any(Cell.of(row).epsilon == 1 and "updates" in row for row in results) or any(
+        name == PARTS for name, _, _ in page
+    ):
+        parts.append(buffers(results, page))
     return "\n\n".join(parts)
 
 
@@ -342,7 +347,7 @@ def buffers(results: list[dict[str, Any]], page: Page) -> str:
     for method in SIZES:
         cells = []
         for dataset, title in TITLE.items():
-            known = [row for row in results if Cell.of(row)[:3] == (dataset, method, 1)]
+            known = [row for row in results if Cell.of(row)[:3] == (dataset, method, 1) and "updates" in row]
             updates, trials = (mean_of(known, key, 1.0, 0) for key in ("updates", "trials"))
             now = f"{mean_of(known, 'accuracy')}: {updates} of {trials}" if known else ""
             before = page.get((PARTS, method, title), "not run")
@@ -371,6 +376,37 @@ def mean_of(rows: list[dict[str, Any]], key: str, scale: float = 100.0, digits: 
     return f"{sum(found) / len(found):,.{digits}f}" + (f" ({len(found)})" if digits else "")
 
 
+def results_of(path: Path) -> list[dict[str, Any]]:
+    """The results of a file, each of a cell of its own."""
+    try:
+        results = json.loads(path.read_text())
+        for row in results:
+            if (
+                row["dataset"] not in DATA
+                or row["method"] not in (*METHODS, *BUFFERS)
+                or row["epsilon"] not in EPSILONS
+            ):
+                raise ValueError(f"{Cell.of(row)} is none of the cells")
+            if not all(0 <= row[key] <= 1 for key in ("accuracy", "accuracy_at_claim") if key in row):
+                raise ValueError(f"{Cell.of(row)}: an accuracy is no share")
+        if len({Cell.of(row) for row in results}) < len(results):
+            raise ValueError("a cell comes twice")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path}: no results of this script: {error!r}") from error
+    return results
+
+
+def require_whole(results: list[dict[str, Any]]) -> None:
+    """Refuse what a page does not show: rehearsals, and other ways than the usual ones."""
+    for row in results:
+        usual = {"examples": EXAMPLES_OF[row["dataset"]], "progress": "noisy-loss", "accounting": "trial-level"}
+        for key, value in usual.items():
+            if row.get(key, value) != value:
+                raise SystemExit(f"{Cell.of(row)}: {key} is {row[key]!r}, and the page is of {value!r}")
+        if not row["epsilon_valid"] <= row["epsilon"] * (1 + 1e-9):
+            raise SystemExit(f"{Cell.of(row)}: spent {row['epsilon_valid']}")
+
+
 BEGIN, END = "<!-- selective tables: begin -->", "<!-- selective tables: end -->"
 
 
@@ -378,7 +414,10 @@ def of_page(page: Path | None) -> Page:
     """The cells that the tables of a page have."""
     found: Page = {}
     head: list[str] = []
-    for line in page.read_text().split(BEGIN)[1].split(END)[0].splitlines() if page else ():
+    text = page.read_text() if page else BEGIN + END
+    if BEGIN not in text or END not in text:
+        raise SystemExit(f"{page}: no place for the tables in it: {BEGIN} and {END}")
+    for line in text.split(BEGIN)[1].split(END)[0].splitlines():
         cells = [each.strip() for each in line.strip("| ").split(" | ")]
         if not line.startswith("|"):
             head = []
@@ -416,7 +455,11 @@ def main() -> None:
     options = parser.parse_args()
     begin = time.perf_counter()
 
-    known: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
+    if options.data is None and not options.out.exists():
+        parser.error(f"--out {options.out}: there is no such file, and without --data nothing is run")
+    known = results_of(options.out) if options.out.exists() else []
+    if options.into:
+        require_whole(known)
     now = decay_of(build("dpsgd-br"))
     results = [row for row in known if row["method"] not in DECAYING or row.get("decay") == now]
     if len(results) < len(known):

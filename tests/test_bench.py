@@ -409,10 +409,60 @@ def test_rows_of_a_page_stay_until_they_are_run_again(kept, tmp_path):
         for row in rows
     ]
     page = tmp_path / "page.md"
-    page.write_text(kept.PAGE.format(delta=kept.DELTA, table=kept.table(made)))
-    again = [{**made[1], "accuracy": 0.9}]
-    whole, broken = kept.table(again, kept.of_page(page)).splitlines()[2:]
+    page.write_text(f"before\n\n{kept.table(made)}\n| mine | and only mine |\n\nafter\n")
+    kept.write_into(page, [])
+    assert page.read_text() == f"before\n\n{kept.table(made)}\n| mine | and only mine |\n\nafter\n"
+    kept.write_into(page, [{**made[1], "accuracy": 0.9}])
+    whole, broken = page.read_text().splitlines()[4:6]
     assert "| 80.0 |" in whole
     assert "2 attempts | 90.0 |" in broken
-    assert kept.table([], kept.of_page(page)) == kept.table(made)
-    assert kept.of_page(tmp_path / "none.md") == {}
+    kept.write_into(page, [{**made[0], "seed": seed} for seed in (0, 1)])
+    kept.write_into(page, [{**made[0], "accuracy": 0.5}])
+    assert "| 80.0 (80.0 to 80.0, 2 seeds) |" in page.read_text(), "one seed does not take the place of two"
+    with pytest.raises(SystemExit, match="no table of records"):
+        kept.write_into(tmp_path / "none.md", [])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"verified": False},
+        {"epsilon": 99.0},
+        {"accuracy": 69.4},
+        {"accuracy": float("nan")},
+        {"row": "typo"},
+        {"seed": 1},
+    ],
+)
+def test_a_page_of_records_takes_no_result_that_is_none(kept, tmp_path, change):
+    good = {"row": "imdb-words-eps1", "seed": 0, "verified": True, "epsilon": 0.99, "accuracy": 0.7}
+    file = tmp_path / "records.json"
+    file.write_text(json.dumps({"results": [good, {**good, "seed": 1}]}))
+    assert len(kept.results_of(file)) == 2
+    file.write_text(json.dumps({"results": [{**good, **change}, {**good, "seed": 1}]}))
+    with pytest.raises(SystemExit, match="no results of this script"):
+        kept.results_of(file)
+    file.write_text("{")
+    with pytest.raises(SystemExit, match="no results of this script"):
+        kept.results_of(file)
+
+
+@pytest.mark.parametrize(
+    "change", [{"examples": 500}, {"accounting": "every-trial"}, {"progress": "none"}, {"epsilon_valid": 9.9}]
+)
+def test_a_page_of_selective_updates_takes_whole_runs_alone(selective, change):
+    row = {"dataset": "mnist", "method": "dpsur", "epsilon": 1, "seed": 0, "accuracy": 0.9, "epsilon_valid": 1.0}
+    selective.require_whole([row, {**row, "examples": 60_000, "progress": "noisy-loss", "accounting": "trial-level"}])
+    with pytest.raises(SystemExit):
+        selective.require_whole([{**row, **change}])
+
+
+@pytest.mark.parametrize("rows", [[{"accuracy": 2.0}], [{}, {}], [{"method": "typo"}], [{"accuracy": float("nan")}]])
+def test_results_of_selective_updates_are_of_cells(selective, tmp_path, rows):
+    row = {"dataset": "mnist", "method": "dpsur", "epsilon": 1, "seed": 0, "accuracy": 0.9, "epsilon_valid": 1.0}
+    file = tmp_path / "selective.json"
+    file.write_text(json.dumps([{**row, **change} for change in rows]))
+    with pytest.raises(SystemExit, match="no results of this script"):
+        selective.results_of(file)
+    file.write_text(json.dumps([row]))
+    assert selective.results_of(file) == [row]

@@ -57,6 +57,11 @@ def check_steps(steps: int, name: str = "steps") -> None:
         raise ValueError(f"{name}={steps} must be a whole number from 1 up")
 
 
+def check_epsilon(epsilon: float) -> None:
+    check_number("epsilon", epsilon, finite=False)
+    require("epsilon", epsilon, 0 < epsilon < inf, "be positive and finite")
+
+
 def check_delta(delta: float, population: int | None = None) -> None:
     if not 0 < delta < 1:
         raise ValueError(f"delta={delta} must lie in (0, 1): take one well below 1 / examples, such as 1e-5")

@@ -41,6 +41,14 @@ def test_a_plan_pays_for_what_its_recipe_asks_before_the_first_step():
     assert accounting.epsilon(steps, 1e-5) < found.epsilon - 0.002
 
 
+@pytest.mark.parametrize(("recipe", "file"), [("cifar10-wrn16-4-prior-short", "--prior FILE"), ("cifar10-wrn16-4", "")])
+def test_the_command_names_the_file_that_the_recipe_needs(recipe, file):
+    words = as_json(
+        "plan", "--examples", 50_000, "--epsilon", 1, "--time", "1h", "--recipe", recipe, "--views-per-second", 1e5
+    )
+    assert words["command"].endswith(f"--data ... {file}".rstrip())
+
+
 def test_more_time_buys_more_signal_and_little_time_a_shorter_recipe():
     found = plan(HOUR)
     quarter, fourfold = (max(each.signal for each in choices) for _, choices in found.other_times)

@@ -38,6 +38,21 @@ def test_every_recipe_is_a_valid_job_and_names_its_source(name):
     assert (recipe.task is not None) or recipe.network
 
 
+def test_names_are_never_cut(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, error = command("recipes")
+    assert code == 0, error
+    assert all(f" {name} " in out for name in RECIPES)
+
+
+def test_a_budget_that_cannot_be_is_refused_before_data_are_read(tmp_path):
+    code, _, error = command(
+        "train", "--recipe", "cifar10-scattering", "--epsilon", -1, "--data", tmp_path / "none.npz"
+    )
+    assert code == 2
+    assert "--epsilon=-1.0 must be positive and finite" in " ".join(error.split())
+
+
 def test_settings_follow_epsilon_by_a_power_law():
     curve = ((1, 100), (4, 400), (9, 900))
     assert [at(curve, each) for each in (0.1, 1, 2, 4, 9, 50)] == pytest.approx([100, 100, 200, 400, 900, 900])

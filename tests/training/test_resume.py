@@ -139,7 +139,8 @@ def test_breaking_out_of_the_loop_loses_nothing(tmp_path):
     assert sum(again.ledger.spent.values()) == 40
 
 
-def test_an_automatic_rate_is_that_of_the_beginning(tmp_path):
+@pytest.mark.parametrize("factor", [1.01, 0.0])
+def test_an_automatic_rate_is_that_of_the_beginning(tmp_path, factor):
     """Another machine sums the norm of the weights in another order, and weights may come from elsewhere."""
     model, toy = make_toy()
     arguments = {**COMMON, "lr": "auto", "steps": 6, "out": tmp_path / "run"}
@@ -149,11 +150,16 @@ def test_an_automatic_rate_is_that_of_the_beginning(tmp_path):
     elsewhere, _ = make_toy()
     with torch.no_grad():
         for parameter in elsewhere.parameters():
-            parameter.mul_(1.01)
+            parameter.mul_(factor)
     resumed = vestige.train(elsewhere, LOSS, toy, method=method(), resume=True, **arguments)
     assert (resumed.plan.lr, resumed.plan.lr_reason) == (training.plan.lr, training.plan.lr_reason)
     assert len(list(resumed)) == 5
     assert verify(tmp_path / "run").finished
+
+
+def test_no_rate_at_all_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="lr=None: give a number, or 'auto'"):
+        start(tmp_path / "run", lr=None)
 
 
 def test_a_rate_that_was_given_is_not_replaced_by_an_automatic_one(tmp_path):

@@ -12,7 +12,7 @@ from vestige.accounting import rdp
 from vestige.accounting.composition import COARSE, FINE, epsilon, epsilon_by_distribution
 from vestige.accounting.rdp import Array
 from vestige.accounting.theorems import History, curves, occasions, theorem_for, total_curve
-from vestige.checks import check_delta
+from vestige.checks import check_delta, check_epsilon
 from vestige.questions import Question
 
 PlannedQuestions = History | Sequence[tuple[Question, int]]
@@ -187,8 +187,7 @@ class RenyiFilter:
 
     def __init__(self, epsilon: float, delta: float, planned: PlannedQuestions, weight: float = 0.9) -> None:
         check_delta(delta)
-        if not 0 < epsilon < inf:
-            raise ValueError(f"epsilon={epsilon} must be positive and finite")
+        check_epsilon(epsilon)
         if not 0 < weight < 1:
             raise ValueError(f"weight={weight} must lie between 0 and 1: the share of delta for the planned order")
         self.epsilon, self.delta = epsilon, delta

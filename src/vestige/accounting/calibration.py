@@ -8,7 +8,7 @@ from math import exp, inf, log, sqrt
 
 from vestige.accounting.composition import COARSE, FINE, epsilon, epsilon_by_distribution
 from vestige.accounting.theorems import History
-from vestige.checks import check_delta
+from vestige.checks import check_delta, check_epsilon
 
 LARGEST_MULTIPLIER = 1e6
 
@@ -19,8 +19,7 @@ def calibrate(history_of: Callable[[float], History], epsilon: float, delta: flo
     Formal guarantees: the history at the returned multiplier was priced, and costs at most `epsilon`.
     """
     check_delta(delta)
-    if not 0 < epsilon < inf:
-        raise ValueError(f"epsilon={epsilon} must be positive and finite")
+    check_epsilon(epsilon)
     search = _Calibration(history_of, epsilon, delta)
     if accountant == "rdp":
         return search.solve(search.by_renyi, *search.bracket(search.by_renyi))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
+from vestige.checks import check_epsilon
 from vestige.cli.terminal import Json, print_json, stdout
 
 
@@ -77,8 +77,7 @@ def recipes(
 
     if name is not None:
         recipe = find(name)
-        if not 0 < epsilon < inf:
-            raise ValueError(f"epsilon={epsilon} must be positive and finite")
+        check_epsilon(epsilon)
         settings = recipe.settings(epsilon)
         if as_json:
             print_json({**recipe.row(), "settings": settings})
@@ -99,7 +98,7 @@ def recipes(
     if as_json:
         print_json({"recipes": rows})
         return
-    table = Table("recipe", "for", "what it does", "source")
+    table = Table(Column("recipe", no_wrap=True), "for", "what it does", "source")
     for row in rows:
         needs = f" (--{row['needs']})" if row["needs"] else ""
         table.add_row(row["name"], row["kind"] + needs, escape(row["summary"]), row["source"])

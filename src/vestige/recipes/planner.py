@@ -90,6 +90,7 @@ class TrainingPlan:
     def command(self) -> str:
         data = " --data ..." if self.recipe.task is not None or self.recipe.needs == "columns" else " --task ..."
         rate = "" if self.lr == "auto" else f" --lr {self.lr:.3g}"
+        data += f" --{self.recipe.needs} FILE" if self.recipe.needs in ("prior", "features") else ""
         return (
             f"vestige train --recipe {self.recipe.name} --epsilon {self.budget.epsilon:g} --delta "
             f"{self.budget.delta:g} --sample-rate {self.best.sample_rate:.5g} --steps {self.best.steps}{rate}{data}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import torch
 
 from vestige import balance as balances
 from vestige import tasks
-from vestige.checks import accounted_multiplier, check_steps, renamed
+from vestige.checks import accounted_multiplier, check_epsilon, check_steps, renamed
 from vestige.devices import check_device
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Flat
@@ -29,7 +29,7 @@ from vestige.records import RunResult
 from vestige.tasks.features import encoders, pretrained
 from vestige.tasks.models import lay_out
 from vestige.training.loop import Record, accuracy
-from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS
+from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS, begun
 from vestige.training.planning import paper_groups
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
@@ -300,11 +300,17 @@ def load(folder: RunFolder) -> Job:
         raise ValueError(
             f"{str(folder.path)!r} was started from Python: continue it there, by the same call with `resume=True`"
         )
-    job, method = request["job"], request["public"]["method"]
+    job, method = request["job"], begun(folder)["method"]
     begun_with = {} if isinstance(method, str) else method["options"]
     options = {key: value for key, value in NEWER_OPTIONS.get(job["method"], {}).items() if key not in begun_with}
     options |= {key: begun_with[key] for key in CHANGED_DEFAULTS.get(job["method"], ()) if key in begun_with}
     options |= {key: inf if value == "inf" else value for key, value in job["options"].items()}
+    unknown = job.keys() - {each.name for each in fields(Job)}
+    if unknown:
+        raise ValueError(
+            f"{folder.path / 'run.json'}: the job has {', '.join(sorted(unknown))}, which this version does not know: "
+            "resume it with the version that began it, or restore the file"
+        )
     return Job(**{**job, "options": options})
 
 
@@ -314,6 +320,8 @@ def _written(option: Any) -> Any:
 
 
 def _check(job: Job) -> None:
+    if job.epsilon is not None:
+        check_epsilon(job.epsilon)
     """Refuse mistakes that would otherwise show only after the steps."""
     if job.evaluate_every is not None:
         check_steps(job.evaluate_every, "evaluate_every")

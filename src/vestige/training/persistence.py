@@ -17,7 +17,7 @@ from vestige.processes.group import Processes
 from vestige.processes.shards import Shards
 from vestige.randomness.correlated import NoiseSequence
 from vestige.training.loop import TrainingState
-from vestige.training.planning import Plan, Request
+from vestige.training.planning import Request
 from vestige.training.run_folder import RunFolder
 
 
@@ -71,19 +71,14 @@ def _opened(ledger: Path) -> dict[str, Any]:
 
 
 def continued(request: Request, public: dict[str, Any]) -> Request:
-    """The request with the noise that the run was started with: calibrated again, by another version of the accountant,
-    it could differ in its last digits."""
+    """The request with the noise and the automatic rate that the run was started with: calibrated again, by another
+    version of the accountant, or measured again, on another machine or on the weights before a prior's, they could be
+    others."""
+    if request.lr == "auto" and public["lr_reason"].startswith("lr auto"):
+        request = replace(request, begun_at=(public["lr"], public["lr_reason"]))
     if request.noise_multiplier is not None:
         return request
     return replace(request, noise_multiplier=public["noise_multiplier"], steps=request.steps or public["steps"])
-
-
-def at_rate_of(plan: Plan, request: Request, public: dict[str, Any]) -> Plan:
-    """The plan with the automatic rate that the run was started with: measured again, on another machine or on the
-    weights before a prior's, it could be another."""
-    if request.lr != "auto" or not public["lr_reason"].startswith("lr auto"):
-        return plan
-    return replace(plan, lr=public["lr"], lr_reason=public["lr_reason"])
 
 
 def resume(run: Persistent, folder: RunFolder, public: dict[str, Any]) -> None:

@@ -34,6 +34,8 @@ class Request:
     epsilon: float | None = None
     noise_multiplier: float | None = None
     lr: float | Literal["auto"] = "auto"
+    begun_at: tuple[float, str] | None = None
+    """The automatic rate of a run that goes on, and the reason that was given for it."""
     sampling: str = "poisson"
     max_batch: int | None = None
     """The most examples that a truncated sample keeps."""
@@ -147,6 +149,8 @@ def settled(method: Method, request: Request) -> Method:
 def check_request(request: Request) -> None:
     for name in ("sample_rate", "delta", "epsilon", "noise_multiplier", "lr"):
         value = getattr(request, name)
+        if name == "lr" and value is None:
+            raise ValueError("lr=None: give a number, or 'auto'")
         if value is not None and (name, value) != ("lr", "auto"):
             check_number(name, value, finite=name == "lr")
     check_rate(request.sample_rate)
@@ -192,7 +196,9 @@ def plan(
             noise_multiplier = accounting.calibrate(history_at, epsilon, delta, accountant)
         check_multiplier(noise_multiplier)
         method.clip.now(method.clip.init()).gradient_multiplier(noise_multiplier, rate * population)
-    lr, reason = choose_rate(model, layout, method, population, rate, noise_multiplier, steps, request.lr)
+    lr, reason = request.begun_at or choose_rate(
+        model, layout, method, population, rate, noise_multiplier, steps, request.lr
+    )
     strategy = repr(method.noise) if method.noise.one_fixed_question else None
     return Plan(rate, steps, delta, noise_multiplier, epsilon, lr, reason, strategy)
 

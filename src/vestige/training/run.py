@@ -219,9 +219,10 @@ def train(
             sampling=sampling,
             max_batch=max_batch,
         )
+        constants: Constants | None = None
         if begun is not None:
-            wanted = persistence.continued(wanted, begun)
-        return Training(model, loss, data, chosen, wanted, settings, folder, begun, shared)
+            wanted, constants = persistence.continued(wanted, begun), begun.get("balance")
+        return Training(model, loss, data, chosen, wanted, settings, folder, constants, shared)
 
     training = group.together(prepared)
     if shards is not None:
@@ -370,11 +371,10 @@ class Training:
         request: Request,
         settings: Settings,
         folder: RunFolder | None,
-        begun: dict[str, Any] | None = None,
+        constants: Constants | None = None,
         shared: Shared | None = None,
     ) -> None:
-        """`begun` is what a run that is resumed was begun with: its constants and its automatic rate are of its own
-        beginning."""
+        """`constants` are those that balance the steps of a run that is resumed: they are of its own beginning."""
         shared = shared or Shared(ALONE, Randomness.secret(), ALONE.secret() % 2**62)
         self.group, self._shared = shared.group, shared
         if self.group.several and settings.transcript is not None:
@@ -386,7 +386,6 @@ class Training:
         else:
             sharded_model = model
         self.model, self.folder, self.settings, self._identity = sharded_model, folder, settings, method.identity
-        constants: Constants | None = None if begun is None else begun.get("balance")
         self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples, self._loss = examples, loss
@@ -407,8 +406,7 @@ class Training:
         self._first: tuple[Question, ...] = () if settings.normalise is None else settings.normalise.questions
         self._judged_examples = judged = self._judged(examples)
         self._last_question = None if judged is None else settings.evaluate.question(judged.population)  # type: ignore[union-attr]
-        planned = plan(model, self.layout, self.method, self._population, request, self._besides)
-        self.plan: Plan = planned if begun is None else persistence.at_rate_of(planned, request, begun)
+        self.plan: Plan = plan(model, self.layout, self.method, self._population, request, self._besides)
         self._sampling = sampling_of(self.method, request, self._population)
         self.transcript = Transcript(settings.transcript) if settings.transcript is not None else None
         replays_are_free = settings.seed is not None
