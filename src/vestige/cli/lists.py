@@ -98,10 +98,10 @@ def recipes(
     if as_json:
         print_json({"recipes": rows})
         return
-    table = Table(Column("recipe", no_wrap=True), "for", "what it does", "source")
+    table = Table(Column("recipe", no_wrap=True), "for", "what it does (source)")
     for row in rows:
         needs = f" (--{row['needs']})" if row["needs"] else ""
-        table.add_row(row["name"], row["kind"] + needs, escape(row["summary"]), row["source"])
+        table.add_row(row["name"], row["kind"] + needs, escape(f"{row['summary']} ({row['source']})"))
     stdout.print(table)
     stdout.print(
         "Settings and what was published: vestige recipes NAME. To train: vestige train --recipe NAME", markup=False
