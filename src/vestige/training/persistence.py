@@ -67,7 +67,8 @@ def _opened(ledger: Path) -> dict[str, Any]:
         return {}
     if not isinstance(first, dict) or first.get("row") != "open":
         return {}
-    return {key: value for key, value in first.items() if key not in ("seq", "previous", "row", "version", "hash")}
+    apart = ("seq", "previous", "row", "version", "hash", "method")  # the method is compared by `check_same`
+    return {key: value for key, value in first.items() if key not in apart}
 
 
 def continued(request: Request, public: dict[str, Any]) -> Request:
