@@ -1,13 +1,15 @@
-"""What must be run to judge the FO-DP-SGD paper and the learning-rate rule? All of it as one pool: each run once.
+"""What must be run to judge a paper on private memory? All of it as one pool: each run once.
 
     python bench/reproduction.py --data DATA --out runs/reproduction --device cuda --hands 3 --alone 10 --limit 420
     python bench/reproduction.py --data DATA --out runs/reproduction --render docs/results [--also FOLDER ...]
+    python bench/reproduction.py --paper sma --data DATA --out runs/sma --device cuda --hands 3 --alone 10
 
-In this order: SVHN and CIFAR-100 tuned at the paper's budget, the paper's tables and figures (presets share most
-of their runs, so these are made together), and the study of the automatic rate. `--hands` processes train stacks
-and convolutional networks on the device; `--alone` processes train the rest on the CPU, one thread each. Stopped at the
-limit or killed, what is finished is on record, and the same command continues. `--render` makes a folder per comparison
-and preset under OUT (for `vestige report`), and writes reproduction-tables.md, learning-rate.md and learning-rate.svg.
+FO-DP-SGD (`--paper fo`), in this order: SVHN and CIFAR-100 tuned at the paper's budget, the paper's tables and figures
+(presets share most of their runs, so these are made together), and the study of the automatic rate. SMA-DP-SGD
+(`--paper sma`): its tables and figures but the one of runtimes. `--hands` processes train stacks and convolutional
+networks on the device; `--alone` processes train the rest on the CPU, one thread each. Stopped at the limit or killed,
+what is finished is on record, and the same command continues. `--render` makes a folder per comparison and preset under
+OUT (for `vestige report`), and writes reproduction-tables.md, learning-rate.md and learning-rate.svg, or sma-tables.md.
 """
 
 from __future__ import annotations
@@ -42,17 +44,34 @@ REST = ["fo-table3", "fo-fig7", "fo-fig1"]
 """With rivals that may have to be trained alone."""
 SIGMA, EQUAL = presets.find("fo-table3").full.budgets
 """The paper's own terms, and one epsilon for all."""
-HEAD = (
-    "# Tables of the reproduction",
-    "",
-    "```",
-    "python bench/reproduction.py --data DATA --out runs/reproduction --render docs/results",
-    "```",
-    "",
+SMA = ["sma-table2", "sma-fig3", "sma-table3", "sma-fig2", "sma-fig5", "sma-fig4"]
+PAGE = {"fo": "reproduction-tables.md", "sma": "sma-tables.md"}
+HEAD = {
+    "fo": (
+        "# Tables of the reproduction",
+        "",
+        "```",
+        "python bench/reproduction.py --data DATA --out runs/reproduction --render docs/results",
+        "```",
+        "",
+    ),
+    "sma": (
+        "# Tables of SMA-DP-SGD's reproduction",
+        "",
+        "```",
+        "python bench/reproduction.py --paper sma --data DATA --out runs/sma --device cuda    # makes the runs",
+        "python bench/reproduction.py --paper sma --data DATA --out runs/sma --render docs/results",
+        "```",
+        "",
+    ),
+}
+LEGEND = (
     "Test accuracy in percent with its 95% interval over seeds; what is told apart is so by the exact test of",
     "docs/compare.md over all rows of a table.",
     "",
 )
+STAGES = {"first": (0, 1), "stage 1": (1, 5), "stage 2": (5, 10), "stage 3": (10, 15), "stage 4": (15, 20)}
+"""The convolutions of a ResNet-18 by stage; the last group is the classifier."""
 
 
 class Part:
@@ -97,8 +116,10 @@ def _telling(run: Run) -> bool:
     return (run.stage, run.budget) != ("given", EQUAL)
 
 
-def parts(data: str | None, small: bool) -> list[Part]:
-    """Everything, the most wanted first. A part may come twice: first what matters of it."""
+def parts(data: str | None, small: bool, paper: str = "fo") -> list[Part]:
+    """Everything of a paper, the most wanted first. A part may come twice: first what matters of it."""
+    if paper == "sma":
+        return [Part(name, presets.find(name).specification(data, small=small), "preset") for name in SMA]
     shown = {name: presets.find(name).specification(data, small=small) for name in (*FIRST, *REST)}
     # A run that some figure wants with its curve is the same run: it is made once, with it.
     curves = Part("fo-fig1", shown["fo-fig1"], "preset").wanted({}).values()
@@ -122,13 +143,15 @@ def due(plan: Sequence[Part], records: Mapping[str, RunRecord]) -> dict[str, Run
     return {key: run for part in plan for key, run in part.wanted(records).items() if key not in records}
 
 
-def work(out: str, data: str | None, small: bool, device: str, largest: int, alone: bool, until: float) -> None:
+def work(
+    out: str, data: str | None, small: bool, paper: str, device: str, largest: int, alone: bool, until: float
+) -> None:
     """One process: take up to `largest` runs of a kind that nobody has taken, make them, until none is left.
 
     Those who work `alone` take the fully connected networks that cannot be stacked, on the CPU; the others the rest.
     """
     torch.set_num_threads(1)
-    home, plan = learning_rate.pooled(Path(out)), parts(data, small)
+    home, plan = learning_rate.pooled(Path(out)), parts(data, small, paper)
     there = Machine(device, {problem.task: problem.data for part in plan for problem in part.specification.problems})
 
     avoided: set[str] = set()
@@ -165,8 +188,8 @@ def make(arguments: argparse.Namespace) -> None:
     until = time.time() + arguments.limit
 
     def worker(alone: bool) -> BaseProcess:
-        where = (arguments.device, arguments.largest, alone, until)
-        return start_worker(work, str(arguments.out), arguments.data, arguments.small, *where)
+        what = (arguments.data, arguments.small, arguments.paper)
+        return start_worker(work, str(arguments.out), *what, arguments.device, arguments.largest, alone, until)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the workers are stopped too
     workers = [worker(False) for _ in range(arguments.hands)] + [worker(True) for _ in range(arguments.alone)]
@@ -181,7 +204,7 @@ def make(arguments: argparse.Namespace) -> None:
         stop_workers(workers)
     records = home.records()
     print(f"{time.time() - begin:.0f} s: {len(records)} runs on record", flush=True)
-    for part in parts(arguments.data, arguments.small):
+    for part in parts(arguments.data, arguments.small, arguments.paper):
         wanted = part.wanted(records)
         found = [records[key] for key in wanted if key in records]
         errors = Counter(record.error for record in failed(found))
@@ -194,9 +217,9 @@ def make(arguments: argparse.Namespace) -> None:
 def render(arguments: argparse.Namespace) -> None:
     """Folders for `vestige report`, and the tables that the documents quote."""
     pool = learning_rate.pooled(arguments.out).records()
-    lines = list(HEAD)
+    lines = [*HEAD[arguments.paper], *LEGEND]
     tuning: list[RunRecord] = []
-    for part in {each.name: each for each in parts(arguments.data, arguments.small)}.values():
+    for part in {each.name: each for each in parts(arguments.data, arguments.small, arguments.paper)}.values():
         records = [pool[key] for key in part.wanted(pool) if key in pool]
         if not records:
             continue
@@ -214,11 +237,13 @@ def render(arguments: argparse.Namespace) -> None:
         lines += [f"## {part.name}: {what}", "", f"{len(records)} of {total} runs.", ""]
         lines += _gap(records) if part.name == "fo-rates" else _tables(records, part.specification)
         if part.kind == "preset" and part.name != "fo-rates":
-            lines += _beside(presets.beside(presets.find(part.name), records))
+            lines += _beside(presets.find(part.name), records)
+        if part.name == "sma-fig4":
+            lines += _by_stage(records)
     tuning += [record for folder in arguments.also for record in ComparisonFolder(folder).records().values()]
     arguments.render.mkdir(parents=True, exist_ok=True)
-    (arguments.render / "reproduction-tables.md").write_text("\n".join(lines))
-    rows = learning_rate.losses(tuning)
+    (arguments.render / PAGE[arguments.paper]).write_text("\n".join(lines))
+    rows = learning_rate.losses(tuning) if arguments.paper == "fo" else []
     if rows:
         learning_rate.write(rows, arguments.render)
 
@@ -242,16 +267,35 @@ def _tables(records: Sequence[RunRecord], specification: Specification) -> list[
     return [*lines, *(marked or ["Nothing can be told from the baseline."]), ""]
 
 
-def _beside(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _beside(preset: presets.Preset, records: Sequence[RunRecord]) -> list[str]:
     """The printed figures beside ours, on the paper's own terms and off them."""
+    rows = presets.beside(preset, records)
     if not rows:
         return []
     lines = ["| | printed | ours | ours, lr auto | ours, lr auto, one epsilon |", "|---|---|---|---|---|"]
-    for row in rows:
+    for row, printed in zip(rows, preset.printed, strict=True):
         values = [row[key] for key in ("printed", "ours", "ours_at_auto", "ours_at_equal_epsilon")]
-        shown = " | ".join("-" if value is None else f"{100 * value:.1f}" for value in values)
+        scale, digits = (100, 1) if printed.quantity == "accuracy" else (1, 4)
+        shown = " | ".join("-" if value is None else f"{scale * value:.{digits}f}" for value in values)
         lines.append(f"| {row['quantity']} | {shown} |")
     return [*lines, ""]
+
+
+def _by_stage(records: Sequence[RunRecord]) -> list[str]:
+    """Exponents and tempering of a ResNet-18's stages, at the beginning, in the middle and at the end of each run."""
+    lines = ["| rate, diagnostic, step | " + " | ".join(STAGES) + " | classifier |", "|---" * (2 + len(STAGES)) + "|"]
+    for record in completed(records):
+        for key in ("exponent", "tempering"):
+            series = [(step, value) for step, value in record.pictures[key] if isinstance(value, list)]
+            for step, value in (series[0], series[len(series) // 2], series[-1]):
+                groups = [value[first:last] for first, last in STAGES.values()] + [value[-1:]]
+                lines.append(f"| {record.run.stage}, {key}, {step} | " + " | ".join(map(_mean, groups)) + " |")
+    return [*lines, ""]
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{sum(known) / len(known):.2f}" if known else "none"
 
 
 def _apart(row: Mapping[str, Any]) -> bool:
@@ -300,6 +344,7 @@ def _gap(records: Sequence[RunRecord]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--paper", default="fo", choices=list(PAGE), help="FO-DP-SGD or SMA-DP-SGD")
     parser.add_argument("--data", required=True, help="folder with the datasets")
     parser.add_argument("--out", type=Path, default=Path("runs/reproduction"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -6,9 +6,10 @@ usage: python bench/selective.py --data DIR [--device cuda] [--tf32] [--jobs 14]
 
 Every cell (dataset, method, epsilon, seed) is one run and is written when it is done; started again with the same
 --out, only the missing ones are run. Selective methods give two accuracies: where the valid accountant has spent
-epsilon, and, further on in the same run, where the papers' accepted-only claim has. Settings are those of the papers
-(batch, noise, rate, clip, momentum); nothing was tuned here. At epsilon 1 the buffer's size is varied too. The second
-form runs nothing: it writes the tables, and keeps the page's cells behind which there are more seeds than in --out.
+epsilon, and, further on in the same run, where the papers' accepted-only claim has. Runs for epsilon 4 say too how
+accurate they were on their way, where they had spent 1, 2 and 3. Settings are those of the papers (batch, noise, rate,
+clip, momentum); nothing was tuned here. At epsilon 1 the buffer's size is varied too. The second form runs nothing: it
+writes the tables, and keeps the page's cells behind which there are more seeds than in --out.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ BUFFERED = {"mnist": (3.0, 1.37), "fmnist": (6.0, 1.3), "imdb": (2.3, 1.37), "ci
 """DPSGD-BR's noise at epsilon 1 (its Table 4); at larger epsilon it shrinks as DPSUR's does, since none is printed."""
 EXAMPLES_OF = {"mnist": 60_000, "fmnist": 60_000, "imdb": 25_000, "cifar10": 50_000}
 VALIDATION = {"mnist": 256, "fmnist": 256, "imdb": 128, "cifar10": 256}
-CLAIM_SEEDS = {"dpsur": 3, "dpsgd-br": 1, STILL: 1, **dict.fromkeys(BUFFERS, 0)}
+CLAIM_SEEDS = {"dpsur": 3, "dpsgd-br": 1}
 """So many seeds go on to the published claim, which for a buffer takes three times as many trials as epsilon buys."""
 
 
@@ -164,6 +165,16 @@ class Passing:
         return True
 
 
+class Every:
+    """Several budgets that note when they are exceeded."""
+
+    def __init__(self, passing: list[Passing]) -> None:
+        self.passing = passing
+
+    def allows(self, spent: accounting.History, question: Any) -> bool:
+        return all([each.allows(spent, question) for each in self.passing])
+
+
 def plain(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
     method, examples, dataset = method_of(cell, given), len(task.train[1]), cell.dataset
     if cell.method in TASK and dataset in END_TO_END:
@@ -178,10 +189,25 @@ def plain(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
     training = vestige.train(
         task.model, task.loss, task.train, method=method, sample_rate=rate, lr=lr, **plan, **common
     )
+    asked: dict[Any, int] = {}
+    met: dict[int, int] = {}
+    passed: dict[int, float] = {}
     for _ in training:
-        pass
-    promise = training.guarantee()
-    return {"accuracy": accuracy(task.model, task.test), "epsilon_valid": promise.epsilon, "steps": training.state.step}
+        if not asked:
+            asked = dict(training.ledger.spent)
+            met = {planning.affordable(asked, below, DELTA, "pld"): below for below in waypoints(cell, asked)}
+        if training.state.step in met:
+            passed[met[training.state.step]] = accuracy(task.model, task.test)
+    facts = {"epsilon_valid": training.guarantee().epsilon, "steps": training.state.step, "on_the_way": passed}
+    return {"accuracy": accuracy(task.model, task.test), **facts}
+
+
+def waypoints(cell: Cell, one: accounting.History) -> list[int]:
+    """The budgets at which a run says how accurate it is before it ends, where they pay for a step: only the longest
+    runs do."""
+    if cell.epsilon < EPSILONS[-1]:
+        return []
+    return [below for below in EPSILONS[:-1] if accounting.epsilon(one, DELTA, "rdp") < below]
 
 
 def selective(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
@@ -212,11 +238,20 @@ def selective(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
         result[f"accuracy{suffix}"] = accuracy(task.model, task.test)
         result[f"published_claim_epsilon{suffix}"] = seen.published_claim_epsilon
 
-    planned = {question: trials for question in one}
-    limit = FilteredBudget(epsilon, DELTA, one) if adaptive else accounting.Budget(epsilon, DELTA, planned)
-    passing = Passing(limit, note)
-    training.ledger.budget = passing
-    claimed = cell.seed >= CLAIM_SEEDS[cell.method]
+    def limit(spend: int) -> Any:
+        if adaptive:
+            return FilteredBudget(spend, DELTA, one)
+        most = planning.affordable(one, spend, DELTA, "pld")
+        return accounting.Budget(spend, DELTA, {question: most for question in one})
+
+    passed: dict[int, float] = {}
+    on_the_way = {
+        below: Passing(limit(below), lambda below=below: passed.update({below: accuracy(task.model, task.test)}))
+        for below in waypoints(cell, one)
+    }
+    passing = Passing(limit(epsilon), note)
+    training.ledger.budget = Every([*on_the_way.values(), passing])
+    claimed = cell.seed >= CLAIM_SEEDS.get(cell.method, 0)
     for record in training:
         if record.accepted and not claimed and training.selection().published_claim_epsilon >= epsilon:
             claimed = True
@@ -226,7 +261,8 @@ def selective(cell: Cell, task: tasks.Task, given: Setting) -> dict[str, Any]:
                 result["epsilon_at_claim"] = accounting.epsilon(training.ledger.spent, DELTA)
         if passing.passed and (claimed or time.time() > given.finish_by):
             break
-    return {"epsilon_valid": epsilon, "accountant": "renyi filter" if adaptive else "pld", **result}
+    accountant = "renyi filter" if adaptive else "pld"
+    return {"epsilon_valid": epsilon, "accountant": accountant, "on_the_way": passed, **result}
 
 
 # --- running cells ---------------------------------------------------------------------------------------------------
@@ -286,7 +322,7 @@ def run_all(
                     running[pool.submit(run, cell, given)] = cell
             if not running and not preparing:
                 break
-            finished, _ = wait([*preparing, *running], timeout=left, return_when=FIRST_COMPLETED)
+            finished, _ = wait([*preparing, *running], timeout=min(left, 60.0), return_when=FIRST_COMPLETED)
             for future in finished:
                 if future in preparing:
                     future.result()
@@ -318,7 +354,7 @@ def tables(results: list[dict[str, Any]], page: Page) -> str:
         for method in METHODS:
             if dataset == "imdb" and method not in IMDB:
                 continue
-            rows = [("", "accuracy")] + [(", until the claim", "accuracy_at_claim")] * (method in SELECTIVE)
+            rows = [("", "accuracy")] + [(", until the claim", "accuracy_at_claim")] * (method in CLAIM_SEEDS)
             for label, key in rows:
                 cells = []
                 for place, epsilon in enumerate(EPSILONS):
@@ -333,6 +369,8 @@ def tables(results: list[dict[str, Any]], page: Page) -> str:
         name == PARTS for name, _, _ in page
     ):
         parts.append(buffers(results, page))
+    if any(row.get("on_the_way") for row in results) or any(name == WAY for name, _, _ in page):
+        parts.append(way(results, page))
     return "\n\n".join(parts)
 
 
@@ -354,6 +392,29 @@ def buffers(results: list[dict[str, Any]], page: Page) -> str:
             cells.append(now if now and seeds_of(now) >= seeds_of(before) else before)
         lines.append([method, *cells])
     return drawn([PARTS, *TITLE.values()], lines)
+
+
+WAY = "On the way to epsilon 4"
+
+
+def way(results: list[dict[str, Any]], page: Page) -> str:
+    """How accurate the runs for the largest budget were where they had spent less; "-" where that pays for no step."""
+    lines = []
+    columns = [f"{below} spent" for below in EPSILONS]
+    for dataset, title in TITLE.items():
+        for method in METHODS if dataset != "imdb" else IMDB:
+            known = [
+                {**row["on_the_way"], str(EPSILONS[-1]): row["accuracy"]}
+                for row in results
+                if Cell.of(row)[:3] == (dataset, method, EPSILONS[-1]) and row.get("on_the_way")
+            ]
+            cells = []
+            for below, column in zip(EPSILONS, columns, strict=True):
+                now = mean_of(known, str(below)) or ("-" if known else "")
+                before = page.get((WAY, f"{title}, {method}", column), "not run")
+                cells.append(now if now and seeds_of(now) >= seeds_of(before) else before)
+            lines.append([f"{title}, {method}", *cells])
+    return drawn([WAY, *columns], lines)
 
 
 def drawn(head: list[str], lines: list[list[str]]) -> str:
@@ -473,7 +534,7 @@ def main() -> None:
             failed.append(cell)
             print(f"{cell} failed: {error!r}", flush=True)
             return
-        row = finished.result()
+        row = json.loads(json.dumps(finished.result()))  # as it will be read
         results.append(row)
         write_json(options.out, results)
         print(json.dumps(row), flush=True)
