@@ -276,3 +276,16 @@ def test_a_number_that_is_in_a_view_twice_is_no_view():
     assert Place.of_view(base.t()[1:], base) == Place((3, 3), (1, 4), 1)
     assert Place.of_view(base[0].expand(2, 4), base) is None
     assert Place.of_view(base.flatten().unfold(0, 4, 2), base) is None
+
+
+def test_a_matrix_used_step_by_step_is_materialised_where_that_is_smaller():
+    """A recurrent layer's: 80 uses of one position each are a sum over 80 positions."""
+    few, many = (
+        [Outer(torch.randn(3, 1, 8, dtype=torch.float64), torch.randn(3, 1, 4, dtype=torch.float64)) for _ in range(n)]
+        for n in (2, 80)
+    )
+    for uses, kind in ((few, Outer), (many, Dense)):
+        joined = combine(uses)
+        assert isinstance(joined, kind)
+        torch.testing.assert_close(joined.dense(), sum(use.dense() for use in uses), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(joined.norms(1e-16), joined.dense().flatten(1).norm(dim=1), rtol=1e-9, atol=0)

@@ -514,7 +514,19 @@ def combine(uses: Sequence[Gradient]) -> Gradient:
     if lookups:
         lookup = replace(lookups[0], index=_joined(u.index for u in lookups), rows=_joined(u.rows for u in lookups))
         return Tied(lookup, _joined_outer(outers)) if outers else lookup
-    return _joined_outer(outers)
+    joined = _joined_outer(outers)
+    return product(joined.left, joined.right)
+
+
+def product(left: Tensor, right: Tensor) -> Gradient:
+    """A sum over positions of outer products; materialised where that is no larger than its factors.
+
+    With T positions, T*out*in multiplications in all, against as many for the sum alone and T*T*(out+in) more for the
+    norm from inner products.
+    """
+    outer = Outer(left, right)
+    positions, out, width = left.shape[1], left.shape[2], right.shape[2]
+    return Dense(outer.dense()) if positions > 1 and out * width <= positions * (out + width) else outer
 
 
 def cheaper(patches: Patches) -> Gradient:

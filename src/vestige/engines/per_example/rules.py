@@ -23,13 +23,13 @@ from vestige.engines.per_example.gradients import (
     Geometry,
     Gradient,
     Lookup,
-    Outer,
     Patches,
     Place,
     Routed,
     Within,
     cheaper,
     contiguous_strides,
+    product,
     wide,
 )
 
@@ -248,17 +248,6 @@ def _routed(input: Any, weight: Any, index: Any) -> Ruled:
         yield weight, Dense(found.dense()) if small else found
 
     return routed(input, weight.value, index), (input, index), settle
-
-
-def product(left: Tensor, right: Tensor) -> Gradient:
-    """A sum over positions of outer products; materialised where that is no larger than its factors.
-
-    With T positions, T*out*in multiplications in all, against as many for the sum alone and T*T*(out+in) more for the
-    norm from inner products.
-    """
-    outer = Outer(left, right)
-    positions, out, width = left.shape[1], left.shape[2], right.shape[2]
-    return Dense(outer.dense()) if positions > 1 and out * width <= positions * (out + width) else outer
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
