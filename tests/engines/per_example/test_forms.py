@@ -97,6 +97,10 @@ LAYERS = {
         lambda m, x: torch.baddbmm(x.transpose(0, 1), x.transpose(0, 1), m.a).transpose(0, 1),
         {"a": (5, 6, 6)},
     ),
+    "a map and a bias for each place": (
+        lambda m, x: torch.baddbmm(m.b[:, None], x.transpose(0, 1), m.a).transpose(0, 1),
+        {"a": (5, 6, 6), "b": (5, 6)},
+    ),
     "matmul of a stack": (lambda m, x: (x[:, None] @ m.a).sum(1), {"a": (3, 6, 6)}),
     "bilinear": (lambda m, x: F.bilinear(x, x.flip(1), m.a, m.b), {"a": (6, 6, 6), "b": (6,)}),
     # tables
@@ -121,6 +125,22 @@ def spelled(name: str) -> nn.Module:
     type_of = type(name, (Spelled,), {"layer": lambda self, x: layer(self, x)})
     model.__class__ = type_of
     return model
+
+
+class BiasOfANetwork(Spelled):
+    """Distances are made a bias by a small network, which activates in place: Swin V2's."""
+
+    def layer(self, input: Tensor) -> Tensor:
+        places = torch.arange(5.0, dtype=input.dtype)
+        table = torch.stack([places[:, None] - places, (places[:, None] - places).abs()], dim=-1)
+        hidden = F.relu(F.linear(table, self.a, self.b), inplace=True)
+        return (input @ input.mT + F.linear(hidden, self.c).squeeze(-1).sigmoid()) @ input
+
+
+def test_a_network_of_constants_may_activate_in_place():
+    torch.manual_seed(4)
+    model = BiasOfANetwork(a=(8, 2), b=(8,), c=(1, 8))
+    exact(model, (torch.randn(4, 5, WIDTH), torch.randn(4, 2)), square, replayed=True)
 
 
 @pytest.mark.parametrize("name", LAYERS)

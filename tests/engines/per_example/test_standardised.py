@@ -10,6 +10,7 @@ from torch.func import vjp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_checks import silent, targets
+from other_models import nothing_replayed
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.per_example import uses
 from vestige.engines.per_example.forms import Derived
@@ -82,6 +83,33 @@ def test_weights_of_every_make(make, monkeypatch):
     monkeypatch.setattr(uses, "standardised", seen)
     silent(Made(make), (torch.randn(4, 2, 5, 5), targets(4)), shift=True)
     assert isinstance(made[-1], Standardised) == (make in SHORT)
+
+
+def by_batch_norm(weight: Tensor, gain: Tensor) -> Tensor:
+    """As timm and transformers have it: the filters are the channels of one example."""
+    flat = weight.reshape(1, len(weight), -1)
+    return F.batch_norm(flat, None, None, weight=0.5 * gain, training=True, eps=1e-3).reshape_as(weight)
+
+
+def in_single_operations(weight: Tensor, gain: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(weight, dim=EACH, correction=0, keepdim=True)
+    return (weight - mean) * torch.rsqrt(variance + 1e-3) * (0.5 * gain).view(-1, 1, 1, 1)
+
+
+def test_batch_norm_of_a_weight_is_taken_in_single_operations():
+    batch, found = (torch.randn(4, 2, 5, 5), targets(4)), []
+    for make in (by_batch_norm, in_single_operations):
+        torch.manual_seed(34)
+        model = Made(make)
+        layout = Layout.of(model)
+        parameters = {name: parameter.detach() for name, parameter in layout.parameters(model).items()}
+        with nothing_replayed():
+            silent(model, batch, shift=True)
+            norms = BookKeeping(model, F.cross_entropy, layout)(
+                batch, parameters, Flat(0.1), into := torch.zeros(layout.size)
+            )
+        found.append((norms, into))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
 
 
 def test_a_linear_weight_and_one_used_twice():

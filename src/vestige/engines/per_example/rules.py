@@ -100,22 +100,23 @@ def _stacked_matmul(input: Any, other: Any) -> Ruled:
 
 
 def baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Ruled:
-    if isinstance(input, Operand) or beta != 1 or alpha != 1:
-        return None
-    ruled = _stacked_matmul(batch1, batch2)
-    return ruled and (input + ruled[0], *ruled[1:])
+    return None if beta != 1 or alpha != 1 else _shifted(_stacked_matmul(batch1, batch2), input)
 
 
 def bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Ruled:
     if isinstance(input1, Operand) or isinstance(input2, Operand) or not isinstance(weight, Operand):
         return None
-    ruled = einsum("...i,oij,...j->...o", input1, weight, input2)
-    if ruled is None or bias is None:
-        return ruled
-    output, saved, of_weight = ruled
+    return _shifted(einsum("...i,oij,...j->...o", input1, weight, input2), bias)
+
+
+def _shifted(product: Ruled, bias: Any) -> Ruled:
+    """A product with something added to it: numbers, parameters, or nothing."""
+    if product is None or bias is None:
+        return product
+    output, saved, of_product = product
 
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        yield from of_weight(kind, examples, saved, signals)
+        yield from of_product(kind, examples, saved, signals)
         if isinstance(bias, Operand):
             yield bias, Dense(_broadcast(bias, kind.outputs[0], wide(signals[0]), examples))
 

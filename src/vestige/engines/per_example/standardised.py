@@ -11,7 +11,7 @@ and a norm follows from g's inner products with 2r fixed tensors, all of them ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,8 @@ from torch.func import vjp, vmap
 
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import Environment, Expression, Whole, quietly
-from vestige.engines.per_example.forms import Derived
-from vestige.engines.per_example.gradients import Dense, Gradient, memory_order, wide
+from vestige.engines.per_example.forms import Derived, View
+from vestige.engines.per_example.gradients import Dense, Gradient, Place, contiguous_strides, memory_order, wide
 
 NUMBER_BY_NUMBER = frozenset(
     {"add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "neg", "__add__", "__radd__"}
@@ -155,6 +155,41 @@ def standardised(whole: Expression, environment: Environment) -> Expression:
     if not all(_filter_by_filter(scale, weight, whole.shape) for scale in scales):
         return whole
     return Standardised(whole.of, whole.function, False, None, whole.name, whole.shape, weight, tuple(scales))
+
+
+def batch_normed(
+    weight: Whole,
+    shape: tuple[int, ...],
+    seen: tuple[int, ...],
+    gain: Expression | Tensor | None,
+    bias: Expression | Tensor | None,
+    eps: float,
+) -> Expression:
+    """A weight of this shape, standardised as F.batch_norm does it that has `seen` it as [1, filters, ...]."""
+    rest, each = tuple(range(1, len(shape))), (shape[0], *[1] * (len(shape) - 1))
+
+    def of_filters(function: Callable[[Tensor], Tensor], of: Expression) -> Derived:
+        return Derived((of,), function, shape=each)
+
+    scales = [
+        of_filters(lambda w: w.mean(dim=rest, keepdim=True), weight),
+        of_filters(lambda w: w.var(dim=rest, correction=0, keepdim=True), weight),
+    ]
+    fixed: list[Tensor | None] = []
+    for other in (gain, bias):
+        fixed.append(other.view(each) if isinstance(other, Tensor) else None)
+        if other is not None and not isinstance(other, Tensor):
+            scales.append(of_filters(lambda numbers: numbers.view(each), other))
+
+    def used(weight: Tensor, mean: Tensor, variance: Tensor, *learned: Tensor) -> Tensor:
+        more = iter(learned)
+        found = (weight - mean) * torch.rsqrt(variance + eps)
+        found = found if gain is None else found * (next(more) if fixed[0] is None else fixed[0])
+        return found if bias is None else found + (next(more) if fixed[1] is None else fixed[1])
+
+    whole = Standardised((weight, *scales), used, shape=shape, weight=weight.names[0], scales=tuple(scales))
+    back = View(whole, lambda made: made.view(seen), whole, shape, Place(seen, contiguous_strides(seen)))
+    return Derived((whole,), back.function, form=back, shape=seen)
 
 
 def _split(

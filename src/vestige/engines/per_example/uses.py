@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -24,14 +25,15 @@ from vestige.engines.per_example.expressions import (
     Operand,
     Pass,
     Pulled,
+    Whole,
     quietly,
     tapped,
     value_of,
 )
-from vestige.engines.per_example.forms import COPIES, expressed
-from vestige.engines.per_example.gradients import Dense
+from vestige.engines.per_example.forms import COPIES, Derived, View, expressed
+from vestige.engines.per_example.gradients import Dense, Place, contiguous_strides
 from vestige.engines.per_example.rules import RULES, Rule, Ruled
-from vestige.engines.per_example.standardised import standardised
+from vestige.engines.per_example.standardised import batch_normed, standardised
 
 CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
 """What is read of a parameter without its gradient."""
@@ -68,6 +70,10 @@ class Watched(Tensor):
             args, kwargs = _given_to_each(args, kwargs or {})
             if not any(isinstance(each, Watched) for each in (*args, *kwargs.values())):
                 return function(*args, **kwargs)
+        elif function is F.batch_norm:
+            made = _standardising(*args, **(kwargs or {}))
+            if made is not None:
+                return made
         with torch._C.DisableTorchFunctionSubclass():
             return _use(function, args, kwargs or {})
 
@@ -85,12 +91,51 @@ def _given_to_each(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[An
     return [given(each) for each in args], {key: given(each) for key, each in kwargs.items()}
 
 
+def _standardising(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """A weight that is standardised by batch norm, as one example whose channels are its filters; None for any other
+    use of batch norm."""
+    expression = input.operand.expression if isinstance(input, Watched) else None
+    form = expression.form if isinstance(expression, Derived) else None
+    if not training or running_mean is not None or running_var is not None or not isinstance(form, View):
+        return None
+    shape, root = tuple(input.shape), form.root
+    if not isinstance(root, Whole) or form.place != Place(shape, contiguous_strides(shape)):
+        return None
+    gains = [None if each is None else _expression_of(each) for each in (weight, bias)]
+    others = {name for each in gains if not isinstance(each, Tensor | None) for name in each.names}
+    if shape[:2] != (1, form.shape[0]) or prod(shape) != prod(form.shape) or root.names[0] in others:
+        return None
+    made = batch_normed(root, form.shape, shape, gains[0], gains[1], eps)
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = [each.operand.value if isinstance(each, Watched) else each for each in (input, weight, bias)]
+        return Watched.of(made, F.batch_norm(plain[0], None, None, plain[1], plain[2], True, momentum, eps), input.now)
+
+
+def _expression_of(given: Tensor) -> Expression | Tensor:
+    return given.operand.expression if isinstance(given, Watched) else given.detach()
+
+
 def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = _name(function)
     watched: list[Watched] = []
     args = tuple(_opened(argument, watched) for argument in args)
     kwargs = {key: _opened(argument, watched) for key, argument in kwargs.items()}
     now = watched[0].now
+    if kwargs.get("inplace") and args and isinstance(args[0], Operand):  # what it was made of is needed as it was
+        kwargs["inplace"] = False
+    if name in ("view_as", "reshape_as", "type_as"):  # of the other, a shape or a type is read, and no number
+        args, kwargs = (args[0], *_plain(args[1:])), _plain_named(kwargs)
+        if not isinstance(args[0], Operand):
+            return function(*args, **kwargs)
     if name in CUT:
         return function(*_plain(args), **_plain_named(kwargs))
     if name == "requires_grad":
