@@ -679,8 +679,11 @@ RULES |= {function: _stacked_matmul for function in _torch("bmm", "mv")}
 RULES |= {function: baddbmm for function in _torch("baddbmm")}
 RULES |= {function: index_select for function in _torch("index_select")}
 RULES |= {function: partial(elementwise, torch.pow) for function in _torch("pow", "__pow__")}
+RULES |= {function: partial(elementwise, torch.addcmul) for function in _torch("addcmul")}
+RULES |= {function: partial(elementwise, torch.addcdiv) for function in _torch("addcdiv")}
+RULES |= {function: partial(elementwise, torch.lerp) for function in _torch("lerp")}
 RULES |= {
-    getattr(torch, name): partial(elementwise, getattr(torch, name)) for name in ("maximum", "minimum", "where", "lerp")
+    getattr(torch, name): partial(elementwise, getattr(torch, name)) for name in ("maximum", "minimum", "where")
 }
 RULES |= {function: addmm for function in _torch("addmm")}
 RULES |= {function: multiply for function in _torch("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")}
