@@ -194,6 +194,46 @@ def test_a_subclass_that_computes_the_same_is_replaced():
     assert type(vestige.fix(nn.Sequential(Renamed(7)))[0]) is nn.GroupNorm
 
 
+class ThenActivated(nn.BatchNorm2d):
+    """As timm has it: what follows a norm is inside it, so that its weights keep their names."""
+
+    def __init__(self, channels: int, then: nn.Module) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Dropout(0.5), then
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+class BackToFront(ThenActivated):
+    def forward(self, x):
+        return self.drop(super(ThenActivated, self).forward(self.act(x)))
+
+
+def test_a_batch_norm_with_an_activation_inside_becomes_a_group_norm_with_it():
+    norm = with_values(ThenActivated(8, nn.SiLU(inplace=True)))
+    before = {name: parameter for name, parameter in norm.named_parameters()}
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm)
+    assert replacements(model) == [
+        "layer '1' (ThenActivated): nn.GroupNorm(2, 8) takes its place, and what followed it inside stays"
+    ]
+    fixed = vestige.fix(model)[1]
+    assert all(parameter is before[name] for name, parameter in fixed.named_parameters())
+    assert not mixing(model)
+    x = torch.randn(5, 8, 6, 6)
+    want = torch.from_numpy(
+        grouped(x.double().numpy(), 2, norm.weight.detach().double().numpy(), norm.bias.detach().double().numpy(), 1e-5)
+    )
+    torch.testing.assert_close(fixed.eval()(x).double(), want * want.sigmoid(), rtol=1e-5, atol=1e-6)
+    assert float((fixed.train()(x) == 0).float().mean()) > 0.3  # its dropout is still there
+
+
+def test_what_a_batch_norm_does_otherwise_with_its_layers_stays_refused():
+    model = nn.Sequential(BackToFront(8, nn.Tanh()))
+    assert replacements(model) == []
+    assert "vestige.fix" not in mixing(model.train())[0][1]
+
+
 @pytest.mark.parametrize("lazy", [nn.LazyBatchNorm2d, nn.LazyInstanceNorm2d])
 def test_lazy_layers_are_refused_by_name_before_anything_changes(lazy):
     model = nn.Sequential(nn.BatchNorm2d(4), lazy(affine=True, track_running_stats=True))

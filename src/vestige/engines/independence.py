@@ -3,10 +3,12 @@ name."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -29,13 +31,42 @@ def refused(module: nn.Module) -> bool:
 
 
 def replaceable(module: nn.Module) -> TypeGuard[Norm]:
-    """Whether the layer is a norm of torch's own in what it computes, with plain parameters.
+    """Whether the layer is a norm of torch's own in what it computes, with plain parameters, or followed by layers.
 
     A subclass with a forward pass of its own may compute more; a parametrised or pruned weight is no parameter.
     """
-    if not isinstance(module, Norm) or getattr(module.forward, "__func__", None) not in FORWARDS:
+    if not isinstance(module, Norm) or module._parameters.keys() != {"weight", "bias"}:
         return False
-    return module._parameters.keys() == {"weight", "bias"}
+    return getattr(module.forward, "__func__", None) in FORWARDS or followed(module)
+
+
+def followed(module: nn.Module) -> TypeGuard[Norm]:
+    """Whether a batch norm with a forward pass of its own is torch's, then its own layers one after the other (timm's
+    with an activation): tried out on made-up numbers, at rest and in training."""
+    if not isinstance(module, BatchNorm) or "forward" in vars(module) or not module.num_features:
+        return False
+    if not any(True for _ in module.children()) or getattr(module.forward, "__func__", None) in FORWARDS:
+        return False
+    size = (4,) * (3 if isinstance(module, nn.BatchNorm3d) else 0 if isinstance(module, nn.BatchNorm1d) else 2)
+    try:
+        made = copy.deepcopy(module).cpu().float()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            input = torch.randn(5, module.num_features, *size)
+            for training in (False, True):
+                made.train(training)
+                mean, variance = (None, None) if training else (made.running_mean, made.running_var)
+                normed = F.batch_norm(
+                    input, mean, variance, made.weight, made.bias, training or mean is None, eps=made.eps
+                )
+                torch.manual_seed(0)
+                for layer in made.children():
+                    normed = layer(normed)
+                torch.manual_seed(0)
+                if not torch.allclose(made(input.clone()), normed, rtol=1e-4, atol=1e-5):
+                    return False
+    except Exception:  # whatever it is, it is not that
+        return False
+    return True
 
 
 def mixing(model: nn.Module) -> list[tuple[str, str]]:

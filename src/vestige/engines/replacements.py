@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
-from vestige.engines.independence import BatchNorm, InstanceNorm, Norm, refused, replaceable
+from vestige.engines.independence import BatchNorm, InstanceNorm, Norm, followed, refused, replaceable
 
 MOST_GROUPS = 32
 
@@ -13,16 +13,27 @@ OF_BATCH_NORM = (*STATISTICS, "num_features", "momentum", "track_running_stats",
 """What a batch norm holds and a group norm does not."""
 
 
+class GroupNormAndLayers(nn.GroupNorm):
+    """A group norm, and after it the layers it has inside, such as an activation."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        for layer in self.children():
+            output = layer(output)
+        return output
+
+
 def fix(model: nn.Module) -> nn.Module:
     """Replace, in place, the layers that cannot be trained privately and have a counterpart that can; returns `model`.
 
     BatchNorm becomes GroupNorm. Its number of groups is the largest divisor of the channels that is at most 32 and
     leaves at least four channels to a group; after BatchNorm1d it is one, because a channel may be a single number
     there, and groups of one or two numbers would be normalised to constants. SyncBatchNorm is taken for a norm of
-    images. InstanceNorm stops tracking statistics.
+    images, and so is one that is followed by layers of its own, as timm's with an activation: these stay. InstanceNorm
+    stops tracking statistics.
 
-    A layer frozen by `.eval()` and `requires_grad_(False)` is left alone. So is a subclass with a forward pass of its
-    own, or a parametrised weight: it stays refused by name.
+    A layer frozen by `.eval()` and `requires_grad_(False)` is left alone. So is any other subclass with a forward pass
+    of its own, or a parametrised weight: it stays refused by name.
 
     Weights and biases stay the parameters they were: tied ones tied, frozen ones frozen, and an optimizer that was made
     before still holds them. Running statistics are dropped: they were computed from data without noise. A GroupNorm is
@@ -66,7 +77,8 @@ def _faulty(module: Norm) -> bool:
 def _becomes(module: Norm) -> str:
     if isinstance(module, InstanceNorm):
         return "its running statistics are dropped, and none are kept"
-    return f"nn.GroupNorm({_groups(module)}, {module.num_features}) takes its place"
+    then = ", and what followed it inside stays" if followed(module) else ""
+    return f"nn.GroupNorm({_groups(module)}, {module.num_features}) takes its place{then}"
 
 
 def _groups(module: Norm) -> int:
@@ -78,12 +90,14 @@ def _groups(module: Norm) -> int:
 
 def _become_group_norm(module: Norm) -> None:
     """As torch's lazy layers become others: whoever holds the layer, and whatever hangs on it, stays as it is."""
-    groups, channels = _groups(module), module.num_features
+    groups, channels, becomes = _groups(module), module.num_features, nn.GroupNorm
+    if followed(module):
+        becomes = GroupNormAndLayers
     for name in OF_BATCH_NORM:
         if hasattr(module, name):
             delattr(module, name)
     norm: nn.Module = module
-    norm.__class__ = nn.GroupNorm
+    norm.__class__ = becomes
     vars(norm).update(num_groups=groups, num_channels=channels)
 
 

@@ -682,9 +682,7 @@ RULES |= {function: partial(elementwise, torch.pow) for function in _torch("pow"
 RULES |= {function: partial(elementwise, torch.addcmul) for function in _torch("addcmul")}
 RULES |= {function: partial(elementwise, torch.addcdiv) for function in _torch("addcdiv")}
 RULES |= {function: partial(elementwise, torch.lerp) for function in _torch("lerp")}
-RULES |= {
-    getattr(torch, name): partial(elementwise, getattr(torch, name)) for name in ("maximum", "minimum", "where")
-}
+RULES |= {getattr(torch, name): partial(elementwise, getattr(torch, name)) for name in ("maximum", "minimum", "where")}
 RULES |= {function: addmm for function in _torch("addmm")}
 RULES |= {function: multiply for function in _torch("mul", "multiply", "mul_", "__mul__", "__rmul__", "__imul__")}
 RULES |= {function: add for function in _torch("add", "add_", "__add__", "__radd__", "__iadd__")}
