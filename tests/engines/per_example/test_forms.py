@@ -104,6 +104,10 @@ LAYERS = {
     "an affine map in one call": (lambda m, x: torch.addcmul(m.b, m.a, x), {"a": (6,), "b": (1, 1, 6)}),
     "divided and added": (lambda m, x: torch.addcdiv(x, m.b, m.a, value=0.5), {"a": (6,), "b": (5, 1)}),
     "between two": (lambda m, x: torch.lerp(x, x.flip(1), m.a), {"a": (6,)}),
+    "turned, repeated and viewed": (
+        lambda m, x: x + m.a.t().unsqueeze(0).repeat(len(x), 1, 1).view(len(x) * 5, 6).view(len(x), 5, 6),
+        {"a": (6, 5)},
+    ),
     "matmul of a stack": (lambda m, x: (x[:, None] @ m.a).sum(1), {"a": (3, 6, 6)}),
     "bilinear": (lambda m, x: F.bilinear(x, x.flip(1), m.a, m.b), {"a": (6, 6, 6), "b": (6,)}),
     # tables

@@ -620,7 +620,7 @@ def expand(input: Any, *sizes: Any, **named: Any) -> Ruled:
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
         yield input, Dense(_broadcast(input, kind.outputs[0], wide(signals[0]), examples))
 
-    return input.value.expand(*plain, **named).clone(), (), settle
+    return input.value.expand(*plain, **named).clone(memory_format=torch.contiguous_format), (), settle
 
 
 def repeat(input: Any, *counts: Any) -> Ruled:
