@@ -29,17 +29,22 @@ def test_the_odometer_is_the_renyi_accountant():
 
 
 def test_the_odometer_is_cheap():
-    theorems._CURVES.clear()
-    odometer, start = Odometer(), time.process_time()
-    for i in range(1000):
-        odometer.add(SampledGaussian(0.04, 1 + i / 500))
-        odometer.epsilon(DELTA)
-    assert time.process_time() - start < 20.0  # some milliseconds each, on a busy machine
-    start = time.process_time()
-    for _ in range(1000):
-        odometer.add(SampledGaussian(0.04, 1.0))
-        odometer.epsilon(DELTA)
-    assert time.process_time() - start < 4.0
+    """A millisecond each, on a machine three times as slow as ours; the best of some rounds, for it may be busy too."""
+    fresh, again = [], []
+    for _ in range(4):
+        theorems._CURVES.clear()
+        odometer, start = Odometer(), time.process_time()
+        for i in range(1000):
+            odometer.add(SampledGaussian(0.04, 1 + i / 500))
+            odometer.epsilon(DELTA)
+        fresh.append(time.process_time() - start)
+        start = time.process_time()
+        for _ in range(1000):
+            odometer.add(SampledGaussian(0.04, 1.0))
+            odometer.epsilon(DELTA)
+        again.append(time.process_time() - start)
+    assert min(fresh) < 3.0
+    assert min(again) < 0.6
 
 
 def test_a_budget_certifies_the_longest_prefix():

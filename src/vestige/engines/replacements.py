@@ -29,8 +29,8 @@ def fix(model: nn.Module) -> nn.Module:
     BatchNorm becomes GroupNorm. Its number of groups is the largest divisor of the channels that is at most 32 and
     leaves at least four channels to a group; after BatchNorm1d it is one, because a channel may be a single number
     there, and groups of one or two numbers would be normalised to constants. SyncBatchNorm is taken for a norm of
-    images, and so is one that is followed by layers of its own, as timm's with an activation: these stay. InstanceNorm
-    stops tracking statistics.
+    images. Layers that a batch norm has inside and calls after it, as timm's do an activation, stay. InstanceNorm stops
+    tracking statistics.
 
     A layer frozen by `.eval()` and `requires_grad_(False)` is left alone. So is any other subclass with a forward pass
     of its own, or a parametrised weight: it stays refused by name.
@@ -90,9 +90,8 @@ def _groups(module: Norm) -> int:
 
 def _become_group_norm(module: Norm) -> None:
     """As torch's lazy layers become others: whoever holds the layer, and whatever hangs on it, stays as it is."""
-    groups, channels, becomes = _groups(module), module.num_features, nn.GroupNorm
-    if followed(module):
-        becomes = GroupNormAndLayers
+    groups, channels = _groups(module), module.num_features
+    becomes = GroupNormAndLayers if followed(module) else nn.GroupNorm
     for name in OF_BATCH_NORM:
         if hasattr(module, name):
             delattr(module, name)

@@ -104,6 +104,7 @@ LAYERS = {
     "an affine map in one call": (lambda m, x: torch.addcmul(m.b, m.a, x), {"a": (6,), "b": (1, 1, 6)}),
     "divided and added": (lambda m, x: torch.addcdiv(x, m.b, m.a, value=0.5), {"a": (6,), "b": (5, 1)}),
     "between two": (lambda m, x: torch.lerp(x, x.flip(1), m.a), {"a": (6,)}),
+    "typed as a parameter is": (lambda m, x: x.type_as(m.a) * m.a, {"a": (5, 6)}),
     "turned, repeated and viewed": (
         lambda m, x: x + m.a.t().unsqueeze(0).repeat(len(x), 1, 1).view(len(x) * 5, 6).view(len(x), 5, 6),
         {"a": (6, 5)},

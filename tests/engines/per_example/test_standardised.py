@@ -96,6 +96,18 @@ def in_single_operations(weight: Tensor, gain: Tensor) -> Tensor:
     return (weight - mean) * torch.rsqrt(variance + 1e-3) * (0.5 * gain).view(-1, 1, 1, 1)
 
 
+def gained_by_a_neighbour(weight: Tensor, gain: Tensor) -> Tensor:
+    """Batch norm, with gains that are other filters' spreads: not filter by filter."""
+    flat = weight.reshape(1, len(weight), -1)
+    gain = gain * flat[0].std(dim=1).flip(0)
+    return F.batch_norm(flat, None, None, weight=gain, training=True, eps=1e-3).view_as(weight)
+
+
+def test_gains_that_are_made_of_the_weight_take_the_long_way():
+    torch.manual_seed(35)
+    silent(Made(gained_by_a_neighbour), (torch.randn(4, 2, 5, 5), targets(4)), shift=True)
+
+
 def test_batch_norm_of_a_weight_is_taken_in_single_operations():
     batch, found = (torch.randn(4, 2, 5, 5), targets(4)), []
     for make in (by_batch_norm, in_single_operations):
