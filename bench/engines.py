@@ -1,12 +1,12 @@
 """What does a private step cost over a plain one? Every engine on the same models, in one process, in one table.
 
 usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--precision NAME]
-       [--others [NAME ...]] [--loops NAME ...] [--steps N] [--host] [--kernels] [--threads N] [--cpu-time]
-       [--json FILE]
+       [--others [NAME ...]] [--loops NAME ...] [--optimizer NAME] [--steps N] [--host] [--kernels] [--threads N]
+       [--cpu-time] [--json FILE]
 
 A step is forward, backward, clipping, noise and the update. Peak memory is what the process takes of the GPU meanwhile,
 recordings included; on the CPU there is no such count, so only time is given. With --others, models of other people's
-packages in loops of Poisson batches from the first step on (`loops`), instead of our own.
+packages, or of our own that are named, in loops of Poisson batches from the first step on (`loops`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, repeat
 from math import prod
@@ -33,8 +32,9 @@ from torch.utils.data import DataLoader, Dataset
 import host
 import loops
 import vestige
-from loops import LOOPS
+from loops import LOOPS, MODELS, OPTIMIZERS
 from others import OTHERS
+from own import CASES, Case
 from vestige import PrivacyEngine
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.gradients import Geometry, Patches
@@ -46,84 +46,9 @@ from vestige.optim.memory import HISTORIES, Blend, Identity
 from vestige.randomness.gaussian import add_noise
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum, Release
-from vestige.tasks import models
 
 Step = Callable[[], object]
 BOUND, MULTIPLIER, RATE = 1.0, 1.0, 0.1
-
-
-class Block(nn.Module):
-    """A transformer block as GPT-2 and ViT have it: norms first, one projection for queries, keys and values."""
-
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.project, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.project(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=self.causal)
-        x = x + self.merge(mixed.transpose(1, 2).flatten(2))
-        return x + self.narrow(F.gelu(self.widen(self.between(x))))
-
-
-class Transformer(nn.Module):
-    """Blocks over an embedded sequence, averaged into classes. Positions are fixed: Opacus takes no bare parameters."""
-
-    positions: Tensor
-
-    def __init__(self, embed: nn.Module, length: int, width: int, heads: int, depth: int, causal: bool) -> None:
-        super().__init__()
-        self.embed = embed
-        self.register_buffer("positions", 0.02 * torch.randn(1, length, width))
-        self.blocks = nn.Sequential(*[Block(width, heads, causal) for _ in range(depth)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embed(x) + self.positions)).mean(dim=1))
-
-
-class Patch(nn.Module):
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(3, width, size, stride=size)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.convolution(image).flatten(2).transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class Case:
-    build: Callable[[], nn.Module]
-    inputs: Callable[[int], Tensor]
-    batch: int
-    cpu_batch: int | None = None
-    """None: too slow to be worth the wait on a CPU."""
-
-
-def images(size: int) -> Callable[[int], Tensor]:
-    return lambda batch: torch.randn(batch, 3, size, size)
-
-
-CASES = {
-    "digits MLP": Case(
-        lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)),
-        lambda batch: torch.randn(batch, 64),
-        150,
-        150,
-    ),
-    "CIFAR MLP": Case(lambda: models.mlp(3072, 10), lambda batch: torch.randn(batch, 3072), 256, 256),
-    "tanh CNN": Case(lambda: models.tanh_cnn_32(10), images(32), 2048, 64),
-    "ResNet-18 GN": Case(lambda: models.resnet18(10), images(32), 512),
-    "ViT-S": Case(lambda: Transformer(Patch(384, 4), 64, 384, 6, 12, causal=False), images(32), 512),
-    "GPT-2 blocks": Case(
-        lambda: Transformer(nn.Identity(), 256, 768, 12, 12, causal=True),
-        lambda batch: torch.randn(batch, 256, 768),
-        32,
-    ),
-}
 
 
 def plain(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
@@ -463,8 +388,9 @@ def main() -> None:
         default="tf32",
         help="tf32: matrix products and convolutions in TF32; torch: as torch is set by itself, convolutions only",
     )
-    parser.add_argument("--others", nargs="*", choices=list(OTHERS), help="other people's models; none named: all")
+    parser.add_argument("--others", nargs="*", choices=list(MODELS), help="other people's models; none named: all")
     parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=list(LOOPS), help="with --others")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="with --others")
     parser.add_argument("--steps", type=int, default=200, help="with --others: how many, from the first on")
     parser.add_argument("--host", action="store_true", help="what a step costs the host alone, on a CPU (`host`)")
     parser.add_argument("--kernels", action="store_true", help="also the fused kernels one by one (GPU)")
@@ -488,7 +414,7 @@ def main() -> None:
         return
     if options.others is not None:
         names, share = options.others or list(OTHERS), 4 if options.quick else 1
-        found = list(loops.table(names, options.loops, options.device, options.steps, share))
+        found = list(loops.table(names, options.loops, options.device, options.steps, share, options.optimizer))
         if options.json:
             options.json.write_text(json.dumps({"machine": machine, "torch": torch.__version__, "loops": found}))
         return

@@ -22,13 +22,21 @@ from torch.utils.data import DataLoader, Dataset
 
 import vestige
 from others import OTHERS, Batch, Other, called
+from own import OWN
 from vestige import PrivacyEngine
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson
 
 TIMES = 20
 """How many expected batches the data hold."""
+MODELS = OTHERS | OWN
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str]] = {
+    "adamw": (torch.optim.AdamW, "dp-adamw"),
+    "sgd": (torch.optim.SGD, "dp-sgd"),
+}
+"""What a loop of the user's moves by, and the method that is the same in `vestige.train`."""
 Step = Callable[[], object]
+Build = Callable[[Other, nn.Module, Batch, str], Step]
 
 
 class Rows(Dataset[Any]):
@@ -63,12 +71,16 @@ def poisson(data: Batch) -> DataLoader[Any]:
     return DataLoader(rows, batch_sampler=samples, collate_fn=as_fetched)
 
 
-def plain(other: Other, model: nn.Module, data: Batch) -> Step:
-    return _loop(other, model, torch.optim.AdamW(trainable(model), lr=1e-4), poisson(data))
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    return OPTIMIZERS[name][0](trainable(model), lr=1e-4)  # type: ignore[call-arg]
 
 
-def privacy_engine(other: Other, model: nn.Module, data: Batch, record: bool = True) -> Step:
-    optimizer = torch.optim.AdamW(trainable(model), lr=1e-4)
+def plain(other: Other, model: nn.Module, data: Batch, optimizer: str) -> Step:
+    return _loop(other, model, optimizer_of(model, optimizer), poisson(data))
+
+
+def privacy_engine(other: Other, model: nn.Module, data: Batch, name: str, record: bool = True) -> Step:
+    optimizer = optimizer_of(model, name)
     loader = DataLoader(Rows(data), batch_size=len(Rows(data)) // TIMES, collate_fn=as_fetched)
     _, _, loader = PrivacyEngine(record=record).make_private(
         module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
@@ -76,15 +88,15 @@ def privacy_engine(other: Other, model: nn.Module, data: Batch, record: bool = T
     return _loop(other, model, optimizer, loader)
 
 
-def unrecorded(other: Other, model: nn.Module, data: Batch) -> Step:
-    return privacy_engine(other, model, data, record=False)
+def unrecorded(other: Other, model: nn.Module, data: Batch, name: str) -> Step:
+    return privacy_engine(other, model, data, name, record=False)
 
 
-def opacus(mode: str) -> Callable[[Other, nn.Module, Batch], Step]:
-    def build(other: Other, model: nn.Module, data: Batch) -> Step:
+def opacus(mode: str) -> Build:
+    def build(other: Other, model: nn.Module, data: Batch, name: str) -> Step:
         from opacus import PrivacyEngine as Opacus
 
-        optimizer: Any = torch.optim.AdamW(trainable(model), lr=1e-4)
+        optimizer: Any = optimizer_of(model, name)
         loader: Any = poisson(data)  # Opacus's own loader takes no rows with names
         made = Opacus(accountant="rdp").make_private(
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
@@ -129,7 +141,7 @@ class Positional(nn.Module):
         return outputs if isinstance(outputs, Tensor) else outputs.logits
 
 
-def whole(other: Other, model: nn.Module, data: Batch) -> Step:
+def whole(other: Other, model: nn.Module, data: Batch, name: str) -> Step:
     """`vestige.train`: sampling, the step, the ledger and the record."""
     names = [name for name in data if name != "labels"]
     target = "labels" if "labels" in data else "input_ids"
@@ -137,7 +149,7 @@ def whole(other: Other, model: nn.Module, data: Batch) -> Step:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return other.loss(outputs, {target: targets})
 
-    options: dict[str, Any] = {"method": "dp-adamw", "noise_multiplier": 1.0, "delta": 1e-5, "lr": 1e-4}
+    options: dict[str, Any] = {"method": OPTIMIZERS[name][1], "noise_multiplier": 1.0, "delta": 1e-5, "lr": 1e-4}
     parts = (*(data[name] for name in names), data[target])
     run = vestige.train(Positional(model, names), loss, parts, sample_rate=1 / TIMES, steps=10**6, **options)
     records = iter(run)
@@ -156,7 +168,7 @@ def _loop(other: Other, model: nn.Module, optimizer: Any, loader: Any) -> Step:
     return step
 
 
-LOOPS: dict[str, Callable[[Other, nn.Module, Batch], Step]] = {
+LOOPS: dict[str, Build] = {
     "plain": plain,
     "Opacus hooks": opacus("hooks"),
     "Opacus ghost": opacus("ghost"),
@@ -176,16 +188,18 @@ class Cost:
     gib: float | None
 
 
-def measure(name: str, loop: str, device: str, steps: int, share: int = 1, small: bool = False) -> Cost:
+def measure(
+    name: str, loop: str, device: str, steps: int, share: int = 1, small: bool = False, optimizer: str = "adamw"
+) -> Cost:
     """The first so many steps of a loop on a model, at its batch or a share of it."""
-    other = OTHERS[name]
+    other = MODELS[name]
     torch.manual_seed(0)
     batch = max(1, other.batch // share)
     with torch.device(device):
         model, data = other.build(small).train(), other.examples(TIMES * batch, small)
     model.to(device)
     start = time.perf_counter()
-    step = LOOPS[loop](other, model, {key: part.to(device) for key, part in data.items()})
+    step = LOOPS[loop](other, model, {key: part.to(device) for key, part in data.items()}, optimizer)
     _wait(device)
     made = time.perf_counter() - start
     if device == "cuda":
@@ -246,15 +260,17 @@ def set_up(device: str) -> Iterator[list[float]]:
             setattr(place, key, original)
 
 
-def costs(name: str, loops: list[str], device: str, steps: int, share: int = 1) -> Iterator[dict[str, Any]]:
+def costs(
+    name: str, loops: list[str], device: str, steps: int, share: int = 1, optimizer: str = "adamw"
+) -> Iterator[dict[str, Any]]:
     """A row for each loop, over the first of them."""
     base: Cost | None = None
     for loop in loops:
-        row: dict[str, Any] = {"model": name, "loop": loop, "batch": max(1, OTHERS[name].batch // share)}
+        row: dict[str, Any] = {"model": name, "loop": loop, "batch": max(1, MODELS[name].batch // share)}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                cost = measure(name, loop, device, steps, share)
+                cost = measure(name, loop, device, steps, share, optimizer=optimizer)
             base = base or cost
             row |= {**vars(cost), "time": cost.ms / base.ms}
             row["memory"] = cost.gib / base.gib if cost.gib and base.gib else None
@@ -268,18 +284,20 @@ def costs(name: str, loops: list[str], device: str, steps: int, share: int = 1) 
         yield row
 
 
-def table(names: list[str], loops: list[str], device: str, steps: int, share: int = 1) -> Iterator[dict[str, Any]]:
+def table(
+    names: list[str], loops: list[str], device: str, steps: int, share: int = 1, optimizer: str = "adamw"
+) -> Iterator[dict[str, Any]]:
     """The rows of all models, printed as they come."""
     print(
         "| model [batch] | loop | ms | time | first ms | set-up s | GiB | memory |\n|---|---|---|---|---|---|---|---|"
     )
     for name in names:
-        for row in costs(name, loops, device, steps, share):
+        for row in costs(name, loops, device, steps, share, optimizer):
             head = f"| {row['model']} [{row['batch']}] | {row['loop']} |"
             if "failed" in row:
                 print(f"{head} {row['failed']} | | | | | |", flush=True)
             else:
-                memory = f"{row['gib']:.1f} | {row['memory']:.2f}x" if row["gib"] else " | "
-                times = f"{row['ms']:.1f} | {row['time']:.2f}x | {row['first_ms']:.0f} | {row['setup_s']:.1f}"
+                memory = f"{row['gib']:.2f} | {row['memory']:.2f}x" if row["gib"] else " | "
+                times = f"{row['ms']:.2f} | {row['time']:.2f}x | {row['first_ms']:.0f} | {row['setup_s']:.1f}"
                 print(f"{head} {times} | {memory} |", flush=True)
             yield row

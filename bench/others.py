@@ -178,7 +178,8 @@ OTHERS = {
 
 
 def called(model: nn.Module, batch: Batch) -> Any:
-    """As users call such models: language models by names, image models by position."""
-    if "pixel_values" in batch:
-        return model(batch["pixel_values"])
+    """As users call such models: language models by names, image models and our own by position."""
+    for name in ("pixel_values", "inputs"):
+        if name in batch:
+            return model(batch[name])
     return model(**{name: part for name, part in batch.items() if name != "labels"})

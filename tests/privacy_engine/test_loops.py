@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import vestige
 from conftest import make_toy
@@ -267,6 +267,45 @@ def test_an_empty_draw_moves_by_noise_and_is_charged():
         assert part.size or not x.any(), "an empty draw must hold nothing of anybody"
     assert empty > 10
     assert sum(n for _, _, n in engine.history) == 100
+
+
+class FetchedTogether(Dataset):
+    """Rows that come as one batch already; of none of them, tensors of no rows."""
+
+    def __init__(self, kind: type) -> None:
+        self.x, self.y, self.kind = torch.randn(100, 5), torch.randint(3, (100,)), kind
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, row: int):
+        return self.__getitems__([row])
+
+    def __getitems__(self, rows: list[int]):
+        found = self.x[rows], self.y[rows]
+        return found if self.kind is tuple else dict(zip("xy", found, strict=True))
+
+
+@pytest.mark.parametrize("kind", [tuple, dict])
+def test_an_empty_draw_of_rows_that_are_fetched_together(kind):
+    data = FetchedTogether(kind)
+    model = make_toy()[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data, batch_size=1, collate_fn=lambda rows: rows)
+    private_engine = PrivacyEngine()
+    _, _, loader = private_engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    empty = 0
+    for batch in loader:
+        part = private_engine._steps.passes.parts.waiting()[0]
+        x, y = batch if kind is tuple else batch.values()
+        assert len(x) == part.rows
+        assert part.size or not x.any(), "an empty draw must hold nothing of anybody"
+        empty += part.size == 0
+        LOSS(model(x), y).backward()
+        optimizer.step()
+    assert empty > 10
 
 
 def test_an_empty_draw_adds_nothing_to_the_sum():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data import default_collate as torch_collate
 
@@ -148,11 +149,22 @@ def _prepared(loader: DataLoader[Any]) -> DataLoader[Any]:
 class CollateEmpty:
     """Collates an empty sample into one made-up row: an example lends its shapes, and nothing else of it is kept."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any]) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __call__(self, rows: list[Any]) -> Any:
-        return self.collate(rows) if rows else made_up_row(self.collate([self.dataset[0]]))
+    def __call__(self, rows: Any) -> Any:
+        if not _empty(rows):
+            return self.collate(rows)
+        several = getattr(self.dataset, "__getitems__", None)
+        return made_up_row(self.collate(several([0]) if several else [self.dataset[0]]))
+
+
+def _empty(rows: Any) -> bool:
+    """Whether nothing was fetched: no rows, or, of a dataset that fetches several as one, tensors of none."""
+    if isinstance(rows, list):
+        return not rows
+    parts = [part for part in tree_leaves(rows) if isinstance(part, Tensor) and part.dim()]
+    return bool(parts) and all(len(part) == 0 for part in parts)
 
 
 def made_up_row(batch: Any, name: str = "") -> Any:

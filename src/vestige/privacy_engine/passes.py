@@ -381,7 +381,7 @@ class Passes:
     def _begin(self, form: CallForm, call: Call, modules: Sequence[nn.Module]) -> None:
         rows = form.rows(call)
         if rows == 0:
-            raise ValueError("the tensors that the model was called with have different numbers of rows")
+            raise ValueError("the tensors that the model was called with have different numbers of rows, or none")
         opened: Open
         shapes = call.shapes(form.batched)
         replay = self._recorder.begin(self._forward, form, call, rows, modules)

@@ -13,6 +13,7 @@ from engine_checks import (
     Positions,
     Tokens,
     ask,
+    check,
     clipped,
     close,
     one_at_a_time,
@@ -130,6 +131,99 @@ class Biased(nn.Module):
 def test_a_table_without_examples_goes_through_functions_of_its_own():
     torch.manual_seed(16)
     silent(Biased(), (torch.randn(4, 2, 4), targets(4)))
+
+
+GIVEN = {
+    "with heads": lambda table, rows: table.repeat(rows, 1, 1),
+    "with heads, wider": lambda table, rows: table.repeat([rows, 1, 2])[..., 2:6],
+    "several times": lambda table, rows: table.repeat(2 * rows, 1, 1).unflatten(0, (rows, 2, 2)).sum(dim=1).flatten(0, 1),
+    "stacked": lambda table, rows: torch.stack([table] * rows).flatten(0, 1),
+    "one after the other": lambda table, rows: torch.cat([table] * rows),
+    "side by side": lambda table, rows: table.repeat_interleave(rows, dim=0).unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1),
+}  # fmt: skip
+"""How a table [2 heads, positions, width] is given to each example: [examples x heads, positions, width]."""
+
+
+class GivenToEach(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.table, self.way, self.through = nn.Parameter(torch.randn(2, 3, 4)), way, nn.Linear(4, 4)
+        self.head = nn.Linear(30, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        given = GIVEN[self.way](self.through(self.table), len(input))
+        return self.head(torch.tanh(input.flatten(0, 1) @ given.transpose(1, 2)).reshape(len(input), -1))
+
+
+@pytest.mark.parametrize("examples", [0, 1, 4])
+@pytest.mark.parametrize("way", GIVEN)
+def test_a_table_is_given_to_each_example(way, examples):
+    torch.manual_seed(17)
+    silent(GivenToEach(way), (torch.randn(examples, 2, 5, 4), targets(examples)))
+
+
+class DroppedTable(nn.Module):
+    """A table of which some numbers are left out, the same for all, as DeBERTa's relative positions are."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.table, self.inplace, self.head = nn.Parameter(torch.randn(3, 4)), inplace, nn.Linear(3, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return self.head(torch.tanh(input @ F.dropout(self.table * 1.0, 0.4, True, self.inplace).t()))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_numbers_of_a_parameter_are_left_out_for_all_examples_alike(inplace):
+    """Against ordinary gradients of one example at a time, in float32: torch draws other numbers in float64."""
+    torch.manual_seed(18)
+    model, inputs, wanted = DroppedTable(inplace), torch.randn(4, 4), targets(4)
+    layout, into = Layout.of(model), torch.zeros(Layout.of(model).size)
+    parameters = layout.parameters(model)
+    rows = []
+    for x, y in zip(inputs, wanted, strict=True):
+        loss = F.mse_loss(model(x[None]), y[None])
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(parameters.values()))]))
+    expected = torch.stack(rows)
+    assert (expected[:, : 4 * 3] == 0).all(dim=0).any(), "some numbers are left out"
+    norms = BookKeeping(model, F.mse_loss, layout)((inputs, wanted), parameters, Flat(1e6), into)
+    torch.testing.assert_close(norms[:, 0].float(), expected.norm(dim=1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(into, expected.sum(dim=0), rtol=1e-5, atol=1e-6)
+
+
+CHANGES = {
+    "divided": lambda table: table.__itruediv__(torch.tensor(3.0)),
+    "div_": lambda table: table.div_(3.0),
+    "added to": lambda table: table.__iadd__(0.5),
+    "activated": lambda table: table.tanh_(),
+    "masked": lambda table: table.masked_fill_(torch.eye(3, 4, dtype=torch.bool), 0.0),
+}
+
+
+class Changed(nn.Module):
+    """A function of parameters that is changed in place, as DeBERTa divides its queries of positions."""
+
+    def __init__(self, way: str, forgets: bool = False) -> None:
+        super().__init__()
+        self.table, self.way, self.forgets, self.head = nn.Parameter(torch.randn(3, 4)), way, forgets, nn.Linear(3, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        table = self.table * 2.0
+        changed = CHANGES[self.way](table)
+        return self.head(torch.tanh(input @ (table if self.forgets else changed).t()))
+
+
+@pytest.mark.parametrize("way", CHANGES)
+def test_a_function_of_parameters_is_changed_in_place(way):
+    torch.manual_seed(19)
+    silent(Changed(way), (torch.randn(4, 4), targets(4)))
+
+
+def test_what_was_changed_in_place_and_is_gone_on_with_is_left_to_the_reference_engine():
+    torch.manual_seed(19)
+    with pytest.warns(UserWarning, match="outputs change when its parameters are watched"):
+        check(Changed("div_", forgets=True), (torch.randn(4, 4), targets(4)))
 
 
 class Scale(nn.Module):

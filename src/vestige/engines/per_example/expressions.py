@@ -84,6 +84,13 @@ class Axis:
         """[examples, ...]: each example's part of the tensor, with all of its axes in place."""
         return self.first(tensor, examples).movedim(1, 1 + self.place)
 
+    def owners(self, tensor: Tensor, examples: int) -> Tensor:
+        """Whose each place along the axis is, in a shape that goes with the tensor's."""
+        size = tensor.shape[self.place]
+        places = torch.arange(size, device=tensor.device)
+        found = places // self.views % examples if self.minor else places // (size // examples)
+        return found.reshape(-1, *[1] * (tensor.dim() - 1 - self.place))
+
     def confined(self, tensor: Tensor, examples: int, example: int) -> bool:
         """Whether only this example's part of the tensor is not zero."""
         if tensor.dim() <= self.place or tensor.shape[self.place] % examples:

@@ -624,12 +624,22 @@ def expand(input: Any, *sizes: Any, **named: Any) -> Ruled:
 
 
 def repeat(input: Any, *counts: Any) -> Ruled:
-    """The same in another spelling, where nothing but axes of one place is repeated."""
+    """A parameter given to each example, once or several times: along with its heads, say."""
+    if not isinstance(input, Operand):
+        return None
     counts = tuple(counts[0]) if len(counts) == 1 and not isinstance(counts[0], int) else counts
     shape = (1,) * (len(counts) - input.value.dim()) + tuple(input.value.shape)
-    if any(size != 1 != count for size, count in zip(shape, counts, strict=True)):
-        return None
-    return expand(input, *(size * count for size, count in zip(shape, counts, strict=True)))
+
+    def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
+        axis = kind.outputs[0]
+        rows, own = axis.alone(wide(signals[0]), examples), shape[axis.place]
+        if rows.shape[1 + axis.place] % own or (axis.minor and own > 1):
+            raise TypeError(f"a parameter of shape {tuple(input.value.shape)} holds something of each example")
+        for place, size in enumerate(shape):
+            rows = rows.unflatten(1 + place, (-1, size)).sum(dim=1 + place)
+        yield input, Dense(rows.reshape(examples, *input.value.shape))
+
+    return input.value.repeat(*counts), (), settle
 
 
 def expand_as(input: Any, other: Any) -> Ruled:

@@ -48,6 +48,9 @@ VIEWS = frozenset(
 """The same numbers in another shape: there are examples in none of them."""
 
 
+IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__idiv__": "div"}
+
+
 class Misfit(Exception):
     """A parameter is used in a way that cannot be watched."""
 
@@ -74,6 +77,8 @@ class Watched(Tensor):
             made = _standardising(*args, **(kwargs or {}))
             if made is not None:
                 return made
+        elif function is F.dropout:
+            return _dropped(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return _use(function, args, kwargs or {})
 
@@ -120,6 +125,12 @@ def _standardising(
         return Watched.of(made, F.batch_norm(plain[0], None, None, plain[1], plain[2], True, momentum, eps), input.now)
 
 
+def _dropped(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """A function of parameters with numbers left out, the same for all examples: drawn once, as they are needed on the
+    way back too. In place it would change what the function was made of."""
+    return input * F.dropout(torch.ones_like(input.operand.value), p, training) if training and p else input
+
+
 def _expression_of(given: Tensor) -> Expression | Tensor:
     return given.operand.expression if isinstance(given, Watched) else given.detach()
 
@@ -140,7 +151,9 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return function(*_plain(args), **_plain_named(kwargs))
     if name == "requires_grad":
         return True
-    names = tuple(name for each in watched for name in each.operand.expression.names)
+    if args and isinstance(args[0], Operand):
+        function, name = _out_of_place(function, name, args[0])
+    names = tuple(dict.fromkeys(name for each in watched for name in each.operand.expression.names))
     rule = RULES.get(function)
     if name in COPIES or (rule is None and name in VIEWS):
         return _expression(function, name, args, kwargs, now)  # of parameters alone, whatever the examples are
@@ -162,6 +175,22 @@ def _ruled(rule: Rule, name: str, names: tuple[str, ...], args: Sequence[Any], k
         return rule(*args, **kwargs)
     except TypeError as problem:
         raise Misfit(f"{name} of {', '.join(names)}: {problem}") from problem
+
+
+def _out_of_place(function: Any, name: str, changed: Operand) -> tuple[Any, str]:
+    """A function of parameters is not changed but made anew: what it was made of is needed as it was. A model that goes
+    on with the old one is found out by the rehearsal."""
+    plain = IN_PLACE.get(name, name[:-1] if name.endswith("_") and not name.endswith("__") else None)
+    if plain is None:
+        return function, name
+    expression = changed.expression
+    form = expression.form if isinstance(expression, Derived) else None
+    if isinstance(form.root if isinstance(form, View) else expression, Whole):
+        raise Misfit(f"{name} changes {expression.names[0]} in place")
+    made = getattr(Tensor, plain, None)
+    if made is None:
+        raise Misfit(f"{name} changes a function of {expression.names[0]} in place")
+    return made, plain
 
 
 def _has_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -208,8 +237,6 @@ def known_kind(now: Pass, key: Key, examples: bool) -> Kind | None:
 def _without_rule(
     function: Any, name: str, names: tuple[str, ...], args: Sequence[Any], kwargs: dict[str, Any], now: Pass
 ) -> Any:
-    if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Operand):
-        raise Misfit(f"{name} changes {names[0]} in place")
     leaves, spec = tree_flatten((list(args), kwargs), is_leaf=lambda leaf: isinstance(leaf, Operand))
     tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     result = function(*_plain(args), **_plain_named(kwargs))
@@ -261,12 +288,22 @@ def _settle(
         return back(tuple(signals))
 
     axes = kind.operands or (None,) * len(saved)
-    others = [t if axis is None else axis.alone(t, examples) for t, axis in zip(saved, axes, strict=True)]
-    back = [axis.alone(signal, examples) for axis, signal in zip(kind.outputs, signals, strict=True)]
     chunk = max(1, LARGEST // max(1, sum(each.numel() for each in values)))
-    each = vmap(pulled, in_dims=([None if axis is None else 0 for axis in axes], 0), chunk_size=chunk)
     with quietly():
-        found = each(others, back)
+        if any(axis is not None for axis in axes):
+            others = [t if axis is None else axis.alone(t, examples) for t, axis in zip(saved, axes, strict=True)]
+            back = [axis.alone(signal, examples) for axis, signal in zip(kind.outputs, signals, strict=True)]
+            each = vmap(pulled, in_dims=([None if axis is None else 0 for axis in axes], 0), chunk_size=chunk)
+            found = each(others, back)
+        else:  # each example's part of the outputs is made together with everyone's: it alone has a gradient
+            owners = [axis.owners(signal, examples) for axis, signal in zip(kind.outputs, signals, strict=True)]
+            chunk = min(chunk, max(1, LARGEST // max(1, sum(signal.numel() for signal in signals))))
+
+            def of_one(example: Tensor) -> tuple[Tensor, ...]:
+                alone = [torch.where(own == example, s, 0.0) for s, own in zip(signals, owners, strict=True)]
+                return pulled(saved, alone)
+
+            found = vmap(of_one, chunk_size=chunk)(torch.arange(examples, device=signals[0].device))
     for place, gradients in zip(operands, found, strict=True):
         yield leaves[place], Dense(gradients)
 
