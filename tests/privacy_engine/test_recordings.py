@@ -1,7 +1,9 @@
 """Is a replayed pass the pass? Which passes are, which run as they are, and what is left behind in between?"""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -126,23 +128,42 @@ def test_a_model_with_somebody_inside_runs_as_it_is():
     assert set(sizes) <= set(seen)
 
 
-def test_a_model_that_draws_on_the_host_or_counts_runs_as_it_is():
-    class Unsteady(nn.Module):
-        def __init__(self, draws):
-            super().__init__()
-            self.body, self.draws, self.calls = make_toy()[0], draws, 0
+class Drawing(nn.Module):
+    """A model that draws numbers on the host, or counts, as it is told."""
 
-        def forward(self, x):
-            if self.draws:
-                torch.rand(1)
-            else:
-                self.calls += 1
-            return self.body(x)
+    def __init__(self, way):
+        super().__init__()
+        self.body, self.way, self.calls = make_toy()[0], way, 0
 
-    for draws in (True, False):
-        steps, model, optimizer, loader = private(Unsteady(draws))
-        same_step(model, optimizer, *next(iter(loader)))
-        assert not replays(steps)
+    def forward(self, x):
+        output = self.body(x)
+        if self.way.startswith("skips"):  # as layers are, with a chance of so many percent
+            output = output * 1.5 if torch.rand([]) < float(self.way.split()[1]) / 100 else output
+        elif self.way == "scales":
+            output = output * torch.rand(1)
+        elif self.way == "normal":
+            torch.randn(1)
+        elif self.way == "numpy":
+            np.random.rand()  # noqa: NPY002
+        elif self.way == "python":
+            random.random()
+        else:
+            self.calls += 1
+        return output
+
+
+@pytest.mark.parametrize("way", ["skips 1", "skips 99", "skips 100", "scales", "normal", "numpy", "python", "counts"])
+def test_a_model_that_draws_on_the_host_or_counts_runs_as_it_is(way):
+    torch.manual_seed(3)
+    steps, model, optimizer, loader = private(Drawing(way))
+    model(next(iter(loader))[0])
+    assert all(each is None for each in steps.passes._recorder._known.values()) == (way != "skips 100")
+
+
+def test_a_model_that_draws_on_the_host_to_no_purpose_is_recorded():
+    steps, model, optimizer, loader = private(Drawing("skips 0"))
+    same_step(model, optimizer, *next(iter(loader)))
+    assert replays(steps)
 
 
 def test_an_output_that_is_no_tensor_is_withheld():

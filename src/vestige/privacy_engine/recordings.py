@@ -27,7 +27,7 @@ from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
-from vestige.engines.recorded.steady import Unsteady, require_steady, standing
+from vestige.engines.recorded.steady import Unsteady, host_draws, require_steady, restore_host_draws, standing
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip
 from vestige.privacy_engine.calls import Call, CallForm
@@ -189,8 +189,9 @@ class Recordings:
     # --- recording ----------------------------------------------------------------------------------------------------
 
     def _record(self, sizes: Sequence[int]) -> None:
-        """At every size, largest first, as long as there is time. Raises where the pass cannot be recorded."""
-        start = time.monotonic()
+        """At every size, largest first, as long as there is time: what is smaller finds room in the memory of what is
+        larger. Raises where the pass cannot be recorded."""
+        start, host = time.monotonic(), host_draws()
         self.draws = self._tried(sizes[0])
         tried = [sizes[0]]
         for rows in sizes[1:]:  # kernels are chosen, compiled and loaded before anything is recorded
@@ -198,18 +199,19 @@ class Recordings:
                 break
             self._run_all(rows)
             tried.append(rows)
+        draws = _device_draws(self._device)
+        want = self._wanted(tried[-1], draws)
         self._free()
-        smallest = self._recorded(tried[-1])
-        self._require_alike(smallest)
+        self._tapes = [self._recorded(rows) for rows in tried]
+        self._require_alike(self._tapes[-1], draws, want)
         self._free()
-        self._tapes = [*(self._recorded(rows) for rows in tried[:-1]), smallest]
-        self._free()
+        restore_host_draws(host)
 
     def _tried(self, rows: int) -> bool:
         """Run once on made-up rows, unrecorded; whether the model draws numbers on the GPU. Raises `Unsteady`."""
         before = _device_draws(self._device)
         self._load_made_up(rows)
-        require_steady(lambda: self._run_all(rows), self.module)
+        require_steady(lambda: self._run_all(rows), self.module, self.total)
         drawn = not torch.equal(before, _device_draws(self._device))
         _restore_device_draws(before, self._device)
         return drawn
@@ -230,22 +232,39 @@ class Recordings:
         kept = [places.get(place, leaf if isinstance(leaf, PLAIN) else Withheld()) for place, leaf in enumerate(leaves)]
         return Tape(rows, forward, backward, clip, kept, tree)
 
-    def _require_alike(self, tape: Tape) -> None:
+    def _wanted(self, rows: int, draws: Tensor) -> Tensor:
+        """The clipped sum of made-up rows as the pass itself gives it, from such draws on."""
+        self._load_made_up(rows)
+        self._run_forward(rows)
+        self._load_made_up_signals(rows)
+        uses, want = self._run_backward([end[:rows] for end in self.ends]), torch.zeros_like(self.total)
+        add_weighted({name: combine(parts) for name, parts in uses.items()}, self._clip, self.layout, want, rows)
+        self._live = None
+        _restore_device_draws(draws, self._device)
+        return want
+
+    def _require_alike(self, tape: Tape, draws: Tensor, want: Tensor) -> None:
         """A replay gives what the pass itself gives, on made-up rows."""
         self._load_made_up(tape.rows)
-        draws = _device_draws(self._device)
-        replay = Replay(self, tape, tape.rows, draws if self.draws else None)
+        _restore_device_draws(draws, self._device)
         tape.forward.replay()
-        signals = [torch.rand_like(end[: tape.rows]) / end[0].numel() for end in self.ends]
-        self.load_signals(signals, tape.rows, tape.rows)
+        self._load_made_up_signals(tape.rows)
         tape.backward.replay()
         tape.clip.replay()
-        got = self.total.clone()
-        uses, want = self.again(replay), torch.zeros_like(got)
-        add_weighted({name: combine(parts) for name, parts in uses.items()}, self._clip, self.layout, want, tape.rows)
         _restore_device_draws(draws, self._device)
+        got = self.total
         if not bool(torch.linalg.vector_norm(got - want) <= 1e-2 * torch.linalg.vector_norm(want) + 1e-12):
             raise Unsteady
+
+    def _load_made_up_signals(self, rows: int) -> None:
+        """What comes back to the outputs of made-up rows: other numbers for each."""
+        for end in self.ends:
+            row, column = (
+                torch.arange(1, size + 1, device=end.device) * 0.7548776662 for size in (rows, end.shape[-1])
+            )
+            mine = end[:rows].copy_(row.frac().reshape(-1, *[1] * (end.dim() - 1)) / end[0].numel())
+            if end.dim() > 1:
+                mine.mul_(column.frac())
 
     def _run_all(self, rows: int) -> None:
         self._run_forward(rows)

@@ -192,38 +192,79 @@ def test_numbers_of_a_parameter_are_left_out_for_all_examples_alike(inplace):
     torch.testing.assert_close(into, expected.sum(dim=0), rtol=1e-5, atol=1e-6)
 
 
+def zeroed(table):
+    table[1:, 2].zero_()
+    return table
+
+
+def filled(table):
+    table[0][1:3].fill_(0.5)
+    return table
+
+
+def written(table):
+    table[:, 1] = table[:, 2] * 2
+    table[2, ...] = 0.0
+    return table
+
+
+def several(table):
+    part = table[1]
+    part *= 3.0
+    part[:2] += 1.0
+    return table
+
+
 CHANGES = {
     "divided": lambda table: table.__itruediv__(torch.tensor(3.0)),
     "div_": lambda table: table.div_(3.0),
     "added to": lambda table: table.__iadd__(0.5),
     "activated": lambda table: table.tanh_(),
     "masked": lambda table: table.masked_fill_(torch.eye(3, 4, dtype=torch.bool), 0.0),
+    **{each.__name__: each for each in (zeroed, filled, written, several)},
 }
 
 
 class Changed(nn.Module):
-    """A function of parameters that is changed in place, as DeBERTa divides its queries of positions."""
+    """A function of parameters that is changed in place: DeBERTa divides its queries of positions so, and torchvision's
+    Swin V2 has no biases of keys."""
 
-    def __init__(self, way: str, forgets: bool = False) -> None:
+    def __init__(self, way: str, copy: str = "product", old: bool = False) -> None:
         super().__init__()
-        self.table, self.way, self.forgets, self.head = nn.Parameter(torch.randn(3, 4)), way, forgets, nn.Linear(3, 2)
+        self.table, self.way, self.head = nn.Parameter(torch.randn(3, 4)), way, nn.Linear(3, 2)
+        self.copy, self.old = copy, old
 
     def forward(self, input: Tensor) -> Tensor:
-        table = self.table * 2.0
+        table = self.table * 2.0 if self.copy == "product" else self.table.clone()
         changed = CHANGES[self.way](table)
-        return self.head(torch.tanh(input @ (table if self.forgets else changed).t()))
+        return self.head(torch.tanh(input @ (table if self.old else changed).t()))
 
 
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("copy", ["product", "clone"])
 @pytest.mark.parametrize("way", CHANGES)
-def test_a_function_of_parameters_is_changed_in_place(way):
+def test_a_function_of_parameters_is_changed_in_place(way, copy, old):
     torch.manual_seed(19)
-    silent(Changed(way), (torch.randn(4, 4), targets(4)))
+    silent(Changed(way, copy, old), (torch.randn(4, 4), targets(4)))
 
 
-def test_what_was_changed_in_place_and_is_gone_on_with_is_left_to_the_reference_engine():
+class Overwritten(Changed):
+    def forward(self, input: Tensor) -> Tensor:
+        table = self.table * 2.0
+        if self.way == "by examples":
+            table[0] = input.mean(dim=0)
+        else:  # through a view that is not followed
+            table.view(-1)[:3].zero_()
+        return self.head(torch.tanh(input @ table.t()))
+
+
+@pytest.mark.parametrize(
+    ("way", "why"), [("by examples", "changes with the examples beside it"), ("through a view", "outputs change when")]
+)
+def test_what_is_written_elsewhere_is_not_taken_for_the_same(way, why):
     torch.manual_seed(19)
-    with pytest.warns(UserWarning, match="outputs change when its parameters are watched"):
-        check(Changed("div_", forgets=True), (torch.randn(4, 4), targets(4)))
+    with pytest.raises(ValueError, match=why) if way == "by examples" else pytest.warns(UserWarning, match=why):
+        check(Overwritten(way), (torch.randn(4, 4), targets(4)))
 
 
 class Scale(nn.Module):

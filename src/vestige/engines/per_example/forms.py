@@ -469,7 +469,7 @@ def _of_one(
     if name == "embedding" and isinstance(args[0], Tensor) and table:
         return Rows(operand.expression, args[0])
     if name == "__getitem__" and args[0] is operand and table and _whole_numbers(args[1]):
-        return Rows(operand.expression, args[1] % len(value))
+        return Rows(operand.expression, args[1].to(value.device) % len(value))  # it may lie on the host
     if name == "index_select" and table and args[0] is operand and args[1] in (0, -2):
         return Rows(operand.expression, args[2])
     if len(args) != 2 or kwargs or len(others) != 1 or result.shape != value.shape:

@@ -391,7 +391,7 @@ def select(input: Any, index: Any) -> Ruled:
             found if value.dim() == 2 else Within(found, Place(flat, contiguous_strides(flat)), tuple(value.shape)),
         )
 
-    return value[index], (index % flat[0],), settle
+    return value[index], (index.to(value.device) % flat[0],), settle
 
 
 def index_select(input: Any, dim: int, index: Any) -> Ruled:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vjp, vmap
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.per_example.expressions import (
@@ -49,6 +50,7 @@ VIEWS = frozenset(
 
 
 IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__idiv__": "div"}
+MADE_ANEW = {"zero_": torch.zeros_like, "fill_": torch.full_like}
 
 
 class Misfit(Exception):
@@ -60,6 +62,21 @@ class Watched(Tensor):
 
     operand: Operand
     now: Pass
+    part_of: tuple[Watched, Any] | None = None
+    """Whose part it is, and which."""
+
+    def becomes(self, other: Any) -> None:
+        """It was changed in place, and so was what it is a part of."""
+        if not isinstance(other, Watched):
+            if self.now.observed is not None:
+                return  # of a use that is new, it is not yet known that there are no examples in it
+            raise Misfit(f"something of each example is written into a function of {self.operand.expression.names[0]}")
+        self.operand = other.operand
+        with torch._C.DisableTorchFunctionSubclass():
+            self.set_(other.operand.value)  # type: ignore[call-overload]
+        if self.part_of is not None:
+            whole, index = self.part_of
+            whole.becomes(_written(whole, other, index))
 
     @classmethod
     def of(cls, expression: Expression, value: Tensor, now: Pass) -> Watched:
@@ -79,8 +96,17 @@ class Watched(Tensor):
                 return made
         elif function is F.dropout:
             return _dropped(*args, **(kwargs or {}))
+        first = args[0] if args and isinstance(args[0], Watched) else None
+        anew = None if first is None else _out_of_place(_name(function), first.operand)
+        if first is not None and anew is not None:
+            made = anew(*args, **(kwargs or {}))
+            first.becomes(made)
+            return first if isinstance(made, Watched) else made
         with torch._C.DisableTorchFunctionSubclass():
-            return _use(function, args, kwargs or {})
+            made = _use(function, args, kwargs or {})
+        if function is Tensor.__getitem__ and isinstance(made, Watched) and first is not None and _plainly(args[1]):
+            made.part_of = first, args[1]
+        return made
 
 
 def _given_to_each(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -151,8 +177,6 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return function(*_plain(args), **_plain_named(kwargs))
     if name == "requires_grad":
         return True
-    if args and isinstance(args[0], Operand):
-        function, name = _out_of_place(function, name, args[0])
     names = tuple(dict.fromkeys(name for each in watched for name in each.operand.expression.names))
     rule = RULES.get(function)
     if name in COPIES or (rule is None and name in VIEWS):
@@ -177,20 +201,35 @@ def _ruled(rule: Rule, name: str, names: tuple[str, ...], args: Sequence[Any], k
         raise Misfit(f"{name} of {', '.join(names)}: {problem}") from problem
 
 
-def _out_of_place(function: Any, name: str, changed: Operand) -> tuple[Any, str]:
-    """A function of parameters is not changed but made anew: what it was made of is needed as it was. A model that goes
-    on with the old one is found out by the rehearsal."""
-    plain = IN_PLACE.get(name, name[:-1] if name.endswith("_") and not name.endswith("__") else None)
-    if plain is None:
-        return function, name
+def _plainly(index: Any) -> bool:
+    """Whether what is chosen so is a part of the tensor itself, not a copy."""
+    each = index if type(index) is tuple else (index,)
+    return all(one is None or one is Ellipsis or type(one) in (int, slice) for one in each)
+
+
+def _out_of_place(name: str, changed: Operand) -> Any:
+    """What makes anew what a function of the first argument, which is one of parameters, changes in place; None if it
+    changes nothing. What was changed is needed as it was."""
+    if name == "__setitem__":
+        anew: Any = lambda whole, index, part: _written(whole, part, index)  # noqa: E731
+    elif name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        anew = MADE_ANEW.get(name) or getattr(Tensor, IN_PLACE.get(name, name[:-1]), None)
+    else:
+        return None
     expression = changed.expression
     form = expression.form if isinstance(expression, Derived) else None
-    if isinstance(form.root if isinstance(form, View) else expression, Whole):
+    if anew is None or isinstance(form.root if isinstance(form, View) else expression, Whole):
         raise Misfit(f"{name} changes {expression.names[0]} in place")
-    made = getattr(Tensor, plain, None)
-    if made is None:
-        raise Misfit(f"{name} changes a function of {expression.names[0]} in place")
-    return made, plain
+    return anew
+
+
+def _written(whole: Any, part: Any, index: Any) -> Any:
+    """A copy, with something else in a part of it."""
+    if has_torch_function((whole, part)):
+        return handle_torch_function(_written, (whole, part), whole, part, index)
+    made = whole.clone()
+    made[index] = part
+    return made
 
 
 def _has_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -212,7 +212,7 @@ class Padded:
     def rehearse(self, batch: Batch) -> int:
         """Run unrecorded; how many numbers the step saved. Raises `Unsteady` if the model is not steady."""
         self._load(batch)
-        saved: int = require_steady(self._run, self.engine.model, self.engine.loss)
+        saved: int = require_steady(self._run, self.engine.model, self.total, self.engine.loss)
         return saved
 
     def _load(self, batch: Batch) -> None:

@@ -1,9 +1,10 @@
 """What must stay as it is for a recorded step to be the same step? Modes, numbers, functions, places, and chance.
 
 What a model's forward pass decides in Python (which layer to skip, say) is frozen in a recording. So a model that draws
-random numbers on the host is never recorded, nor one that changes itself; and what the model and the loss hold in
-Python (`standing`) is part of what is recorded. Numbers that are drawn on the GPU itself are drawn anew in every
-replay, and Python cannot decide by them without waiting for them, which ends a recording.
+random numbers on the host is never recorded, unless they decide nothing (a layer is skipped with a chance of zero), nor
+one that changes itself; and what the model and the loss hold in Python (`standing`) is part of what is recorded.
+Numbers that are drawn on the GPU itself are drawn anew in every replay, and Python cannot decide by them without
+waiting for them, which ends a recording.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vestige.layout import modules_of
 
@@ -38,16 +41,65 @@ def restore_host_draws(states: tuple[Any, ...]) -> None:
     np.random.set_state(cast(Any, ("MT19937", key, position)))  # noqa: NPY002
 
 
-def require_steady(run: Callable[[], Any], model: nn.Module, loss: Callable[..., Any] | None = None) -> Any:
-    """What `run` gives. Raises `Unsteady`, and has drawn nothing on the host, if the model draws there or changes."""
+def require_steady(
+    run: Callable[[], Any], model: nn.Module, left: Tensor, loss: Callable[..., Any] | None = None
+) -> Any:
+    """What `run` gives; what it computes is `left`. Raises `Unsteady`, and has drawn nothing on the host, if the model
+    lets itself be decided by what it draws there, or changes."""
     before, kept = host_draws(), standing(model, loss)
     found = run()
     if host_draws() != before:
         restore_host_draws(before)
-        raise Unsteady
+        if not _idle(run, left):
+            raise Unsteady
     if standing(model, loss) != kept:
         raise Unsteady
     return found
+
+
+def _idle(run: Callable[[], Any], left: Tensor) -> bool:
+    """Whether the numbers between 0 and 1 that are drawn on the host decide nothing: the least and the largest stand
+    for them, and the same operations must give the same."""
+    seen = []
+    with torch.random.fork_rng([left.device] if left.is_cuda else []):
+        for number in (0.0, 1 - 2**-24):
+            torch.manual_seed(0)
+            before = host_draws()
+            with Drawn(number), Operations() as operations:
+                run()
+            if host_draws() != before:  # otherwise than by torch.rand
+                restore_host_draws(before)
+                return False
+            seen.append((operations.names, left.clone()))
+    (names, least), (others, most) = seen
+    return names == others and bool((most - least).norm() <= 1e-2 * least.norm())
+
+
+class Drawn(TorchFunctionMode):
+    """Inside, `torch.rand` gives one number on the host, and draws none."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self._number = number
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        on = torch.device(named.get("device") or torch.get_default_device())
+        if function is torch.rand and on.type == "cpu" and named.pop("generator", None) is None:
+            return torch.zeros(*args, **named).fill_(self._number)
+        return function(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Which operations are run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType})
