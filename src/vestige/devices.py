@@ -58,9 +58,11 @@ def products_in_tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Inside, neither products nor convolutions round to TF32."""
-    convolutions = getattr(torch.backends.cudnn, "conv", None)
-    with products_in_tf32(False), _tf32(convolutions, torch.backends.cudnn, False):
+    """Inside, neither products nor convolutions nor recurrent layers round to TF32: torch asks for one answer about the
+    last two."""
+    convolutions, recurrent = (getattr(torch.backends.cudnn, each, None) for each in ("conv", "rnn"))
+    older = torch.backends.cudnn
+    with products_in_tf32(False), _tf32(convolutions, older, False), _tf32(recurrent, older, False):
         yield
 
 

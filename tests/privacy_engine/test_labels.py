@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import vestige
 from conftest import clip_and_sum
 from loops import BOUND, LR, flat
 from vestige import PrivacyEngine
@@ -54,6 +55,35 @@ def t5():
     )
 
 
+def bart():
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 97, "max_position_embeddings": 16}
+    sizes |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**sizes, dropout=0.0, decoder_start_token_id=2, forced_eos_token_id=None)
+    )
+
+
+def deberta():
+    config = transformers.DebertaV2Config(
+        vocab_size=97, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        pooler_dropout=0.0, num_labels=1, relative_attention=True, pos_att_type=["p2c", "c2p"], share_att_key=True,
+        norm_rel_ebd="layer_norm", position_buckets=4, position_biased_input=False, **TINY,
+    )  # fmt: skip
+    return transformers.DebertaV2ForSequenceClassification(config)
+
+
+def segformer():
+    sizes = {"hidden_sizes": [8, 8, 8, 16], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
+    drops = {"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
+    config = transformers.SegformerConfig(**sizes, **drops, decoder_hidden_size=8, num_labels=5)
+    return vestige.fix(transformers.SegformerForSemanticSegmentation(config))
+
+
+def prompted():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(gpt2(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
 def of_classes():
     return {**masked(), "labels": torch.randint(3, (ROWS,))}
 
@@ -80,6 +110,19 @@ CASES = {
         },
     ),
     "a decoder": (t5, masked),
+    "a decoder that reads what was to be written": (
+        bart,
+        lambda: {**masked(), "labels": torch.randint(3, 90, (ROWS, LENGTH - 2))},
+    ),
+    "numbers without an axis": (deberta, lambda: {**masked(), "labels": torch.rand(ROWS)}),
+    "pixels": (
+        segformer,
+        lambda: {
+            "pixel_values": torch.randn(ROWS, 3, 32, 32),
+            "labels": torch.where(torch.rand(ROWS, 16, 16) < 0.2, 255, torch.randint(5, (ROWS, 16, 16))),
+        },
+    ),
+    "after a prompt": (prompted, masked),
 }
 
 
@@ -109,12 +152,12 @@ def oracle(model, batch, divided=lambda own, row: own):
     twin = copy.deepcopy(model).double()
     twin._forward_hooks.clear(), twin._forward_pre_hooks.clear()
     rows = []
-    for place in range(len(batch["input_ids"])):
+    for place in range(len(batch["labels" if "labels" in batch else "input_ids"])):
         row = {name: part[[place]] for name, part in batch.items()}
         row = {name: part.double() if part.is_floating_point() else part for name, part in row.items()}
         twin.zero_grad()
         divided(twin(**row).loss, row).backward()
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in twin.parameters()]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in twin.parameters() if p.requires_grad]
         rows.append(np.concatenate([g.numpy().ravel() for g in grads]))
     return clip_and_sum(np.stack(rows), BOUND)
 

@@ -393,10 +393,12 @@ def can_record(module: nn.Module, rows: int) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether somebody waits inside the model, and would wait in vain in a replay."""
+    """Whether somebody waits inside the model, and would wait in vain in a replay. transformers' own hooks only hand
+    activations to the outputs, where those are asked for."""
     stores = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     inner = (each for each in module.modules() if each is not module)
-    return any(getattr(each, store) for each in inner for store in stores)
+    hooks = (hook for each in inner for store in stores for hook in getattr(each, store).values())
+    return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def _buffer(like: Tensor, rows: int) -> Tensor:

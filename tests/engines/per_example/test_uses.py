@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -265,6 +267,99 @@ def test_what_is_written_elsewhere_is_not_taken_for_the_same(way, why):
     torch.manual_seed(19)
     with pytest.raises(ValueError, match=why) if way == "by examples" else pytest.warns(UserWarning, match=why):
         check(Overwritten(way), (torch.randn(4, 4), targets(4)))
+
+
+class Masked(nn.Module):
+    """Stretches of each example are replaced by a parameter, as sounds are for wav2vec 2.0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.first, self.head = nn.Parameter(torch.randn(4)), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.first(input)
+        x[input[..., 0] > 0] = self.mask  # other places for each example, of some more and of some none
+        return self.head(torch.tanh(x).mean(dim=1))
+
+
+@pytest.mark.parametrize("examples", [0, 1, 5])
+def test_a_parameter_is_written_into_places_of_the_examples(examples):
+    torch.manual_seed(20)
+    inputs = torch.randn(examples, 6, 4)
+    inputs[:1, :, 0] = -1.0
+    silent(Masked(), (inputs, targets(examples)))
+
+
+class Skipping(nn.Module):
+    """A layer that is skipped by chance, drawn on the host; the other way round it is one that is seldom used."""
+
+    def __init__(self, seldom: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.seldom = nn.Linear(4, 4), nn.Linear(4, 2), seldom
+        self.used: list[bool] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        drawn = float(torch.rand([]))
+        self.used.append(drawn < 0.3 if self.seldom else drawn >= 0.3)
+        x = F.dropout(input, 0.1, self.training)  # draws more for more examples
+        return self.head(torch.tanh(self.layer(x) if self.used[-1] else x))
+
+
+@pytest.mark.parametrize("seldom", [False, True])
+def test_a_layer_that_is_skipped_by_chance(seldom):
+    torch.manual_seed(21)
+    model, batch = Skipping(seldom), (torch.randn(4, 4), targets(4))
+    layout, parameters = Layout.of(model), Layout.of(model).parameters(model)
+    engine = BookKeeping(model, F.mse_loss, layout)
+    for _ in range(20):
+        into = torch.zeros(layout.size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine(batch, parameters, Flat(1e6), into)
+        assert bool(layout.views(into)["layer.weight"].any()) == model.used[-1]
+    assert {*model.used[-20:]} == {True, False}
+
+
+class Laid(nn.Module):
+    """Numbers are left out of activations whose layout the fast engine does not keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.Linear(36, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = self.norm(self.first(input.to(memory_format=torch.channels_last)))
+        return self.head(F.dropout(x, 0.5, self.training).flatten(1))
+
+
+def test_numbers_are_left_out_in_another_layout():
+    torch.manual_seed(22)
+    model = Laid()
+    engine, layout = BookKeeping(model.train(), F.mse_loss, Layout.of(model)), Layout.of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch = torch.randn(4, 4, 3, 3), targets(4)
+        engine(batch, layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
+
+
+class Recurring(nn.Module):
+    """A function of parameters that is made of itself over and over: there are too many ways back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.head = nn.Parameter(torch.randn(4)), nn.Linear(4, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        state = self.start
+        for _ in range(40):
+            state = torch.tanh(state) * torch.sigmoid(state)
+        return self.head(input * state)
+
+
+def test_a_function_with_too_many_ways_back_is_left_to_the_reference_engine():
+    torch.manual_seed(23)
+    with pytest.warns(UserWarning, match="too many steps"):
+        check(Recurring(), (torch.randn(4, 4), targets(4)))
 
 
 class Scale(nn.Module):

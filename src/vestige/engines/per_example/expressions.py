@@ -55,6 +55,8 @@ class Operand:
 
     expression: Expression
     value: Tensor
+    ways: int = 1
+    """How many ways lead from it to parameters: so often a gradient is pulled back."""
 
 
 def value_of(argument: Any) -> Any:

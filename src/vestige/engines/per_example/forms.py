@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -278,7 +278,7 @@ class Derived:
     shape: tuple[int, ...] = ()
     """The name of its outermost function, and the shape of its value."""
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return _names(self.of)
 
@@ -396,7 +396,8 @@ def expressed(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
             one = partial(_output, outputs_of, place)
             form = _form(name, one, operands, args, kwargs, leaf)
             parents = tuple(operand.expression for operand in operands)
-            found[place] = Operand(Derived(parents, one, form=form, name=name, shape=tuple(leaf.shape)), leaf)
+            made = Derived(parents, one, form=form, name=name, shape=tuple(leaf.shape))
+            found[place] = Operand(made, leaf, sum(operand.ways for operand in operands))
     return found, shape
 
 

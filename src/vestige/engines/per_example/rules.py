@@ -147,9 +147,9 @@ def einsum(equation: Any, *operands: Any) -> Ruled:
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
         axis = kind.outputs[0]
         label = output[axis.place]
-        if label in own:
+        if label in own and parameter.value.shape[own.index(label)] != 1:
             raise TypeError(f"a parameter of shape {tuple(parameter.value.shape)} holds something of each example")
-        parts, names = [], []
+        wanted, parts, names = own.replace(label, ""), [], []  # given to each example, and there is but one of them
         for tensor, labels in zip((*saved, signals[0]), (*(labels for _, labels in others), output), strict=True):
             tensor = wide(tensor)
             if label in labels:  # [examples, positions, the others]: the positions take the label's place
@@ -158,12 +158,13 @@ def einsum(equation: Any, *operands: Any) -> Ruled:
                 labels = "Z" + labels
             parts.append(tensor)
             names.append(labels)
-        if len(parts) == 2:
+        if len(parts) == 2 and wanted == own:
             found = _product_of(parts, names, own)
             if found is not None:
                 yield parameter, found
                 return
-        yield parameter, Dense(torch.einsum(f"{','.join(names)}->Z{own}", *parts))
+        dense = torch.einsum(f"{','.join(names)}->Z{wanted}", *parts)
+        yield parameter, Dense(dense.reshape(examples, *parameter.value.shape))
 
     return torch.einsum(f"{','.join(inputs)}->{output}", *map(value_of, operands)), kept, settle
 

@@ -49,6 +49,7 @@ VIEWS = frozenset(
 """The same numbers in another shape: there are examples in none of them."""
 
 
+MOST_WAYS = 4096
 IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__idiv__": "div"}
 MADE_ANEW = {"zero_": torch.zeros_like, "fill_": torch.full_like}
 
@@ -79,9 +80,9 @@ class Watched(Tensor):
             whole.becomes(_written(whole, other, index))
 
     @classmethod
-    def of(cls, expression: Expression, value: Tensor, now: Pass) -> Watched:
+    def of(cls, expression: Expression, value: Tensor, now: Pass, ways: int = 1) -> Watched:
         made: Watched = Tensor._make_subclass(cls, value.detach(), require_grad=False)
-        made.operand, made.now = Operand(expression, value.detach()), now
+        made.operand, made.now = Operand(expression, value.detach(), ways), now
         return made
 
     @classmethod
@@ -96,6 +97,8 @@ class Watched(Tensor):
                 return made
         elif function is F.dropout:
             return _dropped(*args, **(kwargs or {}))
+        elif function is Tensor.__setitem__ and not isinstance(args[0], Watched) and isinstance(args[2], Watched):
+            return _put(*args)
         first = args[0] if args and isinstance(args[0], Watched) else None
         anew = None if first is None else _out_of_place(_name(function), first.operand)
         if first is not None and anew is not None:
@@ -155,6 +158,19 @@ def _dropped(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     """A function of parameters with numbers left out, the same for all examples: drawn once, as they are needed on the
     way back too. In place it would change what the function was made of."""
     return input * F.dropout(torch.ones_like(input.operand.value), p, training) if training and p else input
+
+
+def _put(into: Tensor, index: Any, given: Watched) -> None:
+    """Parameters written into places of something that examples may have, such as masked stretches of sound: from a
+    copy for each place, where its gradient is seen."""
+    if given.dim() > into.dim():
+        raise Misfit(f"a function of {given.operand.expression.names[0]} is written into something smaller")
+    everywhere = given.expand(into.shape)
+    if isinstance(everywhere, Watched):
+        if given.now.observed is None:  # in a rehearsal it is not yet known that there are examples in it
+            raise Misfit(f"a function of {given.operand.expression.names[0]} is written into a tensor of no examples")
+        everywhere = everywhere.operand.value
+    into[index] = everywhere[index]
 
 
 def _expression_of(given: Tensor) -> Expression | Tensor:
@@ -352,5 +368,7 @@ def _expression(function: Any, name: str, args: Sequence[Any], kwargs: dict[str,
     found, shape = expressed(function, name, args, kwargs)
     for place, leaf in enumerate(found):
         if isinstance(leaf, Operand):
-            found[place] = Watched.of(standardised(leaf.expression, now.environment), leaf.value, now)
+            if leaf.ways > MOST_WAYS:
+                raise Misfit(f"a function of {leaf.expression.names[0]} is made in too many steps to be followed back")
+            found[place] = Watched.of(standardised(leaf.expression, now.environment), leaf.value, now, leaf.ways)
     return tree_unflatten(found, shape)

@@ -18,9 +18,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn
 from vestige.layout import modules_of
 
 
@@ -62,7 +62,7 @@ def _idle(run: Callable[[], Any], left: Tensor) -> bool:
     for them, and the same operations must give the same."""
     seen = []
     with torch.random.fork_rng([left.device] if left.is_cuda else []):
-        for number in (0.0, 1 - 2**-24):
+        for number in (LEAST, LARGEST):
             torch.manual_seed(0)
             before = host_draws()
             with Drawn(number), Operations() as operations:
@@ -73,21 +73,6 @@ def _idle(run: Callable[[], Any], left: Tensor) -> bool:
             seen.append((operations.names, left.clone()))
     (names, least), (others, most) = seen
     return names == others and bool((most - least).norm() <= 1e-2 * least.norm())
-
-
-class Drawn(TorchFunctionMode):
-    """Inside, `torch.rand` gives one number on the host, and draws none."""
-
-    def __init__(self, number: float) -> None:
-        super().__init__()
-        self._number = number
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        on = torch.device(named.get("device") or torch.get_default_device())
-        if function is torch.rand and on.type == "cpu" and named.pop("generator", None) is None:
-            return torch.zeros(*args, **named).fill_(self._number)
-        return function(*args, **(kwargs or {}))
 
 
 class Operations(TorchDispatchMode):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LEVEL = 0.5
@@ -34,6 +35,19 @@ class Calm(TorchDispatchMode):
         found = function(*args, **kwargs)
         level = FILLED.get(name.removesuffix("_").removesuffix("_like"))
         return found if level is None else found.fill_(level)
+
+
+class InOrder(TorchDispatchMode):
+    """Inside, numbers are drawn in the order of their places, however a tensor lies in memory: the same are left out of
+    the same activations in another layout."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawn = torch.Tag.nondeterministic_seeded in function.tags and args and isinstance(args[0], Tensor)
+        if not drawn or args[0].is_contiguous():
+            return function(*args, **kwargs)
+        straight = function(args[0].contiguous(), *args[1:], **kwargs)
+        return args[0].copy_(straight) if function._schema.name.endswith("_") else straight
 
 
 def _undropped(function: Any, args: Sequence[Any]) -> list[Any]:

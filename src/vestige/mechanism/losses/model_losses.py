@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vestige.mechanism.losses.criteria import likelihood
 
-IGNORED = -100
+IGNORED, IGNORED_PIXEL = -100, 255
 Tensors = Mapping[str, Tensor]
 ModelLoss = Callable[[Tensors, Tensors, int | None], Tensor]
 """Each example's loss, [examples], of the model's outputs, its labels and a public number of tokens, if one was given.
@@ -24,10 +24,12 @@ Raises ValueError where outputs and labels are not of its kind.
 
 
 def next_token(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
-    """Of a causal language model: each position is to say the token after it."""
-    target = labels["labels"]
-    _require(target.dim() == 2)
-    return each_token(outputs, {"labels": F.pad(target, (0, 1), value=IGNORED)[:, 1:]}, tokens)
+    """Of a causal language model: each position is to say the token after it. What stands before the first, a prompt
+    that is learned, has labels of its own."""
+    logits, target = outputs["logits"], labels["labels"]
+    _require(target.dim() == 2 and logits.dim() == 3 and logits.shape[1] >= target.shape[1])
+    before = logits.shape[1] - target.shape[1]
+    return each_token(outputs, {"labels": F.pad(target, (before, 1), value=IGNORED)[:, 1:]}, tokens)
 
 
 def each_token(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
@@ -37,6 +39,17 @@ def each_token(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
     losses = likelihood(F.cross_entropy, logits.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED)
     counted = (target != IGNORED).sum(dim=1).clamp(min=1) if tokens is None else tokens
     return losses.view(target.shape).sum(dim=1) / counted
+
+
+def each_pixel(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
+    """Of a segmentation: each pixel of the labels is to say its class, by scores that are drawn out to their size."""
+    logits, target = outputs["logits"], labels["labels"]
+    _require(logits.dim() == 4 and target.dim() == 3 and not target.is_floating_point())
+    drawn_out = F.interpolate(logits.float(), size=target.shape[1:], mode="bilinear", align_corners=False)
+    scores = drawn_out.permute(0, 2, 3, 1).flatten(0, 2)
+    losses = likelihood(F.cross_entropy, scores, target.flatten(), ignore_index=IGNORED_PIXEL)
+    counted = (target != IGNORED_PIXEL).flatten(1).sum(dim=1).clamp(min=1)
+    return losses.view(len(target), -1).sum(dim=1) / counted
 
 
 def one_class(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
@@ -49,7 +62,7 @@ def numbers(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
     """The squared error of a regression."""
     logits, target = outputs["logits"], labels["labels"]
     _require(target.is_floating_point() and logits.numel() == target.numel())
-    return (logits.flatten(1) - target.reshape(len(logits), -1)).square().mean(dim=1)
+    return (logits.reshape(len(logits), -1) - target.reshape(len(logits), -1)).square().mean(dim=1)
 
 
 def several_classes(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
@@ -72,6 +85,7 @@ def span(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
 MODEL_LOSSES: dict[str, ModelLoss] = {
     "next token": next_token,
     "each token": each_token,
+    "each pixel": each_pixel,
     "one class": one_class,
     "numbers": numbers,
     "several classes": several_classes,

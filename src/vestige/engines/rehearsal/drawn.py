@@ -1,0 +1,37 @@
+"""What does a model decide by a number that it draws on the host? Which layer to skip, say: both ways are tried."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+LEAST, LARGEST = 0.0, 1 - 2**-24
+"""Of what `torch.rand` draws in float32."""
+
+
+class Drawn(TorchFunctionMode):
+    """Inside, a single number that `torch.rand` would draw on the host is this one, and none is drawn."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self._number, self.met = number, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if function is torch.rand and _single(args) and _on_host(named) and named.get("generator") is None:
+            self.met = True
+            named = {name: value for name, value in named.items() if name != "generator"}
+            return torch.zeros(*args, **named).fill_(self._number)
+        return function(*args, **named)
+
+
+def _single(sizes: Any) -> bool:
+    sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    return prod(sizes) == 1
+
+
+def _on_host(named: Any) -> bool:
+    return torch.device(named.get("device") or torch.get_default_device()).type == "cpu"
