@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -26,6 +26,7 @@ from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
+from vestige.engines.recorded.host_copies import HostCopies, Sent
 from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.recorded.steady import Unsteady, host_draws, require_steady, restore_host_draws, standing
 from vestige.layout import Layout, device_of
@@ -131,7 +132,7 @@ class Recordings:
         self.total = torch.zeros(layout.size, device=self._device)
         self._within: weakref.ref[Replay] | None = None
         self._live: tuple[Pass, list[Tensor], Uses] | None = None
-        self.draws = False
+        self.draws, self._sent = False, dict[int, Sent]()
         self._point = {name: p.detach() for name, p in layout.parameters(module).items()}
         self._record(sizes)
 
@@ -223,9 +224,11 @@ class Recordings:
 
     def _recorded(self, rows: int) -> Tape:
         shown: list[Any] = []
-        forward = recorded(lambda: shown.append(self._run_forward(rows)), self._pool, self._device)
-        backward = recorded(lambda: self._run_backward([end[:rows] for end in self.ends]), self._pool, self._device)
-        clip = recorded(lambda: self._run_clip(rows), self._pool, self._device)
+        sent = self._sent[rows]
+        with HostCopies(self._device, sent, given=True) if sent else nullcontext():
+            forward = recorded(lambda: shown.append(self._run_forward(rows)), self._pool, self._device)
+            backward = recorded(lambda: self._run_backward([end[:rows] for end in self.ends]), self._pool, self._device)
+            clip = recorded(lambda: self._run_clip(rows), self._pool, self._device)
         self._live = None
         leaves, tree = tree_flatten(shown[0])
         places = {place: End(index) for index, place in enumerate(self.form.outputs)}
@@ -267,11 +270,13 @@ class Recordings:
                 mine.mul_(column.frac())
 
     def _run_all(self, rows: int) -> None:
-        self._run_forward(rows)
-        for end in self.ends:
-            end[:rows].fill_(1 / rows)
-        self._run_backward([end[:rows] for end in self.ends])
-        self._run_clip(rows)
+        self._sent[rows] = []
+        with HostCopies(self._device, self._sent[rows]):
+            self._run_forward(rows)
+            for end in self.ends:
+                end[:rows].fill_(1 / rows)
+            self._run_backward([end[:rows] for end in self.ends])
+            self._run_clip(rows)
         self._live = None
 
     def _run_forward(self, rows: int) -> Any:
@@ -373,7 +378,8 @@ class Recorder:
         return True
 
     def _recordings(self, forward: Callable[..., Any], form: CallForm, call: Call) -> Recordings | None:
-        if form.rehearsal.changing or _hooked(self.module):
+        elsewhere = any(call.leaves[place].device != device_of(self.module) for place in form.batched)
+        if form.rehearsal.changing or elsewhere or _hooked(self.module):
             return None
         try:
             with warnings.catch_warnings():

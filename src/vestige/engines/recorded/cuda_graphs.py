@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.taps import Doubt, Taps
+from vestige.engines.recorded.host_copies import HostCopies, Sent
 from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.recorded.steady import Unsteady, require_steady, standing
 from vestige.layout import Layout
@@ -184,6 +186,7 @@ class Padded:
                 self.bound = torch.ones((), dtype=torch.float64, device=device)
                 self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
         self.norms: Tensor | None = None
+        self.sent: Sent = []
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, batch: Batch, clip: Clip, into: Tensor) -> Tensor:
@@ -207,13 +210,19 @@ class Padded:
         return self.norms[: batch[0].shape[0] // self.views].clone()
 
     def record(self) -> None:
-        self.graph = recorded(self._run, self.pool, self.total.device)
+        with HostCopies(self.total.device, self.sent, given=True) if self.sent else nullcontext():
+            self.graph = recorded(self._run, self.pool, self.total.device)
 
     def rehearse(self, batch: Batch) -> int:
         """Run unrecorded; how many numbers the step saved. Raises `Unsteady` if the model is not steady."""
         self._load(batch)
-        saved: int = require_steady(self._run, self.engine.model, self.total, self.engine.loss)
+        saved: int = require_steady(self._run_kept, self.engine.model, self.total, self.engine.loss)
         return saved
+
+    def _run_kept(self) -> int:
+        self.sent = []
+        with HostCopies(self.total.device, self.sent):
+            return self._run()
 
     def _load(self, batch: Batch) -> None:
         count = batch[0].shape[0]
