@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -58,12 +58,21 @@ def products_in_tf32(allowed: bool) -> Iterator[None]:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Inside, neither products nor convolutions nor recurrent layers round to TF32: torch asks for one answer about the
-    last two."""
-    convolutions, recurrent = (getattr(torch.backends.cudnn, each, None) for each in ("conv", "rnn"))
-    older = torch.backends.cudnn
-    with products_in_tf32(False), _tf32(convolutions, older, False), _tf32(recurrent, older, False):
+    """Inside, neither products nor convolutions nor recurrent layers round to TF32, and both of torch's interfaces say
+    so: a model may ask either."""
+    newer = hasattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision")
+    with products_in_tf32(False), ExitStack() as stack:
+        for kind in ("conv", "rnn") if newer else ():
+            stack.callback(torch._C._set_fp32_precision_setter, "cuda", kind, _precision(kind))
+        with suppress(RuntimeError):  # where the newer one was used, the older one may have no answer
+            stack.enter_context(_tf32(None, torch.backends.cudnn, False))
+        for kind in ("conv", "rnn") if newer else ():
+            torch._C._set_fp32_precision_setter("cuda", kind, "ieee")
         yield
+
+
+def _precision(kind: str) -> str:
+    return torch._C._get_fp32_precision_getter("cuda", kind)
 
 
 @contextmanager

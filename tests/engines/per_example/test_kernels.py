@@ -315,3 +315,32 @@ def test_the_precision_of_products_is_read_whichever_interface_set_it():
             assert tf32_products() is want
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 has two interfaces")
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("conv", ["tf32", "ieee", "none"])
+def test_without_tf32_either_interface_may_be_asked_and_is_left_as_it_was(legacy, conv):
+    cudnn, read, write = torch.backends.cudnn, torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    before = cudnn.allow_tf32, read("cuda", "conv"), read("cuda", "rnn")
+
+    def now():
+        try:
+            return cudnn.allow_tf32, read("cuda", "conv"), read("cuda", "rnn")
+        except RuntimeError:  # they contradict each other
+            return None, read("cuda", "conv"), read("cuda", "rnn")
+
+    try:
+        cudnn.allow_tf32 = legacy
+        write("cuda", "conv", conv)
+        mine = now()
+        with devices.without_tf32():
+            assert not devices.tf32_convolutions()
+            if mine[0] is not None:
+                assert not cudnn.allow_tf32
+                with cudnn.flags(enabled=False):
+                    pass
+        assert now() == mine
+    finally:
+        cudnn.allow_tf32 = before[0]
+        write("cuda", "conv", before[1]), write("cuda", "rnn", before[2])
