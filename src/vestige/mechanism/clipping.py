@@ -238,7 +238,8 @@ class RunningSum:
     depends on each of them, so sums of few are added up in float64."""
 
     def __init__(self, size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        self._few = torch.zeros(size, device=device, dtype=dtype)
+        self._shape: tuple[Any, ...] = size, device, dtype
+        self._made: Tensor | None = None
         self._all: Tensor | None = None
         self._rows = self._parts = 0
 
@@ -246,11 +247,25 @@ class RunningSum:
         """Where to add the next so many gradients: at most `LARGEST_SUM`."""
         if self._rows + rows > LARGEST_SUM or self._parts == MOST_PARTS:
             self._all = self.total().double()
-            self._few = torch.zeros_like(self._few)
+            self._made = None
             self._rows = self._parts = 0
         self._rows += rows
         self._parts += 1
         return self._few
+
+    def add(self, rows: int, gradients: Tensor) -> None:
+        """Add the sum of so many: at most `LARGEST_SUM`."""
+        if self._parts:
+            self.place(rows).add_(gradients)
+        else:
+            self._made, self._rows, self._parts = gradients.to(self._shape[2], copy=True), rows, 1
+
+    @property
+    def _few(self) -> Tensor:
+        if self._made is None:
+            size, device, dtype = self._shape
+            self._made = torch.zeros(size, device=device, dtype=dtype)
+        return self._made
 
     def total(self) -> Tensor:
         """Float32 where few were added, float64 where many were, or it was asked for."""

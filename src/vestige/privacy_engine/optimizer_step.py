@@ -55,12 +55,16 @@ class Held:
         self._passes, self._sharded = passes, passes.sharded
         self.module = passes.module if self._sharded is None else self._sharded.model
         self.layout = passes.layout if self._sharded is None else self._sharded.shards.local
+        self.now: dict[str, nn.Parameter] | None = None
+        """The parameters, while a step of ours runs: they are looked up once."""
 
     @property
     def device(self) -> torch.device:
         return self._passes.device
 
     def parameters(self) -> dict[str, nn.Parameter]:
+        if self.now is not None:
+            return self.now
         return self._passes.parameters() if self._sharded is None else self._sharded.parameters()
 
     def all_parameters(self) -> dict[str, nn.Parameter]:
@@ -207,11 +211,18 @@ class PrivateSteps:
                 )
             self.passes.discard()
             value = self._elsewhere(closure)
-        if closure is not None:
-            parameters = self.held.parameters()
+        self.held.now = parameters if closure is None else self.held.parameters()
+        try:
+            self._finish()
+        finally:
+            self.held.now = None
+        return value
+
+    def _finish(self) -> None:
+        parameters = self.held.parameters()
         self._check_gradients(self.held.all_parameters())
         if not self.passes.close_part():
-            return value
+            return
         learner, point = self.learner(), self.held.point(parameters)
         scales = self.passes.layout.constants
         release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
@@ -219,7 +230,6 @@ class PrivateSteps:
         self.held.moved()
         self._check_together()
         self.step_number += 1
-        return value
 
     def _check_together(self) -> None:
         """Together, now and then: replicas that have come apart would each train a model of its own."""

@@ -254,7 +254,7 @@ class Passes:
         for each in self._pending:
             if each.replay is not None:
                 if each.part.size:
-                    yield partial(each.replay.clip, total.place(each.examples))  # type: ignore[arg-type]
+                    yield partial(each.replay.clip, each.examples, total)  # type: ignore[arg-type]
                 each.replay.over()
             elif each.part.size and each.uses:
                 gradients = {name: combine(parts) for name, parts in each.uses.items()}

@@ -30,7 +30,7 @@ from vestige.engines.recorded.host_copies import HostCopies, Sent
 from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.recorded.steady import Unsteady, host_draws, require_steady, restore_host_draws, standing
 from vestige.layout import Layout, device_of
-from vestige.mechanism.clipping import LARGEST_SUM, Clip
+from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm
 
 Uses = dict[str, list[Gradient]]
@@ -92,9 +92,9 @@ class Replay:
     def outputs(self) -> Any:
         return self.recordings.outputs(self)
 
-    def clip(self, into: Tensor) -> None:
+    def clip(self, examples: int, into: RunningSum) -> None:
         self.tape.clip.replay()
-        into.add_(self.recordings.total)
+        into.add(examples, self.recordings.total)
 
     def unrolled(self) -> Uses:
         """The same pass, run again as it is: its gradients in factored form, of the examples alone."""
@@ -291,7 +291,7 @@ class Recordings:
         with self.form.taps.watching(now), torch.enable_grad(), _without_cache(self._device):
             outputs = self._forward(*args, **kwargs)
         if now.doubt is not None or now.recomputes:
-            raise Unsteady
+            raise Unsteady(now.doubt)
         found = tree_flatten(outputs)[0]
         held = [found[place] for place in self.form.outputs]
         if len(held) < sum(isinstance(leaf, Tensor) for leaf in found):

@@ -71,7 +71,7 @@ class Randomness:
                 "it cannot be continued after a fork, so start it in the process that trains"
             )
         master = (self.entropy ^ _forked if self.moved else self.entropy).to_bytes(32)
-        return SecretStream(hashlib.blake2b(f"{purpose}/{index}".encode(), key=master, digest_size=32).digest())
+        return SecretStream(hashlib.blake2b(f"{purpose}/{index}".encode(), key=master, digest_size=64).digest())
 
     def seed(self, purpose: str, index: int) -> int | None:
         """32 bits for a generator that is not ours, where a run must repeat; a secret run lends nobody its key."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-BLOCK = 16
+BLOCK, KEY = 16, 32
 """Bytes of a block of AES."""
 FROM_ZERO = modes.CTR(bytes(BLOCK))
 
@@ -33,11 +33,14 @@ class Stream(Protocol):
 class SecretStream:
     """AES-256 in counter mode: whoever lacks the key cannot tell these numbers from uniform ones.
 
-    One key is used for one stream, from counter 0 on.
+    One key is used for one stream, from counter 0 on. Of the 64 bytes that a stream begins with, which are as secret as
+    the run's own key, half are that key, and half are its first four words: those that draw elsewhere, on a GPU, need
+    no more.
     """
 
-    def __init__(self, key: bytes) -> None:
-        self._key: bytes | None = key
+    def __init__(self, seed: bytes) -> None:
+        self._key: bytes | None = seed[:KEY]
+        self._first = seed[KEY:]
         self._cipher: Any = None
         """Made with the first numbers, after which the key is dropped: a sample of everyone draws none."""
 
@@ -48,6 +51,9 @@ class SecretStream:
         raise TypeError("a secret stream is neither copied nor written: its numbers would be drawn twice")
 
     def words(self, count: int) -> np.ndarray:
+        first, self._first = self._first, b""
+        if first and 8 * count <= len(first):
+            return np.frombuffer(bytearray(first[: 8 * count]), dtype=np.uint64)
         if self._key is not None:
             self._cipher, self._key = Cipher(algorithms.AES(self._key), FROM_ZERO).encryptor(), None
         # Encrypting nothing but zeros leaves the key stream itself. The room for one more block is what OpenSSL wants.
