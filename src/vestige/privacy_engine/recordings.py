@@ -29,6 +29,7 @@ from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.recorded.host_copies import HostCopies, Sent
 from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.recorded.steady import Unsteady, host_draws, require_steady, restore_host_draws, standing
+from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm
@@ -238,7 +239,8 @@ class Recordings:
     def _wanted(self, rows: int, draws: Tensor) -> Tensor:
         """The clipped sum of made-up rows as the pass itself gives it, from such draws on."""
         self._load_made_up(rows)
-        self._run_forward(rows)
+        with as_if_recorded():
+            self._run_forward(rows)
         self._load_made_up_signals(rows)
         uses, want = self._run_backward([end[:rows] for end in self.ends]), torch.zeros_like(self.total)
         add_weighted({name: combine(parts) for name, parts in uses.items()}, self._clip, self.layout, want, rows)
@@ -271,7 +273,7 @@ class Recordings:
 
     def _run_all(self, rows: int) -> None:
         self._sent[rows] = []
-        with HostCopies(self._device, self._sent[rows]):
+        with as_if_recorded(), HostCopies(self._device, self._sent[rows]):
             self._run_forward(rows)
             for end in self.ends:
                 end[:rows].fill_(1 / rows)

@@ -24,6 +24,7 @@ from vestige.engines.per_example.taps import Doubt, Taps
 from vestige.engines.recorded.host_copies import HostCopies, Sent
 from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.recorded.steady import Unsteady, require_steady, standing
+from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.mechanism.losses.criteria import BY_PLACE, Form
@@ -221,7 +222,7 @@ class Padded:
 
     def _run_kept(self) -> int:
         self.sent = []
-        with HostCopies(self.total.device, self.sent):
+        with as_if_recorded(), HostCopies(self.total.device, self.sent):
             return self._run()
 
     def _load(self, batch: Batch) -> None:

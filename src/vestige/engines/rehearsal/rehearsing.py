@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from vestige.engines.per_example.uses import Misfit
 from vestige.engines.rehearsal.calm import Calm, InOrder
 from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn
 from vestige.engines.rehearsal.holdings import Holdings, buffers, current, describe, equal
+from vestige.engines.rehearsal.recorded_ways import as_if_recorded
+from vestige.engines.rehearsal.smooth import Smooth
 
 Rows = Sequence[Tensor]
 """A batch of made-up examples: every tensor has them on its first axis."""
@@ -116,7 +118,11 @@ class _Rehearsing:
             self._check_gradients([torch.cat([part, part.flip(0)]) for part in three], kinds, views=2)
         if self.taps.ruled:
             self._check_rules(three, kinds)
-        return Rehearsal({**kinds, **self._unmasked(three, kinds)}, changing)
+        kinds = {**kinds, **self._unmasked(three, kinds)}
+        if any(value.is_cuda for value in self.environment.values()):
+            with as_if_recorded():
+                kinds = {**kinds, **self._met_besides(three, kinds)}
+        return Rehearsal(kinds, changing)
 
     def _check_rules(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
         """A rule may have forgotten what numbers between 0 and 1 do not show."""
@@ -129,13 +135,15 @@ class _Rehearsing:
     def _unmasked(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> dict[Key, Kind | None]:
         """Uses that are met only where every whole number is a one, as in a mask that hides nothing."""
         ones = [part if part.is_floating_point() else torch.ones_like(part) for part in three]
-        if all(one is part for one, part in zip(ones, three, strict=True)):
-            return {}
+        return {} if all(one is part for one, part in zip(ones, three, strict=True)) else self._met_besides(ones, kinds)
+
+    def _met_besides(self, rows: Rows, kinds: Mapping[Key, Kind | None]) -> dict[Key, Kind | None]:
+        """Uses that are met here, and were not before."""
         try:
-            if self._watched(ones, kinds, None)[1].keys() <= kinds.keys():
+            if self._watched(rows, kinds, None)[1].keys() <= kinds.keys():
                 return {}
-            found = {**self._kinds(ones), **kinds}
-            self._check_gradients(ones, found)
+            found = {**self._kinds(rows), **kinds}
+            self._check_gradients(rows, found)
         except WrongRule:
             raise
         except Exception:
@@ -268,21 +276,32 @@ class _Rehearsing:
         return {**found, **_further(found)}
 
     def _check_gradients(self, rows: Rows, kinds: Mapping[Key, Kind | None], views: int = 1) -> None:
-        """Watched gradients against ordinary autograd's, example by example."""
+        """Watched gradients against ordinary autograd's, example by example. What may differ without a fault, numbers
+        that are drawn for another layout and what is rounded at a kink, is taken out where they do."""
+        problem: Exception | None = None
+        for calmly in ((), (InOrder,), (InOrder, Smooth)):
+            with ExitStack() as stack:
+                for each in calmly:
+                    stack.enter_context(each())
+                problem = self._difference(rows, kinds, views)
+            if problem is None:
+                return
+            if isinstance(problem, WrongRule):
+                break  # it is the whole of what bounds an example there
+        assert problem is not None
+        raise problem
+
+    def _difference(self, rows: Rows, kinds: Mapping[Key, Kind | None], views: int) -> Exception | None:
         leaves = {name: value.detach().requires_grad_() for name, value in self.environment.items()}
-        for order in (nullcontext, InOrder):
-            with order():
-                with self._again(), self.taps.installed(leaves):
-                    plain = _flat(self._run(rows), len(rows[0]))
-                    weights = _weights_like(plain.detach())
-                    wanted = _one_at_a_time(plain, weights, leaves)  # in here: activations may be recomputed
-                outputs, _, uses, now = self._watched(rows, kinds, weights, observing=False, views=views)
-            if now.doubt is not None:
-                raise Unwatchable(now.doubt)
-            if bool(((outputs - plain).abs() <= 10 * self.tolerance * plain.abs().max().clamp(min=1e-6)).all()):
-                break  # else it may be that numbers were drawn for another layout
-        else:
-            raise Unwatchable("the model's outputs change when its parameters are watched")
+        with self._again(), self.taps.installed(leaves):
+            plain = _flat(self._run(rows), len(rows[0]))
+            weights = _weights_like(plain.detach())
+            wanted = _one_at_a_time(plain, weights, leaves)  # in here: activations may be recomputed
+        outputs, _, uses, now = self._watched(rows, kinds, weights, observing=False, views=views)
+        if now.doubt is not None:
+            raise Unwatchable(now.doubt)
+        if not bool(((outputs - plain).abs() <= 10 * self.tolerance * plain.abs().max().clamp(min=1e-6)).all()):
+            return Unwatchable("the model's outputs change when its parameters are watched")
         with torch.no_grad():
             found = {name: combine(parts).dense() for name, parts in uses.items()}
         sizes = [torch.stack([gradient.square().sum() for gradient in each.values()]).sum().sqrt() for each in wanted]
@@ -293,14 +312,15 @@ class _Rehearsing:
             allowed = max(RULE_TOLERANCE if name in self.taps.ruled else GRADIENT_TOLERANCE, self.tolerance)
             if not bool((off <= allowed * size + 1e-5 * torch.stack(sizes).max()).all()):
                 if name in self.taps.ruled:
-                    raise WrongRule(
+                    return WrongRule(
                         f"the rule for {self.taps.ruled[name]} gives another gradient of {name!r} than autograd does: "
                         "correct it, or leave it out"
                     )
-                raise Unwatchable(
+                return Unwatchable(
                     f"parameter {name!r} is used where that cannot be watched (of activation checkpointing, the form "
                     "with use_reentrant=False can be)"
                 )
+        return None
 
 
 def _grown(key: Key, two: Observation, three: Observation) -> Kind | None:
