@@ -23,13 +23,14 @@ from torch.utils.data import DataLoader, Dataset
 import vestige
 from others import OTHERS, Batch, Other, called
 from own import OWN
+from untuned import UNTUNED
 from vestige import PrivacyEngine
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson
 
 TIMES = 20
 """How many expected batches the data hold."""
-MODELS = OTHERS | OWN
+MODELS = OTHERS | UNTUNED | OWN
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], str]] = {
     "adamw": (torch.optim.AdamW, "dp-adamw"),
     "sgd": (torch.optim.SGD, "dp-sgd"),
@@ -108,7 +109,7 @@ def opacus(mode: str) -> Build:
         def step() -> None:
             batch = next(batches)
             optimizer.zero_grad()
-            criterion(called(model, batch), batch).backward()
+            criterion(called(model, batch, other.labelled), batch).backward()
             optimizer.step()
 
         return step
@@ -143,6 +144,8 @@ class Positional(nn.Module):
 
 def whole(other: Other, model: nn.Module, data: Batch, name: str) -> Step:
     """`vestige.train`: sampling, the step, the ledger and the record."""
+    if other.labelled:
+        raise NotImplementedError("vestige.train is given a loss: this model computes its own")
     names = [name for name in data if name != "labels"]
     target = "labels" if "labels" in data else "input_ids"
 
@@ -162,7 +165,7 @@ def _loop(other: Other, model: nn.Module, optimizer: Any, loader: Any) -> Step:
     def step() -> None:
         batch = next(batches)
         optimizer.zero_grad()
-        other.loss(called(model, batch), batch).backward()
+        other.loss(called(model, batch, other.labelled), batch).backward()
         optimizer.step()
 
     return step

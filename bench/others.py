@@ -27,6 +27,8 @@ class Other:
     examples: Callable[[int, bool], Batch]
     loss: Callable[[Any, Batch], Tensor]
     batch: int
+    labelled: bool = False
+    """Whether it is called with its labels, and computes its loss itself."""
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -177,8 +179,10 @@ OTHERS = {
 }
 
 
-def called(model: nn.Module, batch: Batch) -> Any:
+def called(model: nn.Module, batch: Batch, labelled: bool = False) -> Any:
     """As users call such models: language models by names, image models and our own by position."""
+    if labelled:
+        return model(**batch)
     for name in ("pixel_values", "inputs"):
         if name in batch:
             return model(batch[name])

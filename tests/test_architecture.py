@@ -28,7 +28,7 @@ ABOVE: dict[str, str] = {
     "engines.per_example": "mechanism",
     "engines.rehearsal": "mechanism mechanism.losses engines.per_example",
     "engines": "processes mechanism mechanism.losses engines.per_example engines.rehearsal engines.recorded",
-    "engines.recorded": "mechanism mechanism.losses engines engines.per_example",
+    "engines.recorded": "mechanism mechanism.losses engines engines.per_example engines.rehearsal",
     "optim.optimizers": "",
     "optim": "randomness mechanism mechanism.losses optim.optimizers",
     "optim.spectral": "randomness mechanism optim",

@@ -61,14 +61,36 @@ IMAGES: dict[str, dict[str, Any]] = {
     "segformer": {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4]},
     "poolformer": {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]},
 }
-REPLAYED = {"funnel", "swinv2"}
+RELATIVE = {"relative_attention": True, "position_biased_input": False}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deberta-base": ("deberta", {**RELATIVE, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": -1}),
+    "deberta-v3-base": (
+        "deberta-v2",
+        {
+            **{**RELATIVE, "pos_att_type": ["p2c", "c2p"], "share_att_key": True, "norm_rel_ebd": "layer_norm"},
+            "position_buckets": 8,
+        },
+    ),
+    "beit-base": ("beit", {"use_relative_position_bias": True, "use_absolute_position_embeddings": False}),
+    "beit-shared": ("beit", {"use_shared_relative_position_bias": True}),
+}
+"""As checkpoints have them, where their options change what is computed."""
+REPLAYED = {"funnel", "swinv2", "deberta-base", "deberta-v3-base", "beit-base", "beit-shared"}
 """Exact, but for some parameters alone pulled back one example at a time."""
 ROUNDED = {"bit", "mobilebert"}
 """Whose own gradients in float32 have some digits less."""
-EVERY_DAY = {"mamba", "recurrent_gemma", "olmoe", "gpt_oss", "longformer", "switch_transformers", "swinv2", "bit"}
+EVERY_DAY = {
+    *("mamba", "recurrent_gemma", "olmoe", "gpt_oss", "longformer", "switch_transformers", "swinv2", "bit"),
+    *("deberta-base", "deberta-v3-base", "beit-base"),
+}
 KINDS = [
     pytest.param(kind, family, marks=[] if kind in EVERY_DAY else pytest.mark.slow, id=kind)
-    for family, kinds in {"causal": CAUSAL, "sentences": SENTENCES, "pairs": PAIRS, "images": list(IMAGES)}.items()
+    for family, kinds in {
+        "causal": CAUSAL,
+        "sentences": [*SENTENCES, "deberta-base", "deberta-v3-base"],
+        "pairs": PAIRS,
+        "images": [*IMAGES, "beit-base", "beit-shared"],
+    }.items()
     for kind in kinds
 ]
 
@@ -91,11 +113,12 @@ def next_words(logits: Tensor, words: Tensor) -> Tensor:
 
 def made(kind: str, family: str) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
     """A small model, a batch and a loss."""
+    kind, published = PUBLISHED.get(kind, (kind, {}))
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {kind}")
     known = transformers.AutoConfig.for_model(kind).to_dict()
     chosen = {**IMAGES[kind], "num_labels": 2} if kind in IMAGES else {k: v for k, v in SMALL.items() if k in known}
-    config = transformers.AutoConfig.for_model(kind, **chosen)
+    config = transformers.AutoConfig.for_model(kind, **{**chosen, **published})
     config._experts_implementation = "eager"  # the others have no float64
     words, labels = torch.randint(3, 97, (5, 16)), torch.randint(0, 2, (4,))
     if family == "causal":
