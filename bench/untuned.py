@@ -45,6 +45,18 @@ def torchvision_model(name: str, small: bool) -> nn.Module:
     return vestige.fix(getattr(models, name)(num_classes=10))
 
 
+class Recurrent(nn.Module):
+    """A classifier of sentences as tutorials have it: an embedding, an LSTM, and the last state."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding, self.recurrent = nn.Embedding(vocabulary, 128), nn.LSTM(128, width, 2, batch_first=True)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.recurrent(self.embedding(input_ids))[0][:, -1])
+
+
 def sentences(length: int, vocabulary: int, language: bool, size: int, small: bool) -> Batch:
     """Of several lengths, padded; labelled by themselves or by a class."""
     length = 12 if small else length
@@ -129,6 +141,10 @@ UNTUNED = {
     "Qwen2-0.5B LoRA": text("Qwen2ForCausalLM", 6, 384, 150000, QWEN, {"num_key_value_heads": 1}, True, lora=16),
     "Gemma 80M": text("GemmaForCausalLM", 8, 256, 60000, GEMMA, {"num_key_value_heads": 1, "head_dim": 16}, True),
     "Mamba-130M": text("MambaForCausalLM", 4, 128, 50000, tiny={"state_size": 8}, language=True),
+    "LSTM": Other(
+        lambda small: Recurrent(97 if small else 10000, 16 if small else 256),
+        partial(sentences, 128, 10000, False), class_loss, 64,
+    ),
     "wav2vec 2.0": Other(
         partial(transformers_model, "Wav2Vec2ForSequenceClassification", SOUND, SOUND_TINY, False),
         sounds, own_loss, 8, labelled=True,
