@@ -364,6 +364,30 @@ def test_what_is_rounded_at_a_kink_is_no_fault():
         engine((torch.randn(4, 4), targets(4)), layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
 
 
+class Attending(nn.Module):
+    """Attention with weights of its own, as WavLM calls it, which drops out inside."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.attend, self.dropout, self.head = nn.MultiheadAttention(4, 2), dropout, nn.Linear(4, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        own, x = self.attend, input.transpose(0, 1)
+        weights = own.in_proj_weight, own.in_proj_bias, None, None, False, self.dropout
+        out = F.multi_head_attention_forward(x, x, x, 4, 2, *weights, own.out_proj.weight, own.out_proj.bias)[0]
+        return self.head(out.mean(dim=0))
+
+
+def test_a_function_that_draws_inside_is_not_run_again():
+    torch.manual_seed(22)
+    inputs = torch.randn(4, 3, 4), targets(4)
+    silent(Attending(0.0), inputs)
+    model = Attending(0.5).train()
+    engine, layout = BookKeeping(model, F.mse_loss, Layout.of(model)), Layout.of(model)
+    with pytest.warns(UserWarning, match="multi_head_attention_forward draws random numbers.*dropout in it to 0"):
+        engine(inputs, layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
+
+
 class Recurring(nn.Module):
     """A function of parameters that is made of itself over and over: there are too many ways back."""
 

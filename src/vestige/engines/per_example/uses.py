@@ -5,7 +5,8 @@ Modules need not be known for that: an RMSNorm, a LayerScale or a tied head is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import Any
@@ -344,7 +345,7 @@ def _settle(
 
     axes = kind.operands or (None,) * len(saved)
     chunk = max(1, LARGEST // max(1, sum(each.numel() for each in values)))
-    with quietly():
+    with _drawing_nothing(function):
         if any(axis is not None for axis in axes):
             others = [t if axis is None else axis.alone(t, examples) for t, axis in zip(saved, axes, strict=True)]
             back = [axis.alone(signal, examples) for axis, signal in zip(kind.outputs, signals, strict=True)]
@@ -361,6 +362,20 @@ def _settle(
             found = vmap(of_one, chunk_size=chunk)(torch.arange(examples, device=signals[0].device))
     for place, gradients in zip(operands, found, strict=True):
         yield leaves[place], Dense(gradients)
+
+
+@contextmanager
+def _drawing_nothing(function: Any) -> Iterator[None]:
+    """Inside, a function is run once more for its derivative: what it draws would be drawn anew."""
+    try:
+        with quietly():
+            yield
+    except RuntimeError as problem:
+        if "randomness" not in str(problem):
+            raise
+        raise Misfit(
+            f"{_name(function)} draws random numbers, which would be others on the way back: set the dropout in it to 0"
+        ) from problem
 
 
 def _expression(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], now: Pass) -> Any:
