@@ -23,6 +23,7 @@ from vestige.engines.rehearsal.rehearsing import (
     Rehearsal,
     Unwatchable,
     WrongRule,
+    endings,
     first_line,
     left_as_found,
     made_up,
@@ -169,9 +170,10 @@ def _guesses(places: list[int]) -> Iterator[tuple[int, ...]]:
 def _tried(module: nn.Module, taps: Taps, call: Call, batched: tuple[int, ...]) -> CallForm:
     """The form in which these arguments hold examples; with whole numbers that the model takes."""
     problems: list[Exception] = []
-    for raised in raisings([call.leaves[place] for place in batched]):
+    ways = raisings([call.leaves[place] for place in batched])
+    for ending, raised in ((ending, raised) for ending in endings(module) for raised in ways):
         try:
-            return _with_numbers(module, taps, _shown(call, len(call.leaves[batched[0]])), batched, raised)
+            return _with_numbers(module, taps, _shown(call, len(call.leaves[batched[0]])), batched, raised, ending)
         except (Dependent, Unwatchable, WrongRule):
             raise
         except Exception as problem:
@@ -180,7 +182,12 @@ def _tried(module: nn.Module, taps: Taps, call: Call, batched: tuple[int, ...]) 
 
 
 def _with_numbers(
-    module: nn.Module, taps: Taps, shown: Call, batched: tuple[int, ...], raised: tuple[int, ...]
+    module: nn.Module,
+    taps: Taps,
+    shown: Call,
+    batched: tuple[int, ...],
+    raised: tuple[int, ...],
+    ending: int | None,
 ) -> CallForm:
     device = next(module.parameters()).device
     blank = [shown.leaves[place][:0] for place in batched]
@@ -190,7 +197,7 @@ def _with_numbers(
         return tree_flatten(module(*args, **kwargs))[0]
 
     def made(size: int, seed: int) -> list[Tensor]:
-        return made_up(blank, size, seed, device, raised)
+        return made_up(blank, size, seed, device, raised, ending)
 
     with left_as_found(module), torch.no_grad():
         holding = _growing(called(made(2, 0)), called(made(3, 0)))

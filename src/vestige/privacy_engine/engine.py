@@ -26,6 +26,7 @@ from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.per_example.taps import floating
 from vestige.engines.planted import Canaries, check_count
 from vestige.engines.recorded.recording import sizes_of
+from vestige.engines.rehearsal.rehearsing import endings
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
@@ -301,6 +302,7 @@ class PrivacyEngine:
                 parts,
                 self._audit or 0,
                 group,
+                endings(module)[-1],
             )
         return wrapper, optimizer, data_loader
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from vestige.engines.rehearsal.rehearsing import left_as_found, made_up
+from vestige.engines.rehearsal.rehearsing import endings, left_as_found, made_up
 from vestige.mechanism.losses.model_losses import AVERAGED, IGNORED, IGNORED_PIXEL, MODEL_LOSSES, ModelLoss, Tensors
 from vestige.privacy_engine.calls import Call
 from vestige.privacy_engine.outputs import by_rows
@@ -71,11 +71,18 @@ class Labels:
     def _recognised(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], labels: Mapping[str, Tensor]
     ) -> Labelled | None:
+        found = (self._recognised_by(args, kwargs, labels, ending) for ending in endings(self._module))
+        return next((each for each in found if each is not None), None)
+
+    def _recognised_by(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], labels: Mapping[str, Tensor], ending: int | None
+    ) -> Labelled | None:
+        """By made-up sequences that end with a token."""
         known = dict(MODEL_LOSSES)
         kept = {name: value for name, value in kwargs.items() if name not in DIVISORS}
         with left_as_found(self._module), torch.no_grad():
             for trial in range(TRIALS):
-                alone, single = _made_up_call(args, kept, labels, trial)
+                alone, single = _made_up_call(args, kept, labels, trial, ending)
                 try:
                     outputs = self._module(*single[0], **single[1])
                 except Exception:  # a model that refuses such numbers says so when it is tried out itself
@@ -86,11 +93,11 @@ class Labels:
             if len(known) != 1:
                 return None
             (loss,) = known.values()
-            return Labelled(loss, self._only_for_the_loss(args, kept, labels), self._tokens)
+            return Labelled(loss, self._only_for_the_loss(args, kept, labels, ending), self._tokens)
 
-    def _only_for_the_loss(self, args: Any, kwargs: Any, labels: Mapping[str, Tensor]) -> bool:
+    def _only_for_the_loss(self, args: Any, kwargs: Any, labels: Mapping[str, Tensor], ending: int | None) -> bool:
         """Whether the other outputs are the same without labels."""
-        alone, (inputs, named) = _made_up_call(args, kwargs, labels, 0)
+        alone, (inputs, named) = _made_up_call(args, kwargs, labels, 0, ending)
         found = []
         for given in (named, {name: value for name, value in named.items() if name not in alone}):
             torch.manual_seed(0)
@@ -108,21 +115,24 @@ class Labels:
 
 
 def _made_up_call(
-    args: Any, kwargs: Any, labels: Mapping[str, Tensor], trial: int
+    args: Any, kwargs: Any, labels: Mapping[str, Tensor], trial: int, ending: int | None
 ) -> tuple[dict[str, Tensor], tuple[Any, dict[str, Any]]]:
     """One made-up example in the form of a call; of its labels some are ignored, where there are several."""
     first = next(iter(labels.values()))
     rows, length = len(first), first.shape[1] if first.dim() > 1 else 0
 
-    def one(value: Any, seed: int) -> Any:
+    def one(value: Any, seed: int, ending: int | None = None) -> Any:
         if not (isinstance(value, Tensor) and value.dim() and len(value) == rows):
             return value
         blank = value[:0]
         if 0 < length < SHORTEST and value.dim() > 1 and value.shape[1] == length:
             blank = value.new_zeros(0, SHORTEST, *value.shape[2:])  # one token has none after it
-        return made_up([blank], 1, seed, value.device)[0]
+        return made_up([blank], 1, seed, value.device, ending=ending)[0]
 
-    named = {name: one(value, 7 * trial + place) for place, (name, value) in enumerate(kwargs.items())}
+    named = {
+        name: one(value, 7 * trial + place, ending if name == "input_ids" else None)
+        for place, (name, value) in enumerate(kwargs.items())
+    }
     for name in labels:
         if trial and named[name].dim() > 1 and not named[name].is_floating_point():
             named[name][:, trial::3] = IGNORED if named[name].dim() == 2 else IGNORED_PIXEL

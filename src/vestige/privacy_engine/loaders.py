@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -107,9 +107,10 @@ def private_loader(
     parts: Parts,
     planted: int = 0,
     group: Processes = ALONE,
+    ending: int | None = None,
 ) -> DataLoader[Any]:
     """The user's loader with private samples instead of its own batches; everything else as it was. Of several
-    processes each gets its own examples of every draw."""
+    processes each gets its own examples of every draw. `ending` is a token that sequences may have to end with."""
     dataset: Any = loader.dataset
     steps = draws_per_epoch(sampling.rate)
     batches = PrivateBatches(len(dataset), sampling, randomness, steps, physical_batch, parts, planted, group)
@@ -117,7 +118,7 @@ def private_loader(
         dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,
-        collate_fn=CollateEmpty(dataset, loader.collate_fn or torch_collate),
+        collate_fn=CollateEmpty(dataset, loader.collate_fn or torch_collate, ending),
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
@@ -149,14 +150,18 @@ def _prepared(loader: DataLoader[Any]) -> DataLoader[Any]:
 class CollateEmpty:
     """Collates an empty sample into one made-up row: an example lends its shapes, and nothing else of it is kept."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any]) -> None:
-        self.dataset, self.collate = dataset, collate
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any], ending: int | None = None) -> None:
+        self.dataset, self.collate, self.ending = dataset, collate, ending
 
     def __call__(self, rows: Any) -> Any:
         if not _empty(rows):
             return self.collate(rows)
         several = getattr(self.dataset, "__getitems__", None)
-        return made_up_row(self.collate(several([0]) if several else [self.dataset[0]]))
+        made = made_up_row(self.collate(several([0]) if several else [self.dataset[0]]))
+        ids = made.get("input_ids") if isinstance(made, Mapping) else None
+        if self.ending is not None and isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1]:
+            ids[:, -1] = self.ending
+        return made
 
 
 def _empty(rows: Any) -> bool:

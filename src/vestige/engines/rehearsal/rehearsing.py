@@ -402,18 +402,32 @@ def _made_up_weights(taps: Taps, seed: int) -> dict[str, Tensor]:
 
 
 def made_up(
-    blank: Sequence[Tensor], size: int, seed: int, device: torch.device, raised: Sequence[int] = ()
+    blank: Sequence[Tensor],
+    size: int,
+    seed: int,
+    device: torch.device,
+    raised: Sequence[int] = (),
+    ending: int | None = None,
 ) -> list[Tensor]:
     """Examples of these shapes and types: numbers between 0 and 1, and zeros and ones, which are tokens, classes,
-    indices and masks in every range; in the `raised` places ones and twos, which are lengths."""
+    indices and masks in every range; in the `raised` places ones and twos, which are lengths. Four in a row, which may
+    be corners of boxes, are in order. With an `ending`, the first sequences end with that token, and have it nowhere
+    else."""
     random = torch.Generator().manual_seed(seed)
     rows = []
     for place, part in enumerate(blank):
         shape = (size, *part.shape[1:])
         if part.is_floating_point():
             rows.append(torch.rand(shape, generator=random).to(device, torch.promote_types(part.dtype, torch.float32)))
-        else:
-            rows.append((torch.randint(2, shape, generator=random) + (place in raised)).to(device, part.dtype))
+            continue
+        drawn = torch.randint(2, shape, generator=random) + (place in raised)
+        if len(shape) == 3 and shape[2] == 4:
+            drawn = drawn.sort(dim=2).values
+        elif ending is not None and len(shape) == 2 and shape[1]:
+            drawn += ending + 1
+            drawn[:, -1] = ending
+            ending = None
+        rows.append(drawn.to(device, part.dtype))
     return rows
 
 
@@ -427,6 +441,12 @@ def raisings(blank: Sequence[Tensor]) -> list[tuple[int, ...]]:
     """Which whole numbers to raise, until a model takes them: none, one of the tensors, all."""
     whole = [place for place, part in enumerate(blank) if not (part.is_floating_point() or part.dtype == torch.bool)]
     return list(dict.fromkeys([(), *((place,) for place in whole), tuple(whole)]))
+
+
+def endings(model: nn.Module) -> tuple[int | None, ...]:
+    """Tokens that sequences may have to end with: none, or the one that a model of transformers names."""
+    named = getattr(getattr(model, "config", None), "eos_token_id", None)
+    return (None, named) if type(named) is int else (None,)
 
 
 def _weights_like(outputs: Tensor) -> Tensor:
