@@ -280,3 +280,24 @@ def test_a_forked_process_writes_no_row_of_its_parents_ledger(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     ledger.ask(QUESTION, step=0, part=0, sensitivity=1.0)
     assert read(ledger.path).asks == {QUESTION: 1}
+
+
+def test_a_ledger_in_memory_has_the_head_of_one_that_is_written(tmp_path):
+    one, other = SampledGaussian(0.2, 1.0), SampledGaussian(0.2, 1)
+    asked = [
+        (one, 0, 0, 1.0),
+        (one, 1, 0, 1.0),
+        (other, 2, 0, 1.0),
+        (other, 2, 1, 1),
+        (one, 3, 0, 0.5),
+        (one, 4, 0, -0.0),
+    ]
+    heads = []
+    for path in (None, tmp_path / "ledger.jsonl"):
+        ledger = Ledger(path)
+        ledger.open({"what": "\0seq"})
+        for question, step, part, sensitivity in asked:
+            ledger.ask(question, step=step, part=part, sensitivity=sensitivity)
+        heads.append((ledger.head, ledger.rows))
+        ledger.close()
+    assert heads[0] == heads[1]

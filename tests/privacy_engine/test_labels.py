@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -118,6 +119,10 @@ CASES = {
         lambda: bert("SequenceClassification", num_labels=1),
         lambda: {**masked(), "labels": torch.rand(ROWS)},
     ),
+    "two numbers": (
+        lambda: bert("SequenceClassification", num_labels=2, problem_type="regression"),
+        lambda: {**masked(), "labels": torch.rand(ROWS, 2)},
+    ),
     "several classes": (
         lambda: bert("SequenceClassification", num_labels=4, problem_type="multi_label_classification"),
         lambda: {**masked(), "labels": torch.randint(2, (ROWS, 4)).float()},
@@ -211,6 +216,37 @@ def test_the_loss_of_a_model_is_that_of_its_examples(name):
     assert len(set(alone)) == 3
 
 
+LOOKS_USUAL = {
+    "classes with weights": lambda logits, labels: (F.cross_entropy(logits, labels, reduction="none") * (1 + (labels > 1))).mean(),
+    "a class that is ignored": lambda logits, labels: F.cross_entropy(logits, labels, ignore_index=2, reduction="sum")
+    / (labels != 2).sum().clamp(min=1),
+    "an error that grows slowly": lambda logits, labels: F.huber_loss(logits[:, :1].flatten(), labels, delta=1.5),
+}  # fmt: skip
+
+
+class LooksUsual(nn.Module):
+    """A model whose own loss is one of the usual on labels of two classes, or on numbers between 0 and 1."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.config = way, None
+        self.inner = bert("SequenceClassification", num_labels=1 if "error" in way else 3)
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        logits = self.inner(input_ids, attention_mask).logits
+        loss = None if labels is None else LOOKS_USUAL[self.way](logits, labels)
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("way", LOOKS_USUAL)
+def test_a_loss_that_only_looks_usual_is_not_replaced(way):
+    torch.manual_seed(0)
+    columns = of_classes() if "error" not in way else {**masked(), "labels": torch.rand(ROWS)}
+    engine, model, optimizer, loader = private(LooksUsual(way).train(), columns)
+    with pytest.raises(ValueError, match="none of the usual"):
+        step(model, optimizer, next(iter(loader)))
+
+
 def test_a_public_number_of_tokens():
     torch.manual_seed(0)
     engine, model, optimizer, loader = private(gpt2().train(), masked(), tokens_per_example=5)
@@ -272,7 +308,9 @@ def test_sentences_padded_to_the_longest_of_their_batch():
     )
     seen = set()
     for batch in loader:
-        expected = oracle(model, batch) if batch["input_ids"][:, :-1].any() else 0.0  # an empty sample is one made-up row
+        expected = (
+            oracle(model, batch) if batch["input_ids"][:, :-1].any() else 0.0
+        )  # an empty sample is one made-up row
         moved = step(model, optimizer, batch)[1] * 2 / BATCH
         np.testing.assert_allclose(moved, expected, rtol=2e-3, atol=5e-5)
         seen.add(batch["input_ids"].shape[1])

@@ -1,14 +1,18 @@
 """Does a user's own loop get the same private step, and survive what loops really do?"""
 
+import collections
 import copy
+import dataclasses
 import pickle
 import warnings
+from collections import UserDict
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import vestige
@@ -21,6 +25,7 @@ from vestige.files import sha256
 from vestige.optim.optimizers.micro_adam import MicroAdam
 from vestige.optim.optimizers.muon import HybridMuon
 from vestige.optim.rules import AdamBC
+from vestige.privacy_engine.loaders import made_up_row
 from vestige.questions import SampledGaussian
 from vestige.training.doctor import examine
 from vestige.training.verify import verify
@@ -306,6 +311,38 @@ def test_an_empty_draw_of_rows_that_are_fetched_together(kind):
         LOSS(model(x), y).backward()
         optimizer.step()
     assert empty > 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    x: torch.Tensor
+    mask: torch.Tensor
+
+
+COLLATED = {
+    "a dict of a user": lambda row: UserDict(row),
+    "a default": lambda row: collections.defaultdict(list, row),
+    "arrays": lambda row: {name: part.numpy() for name, part in row.items()},
+    "fields": lambda row: Fields(**row),
+    "lists": lambda row: [row["x"], (row["mask"], "text", 3, None)],
+}
+
+
+@pytest.mark.parametrize("way", COLLATED)
+def test_a_made_up_row_has_nothing_of_anybody(way):
+    row = {"x": torch.full((1, 3), 7.0), "mask": torch.full((1, 3), 7.0)}
+    made = made_up_row(COLLATED[way](row))
+    leaves = [made.x, made.mask] if way == "fields" else tree_leaves(dict(made) if way != "lists" else made)
+    numbers = [leaf for leaf in leaves if hasattr(leaf, "shape")]
+    assert len(numbers) == 2
+    assert not any((leaf == 7).any() for leaf in numbers)
+    assert type(made) is type(COLLATED[way](row))
+    assert float(row["x"].sum()) == 21
+
+
+def test_a_row_that_cannot_be_made_up_is_refused():
+    with pytest.raises(ValueError, match="a Opaque, no row can be made up: let it return tensors"):
+        made_up_row({"x": type("Opaque", (), {})()})
 
 
 def test_an_empty_draw_adds_nothing_to_the_sum():

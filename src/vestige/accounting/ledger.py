@@ -68,7 +68,7 @@ class Ledger:
         self._paid: set[tuple[int, int]] = set()
         self._file: int | None = None
         self._process = os.getpid()
-        self._like: tuple[tuple[Any, ...], str] | None = None
+        self._like: tuple[Question, tuple[Any, ...], str] | None = None
         """What was asked last, and its row without its place."""
 
     def __del__(self) -> None:
@@ -170,14 +170,13 @@ class Ledger:
 
     def _follow(self, question: Question, step: int, part: int, sensitivity: float) -> None:
         """As `_append` does where nothing is written: rows that ask the same differ in their place alone."""
-        asked = question, part, self.attempt, sensitivity
-        if self._like is None or self._like[0] != asked:
-            row = {"seq": "<seq>", "previous": "<previous>", **self._row(question, "<step>", part, sensitivity)}
-            self._like = asked, _canonical(row)
-        places = {"<seq>": str(self.rows), "<previous>": _canonical(self.head), "<step>": str(step)}
-        text = self._like[1]
-        for name, value in places.items():
-            text = text.replace(f'"{name}"', value, 1)
+        asked = part, self.attempt, repr(sensitivity)
+        if self._like is None or self._like[0] is not question or self._like[1] != asked:
+            row = {"seq": "\0seq", "previous": "\0previous", **self._row(question, "\0step", part, sensitivity)}
+            self._like = question, asked, _canonical(row)
+        text = self._like[2]
+        for name, value in (("seq", self.rows), ("previous", self.head), ("step", step)):
+            text = text.replace(_canonical(f"\0{name}"), _canonical(value), 1)
         self.head, self.rows = hashlib.sha256(text.encode()).hexdigest(), self.rows + 1
 
     def _append(self, row: dict[str, Any]) -> None:

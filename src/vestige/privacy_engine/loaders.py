@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -168,19 +171,35 @@ def _empty(rows: Any) -> bool:
     """Whether nothing was fetched: no rows, or, of a dataset that fetches several as one, tensors of none."""
     if isinstance(rows, list):
         return not rows
-    parts = [part for part in tree_leaves(rows) if isinstance(part, Tensor) and part.dim()]
+    leaves = tree_leaves(dict(rows) if isinstance(rows, Mapping) else rows)
+    parts = [part for part in leaves if isinstance(part, Tensor | np.ndarray) and part.ndim]
     return bool(parts) and all(len(part) == 0 for part in parts)
 
 
 def made_up_row(batch: Any, name: str = "") -> Any:
-    """A batch of the same shapes without anything of its examples: zeros, and ones where masks are."""
-    if isinstance(batch, dict):
-        made = {key: made_up_row(value, str(key)) for key, value in batch.items()}
-        return made if type(batch) is dict else type(batch)(made)
+    """A batch of the same shapes without anything of its examples: zeros, and ones where masks are. What it cannot look
+    into is refused: it would be handed out as it is."""
+    if isinstance(batch, Tensor):
+        return torch.ones_like(batch) if "mask" in name else torch.zeros_like(batch)
+    if isinstance(batch, np.ndarray):
+        return np.ones_like(batch) if "mask" in name else np.zeros_like(batch)
+    if isinstance(batch, MutableMapping):  # a tokenizer's too
+        made = copy.copy(batch)
+        for key, value in batch.items():
+            made[key] = made_up_row(value, str(key))
+        return made
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(made_up_row(value) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(made_up_row(value) for value in batch)
-    if isinstance(batch, Tensor):
-        return torch.ones_like(batch) if "mask" in name else torch.zeros_like(batch)
-    return type(batch)() if isinstance(batch, str | int | float) else batch
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        other: Any = copy.copy(batch)  # type: ignore[arg-type]
+        for each in dataclasses.fields(batch):
+            object.__setattr__(other, each.name, made_up_row(getattr(batch, each.name), each.name))
+        return other
+    if batch is None or isinstance(batch, str | bytes | int | float | bool):
+        return None if batch is None else type(batch)()
+    raise ValueError(
+        f"nobody is in this sample, and of what the loader's collate_fn makes, a {type(batch).__name__}, no row can be "
+        "made up: let it return tensors, arrays, numbers and texts in lists, tuples, dicts or dataclasses"
+    )

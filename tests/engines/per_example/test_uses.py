@@ -217,13 +217,23 @@ def several(table):
     return table
 
 
+def before(table):
+    """A part that was taken before the whole is changed, and one that is changed before."""
+    first, second = table[0], table[1]
+    inner = second[1:]
+    second *= 2.0
+    table *= 3.0
+    inner += 1.0
+    return torch.stack([first, second, torch.cat([table[2, :1], inner])])
+
+
 CHANGES = {
     "divided": lambda table: table.__itruediv__(torch.tensor(3.0)),
     "div_": lambda table: table.div_(3.0),
     "added to": lambda table: table.__iadd__(0.5),
     "activated": lambda table: table.tanh_(),
     "masked": lambda table: table.masked_fill_(torch.eye(3, 4, dtype=torch.bool), 0.0),
-    **{each.__name__: each for each in (zeroed, filled, written, several)},
+    **{each.__name__: each for each in (zeroed, filled, written, several, before)},
 }
 
 
@@ -261,7 +271,8 @@ class Overwritten(Changed):
 
 
 @pytest.mark.parametrize(
-    ("way", "why"), [("by examples", "changes with the examples beside it"), ("through a view", "outputs change when")]
+    ("way", "why"),
+    [("by examples", "changes with the examples beside it"), ("through a view", "something else is a view")],
 )
 def test_what_is_written_elsewhere_is_not_taken_for_the_same(way, why):
     torch.manual_seed(19)
@@ -352,7 +363,7 @@ class Kinked(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         self.calls += 1
         x = self.first(input)
-        return self.head(F.relu(x - x.detach() + 1e-8 * (-1) ** self.calls) + torch.tanh(x))
+        return self.head(0.05 * F.relu(x - x.detach() + 1e-8 * (-1) ** self.calls) + torch.tanh(x))
 
 
 def test_what_is_rounded_at_a_kink_is_no_fault():
@@ -386,6 +397,82 @@ def test_a_function_that_draws_inside_is_not_run_again():
     engine, layout = BookKeeping(model, F.mse_loss, Layout.of(model)), Layout.of(model)
     with pytest.warns(UserWarning, match="multi_head_attention_forward draws random numbers.*dropout in it to 0"):
         engine(inputs, layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
+
+
+HIDDEN = {
+    "filled": lambda x, b: x.masked_fill_(x < 0, b),
+    "put": lambda x, b: x.index_put_((x < 0,), b),
+    "clamped": lambda x, b: x.clamp_(min=b.abs() - 1.5),
+    "copied": lambda x, b: x[:, 0].copy_(b.expand(len(x))),
+    "written": lambda x, b: x.__setitem__((slice(None), slice(1, 3)), b),
+    "written by a mask": lambda x, b: x.__setitem__(x < 0, b),
+}
+"""Where made-up examples, which are not negative, do not show it."""
+
+
+class Hidden(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.b, self.way, self.head = nn.Parameter(torch.tensor(0.3)), way, nn.Linear(4, 2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input.clone()
+        HIDDEN[self.way](x, self.b)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("examples", [1, 5])
+@pytest.mark.parametrize("way", HIDDEN)
+def test_a_parameter_that_is_written_in_place_is_not_missed(way, examples):
+    torch.manual_seed(24)
+    silent(Hidden(way), (torch.randn(examples, 4) * 3, targets(examples)))
+
+
+class Pruned(nn.Module):
+    """A weight that is changed through a view by numbers that change nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.mask = nn.Parameter(torch.randn(2, 4)), torch.ones(2, 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight.clone()
+        weight.view(-1).mul_(self.mask.view(-1))
+        return input @ weight.t()
+
+
+def test_a_change_through_a_view_that_is_not_seen_yet_is_not_watched():
+    torch.manual_seed(25)
+    with pytest.warns(UserWarning, match="something else is a view of it"):
+        check(Pruned(), (torch.randn(4, 4), targets(4)))
+
+
+class Optional(nn.Module):
+    """One weight on sequences with the examples second, if asked to, and then on others with them first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.more = nn.Parameter(torch.randn(3, 3)), True
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
+        if self.more:
+            x = (x.transpose(0, 1) @ self.weight).transpose(0, 1)
+        return torch.tanh(x @ self.weight).sum(dim=1)
+
+
+def test_a_use_that_is_left_out_does_not_lend_its_place():
+    torch.manual_seed(26)
+    model, batch = Optional(), (torch.randn(4, 4, 3), targets(4, 3))
+    layout = Layout.of(model)
+    engine = BookKeeping(model, F.mse_loss, layout)
+    engine(batch, layout.parameters(model), Flat(1.0), torch.zeros(layout.size))
+    model.more = False
+    rows = one_at_a_time(model, F.mse_loss, layout, batch, layout.parameters(model))
+    want, into = clipped(rows, Flat(1.0), layout)[0], torch.zeros(layout.size)
+    with pytest.warns(UserWarning, match="not used as often as in the rehearsal"):
+        engine(batch, layout.parameters(model), Flat(1.0), into)
+    torch.testing.assert_close(into.double(), want, rtol=1e-4, atol=1e-6)
 
 
 class Recurring(nn.Module):

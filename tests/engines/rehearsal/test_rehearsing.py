@@ -48,6 +48,62 @@ def test_models_that_mix_examples_are_refused(detached, first, dropout, tokens):
         )
 
 
+PLACED = {
+    "the first is another": lambda x: torch.cat([2 * x[:1], x[1:]]),
+    "by their number": lambda x: x * (1 + torch.arange(len(x))[:, None] / 4),
+    "by turns": lambda x: x * (1 - 2.0 * (torch.arange(len(x)) % 2))[:, None],
+}
+
+
+class Placed(nn.Module):
+    def __init__(self, way: str, dropout: float) -> None:
+        super().__init__()
+        self.layer, self.way, self.drop = nn.Linear(3, 2), way, nn.Dropout(dropout)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.layer(PLACED[self.way](self.drop(input)))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("way", PLACED)
+def test_models_that_look_at_the_place_of_an_example_are_refused(way, dropout):
+    model = Placed(way, dropout)
+    layout = Layout.of(model)
+    batch = torch.randn(4, 3), targets(4)
+    with pytest.raises(Dependent, match="its place in the batch"):
+        ask(BookKeeping(model, square, layout), batch, layout.parameters(model), Flat(1.0), layout)
+
+
+SHUFFLED = {
+    "by place": lambda rows: torch.rand(rows).argsort(),
+    "by name": lambda rows: torch.rand(size=(rows,)).argsort(),
+    "by a list": lambda rows: torch.rand([rows]).argsort(),
+}
+
+
+class ShuffledByChance(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Linear(3, 2), way
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.layer(0.5 * input + 0.5 * input[SHUFFLED[self.way](len(input))])
+
+
+@pytest.mark.parametrize("way", SHUFFLED)
+def test_examples_that_are_mixed_by_numbers_drawn_on_the_host_are_refused(way):
+    model = ShuffledByChance(way)
+    layout = Layout.of(model)
+    with pytest.raises(Dependent):
+        ask(
+            BookKeeping(model, square, layout),
+            (torch.randn(4, 3), targets(4)),
+            layout.parameters(model),
+            Flat(1.0),
+            layout,
+        )
+
+
 def test_running_statistics_are_refused_by_name():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     layout = Layout.of(model)

@@ -7,6 +7,7 @@ pulls it back to its parameters.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -161,6 +162,32 @@ class Pass:
     """Whether the backward pass is under way: a use seen now is one that is recomputed, and has been counted."""
     views: int = 1
     """Rows of the batch to an example."""
+    holders: dict[int, list[weakref.ref[Tensor]]] = field(default_factory=dict)
+    """Functions of parameters that are alive, by the memory in which they lie."""
+
+    def hold(self, tensor: Tensor) -> None:
+        self.holders.setdefault(_memory(tensor), []).append(weakref.ref(tensor))
+
+    def held(self, tensor: Tensor) -> list[Tensor]:
+        """What lies in the same memory."""
+        place = _memory(tensor)
+        alive = [each for each in (ref() for ref in self.holders.get(place, ())) if each is not None]
+        return [each for each in alive if _memory(each) == place] if place else []
+
+    def require_count(self) -> None:
+        """A forward pass is over. Where the uses of one function and its parameters are not all alike, the place of a
+        use tells which it is: so there must be as many as were rehearsed."""
+        if self.observed is not None or self.going_back:
+            return
+        for use, count in self.counts.items():
+            if count == 1 and (*use, 1) not in self.kinds:
+                continue
+            rehearsed: list[Kind | None] = []
+            while (*use, len(rehearsed)) in self.kinds:
+                rehearsed.append(self.kinds[*use, len(rehearsed)])
+            if count != len(rehearsed) and any(kind != rehearsed[0] for kind in rehearsed):
+                names = ", ".join(use[1])
+                self.doubt = self.doubt or f"{use[0]} of {names} is not used as often as in the rehearsal"
 
     def key(self, function: str, names: tuple[str, ...]) -> Key:
         use = function, names
@@ -171,6 +198,11 @@ class Pass:
         place = self.counts.get(use, 0)
         self.counts[use] = place + 1
         return *use, place
+
+
+def _memory(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
 
 
 Pulled = Iterator[tuple[Operand, Gradient]]

@@ -60,6 +60,7 @@ class Taps:
         tensors = {name: Watched.of(Whole((name,)), now.environment[name], now) for name in self._holders}
         with self.installed(tensors):
             yield
+        now.require_count()
 
     @contextmanager
     def installed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -112,6 +113,7 @@ def gradients(taps: Taps, sweeps: Sequence[Sweep], examples: int) -> dict[str, G
         now = taps.start(examples, sweep.environment, deliver, sweep.shapes, sweep.views)
         with taps.watching(now), torch.enable_grad():
             outputs = sweep.outputs()
+            now.require_count()
             if now.doubt is not None:
                 raise Doubt(now.doubt)
             now.going_back = True

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
-from typing import Any
+from operator import itemgetter
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -73,17 +74,52 @@ class Watched(Tensor):
             if self.now.observed is not None:
                 return  # of a use that is new, it is not yet known that there are no examples in it
             raise Misfit(f"something of each example is written into a function of {self.operand.expression.names[0]}")
+        parts, made = self._parts(), other
+        if self.part_of is not None:
+            whole, index = self.part_of
+            self._holds(other)  # so that the whole may be changed
+            whole.becomes(_written(whole, other, index))
+            made = cast(Watched, whole[index])
+        self._holds(made)
+        for part in parts:
+            assert part.part_of is not None
+            part._holds(cast(Watched, part.part_of[0][part.part_of[1]]))
+
+    def _holds(self, other: Watched) -> None:
         self.operand = other.operand
         with torch._C.DisableTorchFunctionSubclass():
             self.set_(other.operand.value)  # type: ignore[call-overload]
-        if self.part_of is not None:
-            whole, index = self.part_of
-            whole.becomes(_written(whole, other, index))
+        self.now.hold(self)
+
+    def _parts(self) -> list[Watched]:
+        """The parts of it that somebody holds, and their parts. What is a view of it otherwise would not change with
+        it."""
+        mine = [self, *self._wholes()]
+        found: list[tuple[int, Watched]] = []
+        for each in self.now.held(self):
+            other = cast(Watched, each)
+            wholes = other._wholes()
+            if any(other is one for one in mine) or any(other is one for _, one in found):
+                continue
+            if not any(whole is one for whole in wholes for one in mine):
+                raise Misfit(
+                    f"a function of {self.operand.expression.names[0]} is changed in place, and something else is a "
+                    "view of it: change what is used, or a copy"
+                )
+            if any(whole is self for whole in wholes):
+                found.append((len(wholes), other))
+        return [part for _, part in sorted(found, key=itemgetter(0))]
+
+    def _wholes(self) -> list[Watched]:
+        """What it is a part of, and what that is."""
+        return [] if self.part_of is None else [self.part_of[0], *self.part_of[0]._wholes()]
 
     @classmethod
     def of(cls, expression: Expression, value: Tensor, now: Pass, ways: int = 1) -> Watched:
         made: Watched = Tensor._make_subclass(cls, value.detach(), require_grad=False)
         made.operand, made.now = Operand(expression, value.detach(), ways), now
+        if not isinstance(expression, Whole):
+            now.hold(made)
         return made
 
     @classmethod
@@ -100,7 +136,14 @@ class Watched(Tensor):
             return _dropped(*args, **(kwargs or {}))
         elif function is Tensor.__setitem__ and not isinstance(args[0], Watched) and isinstance(args[2], Watched):
             return _put(*args)
+        elif function is Tensor.index_put_ and len(args) == 3 and not kwargs and not isinstance(args[0], Watched):
+            _put(*args)
+            return args[0]
         first = args[0] if args and isinstance(args[0], Watched) else None
+        if first is None and args and isinstance(args[0], Tensor) and function not in RULES:
+            anew = _plain_form(_name(function))
+            if anew is not None:  # what is given a parameter is changed, not a copy that nobody looks at
+                return args[0].copy_(anew(args[0].clone(), *args[1:], **(kwargs or {})))
         anew = None if first is None else _out_of_place(_name(function), first.operand)
         if first is not None and anew is not None:
             made = anew(*args, **(kwargs or {}))
@@ -164,14 +207,16 @@ def _dropped(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
 def _put(into: Tensor, index: Any, given: Watched) -> None:
     """Parameters written into places of something that examples may have, such as masked stretches of sound: from a
     copy for each place, where its gradient is seen."""
-    if given.dim() > into.dim():
+    part = _plainly(index)  # else by numbers or a mask: as many places as these choose
+    shape = into[index].shape if part else into.shape
+    if given.dim() > len(shape):
         raise Misfit(f"a function of {given.operand.expression.names[0]} is written into something smaller")
-    everywhere = given.expand(into.shape)
+    everywhere = given.expand(shape)
     if isinstance(everywhere, Watched):
         if given.now.observed is None:  # in a rehearsal it is not yet known that there are examples in it
             raise Misfit(f"a function of {given.operand.expression.names[0]} is written into a tensor of no examples")
         everywhere = everywhere.operand.value
-    into[index] = everywhere[index]
+    into[index] = everywhere if part else everywhere[index]
 
 
 def _expression_of(given: Tensor) -> Expression | Tensor:
@@ -227,17 +272,24 @@ def _plainly(index: Any) -> bool:
 def _out_of_place(name: str, changed: Operand) -> Any:
     """What makes anew what a function of the first argument, which is one of parameters, changes in place; None if it
     changes nothing. What was changed is needed as it was."""
-    if name == "__setitem__":
-        anew: Any = lambda whole, index, part: _written(whole, part, index)  # noqa: E731
-    elif name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-        anew = MADE_ANEW.get(name) or getattr(Tensor, IN_PLACE.get(name, name[:-1]), None)
-    else:
+    in_place = name in IN_PLACE or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if not in_place:
         return None
     expression = changed.expression
     form = expression.form if isinstance(expression, Derived) else None
+    anew = _plain_form(name)
     if anew is None or isinstance(form.root if isinstance(form, View) else expression, Whole):
         raise Misfit(f"{name} changes {expression.names[0]} in place")
     return anew
+
+
+def _plain_form(name: str) -> Any:
+    """What makes anew what a function of that name changes in place; None if it changes nothing, or none is known."""
+    if name == "__setitem__":
+        return lambda whole, index, part: _written(whole, part, index)
+    if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        return MADE_ANEW.get(name) or getattr(Tensor, IN_PLACE.get(name, name[:-1]), None)
+    return None
 
 
 def _written(whole: Any, part: Any, index: Any) -> Any:

@@ -21,14 +21,19 @@ class Drawn(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if function is torch.rand and _single(args) and _on_host(named) and named.get("generator") is None:
+        if function is torch.rand and _single(args, named) and _on_host(named) and named.get("generator") is None:
             self.met = True
-            named = {name: value for name, value in named.items() if name != "generator"}
-            return torch.zeros(*args, **named).fill_(self._number)
+            kept = {name: value for name, value in named.items() if name not in ("generator", "requires_grad")}
+            made = torch.zeros(*args, **kept).fill_(self._number)
+            return made.requires_grad_() if named.get("requires_grad") else made
         return function(*args, **named)
 
 
-def _single(sizes: Any) -> bool:
+def _single(args: Any, named: Any) -> bool:
+    """Whether one number is asked for: however its shape is said."""
+    sizes = args if args else (named["size"],) if "size" in named else None
+    if sizes is None:
+        return False
     sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     return prod(sizes) == 1
 

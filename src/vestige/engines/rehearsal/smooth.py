@@ -23,5 +23,5 @@ class Smooth(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in KINKED:
-            return F.softplus(args[0])
+            return F.softplus(args[0] if args else kwargs["input"])
         return function(*args, **(kwargs or {}))
