@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -93,6 +95,37 @@ class ShuffledByChance(nn.Module):
 @pytest.mark.parametrize("way", SHUFFLED)
 def test_examples_that_are_mixed_by_numbers_drawn_on_the_host_are_refused(way):
     model = ShuffledByChance(way)
+    layout = Layout.of(model)
+    with pytest.raises(Dependent):
+        ask(
+            BookKeeping(model, square, layout),
+            (torch.randn(4, 3), targets(4)),
+            layout.parameters(model),
+            Flat(1.0),
+            layout,
+        )
+
+
+COINS = {
+    "Python": lambda: random.random() < 0.5,
+    "NumPy": lambda: np.random.rand() < 0.5,  # noqa: NPY002
+    "torch": lambda: torch.rand(1) < 0.5,
+    "torch, in the middle": lambda: 0.3 < torch.rand([]) < 0.7,
+}
+
+
+class MixedByChance(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Linear(3, 2), way
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.layer(0.5 * input + 0.5 * input.roll(1, 0) if COINS[self.way]() else input)
+
+
+@pytest.mark.parametrize("way", COINS)
+def test_examples_that_are_mixed_now_and_then_are_refused(way):
+    model = MixedByChance(way)
     layout = Layout.of(model)
     with pytest.raises(Dependent):
         ask(
