@@ -145,7 +145,7 @@ class Positional(nn.Module):
 def whole(other: Other, model: nn.Module, data: Batch, name: str) -> Step:
     """`vestige.train`: sampling, the step, the ledger and the record."""
     if other.labelled:
-        raise NotImplementedError("vestige.train is given a loss: this model computes its own")
+        raise ValueError("vestige.train takes a loss, and this model computes its own")
     names = [name for name in data if name != "labels"]
     target = "labels" if "labels" in data else "input_ids"
 

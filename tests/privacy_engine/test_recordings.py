@@ -152,18 +152,43 @@ class Drawing(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("way", ["skips 1", "skips 99", "skips 100", "scales", "normal", "numpy", "python", "counts"])
+@pytest.mark.parametrize("way", ["skips 1", "skips 99", "scales", "normal", "numpy", "python", "counts"])
 def test_a_model_that_draws_on_the_host_or_counts_runs_as_it_is(way):
     torch.manual_seed(3)
     steps, model, optimizer, loader = private(Drawing(way))
     model(next(iter(loader))[0])
-    assert all(each is None for each in steps.passes._recorder._known.values()) == (way != "skips 100")
+    assert steps.passes._recorder._known
+    assert not replays(steps)
+    assert all(each is None for each in steps.passes._recorder._known.values())
 
 
-def test_a_model_that_draws_on_the_host_to_no_purpose_is_recorded():
-    steps, model, optimizer, loader = private(Drawing("skips 0"))
+@pytest.mark.parametrize("way", ["skips 0", "skips 100"])
+def test_a_model_that_draws_on_the_host_to_no_purpose_is_recorded(way, monkeypatch):
+    made, states = recordings.Recorder._recordings, []
+
+    def watched(*args):
+        states.append(torch.get_rng_state())
+        found = made(*args)
+        states.append(torch.get_rng_state())
+        return found
+
+    monkeypatch.setattr(recordings.Recorder, "_recordings", watched)
+    steps, model, optimizer, loader = private(Drawing(way))
     same_step(model, optimizer, *next(iter(loader)))
     assert replays(steps)
+    assert torch.equal(*states), "what is tried and recorded draws nothing"
+
+
+@pytest.mark.parametrize(("owner", "recorded"), [("transformers.utils.output_capturing", True), ("mine", False)])
+def test_hooks_that_only_hand_out_activations_do_not_stop_a_recording(owner, recorded):
+    def hook(module, inputs, output):
+        return None
+
+    hook.__module__ = owner
+    steps, model, optimizer, loader = private(make_toy()[0])
+    model[0].register_forward_hook(hook)
+    same_step(model, optimizer, *next(iter(loader)))
+    assert bool(replays(steps)) == recorded
 
 
 def test_an_output_that_is_no_tensor_is_withheld():

@@ -76,3 +76,14 @@ def test_a_stream_keeps_no_key_once_it_draws():
     stream = SecretStream(KEY)
     stream.words(1)
     assert KEY not in vars(stream).values()
+
+
+def test_the_first_words_of_a_stream_are_no_part_of_what_its_key_makes():
+    seed = bytes(range(64))
+    stream, cipher = SecretStream(seed), SecretStream(seed[:32])
+    assert stream.words(4).tobytes() == seed[32:]
+    assert np.array_equal(stream.words(6), cipher.words(6))
+    assert np.array_equal(SecretStream(seed).words(5), SecretStream(seed[:32]).words(5)), "more than four: of the key"
+    one, other = Randomness.secret(), Randomness.secret()
+    firsts = {source.stream("noise", index).words(4).tobytes() for source in (one, other) for index in range(50)}
+    assert len(firsts) == 100

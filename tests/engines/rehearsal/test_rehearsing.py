@@ -76,41 +76,22 @@ def test_models_that_look_at_the_place_of_an_example_are_refused(way, dropout):
         ask(BookKeeping(model, square, layout), batch, layout.parameters(model), Flat(1.0), layout)
 
 
-SHUFFLED = {
-    "by place": lambda rows: torch.rand(rows).argsort(),
-    "by name": lambda rows: torch.rand(size=(rows,)).argsort(),
-    "by a list": lambda rows: torch.rand([rows]).argsort(),
-}
+def rolled(input: Tensor) -> Tensor:
+    return 0.5 * input + 0.5 * input.roll(1, 0)
 
 
-class ShuffledByChance(nn.Module):
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.layer, self.way = nn.Linear(3, 2), way
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.layer(0.5 * input + 0.5 * input[SHUFFLED[self.way](len(input))])
+def shuffled(input: Tensor, order: Tensor) -> Tensor:
+    return 0.5 * input + 0.5 * input[order]
 
 
-@pytest.mark.parametrize("way", SHUFFLED)
-def test_examples_that_are_mixed_by_numbers_drawn_on_the_host_are_refused(way):
-    model = ShuffledByChance(way)
-    layout = Layout.of(model)
-    with pytest.raises(Dependent):
-        ask(
-            BookKeeping(model, square, layout),
-            (torch.randn(4, 3), targets(4)),
-            layout.parameters(model),
-            Flat(1.0),
-            layout,
-        )
-
-
-COINS = {
-    "Python": lambda: random.random() < 0.5,
-    "NumPy": lambda: np.random.rand() < 0.5,  # noqa: NPY002
-    "torch": lambda: torch.rand(1) < 0.5,
-    "torch, in the middle": lambda: 0.3 < torch.rand([]) < 0.7,
+BY_CHANCE = {
+    "shuffled, by place": lambda x: shuffled(x, torch.rand(len(x)).argsort()),
+    "shuffled, by name": lambda x: shuffled(x, torch.rand(size=(len(x),)).argsort()),
+    "shuffled, by a list": lambda x: shuffled(x, torch.rand([len(x)]).argsort()),
+    "a coin of Python's": lambda x: rolled(x) if random.random() < 0.5 else x,
+    "a coin of NumPy's": lambda x: rolled(x) if np.random.rand() < 0.5 else x,  # noqa: NPY002
+    "a coin of torch's": lambda x: rolled(x) if torch.rand(1) < 0.5 else x,
+    "a draw in the middle": lambda x: rolled(x) if 0.3 < torch.rand([]) < 0.7 else x,
 }
 
 
@@ -120,21 +101,15 @@ class MixedByChance(nn.Module):
         self.layer, self.way = nn.Linear(3, 2), way
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.layer(0.5 * input + 0.5 * input.roll(1, 0) if COINS[self.way]() else input)
+        return self.layer(BY_CHANCE[self.way](input))
 
 
-@pytest.mark.parametrize("way", COINS)
-def test_examples_that_are_mixed_now_and_then_are_refused(way):
+@pytest.mark.parametrize("way", BY_CHANCE)
+def test_examples_that_are_mixed_by_chance_are_refused(way):
     model = MixedByChance(way)
-    layout = Layout.of(model)
+    layout, batch = Layout.of(model), (torch.randn(4, 3), targets(4))
     with pytest.raises(Dependent):
-        ask(
-            BookKeeping(model, square, layout),
-            (torch.randn(4, 3), targets(4)),
-            layout.parameters(model),
-            Flat(1.0),
-            layout,
-        )
+        ask(BookKeeping(model, square, layout), batch, layout.parameters(model), Flat(1.0), layout)
 
 
 def test_running_statistics_are_refused_by_name():
