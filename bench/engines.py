@@ -1,8 +1,8 @@
 """What does a private step cost over a plain one? Every engine on the same models, in one process, in one table.
 
 usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--precision NAME]
-       [--others [NAME ...]] [--loops NAME ...] [--optimizer NAME] [--steps N] [--host] [--kernels] [--threads N]
-       [--cpu-time] [--json FILE]
+       [--others [NAME ...]] [--loops NAME ...] [--optimizer NAME] [--steps N] [--turns N] [--host] [--kernels]
+       [--threads N] [--cpu-time] [--json FILE]
 
 A step is forward, backward, clipping, noise and the update. Peak memory is what the process takes of the GPU meanwhile,
 recordings included; on the CPU there is no such count, so only time is given. With --others, models of other people's
@@ -392,6 +392,9 @@ def main() -> None:
     parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=list(LOOPS), help="with --others")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="with --others")
     parser.add_argument("--steps", type=int, default=200, help="with --others: how many, from the first on")
+    parser.add_argument(
+        "--turns", type=int, help="with --others: medians of so many rounds, the loops in turn, instead"
+    )
     parser.add_argument("--host", action="store_true", help="what a step costs the host alone, on a CPU (`host`)")
     parser.add_argument("--kernels", action="store_true", help="also the fused kernels one by one (GPU)")
     parser.add_argument("--threads", type=int, help="threads of the CPU")
@@ -414,7 +417,8 @@ def main() -> None:
         return
     if options.others is not None:
         names, share = options.others or list(OTHERS), 4 if options.quick else 1
-        found = list(loops.table(names, options.loops, options.device, options.steps, share, options.optimizer))
+        measured, count = (loops.in_turn, options.turns) if options.turns else (loops.table, options.steps)
+        found = list(measured(names, options.loops, options.device, count, share, options.optimizer))
         if options.json:
             options.json.write_text(json.dumps({"machine": machine, "torch": torch.__version__, "loops": found}))
         return

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
+from statistics import median
 from typing import Any
 
 import torch
@@ -304,3 +305,42 @@ def table(
                 times = f"{row['ms']:.2f} | {row['time']:.2f}x | {row['first_ms']:.0f} | {row['setup_s']:.1f}"
                 print(f"{head} {times} | {memory} |", flush=True)
             yield row
+
+
+def in_turn(
+    names: list[str], loops: list[str], device: str, rounds: int, share: int = 1, optimizer: str = "adamw"
+) -> Iterator[dict[str, Any]]:
+    """Medians of a step, the loops in turn, so that a busy host is busy for all; the first steps are left out."""
+    print("| model [batch] | loop | median ms | over the first | best |\n|---|---|---|---|---|")
+    for name in names:
+        other = MODELS[name]
+        batch, steps = max(1, other.batch // share), dict[str, Step]()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for loop in loops:
+                torch.manual_seed(0)
+                model = other.build(False).train().to(device)
+                data = {key: part.to(device) for key, part in other.examples(TIMES * batch, False).items()}
+                steps[loop] = LOOPS[loop](other, model, data, optimizer)
+                _spent(steps[loop], device, 60)
+            taken: dict[str, list[float]] = {loop: [] for loop in steps}
+            for _ in range(rounds):
+                for loop, step in steps.items():
+                    taken[loop].append(_spent(step, device, 100))
+        base = taken[loops[0]]
+        for loop, times in taken.items():
+            row = {"model": name, "batch": batch, "loop": loop, "ms": median(times)}
+            row |= {"time": median(times) / median(base), "best": min(times) / min(base)}
+            print(
+                f"| {name} [{batch}] | {loop} | {row['ms']:.2f} | {row['time']:.2f}x | {row['best']:.2f}x |", flush=True
+            )
+            yield row
+
+
+def _spent(step: Step, device: str, count: int) -> float:
+    """Milliseconds a step."""
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    _wait(device)
+    return 1e3 * (time.perf_counter() - start) / count
