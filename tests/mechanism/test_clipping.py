@@ -13,7 +13,7 @@ from vestige.engines.reference import Reference
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Automatic
-from vestige.mechanism.clipping import Flat, RunningSum
+from vestige.mechanism.clipping import MOST_PARTS, Flat, RunningSum
 
 
 def ask(model, batch, bound=1.0, loss=nn.functional.cross_entropy):
@@ -149,3 +149,22 @@ def test_large_samples_are_summed_in_parts_that_add_up_in_float64(toy):
     torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-3)
     few, _ = curator._sum(torch.arange(100), parameters, Flat(1.0), None, 1)
     assert few.dtype == torch.float32
+
+
+def test_sums_are_added_up_wherever_they_were_made():
+    """In place, or made elsewhere: from the first on, and beyond what float32 is trusted with."""
+    torch.manual_seed(8)
+    parts = torch.randn(MOST_PARTS + 3, 5)
+    placed, added, mixed = (RunningSum(5, torch.device("cpu")) for _ in range(3))
+    for number, part in enumerate(parts):
+        placed.place(7).add_(part)
+        added.add(7, part)
+        mixed.add(7, part) if number % 2 else mixed.place(7).add_(part)
+    want = parts.double().sum(dim=0)
+    for total in (placed, added, mixed):
+        torch.testing.assert_close(total.total().double(), want, rtol=1e-5, atol=1e-5)
+    kept = parts.clone()
+    alone = RunningSum(5, torch.device("cpu"))
+    alone.add(7, parts[0])
+    alone.total().add_(1.0)
+    assert torch.equal(parts, kept), "what was given is not what is changed"

@@ -139,6 +139,8 @@ class Drawing(nn.Module):
         output = self.body(x)
         if self.way.startswith("skips"):  # as layers are, with a chance of so many percent
             output = output * 1.5 if torch.rand([]) < float(self.way.split()[1]) / 100 else output
+        elif self.way == "hardly moves":  # by less than rounding may
+            output = output * 1.001 if torch.rand([]) < 0.5 else output
         elif self.way == "scales":
             output = output * torch.rand(1)
         elif self.way == "normal":
@@ -152,7 +154,9 @@ class Drawing(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("way", ["skips 1", "skips 99", "scales", "normal", "numpy", "python", "counts"])
+@pytest.mark.parametrize(
+    "way", ["skips 1", "skips 99", "hardly moves", "scales", "normal", "numpy", "python", "counts"]
+)
 def test_a_model_that_draws_on_the_host_or_counts_runs_as_it_is(way):
     torch.manual_seed(3)
     steps, model, optimizer, loader = private(Drawing(way))

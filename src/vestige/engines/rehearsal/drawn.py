@@ -31,9 +31,7 @@ class Drawn(TorchFunctionMode):
 
 def _single(args: Any, named: Any) -> bool:
     """Whether one number is asked for: however its shape is said."""
-    sizes = args if args else (named["size"],) if "size" in named else None
-    if sizes is None:
-        return False
+    sizes = args or (named.get("size", ()),)
     sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     return prod(sizes) == 1
 
