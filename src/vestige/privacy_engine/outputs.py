@@ -10,6 +10,7 @@ say in its own loss only, and that assumption is part of the guarantee.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,11 @@ class Rowless(torch.autograd.Function):
 
 
 def watch_backward_passes() -> None:
-    """See every backward pass before it runs: afterwards the graph has let go of what it saved."""
+    """See every backward pass before it runs: afterwards the graph has let go of what it saved.
+
+    Those through private models run in the thread that asks for them: of a small model's step, to wake torch's own
+    thread for a GPU and to be woken by it is a third, and a recorded pass leaves it next to nothing to do.
+    """
     original = getattr(torch.autograd, "_engine_run_backward", None)
     if original is None or getattr(original, "marks", False):
         return
@@ -130,10 +135,13 @@ def watch_backward_passes() -> None:
         starts = [each.grad_fn for each in t_outputs if isinstance(each, Tensor) and each.grad_fn is not None]
         asked = len(args) != 4 or bool(args[2]) or len(args[3]) > 0  # for gradients of gradients, or of something else
         handles: list[Any] = []
+        private = False
         try:
             for start in starts:
-                handles += mark(start, alone=len(starts) == 1 and not asked)
-            return original(t_outputs, *args, **kwargs)
+                found = mark(start, alone=len(starts) == 1 and not asked)
+                private, handles = private or found is not None, handles + (found or [])
+            with torch.autograd.set_multithreading_enabled(False) if private else nullcontext():
+                return original(t_outputs, *args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -142,8 +150,8 @@ def watch_backward_passes() -> None:
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
-def mark(top: Any, alone: bool = False) -> list[Any]:
-    """Leave at the ends of private models that a loss leads to how the loss was reduced.
+def mark(top: Any, alone: bool = False) -> list[Any] | None:
+    """Leave at the ends of private models that a loss leads to how the loss was reduced; None if it leads to none.
 
     If the backward pass is `alone` and leads nowhere else, the reductions are made not to divide, until the handles
     that are returned are removed.
@@ -151,7 +159,7 @@ def mark(top: Any, alone: bool = False) -> list[Any]:
     below = Walks()
     ends: dict[Any, list[Any]] = {end: [] for end in below[top][0]}
     if not ends:
-        return []
+        return None
     top = _itself(top)
     nodes = _reductions(top)
     for node in nodes:
