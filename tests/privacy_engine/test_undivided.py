@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from loops import private
+from vestige.privacy_engine import outputs
 from vestige.privacy_engine.outputs import End, of_rows
 
 ROWS = 7
@@ -119,3 +121,27 @@ def test_what_is_not_seen_of_a_loss_is_said(loss, assumed):
     x, y = next(iter(loader))
     loss(model(x), y).backward()
     assert steps.passes.assumed is assumed
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_cross_entropy_is_known_at_a_glance_for_what_walks_find(alone):
+    found = []
+    for glance in (outputs._of_classes, lambda top: None):
+        with mock.patch.object(outputs, "_of_classes", glance):
+            (out,) = End.apply(lambda reduction: None, torch.zeros((), requires_grad=True), ROWS, "mean", OUT)
+            top = F.cross_entropy(out, CLASSES).grad_fn
+            handles = outputs.mark(top, alone)
+            found.append((top.next_functions[0][0].next_functions[0][0].reduction, len(handles)))
+    assert found[0] == found[1]
+    assert found[0][0].undivided is alone
+
+
+def test_private_passes_go_back_in_the_thread_that_asks():
+    threads = []
+    inside = OUT.clone().requires_grad_()
+    (out,) = End.apply(lambda reduction: None, torch.zeros((), requires_grad=True), ROWS, "mean", inside)
+    for each in (out, inside * 1):
+        each.register_hook(lambda signal: threads.append(torch.autograd.is_multithreading_enabled()))
+        F.cross_entropy(each, CLASSES).backward()
+    assert threads == [False, True]
+    assert torch.autograd.is_multithreading_enabled()

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
 
 
+DIFFERING = re.compile(r'"\\u0000(seq|previous|step)"')
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
@@ -68,8 +70,8 @@ class Ledger:
         self._paid: set[tuple[int, int]] = set()
         self._file: int | None = None
         self._process = os.getpid()
-        self._like: tuple[Question, tuple[Any, ...], str] | None = None
-        """What was asked last, and its row without its place."""
+        self._like: tuple[Question, tuple[Any, ...], list[str]] | None = None
+        """What was asked last, and its row in pieces, between which the names of what differs stand."""
 
     def __del__(self) -> None:
         self.close()
@@ -173,10 +175,9 @@ class Ledger:
         asked = part, self.attempt, repr(sensitivity)
         if self._like is None or self._like[0] is not question or self._like[1] != asked:
             row = {"seq": "\0seq", "previous": "\0previous", **self._row(question, "\0step", part, sensitivity)}
-            self._like = question, asked, _canonical(row)
-        text = self._like[2]
-        for name, value in (("seq", self.rows), ("previous", self.head), ("step", step)):
-            text = text.replace(_canonical(f"\0{name}"), _canonical(value), 1)
+            self._like = question, asked, DIFFERING.split(_canonical(row))
+        values = {"seq": str(self.rows), "previous": f'"{self.head}"', "step": str(step)}
+        text = "".join([values[piece] if number % 2 else piece for number, piece in enumerate(self._like[2])])
         self.head, self.rows = hashlib.sha256(text.encode()).hexdigest(), self.rows + 1
 
     def _append(self, row: dict[str, Any]) -> None:

@@ -171,6 +171,9 @@ def _empty(rows: Any) -> bool:
     """Whether nothing was fetched: no rows, or, of a dataset that fetches several as one, tensors of none."""
     if isinstance(rows, list):
         return not rows
+    first = next(iter(rows.values() if type(rows) is dict else rows), None) if type(rows) in (dict, tuple) else None
+    if isinstance(first, Tensor) and first.ndim and len(first):
+        return False
     leaves = tree_leaves(dict(rows) if isinstance(rows, Mapping) else rows)
     parts = [part for part in leaves if isinstance(part, Tensor | np.ndarray) and part.ndim]
     return bool(parts) and all(len(part) == 0 for part in parts)

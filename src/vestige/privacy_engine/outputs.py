@@ -156,6 +156,9 @@ def mark(top: Any, alone: bool = False) -> list[Any] | None:
     If the backward pass is `alone` and leads nowhere else, the reductions are made not to divide, until the handles
     that are returned are removed.
     """
+    if (usual := _of_classes(top)) is not None:
+        usual.reduction = Reduction(top._saved_total_weight, "mean", 1.0, alone, None, True)
+        return [undivided(top, usual.rows, 1.0)] if alone else []
     below = Walks()
     ends: dict[Any, list[Any]] = {end: [] for end in below[top][0]}
     if not ends:
@@ -173,6 +176,20 @@ def mark(top: Any, alone: bool = False) -> list[Any] | None:
         found, seen = _reduction(top, own, end.rows, below), _seen(top, end.rows, below)
         end.reduction = Reduction(found.divisor, found.kind, found.public, whole, averaged, seen)
     return [undivided(node, first.rows, first.reduction.public) for node in nodes] if whole else []
+
+
+def _of_classes(top: Any) -> Any | None:
+    """The end that a mean cross entropy of classes leads to, one for each row and all of one weight. Most losses are
+    that, and of it the walks below would find out nothing else."""
+    if top.name() != "NllLossBackward0" or top._saved_reduction != MEAN or top._saved_weight is not None:
+        return None
+    between = top.next_functions[0][0]
+    if between is None or between.name() != "LogSoftmaxBackward0":
+        return None
+    end: Any = between.next_functions[0][0]
+    if type(end) is not End._backward_cls or end.said != "mean" or top._saved_target.numel() != end.rows:  # type: ignore[attr-defined]
+        return None
+    return end if _keeps_rows(between, end.rows) else None
 
 
 def _itself(top: Any) -> Any:

@@ -26,6 +26,7 @@ from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
+from vestige.engines.per_example.kernels import blanked
 from vestige.engines.recorded.host_copies import HostCopies, Sent
 from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
 from vestige.engines.recorded.steady import Unsteady, host_draws, require_steady, restore_host_draws, standing
@@ -83,7 +84,7 @@ class Replay:
         """What came back to the outputs; None if it stays in the recordings' memory, else the gradients."""
         if self.recordings.within is not self:
             raise ValueError("this backward pass goes through a forward pass of the model that is over")
-        self.recordings.load_signals(signals, self.rows, self.tape.rows)
+        self.recordings.load_signals(signals, self.rows)
         if self.went_back:
             return self.unrolled()
         self.went_back = True
@@ -170,21 +171,20 @@ class Recordings:
         found = [self.ends[leaf.index][: replay.rows].clone() if isinstance(leaf, End) else leaf for leaf in leaves]
         return found[0] if replay.tape.tree.is_leaf() else tree_unflatten(found, replay.tape.tree)
 
-    def load_signals(self, signals: Sequence[Tensor], rows: int, padded: int) -> None:
+    def load_signals(self, signals: Sequence[Tensor], rows: int) -> None:
         for end, signal in zip(self.ends, signals, strict=True):
             end[:rows].copy_(signal)
-            if rows < padded:
-                end[rows:padded].zero_()
 
     def again(self, replay: Replay) -> Uses:
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             if replay.draws is not None:
                 torch.cuda.set_rng_state(replay.draws, self._device)
-            signals = [end[: replay.tape.rows].clone() for end in self.ends]
-            self._run_forward(replay.tape.rows)
+            rows = replay.tape.rows
+            signals = [blanked(end[:rows], self._padding(rows)) for end in self.ends]
+            self._run_forward(rows)
             found = self._run_backward(signals)
             self._live = None
-            self.load_signals(signals, replay.tape.rows, replay.tape.rows)
+            self.load_signals(signals, rows)
         few = itemgetter(slice(replay.rows))
         return {name: [change(gradient, few) for gradient in uses] for name, uses in found.items()}
 
@@ -228,7 +228,7 @@ class Recordings:
         sent = self._sent[rows]
         with HostCopies(self._device, sent, given=True) if sent else nullcontext():
             forward = recorded(lambda: shown.append(self._run_forward(rows)), self._pool, self._device)
-            backward = recorded(lambda: self._run_backward([end[:rows] for end in self.ends]), self._pool, self._device)
+            backward = recorded(lambda: self._run_padded_backward(rows), self._pool, self._device)
             clip = recorded(lambda: self._run_clip(rows), self._pool, self._device)
         self._live = None
         leaves, tree = tree_flatten(shown[0])
@@ -277,7 +277,7 @@ class Recordings:
             self._run_forward(rows)
             for end in self.ends:
                 end[:rows].fill_(1 / rows)
-            self._run_backward([end[:rows] for end in self.ends])
+            self._run_padded_backward(rows)
             self._run_clip(rows)
         self._live = None
 
@@ -313,14 +313,21 @@ class Recordings:
         torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
         return uses
 
+    def _run_padded_backward(self, rows: int) -> None:
+        """Nothing comes back to the rows after the examples."""
+        padding = self._padding(rows)
+        self._run_backward([blanked(end[:rows], padding, in_place=True) for end in self.ends])
+
+    def _padding(self, rows: int) -> Tensor:
+        return self._places[:rows] >= self._count
+
     def _run_clip(self, rows: int) -> None:
         assert self._live is not None
         uses = self._live[2]
         self.total.zero_()
         with torch.no_grad(), full_precision(self.total):
             gradients = {name: combine(parts) for name, parts in uses.items()}
-        real = self._places[:rows] < self._count
-        add_weighted(gradients, self._clip, self.layout, self.total, rows, real)
+        add_weighted(gradients, self._clip, self.layout, self.total, rows, ~self._padding(rows))
 
     def _free(self) -> None:
         if self._device.type == "cuda":
