@@ -187,7 +187,8 @@ def _of_classes(top: Any) -> Any | None:
     if between is None or between.name() != "LogSoftmaxBackward0":
         return None
     end: Any = between.next_functions[0][0]
-    if type(end) is not End._backward_cls or end.said != "mean" or top._saved_target.numel() != end.rows:  # type: ignore[attr-defined]
+    ours = type(end) is End._backward_cls  # type: ignore[attr-defined]
+    if not ours or end.said != "mean" or top._saved_target.numel() != end.rows:
         return None
     return end if _keeps_rows(between, end.rows) else None
 
