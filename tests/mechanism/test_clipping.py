@@ -152,19 +152,26 @@ def test_large_samples_are_summed_in_parts_that_add_up_in_float64(toy):
 
 
 def test_sums_are_added_up_wherever_they_were_made():
-    """In place, or made elsewhere: from the first on, and beyond what float32 is trusted with."""
+    """In place, or in memory that is lent and used again: from the first on, and beyond what float32 is trusted with."""
     torch.manual_seed(8)
-    parts = torch.randn(MOST_PARTS + 3, 5)
+    parts, lent = torch.randn(MOST_PARTS + 3, 5), torch.zeros(5)
     placed, added, mixed = (RunningSum(5, torch.device("cpu")) for _ in range(3))
-    for number, part in enumerate(parts):
-        placed.place(7).add_(part)
-        added.add(7, part)
-        mixed.add(7, part) if number % 2 else mixed.place(7).add_(part)
-    want = parts.double().sum(dim=0)
-    for total in (placed, added, mixed):
-        torch.testing.assert_close(total.total().double(), want, rtol=1e-5, atol=1e-5)
-    kept = parts.clone()
+    for running in (placed, added, mixed):
+        for number, part in enumerate(parts):
+            if running is placed or (running is mixed and number % 3 == 2):
+                running.place(7).add_(part)
+            else:
+                running.settle()
+                running.lend(7, lent.copy_(part))
+        torch.testing.assert_close(running.total().double(), parts.double().sum(dim=0), rtol=1e-5, atol=1e-5)
+        assert not lent.any(), "of what was taken over something is left"
+
+
+def test_a_sum_that_is_alone_stays_where_it_was_lent():
+    lent = torch.ones(5)
     alone = RunningSum(5, torch.device("cpu"))
-    alone.add(7, parts[0])
-    alone.total().add_(1.0)
-    assert torch.equal(parts, kept), "what was given is not what is changed"
+    alone.lend(7, lent)
+    assert alone.total() is lent
+    alone.settle()
+    assert not lent.any()
+    assert torch.equal(alone.total(), torch.ones(5))

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from loops import LOSS, flat, private, same_step
 from vestige.engines.recorded.recording import sizes_of
 from vestige.privacy_engine import recordings
 from vestige.privacy_engine.recordings import Withheld
+from vestige.questions import BudgetSpent
 
 pytestmark = pytest.mark.parametrize("replayed", [True], ids=[""], indirect=True)
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -253,3 +255,32 @@ def test_nothing_is_recorded_where_that_was_said():
     LOSS(model(x), y).backward()
     optimizer.step()
     assert not engine._steps.passes._recorder._known
+
+
+def test_a_sum_without_its_noise_is_never_left_where_a_gradient_was():
+    """The sum is made where the optimizer finds its gradient: whoever keeps one of those must not see the other."""
+    steps, model, optimizer, loader = private(make_toy()[0], max_physical_batch_size=4)
+    batches, kept = iter(loader), []
+    optimizer.register_step_pre_hook(lambda *_: kept.extend(p.grad for p in model.parameters()))
+    for _ in range(2):
+        while True:
+            LOSS(model(x := next(batches)[0]), torch.zeros(len(x), dtype=torch.long)).backward()
+            last = steps.passes._pending[-1].part.last
+            optimizer.step()
+            if last:
+                break
+            assert not steps.passes._vector.any()
+    assert sum(replays(steps).values()) > 3
+    assert kept
+    assert any(each.any() for each in kept)  # of the last step, with its noise
+    LOSS(model(x := next(batches)[0]), torch.zeros(len(x), dtype=torch.long)).backward()
+
+    def spent(*_, **__):
+        raise BudgetSpent
+
+    while steps.passes._pending[-1].part.last is False:
+        optimizer.step()
+        LOSS(model(x := next(batches)[0]), torch.zeros(len(x), dtype=torch.long)).backward()
+    with mock.patch.object(steps.ledger, "ask", spent), pytest.raises(BudgetSpent):
+        optimizer.step()
+    assert not any(each.any() for each in kept)

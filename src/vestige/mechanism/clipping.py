@@ -242,9 +242,11 @@ class RunningSum:
         self._made: Tensor | None = None
         self._all: Tensor | None = None
         self._rows = self._parts = 0
+        self._lent = False
 
     def place(self, rows: int) -> Tensor:
         """Where to add the next so many gradients: at most `LARGEST_SUM`."""
+        self.settle()
         if self._rows + rows > LARGEST_SUM or self._parts == MOST_PARTS:
             self._all = self.total().double()
             self._made = None
@@ -253,12 +255,21 @@ class RunningSum:
         self._parts += 1
         return self._few
 
-    def add(self, rows: int, gradients: Tensor) -> None:
-        """Add the sum of so many: at most `LARGEST_SUM`."""
-        if self._parts:
+    def lend(self, rows: int, gradients: Tensor) -> None:
+        """Add the sum of so many, at most `LARGEST_SUM`, of which nothing is left where it was; but the first stays
+        there, and `total` may be changed in place, until `settle`: that comes before its memory is used again."""
+        if self._parts or gradients.dtype != self._shape[2]:
             self.place(rows).add_(gradients)
+            gradients.zero_()
         else:
-            self._made, self._rows, self._parts = gradients.to(self._shape[2], copy=True), rows, 1
+            self._made, self._rows, self._parts, self._lent = gradients, rows, 1, True
+
+    def settle(self) -> None:
+        """Keep what was lent in memory of one's own."""
+        if self._lent:
+            assert self._made is not None
+            lent, self._made, self._lent = self._made, self._made.clone(), False
+            lent.zero_()
 
     @property
     def _few(self) -> Tensor:

@@ -142,7 +142,8 @@ class Passes:
         itself; `canaries` are those that draws name, added once a sum outside all passes. Of a `sharded` module this
         is about the twin that its passes run in."""
         self.module, self.layout, self.sharded = module, layout, sharded
-        self._recorder = Recorder(module, self.layout, clip, sizes)
+        self._recorder = Recorder(module, self.layout, clip, sizes, self.vector)
+        self._vector: Tensor | None = None
         self._labels = Labels(module, tokens)
         self._labelled: tuple[Labelled, dict[str, Tensor]] | None = None
         self._clip, self._said, self.parts, self.canaries = clip, reduction, parts, canaries
@@ -182,6 +183,13 @@ class Passes:
     def device(self) -> torch.device:
         return device_of(self.module)
 
+    def vector(self) -> Tensor:
+        """SENSITIVE while a step adds up, until its noise is added: one vector of the gradient's size, in which
+        recorded passes leave their clipped sums, and from which the optimizer moves."""
+        if self._vector is None or self._vector.device != self.device:
+            self._vector = torch.zeros(self.layout.size, device=self.device)
+        return self._vector
+
     def parameters(self) -> dict[str, nn.Parameter]:
         try:
             return self.layout.parameters(self.module)
@@ -217,6 +225,11 @@ class Passes:
         """Forget the passes since the last call of `step`, as `zero_grad` does in ordinary training."""
         self._pending = []
 
+    def clear(self) -> None:
+        """Nothing is left of a sum whose noise will not come: others may still hold on to a gradient that was there."""
+        if self._vector is not None:
+            self._vector.zero_()
+
     def close_part(self) -> bool:
         """Clip what the passes since the last call of `step` left, each example once, and add it to the sum of its
         draw; whether the draw is then complete."""
@@ -244,6 +257,8 @@ class Passes:
                 for share in shares:
                     share()
         self._pending = []
+        if not closing.last and isinstance(self.total, RunningSum):
+            self.total.settle()  # more passes come before its noise
         self.parts.stepped()
         if closing.planted:
             self._plant(torch.tensor(closing.planted))

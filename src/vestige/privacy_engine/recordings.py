@@ -95,8 +95,9 @@ class Replay:
         return self.recordings.outputs(self)
 
     def clip(self, examples: int, into: RunningSum) -> None:
+        into.settle()
         self.tape.clip.replay()
-        into.add(examples, self.recordings.total)
+        into.lend(examples, self.recordings.total)
 
     def unrolled(self) -> Uses:
         """The same pass, run again as it is: its gradients in factored form, of the examples alone."""
@@ -119,7 +120,10 @@ class Recordings:
         form: CallForm,
         call: Call,
         sizes: Sequence[int],
+        total: Tensor,
     ) -> None:
+        """`total` is where a pass leaves its clipped sum."""
+        self.total = total
         self.module, self.layout, self._clip, self.form = module, layout, clip, form
         self._device = next(module.parameters()).device
         self._forward, self._tapes, self._pool = forward, list[Tape](), _pool(self._device)
@@ -131,7 +135,6 @@ class Recordings:
         self._call = Call(leaves, call.tree)
         self.ends: list[Tensor] = []
         self._places, self._count = torch.arange(sizes[0], device=self._device), torch.zeros((), device=self._device)
-        self.total = torch.zeros(layout.size, device=self._device)
         self._within: weakref.ref[Replay] | None = None
         self._live: tuple[Pass, list[Tensor], Uses] | None = None
         self.draws, self._sent = False, dict[int, Sent]()
@@ -194,6 +197,7 @@ class Recordings:
         """At every size, largest first, as long as there is time: what is smaller finds room in the memory of what is
         larger. Raises where the pass cannot be recorded."""
         start, host = time.monotonic(), host_draws()
+        self._free()
         self.draws = self._tried(sizes[0])
         tried = [sizes[0]]
         for rows in sizes[1:]:  # kernels are chosen, compiled and loaded before anything is recorded
@@ -344,6 +348,8 @@ class Recorder:
     clip: Clip
     sizes: Sequence[int]
     """Of batches, largest first; none if nothing is to be recorded."""
+    total: Callable[[], Tensor]
+    """Where passes leave their clipped sums, each until the next."""
     _known: dict[Hashable, Recordings | None] = field(default_factory=dict)
     _met: dict[Hashable, int] = field(default_factory=dict)
 
@@ -393,7 +399,7 @@ class Recorder:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return Recordings(self.module, forward, self.layout, self.clip, form, call, self.sizes)
+                return Recordings(self.module, forward, self.layout, self.clip, form, call, self.sizes, self.total())
         except Exception as problem:  # of somebody else's model, anything
             gc.collect()
             if not isinstance(problem, Unsteady):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vestige.mechanism.losses.criteria import likelihood
+from vestige.mechanism.losses.tokens import token_losses
 
 IGNORED, IGNORED_PIXEL = -100, 255
 Tensors = Mapping[str, Tensor]
@@ -36,7 +37,7 @@ def each_token(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
     """Of a masked language model, a decoder or a tagger: each position is to say its own label."""
     logits, target = outputs["logits"], labels["labels"]
     _require(logits.dim() == 3 and logits.shape[:2] == target.shape and not target.is_floating_point())
-    losses = likelihood(F.cross_entropy, logits.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED)
+    losses = token_losses(logits.flatten(0, 1), target.flatten(), IGNORED)
     counted = (target != IGNORED).sum(dim=1).clamp(min=1) if tokens is None else tokens
     return losses.view(target.shape).sum(dim=1) / counted
 

@@ -1,0 +1,74 @@
+"""Is the loss of a token, taken without its probabilities, torch's cross entropy? In value, gradient and memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vestige.devices import triton_available
+from vestige.mechanism.losses.tokens import TokenLosses, token_losses
+
+IGNORED = -100
+gpu = pytest.mark.skipif(not triton_available(), reason="needs a GPU and Triton")
+
+
+def scores_and_targets(rows, classes, device, dtype=torch.float32):
+    torch.manual_seed(0)
+    scores = 5 * torch.randn(rows, classes, device=device)
+    scores[1, : classes - 3] = -torch.inf  # all but a few words forbidden, whole blocks of them
+    targets = torch.randint(classes, (rows,), device=device)
+    targets[1], targets[2] = classes - 1, IGNORED
+    return scores.to(dtype), targets
+
+
+def losses_and_gradients(losses_of, scores, targets):
+    scores = scores.clone().requires_grad_()
+    losses = losses_of(scores, targets)
+    losses.backward(torch.linspace(0.5, 2, len(losses), device=scores.device, dtype=losses.dtype))
+    return losses.detach(), scores.grad
+
+
+def torchs(scores, targets):
+    return F.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="none")
+
+
+def test_on_a_cpu_it_is_torchs():
+    scores, targets = scores_and_targets(5, 2000, "cpu")
+    assert torch.equal(token_losses(scores, targets, IGNORED), torchs(scores, targets))
+
+
+@gpu
+@pytest.mark.parametrize("classes", [1024, 4096, 5003, 50257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_value_and_gradient_are_those_in_float64(classes, dtype):
+    scores, targets = scores_and_targets(37, classes, "cuda", dtype)
+    losses, gradient = losses_and_gradients(lambda s, t: token_losses(s, t, IGNORED), scores, targets)
+    want, wanted = losses_and_gradients(torchs, scores.double(), targets)
+    torch.testing.assert_close(losses.double(), want, rtol=1e-5, atol=1e-5)
+    rough = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-7}
+    torch.testing.assert_close(gradient.double(), wanted, **rough)
+    assert gradient.dtype == dtype
+    assert not gradient[2].any()
+    few = losses_and_gradients(lambda s, t: token_losses(s, t, IGNORED), scores[:4], targets[:4])
+    assert torch.equal(few[0], losses[:4])  # no other row has a say, to the last bit
+
+
+@gpu
+def test_on_a_gpu_it_takes_a_third_of_the_memory():
+    scores, targets = scores_and_targets(512, 32000, "cuda")
+    taken = []
+    for losses_of in (lambda s, t: token_losses(s, t, IGNORED), torchs):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        losses_and_gradients(losses_of, scores, targets)
+        taken.append(torch.cuda.max_memory_allocated() - before)
+    assert taken[0] <= 0.6 * taken[1]
+
+
+@gpu
+def test_inside_transforms_and_for_few_classes_it_is_torchs():
+    scores, targets = scores_and_targets(5, 2000, "cuda")
+    each = torch.func.vmap(lambda s, t: token_losses(s[None], t[None], IGNORED)[0])(scores, targets)
+    torch.testing.assert_close(each, torchs(scores, targets))
+    few = token_losses(scores[:, -20:].clone().requires_grad_(), targets.clamp(0, 19), IGNORED)
+    assert not isinstance(few.grad_fn, TokenLosses._backward_cls)
