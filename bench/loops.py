@@ -44,8 +44,8 @@ Build = Callable[[Other, nn.Module, Batch, str], Step]
 class Rows(Dataset[Any]):
     """Rows that lie on the device and are fetched together: what a loader itself costs is not the question here."""
 
-    def __init__(self, parts: Batch) -> None:
-        self.parts = parts
+    def __init__(self, parts: Batch, longest: bool = False) -> None:
+        self.parts, self._longest = parts, longest
 
     def __len__(self) -> int:
         return len(next(iter(self.parts.values())))
@@ -55,7 +55,11 @@ class Rows(Dataset[Any]):
 
     def __getitems__(self, rows: list[int]) -> Batch:
         place = torch.tensor(rows, dtype=torch.long, device=next(iter(self.parts.values())).device)
-        return {name: part[place] for name, part in self.parts.items()}
+        found = {name: part[place] for name, part in self.parts.items()}
+        if self._longest and rows:
+            length = int(found["attention_mask"].sum(dim=1).max())
+            found = {name: part[:, :length] if part.dim() > 1 else part for name, part in found.items()}
+        return found
 
 
 def as_fetched(rows: Any) -> Any:
@@ -66,9 +70,9 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def poisson(data: Batch) -> DataLoader[Any]:
+def poisson(data: Batch, longest: bool = False) -> DataLoader[Any]:
     """Batches of the sizes that private training has."""
-    rows, key = Rows(data), Randomness.reproducible(1)
+    rows, key = Rows(data, longest), Randomness.reproducible(1)
     samples = [Poisson(1 / TIMES).draw(len(rows), step, key).tolist() or [0] for step in range(64)]
     return DataLoader(rows, batch_sampler=samples, collate_fn=as_fetched)
 
@@ -78,12 +82,13 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 
 def plain(other: Other, model: nn.Module, data: Batch, optimizer: str) -> Step:
-    return _loop(other, model, optimizer_of(model, optimizer), poisson(data))
+    return _loop(other, model, optimizer_of(model, optimizer), poisson(data, other.longest))
 
 
 def privacy_engine(other: Other, model: nn.Module, data: Batch, name: str, record: bool = True) -> Step:
     optimizer = optimizer_of(model, name)
-    loader = DataLoader(Rows(data), batch_size=len(Rows(data)) // TIMES, collate_fn=as_fetched)
+    rows = Rows(data, other.longest)
+    loader = DataLoader(rows, batch_size=len(rows) // TIMES, collate_fn=as_fetched)
     _, _, loader = PrivacyEngine(record=record).make_private(
         module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
     )
@@ -99,7 +104,7 @@ def opacus(mode: str) -> Build:
         from opacus import PrivacyEngine as Opacus
 
         optimizer: Any = optimizer_of(model, name)
-        loader: Any = poisson(data)  # Opacus's own loader takes no rows with names
+        loader: Any = poisson(data, other.longest)  # Opacus's own loader takes no rows with names
         made = Opacus(accountant="rdp").make_private(
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
             grad_sample_mode=mode, criterion=Criterion(other), poisson_sampling=False,

@@ -29,6 +29,8 @@ class Other:
     batch: int
     labelled: bool = False
     """Whether it is called with its labels, and computes its loss itself."""
+    longest: bool = False
+    """Whether the texts of a batch are padded to the longest of them, and no further."""
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -57,11 +57,14 @@ class Recurrent(nn.Module):
         return self.head(self.recurrent(self.embedding(input_ids))[0][:, -1])
 
 
-def sentences(length: int, vocabulary: int, language: bool, size: int, small: bool) -> Batch:
+def sentences(length: int, vocabulary: int, language: bool, mostly_short: bool, size: int, small: bool) -> Batch:
     """Of several lengths, padded; labelled by themselves or by a class."""
     length = 12 if small else length
     ids = torch.randint(5, 90 if small else vocabulary, (size, length))
-    mask = (torch.arange(length) < torch.randint(length // 2, length + 1, (size, 1))).long()
+    lengths = torch.randint(length // 2, length + 1, (size, 1))
+    if mostly_short:
+        lengths = (length * torch.rand(size, 1) ** 2).long().clamp(min=length // 8)
+    mask = (torch.arange(length) < lengths).long()
     labels = ids.masked_fill(mask == 0, -100) if language else torch.randint(2, (size,))
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
@@ -84,12 +87,14 @@ def text(
     tiny: dict[str, Any] | None = None,
     language: bool = False,
     lora: int = 0,
+    longest: bool = False,
 ) -> Other:
     small = {**TINY, **(tiny or {})}
     build: Callable[[bool], nn.Module] = lambda is_small: transformers_model(  # noqa: E731
         name, large or {}, small, False, is_small, lora
     )
-    return Other(build, partial(sentences, length, vocabulary, language), own_loss, batch, labelled=True)
+    rows = partial(sentences, length, vocabulary, language, longest)
+    return Other(build, rows, own_loss, batch, labelled=True, longest=longest)
 
 
 def pictures(name: str, batch: int, large: dict[str, Any], tiny: dict[str, Any], fixed: bool = False) -> Other:
@@ -122,6 +127,7 @@ SOUND_TINY = {
     **{**TINY, **SOUND}, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3),
     "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
 }  # fmt: skip
+TINY_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
 OPT = {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
 
@@ -141,9 +147,11 @@ UNTUNED = {
     "Qwen2-0.5B LoRA": text("Qwen2ForCausalLM", 6, 384, 150000, QWEN, {"num_key_value_heads": 1}, True, lora=16),
     "Gemma 80M": text("GemmaForCausalLM", 8, 256, 60000, GEMMA, {"num_key_value_heads": 1, "head_dim": 16}, True),
     "Mamba-130M": text("MambaForCausalLM", 4, 128, 50000, tiny={"state_size": 8}, language=True),
+    "BERT-base, to the longest": text("BertForSequenceClassification", 24, 160, 30000, longest=True),
+    "GPT-2, to the longest": text("GPT2LMHeadModel", 12, 192, 50000, tiny=TINY_GPT2, language=True, longest=True),
     "LSTM": Other(
         lambda small: Recurrent(97 if small else 10000, 16 if small else 256),
-        partial(sentences, 128, 10000, False), class_loss, 64,
+        partial(sentences, 128, 10000, False, False), class_loss, 64,
     ),
     "wav2vec 2.0": Other(
         partial(transformers_model, "Wav2Vec2ForSequenceClassification", SOUND, SOUND_TINY, False),
