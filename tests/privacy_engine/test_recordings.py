@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from conftest import make_toy
-from loops import LOSS, flat, private, same_step
+from loops import LOSS, flat, moved, oracle, private, same_step
+from vestige import PrivacyEngine
 from vestige.engines.recorded.recording import sizes_of
 from vestige.privacy_engine import recordings
 from vestige.privacy_engine.recordings import Withheld
@@ -284,3 +286,133 @@ def test_a_sum_without_its_noise_is_never_left_where_a_gradient_was():
     with mock.patch.object(steps.ledger, "ask", spent), pytest.raises(BudgetSpent):
         optimizer.step()
     assert not any(each.any() for each in kept)
+
+
+class Reader(nn.Module):
+    """Says something of each token, or of the whole text: of what the mask shows, of the last state, of everything."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.words, self.head = way, nn.Embedding(20, 6), nn.Linear(6, 3)
+        self.recurrent = nn.GRU(6, 6, batch_first=True)
+
+    def forward(self, input_ids, attention_mask):
+        x, mask = self.words(input_ids), attention_mask[..., None].float()
+        if self.way == "tokens":
+            return self.head(torch.tanh(self.recurrent(x)[0]))
+        if self.way == "mask":
+            return self.head(torch.tanh((x * mask).sum(1) / mask.sum(1).clamp(min=1)))
+        return self.head(self.recurrent(x)[0][:, -1] if self.way == "last" else torch.tanh(x.mean(1)))
+
+
+def texts_of_a_batch(rows, longest):
+    """Padded to the longest of them, as tokenizers' collators do."""
+    ids = torch.randint(1, 20, (rows, longest))
+    lengths = torch.randint(1, longest + 1, (rows, 1)).index_fill_(0, torch.tensor([0]), longest)
+    mask = (torch.arange(longest) < lengths).long()
+    return ids * mask, mask
+
+
+@pytest.mark.parametrize(("way", "padded"), [("tokens", True), ("mask", True), ("last", False), ("all", False)])
+def test_texts_of_other_lengths_are_padded_where_the_model_takes_no_notice(way, padded):
+    torch.manual_seed(4)
+    data = torch.arange(120), torch.randint(3, (120,))
+    steps, model, optimizer, loader = private(Reader(way), data)
+    seen, longest = [], [30, 24, 12, 30, 24, 12, 29, 11, 23, 7, 30, 40, 40, 39, 33]
+    batches = (batch for _ in range(3) for batch in loader)
+    for length, (rows, y) in zip(longest, batches, strict=False):
+        ids, mask = texts_of_a_batch(len(rows), length)
+        targets = y if way != "tokens" else torch.where(mask > 0, ids % 3, -100)
+        before, made = flat(model), sum(replays(steps).values())
+
+        def loss(m, ids, mask, y):
+            outputs = m(ids, mask)
+            return LOSS(outputs, y) if way != "tokens" else LOSS(outputs.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+        want = oracle(
+            model, lambda m, *each: loss(m, *(part.long() for part in each)), [*zip(ids, mask, targets, strict=True)]
+        )
+        out = model(ids, mask)
+        assert out.shape[: 2 if way == "tokens" else 1] == ids.shape[: 2 if way == "tokens" else 1]
+        del out
+        optimizer.zero_grad()
+        loss(model, ids, mask, targets).backward()
+        optimizer.step()
+        np.testing.assert_allclose(moved(before, flat(model)), want, rtol=1e-3, atol=3e-5)
+        seen.append((length, sum(replays(steps).values()) - made))
+    texts = next(iter(steps.passes._recorder._texts.values()))
+    assert (texts.stretch is not None) is padded
+    if padded:
+        assert {long[0] for long in texts.lengths} == {
+            30,
+            16,
+            40,
+        }  # of the first, and rounded ones, but not beyond the longest
+        assert all(count for length, count in seen[6:11])
+        assert len({id(each.room) for each in texts.lengths.values()}) == 1
+    else:
+        assert set(texts.lengths) == {(30, 0)}
+        assert all(bool(count) is (length == 30) for length, count in seen)
+
+
+def hugging_face(name):
+    transformers = pytest.importorskip("transformers")
+    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    tiny |= {"vocab_size": 40, "max_position_embeddings": 48}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    gpt = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 48, "eos_token_id": 0}
+    gpt |= {"bos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    t5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 40, "dropout_rate": 0.0}
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+    kind, config, options = {
+        "BERT": ("BertForSequenceClassification", "BertConfig", tiny | still),
+        "RoBERTa": ("RobertaForTokenClassification", "RobertaConfig", tiny | still),
+        "DeBERTa": ("DebertaV2ForSequenceClassification", "DebertaV2Config", tiny | still | relative),
+        "GPT-2": ("GPT2LMHeadModel", "GPT2Config", gpt),
+        "T5": ("T5ForConditionalGeneration", "T5Config", {**t5, "decoder_start_token_id": 0}),
+    }[name]
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(getattr(transformers, config)(**options))
+
+
+def padded_to_the_longest(name):
+    """A collate function as tokenizers have it."""
+
+    def collate(rows):
+        longest, written = max(len(ids) for ids, _ in rows), max(len(ids) for ids, _ in rows) // 2 + 2
+        ids, mask = torch.zeros(2, len(rows), longest, dtype=torch.long)
+        labels = torch.full((len(rows), written if name == "T5" else longest), -100)
+        for place, (row, _) in enumerate(rows):
+            ids[place, : len(row)], mask[place, : len(row)] = row, 1
+            said = row[: len(row) // 2 + 2] if name == "T5" else row if name == "GPT-2" else row % 2
+            labels[place, : len(said)] = said
+        if name in ("BERT", "DeBERTa"):
+            labels = torch.stack([label for _, label in rows])
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    return collate
+
+
+@pytest.mark.parametrize("name", ["BERT", "RoBERTa", "DeBERTa", "GPT-2", "T5"])
+def test_texts_padded_to_the_longest_are_replayed_and_train_as_they_are(name):
+    generator = torch.Generator().manual_seed(3)
+    lengths = (8 + 24 * torch.rand(80, generator=generator) ** 2).long()
+    data = [(torch.randint(3, 40, (int(n),), generator=generator), n % 2) for n in lengths]
+    model, found = hugging_face(name), []
+    for record in (True, False):
+        mine, engine = copy.deepcopy(model).train(), PrivacyEngine(reproducible=3, record=record)
+        mine, optimizer, loader = engine.make_private(
+            module=mine, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), noise_multiplier=1e-6, max_grad_norm=1.0,
+            data_loader=DataLoader(data, batch_size=8, collate_fn=padded_to_the_longest(name)),
+        )  # fmt: skip
+        for batch in loader:
+            optimizer.zero_grad()
+            mine(**batch).loss.backward()
+            optimizer.step()
+        found.append(flat(mine))
+        if record:
+            (texts,) = engine._steps.passes._recorder._texts.values()
+            assert texts.stretch is not None
+            assert sum(replays(engine._steps).values()) >= len(loader) - 2
+    moved_by = found[1] - flat(model)
+    assert (found[0] - found[1]).norm() <= 1e-4 * moved_by.norm()

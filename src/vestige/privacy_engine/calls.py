@@ -6,7 +6,7 @@ So the model is called with two and with three made-up examples, and what has no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -19,7 +19,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from vestige.engines.per_example.taps import Shapes, Taps, floating
 from vestige.engines.rehearsal.rehearsing import (
     Dependent,
-    Made,
     Rehearsal,
     Unwatchable,
     WrongRule,
@@ -61,6 +60,12 @@ class Call:
         """What calls of one form have in common: everything but how many rows they have, and how long these are."""
         return self.tree, tuple(_kind(leaf) for leaf in self.leaves)
 
+    @property
+    def names(self) -> dict[int, str]:
+        """Of arguments that are given by name, by their places."""
+        _, named = tree_unflatten(list(range(len(self.leaves))), self.tree)
+        return {place: name for name, place in named.items() if isinstance(place, int)}
+
     def shapes(self, batched: Sequence[int]) -> Shapes:
         """Of all tensors, without the axis of examples where there is one."""
         tensors = [(place, leaf) for place, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
@@ -89,8 +94,9 @@ class CallForm:
     outputs: tuple[int, ...]
     """Which outputs do."""
     rehearsal: Rehearsal
-    made: Made
-    """Made-up examples that the model takes."""
+    made: Callable[..., list[Tensor]]
+    """Made-up examples that the model takes: how many, of which seed, and, if they are to be longer or shorter than
+    those of the first call, tensors like them."""
 
     def rows(self, call: Call) -> int:
         """How many rows a call of this form has; 0 if its arguments disagree."""
@@ -196,8 +202,9 @@ def _with_numbers(
         args, kwargs = shown.with_rows([part.clone() for part in rows], batched)
         return tree_flatten(module(*args, **kwargs))[0]
 
-    def made(size: int, seed: int) -> list[Tensor]:
-        return made_up(blank, size, seed, device, raised, ending)
+    def made(size: int, seed: int, like: Sequence[Tensor] | None = None) -> list[Tensor]:
+        shapes = blank if like is None else [part[:0] for part in like]
+        return made_up(shapes, size, seed, device, raised, ending)
 
     with left_as_found(module), torch.no_grad():
         holding = _growing(called(made(2, 0)), called(made(3, 0)))

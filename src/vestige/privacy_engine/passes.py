@@ -36,7 +36,7 @@ from vestige.privacy_engine.labels import Labelled, Labels
 from vestige.privacy_engine.lengths import Lengths
 from vestige.privacy_engine.outputs import End, Reduction, Rowless, watch_backward_passes
 from vestige.privacy_engine.parts import Part, Parts, require_known_processes, require_no_accumulation
-from vestige.privacy_engine.recordings import Recorder, Replay, Uses
+from vestige.privacy_engine.recordings import Asked, Recorder, Replay, Uses
 from vestige.processes.loops import ShardedLoop
 from vestige.processes.plan import fsdp_in, silence_wrapper
 from vestige.processes.shards import ShardedSum
@@ -341,7 +341,7 @@ class Passes:
             leaves, tree = flat(args, kwargs)
         call = Call(leaves, tree)
         form = self._form(call)
-        self._begin(form, call, modules)
+        self._begin(form, call, modules, labelled is not None)
         self._labelled = None if labelled is None else (labelled, labels)
         return args, kwargs
 
@@ -393,13 +393,14 @@ class Passes:
         opened = self._open
         return forward(*args, **kwargs) if opened is None or opened.replay is None else opened.replay.outputs()
 
-    def _begin(self, form: CallForm, call: Call, modules: Sequence[nn.Module]) -> None:
+    def _begin(self, form: CallForm, call: Call, modules: Sequence[nn.Module], replaced: bool) -> None:
+        """`replaced` says whether the model's own loss will be."""
         rows = form.rows(call)
         if rows == 0:
             raise ValueError("the tensors that the model was called with have different numbers of rows, or none")
         opened: Open
         shapes = call.shapes(form.batched)
-        replay = self._recorder.begin(self._forward, form, call, rows, modules)
+        replay = self._recorder.begin(Asked(self._forward, form, call, replaced), rows, modules)
         if replay is None:
             now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses), shapes)
         else:  # nothing is delivered, and nobody but the user's graph holds on to what is opened

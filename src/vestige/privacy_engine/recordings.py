@@ -3,7 +3,8 @@
 The model's forward pass, its backward pass and the clipping that follows are a recording each, because what lies
 between them is the user's. All recordings of a form of call work in the same memory, so only one pass at a time can be
 in it; while one is, others run as they are, and so does whatever was not foreseen: a second backward pass through a
-recorded forward pass, or a second pass about the same examples.
+recorded forward pass, or a second pass about the same examples. Texts that differ in length from batch to batch are
+padded to one of a few lengths, if the model takes no notice of that (`lengths.stretched`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import gc
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -34,8 +35,12 @@ from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm
+from vestige.privacy_engine.lengths import Long, Stretch, positions, rounded_up, stretched
 
 Uses = dict[str, list[Gradient]]
+MOST_LENGTHS, NEAR, AGAIN, FEWER = 8, 16, 2, 3
+"""Lengths to which texts are padded; how many positions more than they have, or a quarter; how often a length is met
+before it is recorded, and every which size then is."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -54,6 +59,31 @@ class End:
     """Stands for an output that holds the examples: which of `Recordings.ends` it is."""
 
     index: int
+
+
+class Room:
+    """The memory in which the recordings of a form of call work, one pass at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._within: weakref.ref[Replay] | None = None
+        self._shelves: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    @property
+    def within(self) -> Replay | None:
+        """The pass that is in the memory, as long as somebody can come back to it."""
+        return None if self._within is None else self._within()
+
+    @within.setter
+    def within(self, replay: Replay | None) -> None:
+        self._within = None if replay is None else weakref.ref(replay)
+
+    def shelf(self, number: int, like: Tensor, rows: int) -> Tensor:
+        """For so many rows of an output: memory that recordings of other lengths use too, if they are not longer."""
+        size, key = rows * like[:1].numel(), (number, like.dtype)
+        if key not in self._shelves or len(self._shelves[key]) < size:
+            self._shelves[key] = torch.zeros(size, dtype=like.dtype, device=like.device)
+        return self._shelves[key][:size].view(rows, *like.shape[1:])
 
 
 @dataclass
@@ -76,15 +106,17 @@ class Replay:
     recordings: Recordings
     tape: Tape
     rows: int
+    long: Long | None
+    """How long its texts are, where they are padded further."""
     draws: Tensor | None
     """The state of the GPU's generator before it."""
     went_back: bool = False
 
     def back(self, signals: Sequence[Tensor]) -> Uses | None:
         """What came back to the outputs; None if it stays in the recordings' memory, else the gradients."""
-        if self.recordings.within is not self:
+        if self.recordings.room.within is not self:
             raise ValueError("this backward pass goes through a forward pass of the model that is over")
-        self.recordings.load_signals(signals, self.rows)
+        self.recordings.load_signals(signals, self.rows, self.long)
         if self.went_back:
             return self.unrolled()
         self.went_back = True
@@ -104,12 +136,13 @@ class Replay:
         return self.recordings.again(self)
 
     def over(self) -> None:
-        if self.recordings.within is self:
-            self.recordings.within = None
+        if self.recordings.room.within is self:
+            self.recordings.room.within = None
 
 
 class Recordings:
-    """The recordings of one form of call, for batches of up to `sizes[0]` rows."""
+    """The recordings of one form of call, for batches of up to `sizes[0]` rows; and of one length, to which texts are
+    padded where that makes no difference."""
 
     def __init__(
         self,
@@ -121,13 +154,18 @@ class Recordings:
         call: Call,
         sizes: Sequence[int],
         total: Tensor,
+        room: Room,
+        stretch: Stretch | None,
+        long: Long | None,
+        replaced: bool,
     ) -> None:
-        """`total` is where a pass leaves its clipped sum."""
-        self.total = total
+        """`total` is where a pass leaves its clipped sum. Where the model's own loss is `replaced`, nobody needs it."""
+        self._replaced = replaced
+        self.total, self.room, self.stretch, self.long = total, room, stretch, long
         self.module, self.layout, self._clip, self.form = module, layout, clip, form
         self._device = next(module.parameters()).device
-        self._forward, self._tapes, self._pool = forward, list[Tape](), _pool(self._device)
-        self._inputs = [_buffer(call.leaves[place], sizes[0]) for place in form.batched]
+        self._forward, self._tapes = forward, list[Tape]()
+        self._inputs = [self._input(call, place, sizes[0]) for place in form.batched]
         self._fixed = [p for p, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and p not in form.batched]
         leaves = list(call.leaves)
         for place in self._fixed:
@@ -135,7 +173,6 @@ class Recordings:
         self._call = Call(leaves, call.tree)
         self.ends: list[Tensor] = []
         self._places, self._count = torch.arange(sizes[0], device=self._device), torch.zeros((), device=self._device)
-        self._within: weakref.ref[Replay] | None = None
         self._live: tuple[Pass, list[Tensor], Uses] | None = None
         self.draws, self._sent = False, dict[int, Sent]()
         self._point = {name: p.detach() for name, p in layout.parameters(module).items()}
@@ -143,40 +180,60 @@ class Recordings:
 
     # --- replaying ----------------------------------------------------------------------------------------------------
 
-    @property
-    def within(self) -> Replay | None:
-        """The pass that is in the memory, as long as somebody can come back to it."""
-        return None if self._within is None else self._within()
-
-    @within.setter
-    def within(self, replay: Replay | None) -> None:
-        self._within = None if replay is None else weakref.ref(replay)
-
-    def begin(self, call: Call, rows: int) -> Replay | None:
-        """The pass over this call, if it fits and the memory is free."""
+    def begin(self, call: Call, rows: int, long: Long | None) -> Replay | None:
+        """The pass over this call, with texts so long, if it fits and the memory is free."""
         tape = next((tape for tape in reversed(self._tapes) if tape.rows >= rows), None)
-        if tape is None or self.within is not None:
+        if tape is None or self.room.within is not None:
             return None
+        long = None if long == self.long else long
         for mine, place in zip(self._inputs, self.form.batched, strict=True):
-            mine[:rows].copy_(call.leaves[place])
+            leaf = call.leaves[place]
+            if leaf.shape[1:] == mine.shape[1:]:
+                mine[:rows].copy_(leaf)
+            else:
+                assert self.stretch is not None
+                length = leaf.shape[1]
+                mine[:rows, :length].copy_(leaf)
+                mine[:rows, length:].fill_(self.stretch.values[place])
         for place in self._fixed:
             self._call.leaves[place].copy_(call.leaves[place])
         self._count.fill_(rows)
         draws = torch.cuda.get_rng_state(self._device) if self.draws else None
-        replay = Replay(self, tape, rows, draws)
-        self.within = replay
+        replay = Replay(self, tape, rows, long, draws)
+        self.room.within = replay
         return replay
+
+    def _input(self, call: Call, place: int, rows: int) -> Tensor:
+        """Where an argument of passes is put."""
+        leaf = call.leaves[place]
+        if self.stretch is not None and self.long is not None and place in self.stretch.sides:
+            length = self.long[self.stretch.sides[place]]
+            return torch.zeros(rows, length, dtype=leaf.dtype, device=leaf.device)
+        return _buffer(leaf, rows)
+
+    def _own(self, number: int, rows: int, long: Long | None) -> Tensor:
+        """The part of an output that is the examples' own."""
+        end, length = self.ends[number][:rows], self._length(number, long)
+        return end if length is None else end[:, :length]
+
+    def _length(self, number: int, long: Long | None) -> int | None:
+        """How many positions of an output are the texts' own, where it has more."""
+        side = None if long is None or self.stretch is None else self.stretch.outputs[number]
+        return None if side is None or long is None else long[side]
 
     def outputs(self, replay: Replay) -> Any:
         """The outputs of the forward pass as the user gets them: of the examples alone, and in memory of their own."""
         replay.tape.forward.replay()
         leaves = replay.tape.outputs
-        found = [self.ends[leaf.index][: replay.rows].clone() if isinstance(leaf, End) else leaf for leaf in leaves]
+        rows, long = replay.rows, replay.long
+        found = [self._own(leaf.index, rows, long).clone() if isinstance(leaf, End) else leaf for leaf in leaves]
         return found[0] if replay.tape.tree.is_leaf() else tree_unflatten(found, replay.tape.tree)
 
-    def load_signals(self, signals: Sequence[Tensor], rows: int) -> None:
-        for end, signal in zip(self.ends, signals, strict=True):
-            end[:rows].copy_(signal)
+    def load_signals(self, signals: Sequence[Tensor], rows: int, long: Long | None = None) -> None:
+        for number, signal in enumerate(signals):
+            self._own(number, rows, long).copy_(signal)
+            if (length := self._length(number, long)) is not None:
+                self.ends[number][:rows, length:].zero_()
 
     def again(self, replay: Replay) -> Uses:
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
@@ -223,7 +280,7 @@ class Recordings:
         return drawn
 
     def _load_made_up(self, rows: int) -> None:
-        for mine, made in zip(self._inputs, self.form.made(rows, 5), strict=True):
+        for mine, made in zip(self._inputs, self.form.made(rows, 5, self._inputs), strict=True):
             mine[:rows].copy_(made)
         self._count.fill_(rows)
 
@@ -231,9 +288,9 @@ class Recordings:
         shown: list[Any] = []
         sent = self._sent[rows]
         with HostCopies(self._device, sent, given=True) if sent else nullcontext():
-            forward = recorded(lambda: shown.append(self._run_forward(rows)), self._pool, self._device)
-            backward = recorded(lambda: self._run_padded_backward(rows), self._pool, self._device)
-            clip = recorded(lambda: self._run_clip(rows), self._pool, self._device)
+            forward = recorded(lambda: shown.append(self._run_forward(rows)), self.room.pool, self._device)
+            backward = recorded(lambda: self._run_padded_backward(rows), self.room.pool, self._device)
+            clip = recorded(lambda: self._run_clip(rows), self.room.pool, self._device)
         self._live = None
         leaves, tree = tree_flatten(shown[0])
         places = {place: End(index) for index, place in enumerate(self.form.outputs)}
@@ -300,9 +357,11 @@ class Recordings:
             raise Unsteady(now.doubt)
         found = tree_flatten(outputs)[0]
         held = [found[place] for place in self.form.outputs]
-        if len(held) < sum(isinstance(leaf, Tensor) for leaf in found):
+        needless = self._replaced and isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor)
+        if len(held) + needless < sum(isinstance(leaf, Tensor) for leaf in found):
             raise Unsteady  # of an output that has no row for each example, padding would be a part
-        self.ends = self.ends or [_buffer(each, len(self._places)) for each in held]
+        most = len(self._places)
+        self.ends = self.ends or [self.room.shelf(number, each, most) for number, each in enumerate(held)]
         for end, output in zip(self.ends, held, strict=True):
             end[:rows].copy_(output.detach())
         self._live = now, held, uses
@@ -339,6 +398,48 @@ class Recordings:
             torch.cuda.empty_cache()
 
 
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A pass that somebody asks for."""
+
+    forward: Callable[..., Any]
+    form: CallForm
+    call: Call
+    replaced: bool
+    """Whether the model's own loss is replaced by another."""
+
+
+@dataclass
+class Texts:
+    """What is known of calls that differ in the length of their texts alone."""
+
+    room: Room
+    longest: Long = (0, 0)
+    """Of all that were met: to pad further might be more than the model takes."""
+    lengths: dict[Long, Recordings] = field(default_factory=dict)
+    tried: bool = False
+    _stretch: Stretch | None = None
+
+    @property
+    def stretch(self) -> Stretch | None:
+        return self._stretch
+
+    @stretch.setter
+    def stretch(self, found: Stretch | None) -> None:
+        self._stretch = found
+        for each in self.lengths.values():
+            each.stretch = found
+
+    def at_least(self, long: Long, near: bool = False) -> Recordings | None:
+        """The shortest recordings that are long enough; `near` ones, that are not much longer."""
+
+        def fits(own: int, mine: int) -> bool:
+            return own <= mine and (not near or mine <= own + max(own // 4, NEAR))
+
+        fitting = [each for each in self.lengths if all(map(fits, long, each))]
+        return self.lengths[min(fitting, key=sum)] if fitting else None
+
+
 @dataclass
 class Recorder:
     """Which passes of a module are recorded: none on a CPU, none where something speaks against it."""
@@ -352,29 +453,78 @@ class Recorder:
     """Where passes leave their clipped sums, each until the next."""
     _known: dict[Hashable, Recordings | None] = field(default_factory=dict)
     _met: dict[Hashable, int] = field(default_factory=dict)
+    _texts: dict[Hashable, Texts] = field(default_factory=dict)
+    _forms: int = 0
+    """How many were recorded as they came, not padded to some length."""
 
-    def begin(
-        self, forward: Callable[..., Any], form: CallForm, call: Call, rows: int, modules: Sequence[nn.Module]
-    ) -> Replay | None:
+    def begin(self, asked: Asked, rows: int, modules: Sequence[nn.Module]) -> Replay | None:
         """This pass in the memory of recordings, made if need be; None if it is to run as it is. `modules` are all of
         the module, as it is now."""
+        form, call = asked.form, asked.call
         if not self.sizes or rows > self.sizes[0] or not can_record(self.module, self.sizes[0]):
             return None
-        key = self._key(form, call, modules)
+        texts, long = positions(form, call) or ((), None)
+        key = self._key(asked, modules, texts)
         if key is None:
             return None
-        found = self._known.get(key)
-        if found is None:
-            if key in self._known or not self._meet(key, forward, form, call):
-                return None
-            found = self._known[key]
-        return None if found is None else found.begin(call, rows)
+        found = self._exactly(key, asked) if long is None else self._as_long(key, asked, long)
+        return None if found is None else found.begin(call, rows, long)
 
-    def _key(self, form: CallForm, call: Call, modules: Sequence[nn.Module]) -> Hashable | None:
-        """What a recording takes for granted; None if it cannot be told."""
+    def _exactly(
+        self, key: Hashable, asked: Asked, room: Room | None = None, long: Long | None = None
+    ) -> Recordings | None:
+        """The recordings of these shapes; the first are made at once, others when they are met again and again."""
+        if key not in self._known:
+            if room is not None and room.within is not None:
+                return None  # whose memory recording would use
+            self._met[key] = self._met.get(key, 0) + 1
+            if self._forms and (self._met[key] < PATIENCE or self._forms >= MOST_FORMS):
+                return None
+            self._forms += 1
+            self._known[key] = self._recordings(asked, self.sizes, room or self._room(), None, long)
+        return self._known[key]
+
+    def _as_long(self, key: Hashable, asked: Asked, long: Long) -> Recordings | None:
+        """Recordings for texts that are so long: just so, or longer, if the model takes no notice of padding."""
+        texts = self._texts.setdefault(key, Texts(self._room()))
+        texts.longest = max(texts.longest[0], long[0]), max(texts.longest[1], long[1])
+        if long in texts.lengths:
+            return texts.lengths[long]
+        if texts.lengths and not texts.tried:
+            texts.stretch, texts.tried = stretched(self.module, asked.forward, asked.form, asked.call), True
+        if texts.stretch is None:
+            found = self._exactly((key, long), asked, texts.room, long)
+            if found is not None:
+                texts.lengths[long] = found
+            return found
+        near = texts.at_least(long, near=True)
+        if near is None and texts.room.within is None and len(texts.lengths) < MOST_LENGTHS:
+            rounded = (min(rounded_up(own), most) for own, most in zip(long, texts.longest, strict=True))
+            near = self._padded(key, asked, texts, (next(rounded), next(rounded)))
+        return near or texts.at_least(long)
+
+    def _padded(self, key: Hashable, asked: Asked, texts: Texts, long: Long) -> Recordings | None:
+        """Recordings of fewer sizes, to which texts are padded."""
+        key = key, long
+        self._met[key] = self._met.get(key, 0) + 1
+        if key in self._known or self._met[key] < AGAIN:
+            return None
+        found = self._known[key] = self._recordings(asked, self.sizes[::FEWER], texts.room, texts.stretch, long)
+        if found is not None:
+            texts.lengths[long] = found
+        return found
+
+    def _room(self) -> Room:
+        return Room(device_of(self.module))
+
+    def _key(self, asked: Asked, modules: Sequence[nn.Module], texts: Collection[int] = ()) -> Hashable | None:
+        """What a recording takes for granted, but for the length of texts; None if it cannot be told."""
+        form, call = asked.form, asked.call
         kinds: list[Hashable] = []
         for place, leaf in enumerate(call.leaves):
-            if isinstance(leaf, Tensor):
+            if place in texts:
+                kinds.append((leaf.dtype, leaf.device))
+            elif isinstance(leaf, Tensor):
                 kinds.append((leaf.shape[1:] if place in form.batched else leaf.shape, leaf.dtype, leaf.device))
             elif isinstance(leaf, PLAIN):
                 kinds.append(leaf)
@@ -383,23 +533,20 @@ class Recorder:
         kind = device_of(self.module).type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         kept = standing(self.module, modules=modules)
-        return id(form), tuple(kinds), autocast, tf32_products(), tf32_convolutions(), kept
+        return id(form), asked.replaced, tuple(kinds), autocast, tf32_products(), tf32_convolutions(), kept
 
-    def _meet(self, key: Hashable, forward: Callable[..., Any], form: CallForm, call: Call) -> bool:
-        self._met[key] = self._met.get(key, 0) + 1
-        if self._known and (self._met[key] < PATIENCE or len(self._known) >= MOST_FORMS):
-            return False
-        self._known[key] = self._recordings(forward, form, call)
-        return True
-
-    def _recordings(self, forward: Callable[..., Any], form: CallForm, call: Call) -> Recordings | None:
+    def _recordings(
+        self, asked: Asked, sizes: Sequence[int], room: Room, stretch: Stretch | None, long: Long | None
+    ) -> Recordings | None:
+        forward, form, call = asked.forward, asked.form, asked.call
         elsewhere = any(call.leaves[place].device != device_of(self.module) for place in form.batched)
         if form.rehearsal.changing or elsewhere or _hooked(self.module):
             return None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return Recordings(self.module, forward, self.layout, self.clip, form, call, self.sizes, self.total())
+                made = self.module, forward, self.layout, self.clip, form, call, sizes, self.total()
+                return Recordings(*made, room, stretch, long, asked.replaced)
         except Exception as problem:  # of somebody else's model, anything
             gc.collect()
             if not isinstance(problem, Unsteady):
@@ -424,10 +571,6 @@ def _hooked(module: nn.Module) -> bool:
 
 def _buffer(like: Tensor, rows: int) -> Tensor:
     return like.new_zeros(rows, *like.shape[1:], requires_grad=False)
-
-
-def _pool(device: torch.device) -> Any:
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def _device_draws(device: torch.device) -> Tensor:
