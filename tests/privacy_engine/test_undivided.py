@@ -113,6 +113,9 @@ def test_others_get_the_gradient_that_they_asked_for():
         (lambda out, y: F.cross_entropy(out.t(), torch.zeros(3, dtype=torch.long)), True),
         (lambda out, y: F.cross_entropy(out.view(1, -1), y[:1]), True),
         (lambda out, y: F.nll_loss(out.log_softmax(0), y), True),
+        (lambda out, y: F.nll_loss(out.log_softmax(-2), y), True),
+        (lambda out, y: F.nll_loss(out.transpose(-1, -2).log_softmax(0).transpose(-2, -1), y), True),
+        (lambda out, y: F.nll_loss(out.log_softmax(-1), y), False),
         (lambda out, y: (out - out.mean(0)).square().mean(), True),
     ],
 )

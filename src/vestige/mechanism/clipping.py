@@ -256,11 +256,10 @@ class RunningSum:
         return self._few
 
     def lend(self, rows: int, gradients: Tensor) -> None:
-        """Add the sum of so many, at most `LARGEST_SUM`, of which nothing is left where it was; but the first stays
-        there, and `total` may be changed in place, until `settle`: that comes before its memory is used again."""
+        """Add the sum of so many, at most `LARGEST_SUM`. If it is the first, it stays where it is, and `total` may be
+        changed in place: `settle` comes before that memory is used for anything else."""
         if self._parts or gradients.dtype != self._shape[2]:
             self.place(rows).add_(gradients)
-            gradients.zero_()
         else:
             self._made, self._rows, self._parts, self._lent = gradients, rows, 1, True
 
@@ -268,8 +267,7 @@ class RunningSum:
         """Keep what was lent in memory of one's own."""
         if self._lent:
             assert self._made is not None
-            lent, self._made, self._lent = self._made, self._made.clone(), False
-            lent.zero_()
+            self._made, self._lent = self._made.clone(), False
 
     @property
     def _few(self) -> Tensor:

@@ -74,10 +74,6 @@ class Held:
             return found
         return {**found, **{f"{name} (whole)": p for name, p in self._passes.parameters().items()}}
 
-    def vector(self) -> Tensor:
-        """Where the gradient of a step is written: where recorded passes are added up, if they are."""
-        return torch.zeros(self.layout.size, device=self.device) if self._sharded is not None else self._passes.vector()
-
     def point(self, parameters: Mapping[str, nn.Parameter]) -> Parameters:
         return self._passes.point(parameters) if self._sharded is None else self._sharded.point()
 
@@ -103,7 +99,7 @@ class LoopMover:
     """Moves by the user's own optimizer: every parameter gets its part of the gradient, and `original` steps."""
 
     def __init__(self, held: Held, optimizer: Optimizer, original: Callable[..., Any]) -> None:
-        self.gradient = held.vector()
+        self.gradient = torch.zeros(held.layout.size, device=held.device)
         self._views = held.layout.views(self.gradient)
         self._gradients = held.gradients(self._views)
         self._held, self._optimizer, self._moves = held, optimizer, Moves(optimizer, original)
@@ -225,15 +221,11 @@ class PrivateSteps:
     def _finish(self) -> None:
         parameters = self.held.parameters()
         self._check_gradients(self.held.all_parameters())
-        try:
-            if not self.passes.close_part():
-                return
-            learner, point = self.learner(), self.held.point(parameters)
-            scales = self.passes.layout.constants
-            release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
-        except BaseException:
-            self.passes.clear()
-            raise
+        if not self.passes.close_part():
+            return
+        learner, point = self.learner(), self.held.point(parameters)
+        scales = self.passes.layout.constants
+        release, self.probe = ask(self.method.probe, cast(Any, self._answer), point, self.probe, scales)
         learner.step(release, point, 1.0, self.step_number)
         self.held.moved()
         self._check_together()
@@ -341,6 +333,7 @@ class PrivateSteps:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         device = self.passes.device
+        self.passes.forget()  # of a draw that may come again
 
         def here(part: Mapping[str, Any]) -> dict[str, Any]:
             return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in part.items()}

@@ -315,14 +315,15 @@ def _seen(top: Any, rows: int, below: Walks) -> bool:
 def _keeps_rows(node: Any, rows: int) -> bool:
     """Whether each row of the outputs stays by itself."""
     name, shape = node.name(), node._input_metadata[0].shape
+    first = (0, 2**64 - len(shape))  # the first axis, also counted from the last; torch tells it without its sign
     if name == "LogSoftmaxBackward0":
-        return bool(node._saved_dim != 0) and shape[0] % rows == 0
+        return node._saved_dim % 2**64 not in first and shape[0] % rows == 0
     if name == "TransposeBackward0":
-        return 0 not in (node._saved_dim0, node._saved_dim1)
+        return not any(dim % 2**64 in first for dim in (node._saved_dim0, node._saved_dim1))
     if name == "PermuteBackward0":
         return bool(node._saved_dims[0] == 0)
     if name == "SliceBackward0":
-        return node._saved_dim % 2**64 not in (0, 2**64 - len(shape))
+        return node._saved_dim % 2**64 not in first
     return name in KEEPING and len(shape) > 0 and shape[0] % rows == 0
 
 

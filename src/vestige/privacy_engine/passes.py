@@ -184,8 +184,8 @@ class Passes:
         return device_of(self.module)
 
     def vector(self) -> Tensor:
-        """SENSITIVE while a step adds up, until its noise is added: one vector of the gradient's size, in which
-        recorded passes leave their clipped sums, and from which the optimizer moves."""
+        """SENSITIVE: one vector of the gradient's size, in which recorded passes leave their clipped sums. It is not
+        where the optimizer finds its gradient: others may hold on to that from step to step."""
         if self._vector is None or self._vector.device != self.device:
             self._vector = torch.zeros(self.layout.size, device=self.device)
         return self._vector
@@ -225,11 +225,6 @@ class Passes:
         """Forget the passes since the last call of `step`, as `zero_grad` does in ordinary training."""
         self._pending = []
 
-    def clear(self) -> None:
-        """Nothing is left of a sum whose noise will not come: others may still hold on to a gradient that was there."""
-        if self._vector is not None:
-            self._vector.zero_()
-
     def close_part(self) -> bool:
         """Clip what the passes since the last call of `step` left, each example once, and add it to the sum of its
         draw; whether the draw is then complete."""
@@ -248,21 +243,35 @@ class Passes:
         if self.total is None or self._closed != draws[0]:  # what an unfinished draw left was never released
             self.total, self._closed = self.start_sum(), draws[0]
         closing = self._pending[-1].part
-        with torch.no_grad():
-            shares = self._shares(self.total)
-            if self.sharded is not None:
-                assert isinstance(self.total, ShardedSum)
-                self.sharded.in_rounds(draws[0], closing.last, shares, self.total)
-            else:
-                for share in shares:
-                    share()
+        try:
+            with torch.no_grad():
+                self._add_up(self.total, draws[0], closing.last)
+        except BaseException:  # who is in the sum already cannot be told: nobody is twice, if nobody is
+            self.forget()
+            raise
         self._pending = []
-        if not closing.last and isinstance(self.total, RunningSum):
-            self.total.settle()  # more passes come before its noise
         self.parts.stepped()
         if closing.planted:
             self._plant(torch.tensor(closing.planted))
         return closing.last
+
+    def forget(self) -> None:
+        """Nothing of the draw was added up, and no pass is left to be."""
+        for each in self._pending:
+            if each.replay is not None:
+                each.replay.over()
+        self._pending, self.total, self._closed = [], None, None
+
+    def _add_up(self, total: RunningSum | ShardedSum, draw: int, last: bool) -> None:
+        shares = self._shares(total)
+        if self.sharded is not None:
+            assert isinstance(total, ShardedSum)
+            self.sharded.in_rounds(draw, last, shares, total)
+            return
+        for share in shares:
+            share()
+        if not last and isinstance(total, RunningSum):
+            total.settle()  # more passes come before its noise
 
     def _shares(self, total: RunningSum | ShardedSum) -> Iterator[Callable[[], object]]:
         """What the passes since the last call of `step` left, few examples at once: each call adds some."""

@@ -127,6 +127,8 @@ class Replay:
         return self.recordings.outputs(self)
 
     def clip(self, examples: int, into: RunningSum) -> None:
+        if self.recordings.room.within is not self:
+            raise ValueError("this step is about a forward pass of the model that is over: run it again")
         into.settle()
         self.tape.clip.replay()
         into.lend(examples, self.recordings.total)

@@ -1,8 +1,8 @@
 """How is the loss of many tokens taken without their probabilities? On a GPU the scores are read, never written again.
 
 torch's cross entropy keeps the logarithm of every probability, and makes two more tensors of that size on the way back.
-Of a language model these are most of a step's memory. Here a token keeps one number, the logarithm of its total, and
-what comes back is written once.
+Of a language model these are most of a step's memory. Here a token keeps two numbers, its largest score and the
+logarithm of the others' total beside it, and what comes back is written once.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def token_losses(scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
 
 
 class TokenLosses(torch.autograd.Function):
-    """`F.cross_entropy`, which keeps of a token's probabilities one number."""
+    """`F.cross_entropy`, which keeps of a token's probabilities two numbers."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
         from vestige.mechanism.losses import triton_tokens
 
-        counts = targets != ignored
-        totals = triton_tokens.log_totals(scores)
+        counts, targets = targets != ignored, targets.long()
+        most, rest = triton_tokens.log_totals(scores)
         own = scores.gather(1, torch.where(counts, targets, 0)[:, None]).squeeze(1)  # stops at what is no class
-        ctx.save_for_backward(scores, torch.where(counts, targets, -1), totals)
-        return torch.where(counts, totals - own.float(), 0.0)
+        ctx.save_for_backward(scores, torch.where(counts, targets, -1), most, rest)
+        return torch.where(counts, (most - own.float()) + rest, 0.0)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, signal: Tensor) -> Any:
         from vestige.mechanism.losses import triton_tokens
 
-        scores, targets, totals = ctx.saved_tensors
-        return triton_tokens.gradients(scores, targets, totals, signal), None, None
+        scores, targets, most, rest = ctx.saved_tensors
+        return triton_tokens.gradients(scores, targets, most, rest, signal), None, None
