@@ -323,6 +323,40 @@ def test_what_was_added_up_is_forgotten_with_the_state():
     np.testing.assert_allclose(moved(before, flat(model)), want, rtol=1e-3, atol=3e-5)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_sums_of_several_forms_of_call_are_added_up(together, monkeypatch):
+    """All of them are left in one place: in one step, or in several, between which another form is recorded."""
+    monkeypatch.setattr(recordings, "PATIENCE", 1)
+    steps, model, optimizer, loader = private(make_toy()[0], max_physical_batch_size=4)
+    before, examples, draws = flat(model), [], 0
+    forms = [lambda x: model(x), lambda x: model(input=x)]
+    for number, (x, y) in enumerate(loader):
+        examples += [*zip(x, y, strict=True)]
+        LOSS(forms[number % 2](x), y).backward()
+        last = steps.passes._pending[-1].part.last
+        if draws and together and not last and number % 2:
+            continue
+        want = oracle(model, lambda m, x, y: LOSS(m(x), y), examples) if last else None
+        optimizer.step()
+        if last:
+            np.testing.assert_allclose(moved(before, flat(model)), want, rtol=1e-3, atol=3e-5)
+            before, examples, draws = flat(model), [], draws + 1
+    assert len(steps.passes._recorder._known) == 2
+
+
+def test_nothing_is_recorded_in_memory_that_a_pass_is_in(monkeypatch):
+    monkeypatch.setattr(recordings, "PATIENCE", 1)
+    steps, model, optimizer, loader = private(Reader("last"), (torch.arange(120), torch.randint(3, (120,))))
+    rows, y = next(iter(loader))
+    held = model(*texts_of_a_batch(len(rows), 30))
+    (texts,) = steps.passes._recorder._texts.values()
+    model(*texts_of_a_batch(len(rows), 24))
+    assert [*texts.lengths] == [(30, 0)]
+    del held
+    model(*texts_of_a_batch(len(rows), 24))
+    assert [*texts.lengths] == [(30, 0), (24, 0)]
+
+
 class Reader(nn.Module):
     """Says something of each token, or of the whole text: of what the mask shows, of the last state, of everything."""
 
