@@ -424,6 +424,34 @@ def test_texts_of_other_lengths_are_padded_where_the_model_takes_no_notice(way, 
         assert all(bool(count) is (length == 30) for length, count in seen)
 
 
+def test_what_cannot_be_recorded_at_one_length_is_not_tried_at_others(monkeypatch):
+    tried = []
+
+    def refused(*given):
+        tried.append(given)
+        raise recordings.Unsteady
+
+    monkeypatch.setattr(recordings, "PATIENCE", 1)
+    monkeypatch.setattr(recordings, "Recordings", refused)
+    _, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
+    rows, _ = next(iter(loader))
+    for length in (30, 24, 12, 24, 30):
+        model(*texts_of_a_batch(len(rows), length))
+    assert len(tried) == 1
+
+
+def test_of_a_model_that_is_another_at_every_pass_little_is_kept(monkeypatch):
+    monkeypatch.setattr(recordings, "MOST_MET", 3)
+    steps, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
+    rows, _ = next(iter(loader))
+    for number in range(8):
+        model.number = number
+        model(*texts_of_a_batch(len(rows), 20))
+    recorder = steps.passes._recorder
+    assert len(recorder._texts) <= 3
+    assert len(recorder._met) <= 3
+
+
 def hugging_face(name):
     transformers = pytest.importorskip("transformers")
     tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

@@ -38,6 +38,8 @@ from vestige.privacy_engine.calls import Call, CallForm
 from vestige.privacy_engine.lengths import Long, Stretch, positions, rounded_up, stretched
 
 Uses = dict[str, list[Gradient]]
+MOST_MET = 1000
+"""Forms and lengths of calls that are remembered: a model that is another at every pass has no end of them."""
 MOST_LENGTHS, NEAR, AGAIN, FEWER = 8, 16, 2, 3
 """Lengths to which texts are padded; how many positions more than they have, or a quarter; how often a length is met
 before it is recorded, and every which size then is."""
@@ -420,6 +422,8 @@ class Texts:
     """Of all that were met: to pad further might be more than the model takes."""
     lengths: dict[Long, Recordings] = field(default_factory=dict)
     tried: bool = False
+    failed: bool = False
+    """Whether one length could not be recorded: then no other is tried."""
     _stretch: Stretch | None = None
 
     @property
@@ -479,6 +483,8 @@ class Recorder:
         if key not in self._known:
             if room is not None and room.within is not None:
                 return None  # whose memory recording would use
+            if key not in self._met and len(self._met) >= MOST_MET:
+                return None
             self._met[key] = self._met.get(key, 0) + 1
             if self._forms and (self._met[key] < PATIENCE or self._forms >= MOST_FORMS):
                 return None
@@ -488,14 +494,17 @@ class Recorder:
 
     def _as_long(self, key: Hashable, asked: Asked, long: Long) -> Recordings | None:
         """Recordings for texts that are so long: just so, or longer, if the model takes no notice of padding."""
-        texts = self._texts.setdefault(key, Texts(self._room()))
+        if key not in self._texts and len(self._texts) >= MOST_MET:
+            return None
+        texts = self._texts.get(key) or self._texts.setdefault(key, Texts(self._room()))
         texts.longest = max(texts.longest[0], long[0]), max(texts.longest[1], long[1])
-        if long in texts.lengths:
-            return texts.lengths[long]
+        if texts.failed or long in texts.lengths:
+            return texts.lengths.get(long)
         if texts.lengths and not texts.tried:
             texts.stretch, texts.tried = stretched(self.module, asked.forward, asked.form, asked.call), True
         if texts.stretch is None:
             found = self._exactly((key, long), asked, texts.room, long)
+            texts.failed = found is None and (key, long) in self._known
             if found is not None:
                 texts.lengths[long] = found
             return found
