@@ -241,6 +241,7 @@ def set_up(device: str) -> Iterator[list[float]]:
     spent, nested = [0.0], [0]
     places = [
         (passes, "form_of"), (passes.Labels, "_recognised"), (recordings.Recorder, "_recordings"),
+        (recordings, "stretched"), (recordings, "takes_no_notice"),
         (bookkeeping.BookKeeping, "_rehearsed"), (cuda_graphs.Captured, "_record_ahead"),
     ]  # fmt: skip
     before = [(place, key, getattr(place, key)) for place, key in places]

@@ -7,7 +7,8 @@ everybody's divisor, and that is refused. Where it does not matter, a recording 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +52,12 @@ class Lengths:
 
 # --- padded further ---------------------------------------------------------------------------------------------------
 
-CLOSE, ROUGH = 1e-3, 3e-2
-"""How far outputs may lie apart that ought to be the same, relatively; in bfloat16."""
+CLOSE, LARGE = 3e-4, 1e3
+"""How far numbers may lie apart that ought to be the same, relatively; but not to what is larger than this, and stands
+for something else."""
+BESIDE = 0.05
+"""How far parameters are moved, to see what they hide."""
+ROWS, MOST_WORDS = 5, 1 << 16
 SHORTEST = 6
 """Texts that are shorter do not tell."""
 STEPS = ((64, 16), (256, 32), (1024, 64))
@@ -85,8 +90,12 @@ def positions(form: CallForm, call: Call) -> tuple[dict[int, int], Long] | None:
     names = call.names
     sides = {place: int(names.get(place, "").startswith(DECODED)) for place in found}
     lengths = [{call.leaves[place].shape[1] for place in found if sides[place] == side} for side in (0, 1)]
-    others = (leaf for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and place not in sides)
-    if any(len(each) > 1 for each in lengths) or any(not each.isdisjoint(o.shape) for o in others for each in lengths):
+    others = [
+        leaf.shape[place in form.batched :]
+        for place, leaf in enumerate(call.leaves)
+        if isinstance(leaf, Tensor) and place not in sides
+    ]
+    if any(len(each) > 1 for each in lengths) or any(not each.isdisjoint(o) for o in others for each in lengths):
         return None
     return sides, (max(lengths[0], default=0), max(lengths[1], default=0))
 
@@ -96,38 +105,90 @@ def _is_text(leaf: Tensor) -> bool:
 
 
 def stretched(module: nn.Module, forward: Callable[..., Any], form: CallForm, call: Call) -> Stretch | None:
-    """How texts of such a call are padded so that the model takes no notice; None if it does, or refuses.
+    """How texts of such a call are padded so that the model takes no notice; None if it does, or refuses, or is none of
+    transformers', whose masks mean what they say: what made-up texts do not show, nobody has promised of others.
 
-    Tried on made-up examples, half as long as the call's and padded to its length: what the model makes of each
-    position, or of each example, must be the same. Dropout is off meanwhile, since it differs from length to length.
+    Tried on made-up texts, half as long as the call's and padded to its length: what the model makes of each position,
+    or of each example, must be the same. So that nothing hides behind weights that are zero at first, it is tried at
+    parameters beside its own.
     """
     texts = positions(form, call)
-    if texts is None or any(0 < length < SHORTEST for length in texts[1]):
+    if texts is None or not of_transformers(module) or any(0 < length < SHORTEST for length in texts[1]):
         return None
     sides, (read, written) = texts
     whole = read, written - (read == written)  # two lengths that can be told apart
-    half, names = tuple(length // 2 for length in whole), call.names
+    half, names = (whole[0] // 2, whole[1] // 2), call.names
     values = {place: _behind_the_end(module, names.get(place, "")) for place in sides}
-    like = [call.leaves[p][:, : half[sides[p]]] if p in sides else call.leaves[p] for p in form.batched]
-    modes = {each: each.training for each in module.modules()}
+    with _beside(module):
+        pairs = _compared(module, forward, form, call, Stretch(values, sides, ()), half, whole)
+    if pairs is None:
+        return None
+    outputs = tuple(_side(one.shape, other.shape, half, whole) for one, other in pairs)
+    return Stretch(values, sides, outputs) if _agree(pairs, outputs, half) else None
+
+
+def takes_no_notice(
+    module: nn.Module, forward: Callable[..., Any], form: CallForm, call: Call, stretch: Stretch, own: Long, to: Long
+) -> bool:
+    """Whether the same holds of texts that are just so long, padded so far: a model may do otherwise from some length
+    on."""
+    pairs = _compared(module, forward, form, call, stretch, own, to)
+    return pairs is not None and _agree(pairs, stretch.outputs, own)
+
+
+def of_transformers(module: nn.Module) -> bool:
+    """Whether a model is one of transformers' own, or peft's around one."""
+    return type(module).__module__.split(".")[0] in ("transformers", "peft")
+
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def _compared(
+    module: nn.Module, forward: Callable[..., Any], form: CallForm, call: Call, stretch: Stretch, own: Long, to: Long
+) -> Pairs | None:
+    """The outputs of made-up texts, and of the same texts padded; None if the model refuses them. Dropout is off
+    meanwhile, since it differs from length to length."""
+    sides, names = stretch.sides, [call.names.get(place, "") for place in form.batched]
+    like = [call.leaves[p][:, :1].expand(-1, own[sides[p]]) if p in sides else call.leaves[p] for p in form.batched]
+    modes = [(each, each.training) for each in module.modules()]
+    kind = like[0].device.type
     try:
-        with left_as_found(module), torch.no_grad(), without_tf32():
-            module.eval()
-            short = _shown(form.made(3, 11, like), [names.get(place, "") for place in form.batched])
+        with left_as_found(module), torch.no_grad(), without_tf32(), torch.autocast(kind, enabled=False):
+            for each, _ in modes:
+                each.training = False
+            short = _readable(module, form.made(ROWS, 11, like), names)
             longer = [
-                F.pad(part, (0, whole[sides[p]] - half[sides[p]]), value=values[p]) if p in sides else part
+                F.pad(part, (0, to[sides[p]] - own[sides[p]]), value=stretch.values[p]) if p in sides else part
                 for p, part in zip(form.batched, short, strict=True)
             ]
-            pairs = [*zip(*(_outputs(forward, form, call, rows) for rows in (short, longer)), strict=True)]
+            found = [_outputs(forward, form, call, rows) for rows in (short, longer)]
     except Exception:  # of somebody else's model, anything
         return None
     finally:
-        for each, mode in modes.items():
+        for each, mode in modes:
             each.training = mode
-    outputs = tuple(_side(one.shape, other.shape, half, whole) for one, other in pairs)
-    cut = [b if side is None else b[:, : half[side]] for (_, b), side in zip(pairs, outputs, strict=True)]
-    alike = all(_alike(one, other) for (one, _), other in zip(pairs, cut, strict=True))
-    return Stretch(values, sides, outputs) if alike else None
+    return [*zip(*found, strict=True)]
+
+
+def _agree(pairs: Pairs, outputs: Sequence[int | None], own: Long) -> bool:
+    cut = [b if side is None else b[:, : own[side]] for (_, b), side in zip(pairs, outputs, strict=True)]
+    return all(_alike(one, other) for (one, _), other in zip(pairs, cut, strict=True))
+
+
+@contextmanager
+def _beside(module: nn.Module) -> Iterator[None]:
+    """Inside, the parameters are others, near by."""
+    random = torch.Generator().manual_seed(13)
+    kept = [(p, p.detach().clone()) for p in module.parameters()]
+    try:
+        for p, _ in kept:
+            if p.is_floating_point():  # by `data`: whoever has them in a graph of his own takes no notice
+                p.data.add_((BESIDE * torch.randn(p.shape, generator=random)).to(p.device, p.dtype))
+        yield
+    finally:
+        for p, before in kept:
+            p.data.copy_(before)
 
 
 def _side(short: Sequence[int], longer: Sequence[int], half: Sequence[int], whole: Sequence[int]) -> int | None:
@@ -148,15 +209,33 @@ def _behind_the_end(module: nn.Module, name: str) -> int:
     return token if usable and name.endswith("input_ids") else 0  # type: ignore[return-value]
 
 
-def _shown(rows: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-    """Made-up examples whose masks show the first of their positions, each more of them, as collators make them."""
-    shown = []
+def _readable(module: nn.Module, rows: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
+    """Made-up texts of all words but the one that stands behind an end, and masks that show all of a text, its first
+    positions, its last ones, or some."""
+    config = getattr(module, "config", None)
+    words, end = getattr(config, "vocab_size", None), getattr(config, "eos_token_id", None)
+    random, readable = torch.Generator().manual_seed(12), []
     for part, name in zip(rows, names, strict=True):
-        if "mask" in name and _is_text(part):
-            ends = torch.arange(1, len(part) + 1, device=part.device) * part.shape[1] // len(part)
-            part = (torch.arange(part.shape[1], device=part.device) < ends[:, None]).to(part.dtype)
-        shown.append(part)
-    return shown
+        length = part.shape[1] if part.dim() > 1 else 0
+        if "mask" in name and _is_text(part) and len(part) == ROWS:
+            place = torch.arange(length)
+            some = torch.rand(length, generator=random) < 0.6
+            masks = [
+                place >= 0,
+                place <= length // 2,
+                place >= length // 2,
+                some | (place == 0),
+                some | (place == length - 1),
+            ]
+            part = torch.stack(masks).to(part.device, part.dtype)
+        elif _is_text(part) and (name.endswith("input_ids") or name == "labels") and type(words) is int:
+            none = {_behind_the_end(module, "input_ids"), end if type(end) is int else -1}
+            usable = torch.tensor([word for word in range(min(words, MOST_WORDS)) if word not in none])
+            part = usable[torch.randint(len(usable), part.shape, generator=random)].to(part.device, part.dtype)
+            if name == "input_ids" and type(end) is int and 0 <= end < words:
+                part[:, -1] = end
+        readable.append(part)
+    return readable
 
 
 def _outputs(forward: Callable[..., Any], form: CallForm, call: Call, rows: Sequence[Tensor]) -> list[Tensor]:
@@ -166,11 +245,14 @@ def _outputs(forward: Callable[..., Any], form: CallForm, call: Call, rows: Sequ
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
+    """Number by number of each position, beside what it is made of; bfloat16 is too coarse to tell."""
+    if one.shape != other.shape or one.dtype not in (torch.float32, torch.float64) or not one.any():
         return False
-    close = ROUGH if one.dtype in (torch.bfloat16, torch.float16) else CLOSE
     one, other = one.double(), other.double()
-    return bool((one - other).norm() <= close * one.norm() + 1e-9)
+    apart, size = (one - other).abs(), one.abs().clamp(max=LARGE)
+    usual = size.flatten(1).mean() if size.dim() > 1 else size.mean()
+    near = torch.maximum(size, size.mean(dim=-1, keepdim=True)) if size.dim() > 1 else size
+    return bool((apart <= CLOSE * torch.maximum(near, 1e-2 * usual)).all())
 
 
 def rounded_up(length: int) -> int:

@@ -35,7 +35,15 @@ from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm
-from vestige.privacy_engine.lengths import Long, Stretch, positions, rounded_up, stretched
+from vestige.privacy_engine.lengths import (
+    SHORTEST,
+    Long,
+    Stretch,
+    positions,
+    rounded_up,
+    stretched,
+    takes_no_notice,
+)
 
 Uses = dict[str, list[Gradient]]
 MOST_MET = 1000
@@ -361,7 +369,8 @@ class Recordings:
             raise Unsteady(now.doubt)
         found = tree_flatten(outputs)[0]
         held = [found[place] for place in self.form.outputs]
-        needless = self._replaced and isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor)
+        own = outputs.get("loss") if self._replaced and isinstance(outputs, Mapping) else None
+        needless = isinstance(own, Tensor) and not own.dim()
         if len(held) + needless < sum(isinstance(leaf, Tensor) for leaf in found):
             raise Unsteady  # of an output that has no row for each example, padding would be a part
         most = len(self._places)
@@ -422,6 +431,8 @@ class Texts:
     """Of all that were met: to pad further might be more than the model takes."""
     lengths: dict[Long, Recordings] = field(default_factory=dict)
     tried: bool = False
+    unnoticed: dict[tuple[Long, Long], bool] = field(default_factory=dict)
+    """Whether the model takes no notice of texts of one length that are padded to another."""
     failed: bool = False
     """Whether one length could not be recorded: then no other is tried."""
     _stretch: Stretch | None = None
@@ -500,8 +511,11 @@ class Recorder:
         texts.longest = max(texts.longest[0], long[0]), max(texts.longest[1], long[1])
         if texts.failed or long in texts.lengths:
             return texts.lengths.get(long)
-        if texts.lengths and not texts.tried:
-            texts.stretch, texts.tried = stretched(self.module, asked.forward, asked.form, asked.call), True
+        if texts.lengths and not texts.tried and min(filter(None, long)) >= SHORTEST:
+            labelled = "labels" in asked.call.names.values()
+            if asked.replaced or not labelled:  # a label that is ignored is known to be
+                texts.stretch = stretched(self.module, asked.forward, asked.form, asked.call)
+            texts.tried = True
         if texts.stretch is None:
             found = self._exactly((key, long), asked, texts.room, long)
             texts.failed = found is None and (key, long) in self._known
@@ -512,7 +526,18 @@ class Recorder:
         if near is None and texts.room.within is None and len(texts.lengths) < MOST_LENGTHS:
             rounded = (min(rounded_up(own), most) for own, most in zip(long, texts.longest, strict=True))
             near = self._padded(key, asked, texts, (next(rounded), next(rounded)))
-        return near or texts.at_least(long)
+        found = near or texts.at_least(long)
+        return found if found is not None and self._unnoticed(asked, texts, long, found) else None
+
+    def _unnoticed(self, asked: Asked, texts: Texts, long: Long, found: Recordings) -> bool:
+        """Whether texts of this length may be padded to that of the recordings: tried once for each two."""
+        assert texts.stretch is not None
+        assert found.long is not None
+        two = long, found.long
+        if two not in texts.unnoticed:
+            given = self.module, asked.forward, asked.form, asked.call, texts.stretch, *two
+            texts.unnoticed[two] = long == found.long or takes_no_notice(*given)
+        return texts.unnoticed[two]
 
     def _padded(self, key: Hashable, asked: Asked, texts: Texts, long: Long) -> Recordings | None:
         """Recordings of fewer sizes, to which texts are padded."""
