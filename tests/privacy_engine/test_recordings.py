@@ -386,6 +386,29 @@ def test_nothing_is_recorded_in_memory_that_a_pass_is_in(monkeypatch):
     assert [*texts.lengths] == [(30, 0), (24, 0)]
 
 
+class WithLosses(nn.Module):
+    """Losses of its examples, and a number that is nobody's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x, labels):
+        logits = self.linear(x)
+        losses = {"loss": nn.functional.cross_entropy(logits, labels, reduction="none"), "seen": labels[:, None] / 2}
+        return {**losses, "logits": logits, "number": self.linear.weight.detach().sum()}
+
+
+def test_a_number_beside_losses_of_rows_is_not_taken_for_the_loss():
+    steps, model, optimizer, loader = private(WithLosses())
+    for x, y in loader:
+        outputs = model(x, labels=y)
+        assert outputs["number"].item() == pytest.approx(float(model.linear.weight.detach().sum()), abs=1e-5)
+        outputs["loss"].backward()
+        optimizer.step()
+    assert not replays(steps)
+
+
 class Reader(nn.Module):
     """Says something of each token, or of the whole text: of what the mask shows, of the last state, of everything, of
     the last word wherever that is, of everything but what was long to begin with, of more once it was trained."""
