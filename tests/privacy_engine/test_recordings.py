@@ -363,6 +363,21 @@ def test_a_model_may_take_notice_from_some_length_on(monkeypatch):
     assert not all(texts.unnoticed.values())
 
 
+def test_lengths_that_grow_do_not_use_up_the_recordings(monkeypatch):
+    monkeypatch.setattr(lengths, "of_transformers", lambda module: True)
+    steps, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
+    rows, _ = next(iter(loader))
+    for length in (length for length in range(20, 80) for _ in range(2)):
+        model(*texts_of_a_batch(len(rows), length))
+    (texts,) = steps.passes._recorder._texts.values()
+    assert len(texts.lengths) == recordings.MOST_LENGTHS
+    assert max(texts.lengths) >= (78, 0)
+    assert (20, 0) in texts.lengths
+    made = sum(replays(steps).values())
+    model(*texts_of_a_batch(len(rows), 75))
+    assert sum(replays(steps).values()) == made + 1
+
+
 def test_models_that_nobody_knows_are_not_padded_further():
     steps, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
     rows, _ = next(iter(loader))

@@ -447,6 +447,15 @@ class Texts:
         for each in self.lengths.values():
             each.stretch = found
 
+    def thinned(self) -> Long:
+        """Let go of one length, without which the next is not much longer than the one before: lengths may grow from
+        step to step."""
+        by_length = sorted(self.lengths, key=sum)
+        threes = zip(by_length, by_length[1:], by_length[2:], strict=False)
+        gone = min(threes, key=lambda three: sum(three[2]) / sum(three[0]))[1]
+        del self.lengths[gone]
+        return gone
+
     def at_least(self, long: Long, near: bool = False) -> Recordings | None:
         """The shortest recordings that are long enough; `near` ones, that are not much longer."""
 
@@ -522,11 +531,12 @@ class Recorder:
             if found is not None:
                 texts.lengths[long] = found
             return found
-        near = texts.at_least(long, near=True)
-        if near is None and texts.room.within is None and len(texts.lengths) < MOST_LENGTHS:
+        near, longer = texts.at_least(long, near=True), texts.at_least(long)
+        room_for_more = len(texts.lengths) < MOST_LENGTHS or longer is None
+        if near is None and texts.room.within is None and room_for_more:
             rounded = (min(rounded_up(own), most) for own, most in zip(long, texts.longest, strict=True))
             near = self._padded(key, asked, texts, (next(rounded), next(rounded)))
-        found = near or texts.at_least(long)
+        found = near or longer
         return found if found is not None and self._unnoticed(asked, texts, long, found) else None
 
     def _unnoticed(self, asked: Asked, texts: Texts, long: Long, found: Recordings) -> bool:
@@ -541,13 +551,15 @@ class Recorder:
 
     def _padded(self, key: Hashable, asked: Asked, texts: Texts, long: Long) -> Recordings | None:
         """Recordings of fewer sizes, to which texts are padded."""
-        key = key, long
+        key = (key, long)
         self._met[key] = self._met.get(key, 0) + 1
         if key in self._known or self._met[key] < AGAIN:
             return None
         found = self._known[key] = self._recordings(asked, self.sizes[::FEWER], texts.room, texts.stretch, long)
         if found is not None:
             texts.lengths[long] = found
+            if len(texts.lengths) > MOST_LENGTHS:
+                self._known[key[0], texts.thinned()] = None
         return found
 
     def _room(self) -> Room:
