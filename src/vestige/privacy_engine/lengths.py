@@ -119,8 +119,11 @@ def stretched(module: nn.Module, forward: Callable[..., Any], form: CallForm, ca
     whole = read, written - (read == written)  # two lengths that can be told apart
     half, names = (whole[0] // 2, whole[1] // 2), call.names
     values = {place: _behind_the_end(module, names.get(place, "")) for place in sides}
-    with _beside(module):
-        pairs = _compared(module, forward, form, call, Stretch(values, sides, ()), half, whole)
+    try:
+        with _beside(module):
+            pairs = _compared(module, forward, form, call, Stretch(values, sides, ()), half, whole)
+    except RuntimeError:  # there is no room for a copy of the parameters
+        return None
     if pairs is None:
         return None
     outputs = tuple(_side(one.shape, other.shape, half, whole) for one, other in pairs)
@@ -179,12 +182,11 @@ def _agree(pairs: Pairs, outputs: Sequence[int | None], own: Long) -> bool:
 @contextmanager
 def _beside(module: nn.Module) -> Iterator[None]:
     """Inside, the parameters are others, near by."""
-    random = torch.Generator().manual_seed(13)
-    kept = [(p, p.detach().clone()) for p in module.parameters()]
+    kept = [(p, p.detach().clone()) for p in module.parameters() if p.is_floating_point()]
     try:
-        for p, _ in kept:
-            if p.is_floating_point():  # by `data`: whoever has them in a graph of his own takes no notice
-                p.data.add_((BESIDE * torch.randn(p.shape, generator=random)).to(p.device, p.dtype))
+        for p, _ in kept:  # by `data`: whoever has them in a graph of his own takes no notice
+            random = torch.Generator(p.device).manual_seed(p.numel())
+            p.data.add_(torch.randn(p.shape, generator=random, device=p.device).to(p.dtype), alpha=BESIDE)
         yield
     finally:
         for p, before in kept:

@@ -520,7 +520,7 @@ class Recorder:
         texts.longest = max(texts.longest[0], long[0]), max(texts.longest[1], long[1])
         if texts.failed or long in texts.lengths:
             return texts.lengths.get(long)
-        if texts.lengths and not texts.tried and min(filter(None, long)) >= SHORTEST:
+        if texts.lengths and not texts.tried and min(filter(None, long), default=0) >= SHORTEST:
             labelled = "labels" in asked.call.names.values()
             if asked.replaced or not labelled:  # a label that is ignored is known to be
                 texts.stretch = stretched(self.module, asked.forward, asked.form, asked.call)
