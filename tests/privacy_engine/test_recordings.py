@@ -378,6 +378,21 @@ def test_lengths_that_grow_do_not_use_up_the_recordings(monkeypatch):
     assert sum(replays(steps).values()) == made + 1
 
 
+def test_where_there_is_no_room_to_try_texts_stay_as_they_are(monkeypatch):
+    def full(module):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(lengths, "of_transformers", lambda module: True)
+    monkeypatch.setattr(lengths, "_beside", full)
+    steps, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
+    rows, _ = next(iter(loader))
+    for length in (30, 24):
+        model(*texts_of_a_batch(len(rows), length))
+    (texts,) = steps.passes._recorder._texts.values()
+    assert texts.tried
+    assert texts.stretch is None
+
+
 def test_models_that_nobody_knows_are_not_padded_further():
     steps, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
     rows, _ = next(iter(loader))
