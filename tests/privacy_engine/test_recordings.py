@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -13,11 +14,13 @@ from torch.utils.data import DataLoader
 from conftest import make_toy
 from loops import LOSS, flat, moved, oracle, private, same_step
 from vestige import PrivacyEngine
+from vestige.engines.per_example import taps
 from vestige.engines.recorded import recording
 from vestige.engines.recorded.recording import sizes_of
+from vestige.engines.rehearsal import recorded_ways, rehearsing
 from vestige.mechanism import clipping
 from vestige.privacy_engine import lengths, recordings
-from vestige.privacy_engine.recordings import Withheld
+from vestige.privacy_engine.recordings import Recordings, Withheld
 
 pytestmark = pytest.mark.parametrize("replayed", [True], ids=[""], indirect=True)
 CAN_RECORD = recordings.can_record
@@ -363,19 +366,31 @@ def test_a_model_may_take_notice_from_some_length_on(monkeypatch):
     assert not all(texts.unnoticed.values())
 
 
-def test_lengths_that_grow_do_not_use_up_the_recordings(monkeypatch):
+@pytest.mark.parametrize("positions", [100, None])
+def test_lengths_that_grow_do_not_use_up_the_recordings(positions, monkeypatch):
+    """Where a model says how long texts may be, they are padded beyond the longest that was met."""
     monkeypatch.setattr(lengths, "of_transformers", lambda module: True)
-    steps, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
+    reader = Reader("mask")
+    reader.words_by_pos = nn.Embedding(positions or 1, 1)  # a table that says how many positions there are
+    reader.words_by_pos.requires_grad_(False)
+    if positions:
+        reader.config = SimpleNamespace(max_position_embeddings=positions)
+    steps, model, _, loader = private(reader, (torch.arange(120), torch.randint(3, (120,))))
     rows, _ = next(iter(loader))
     for length in (length for length in range(20, 80) for _ in range(2)):
         model(*texts_of_a_batch(len(rows), length))
     (texts,) = steps.passes._recorder._texts.values()
-    assert len(texts.lengths) == recordings.MOST_LENGTHS
-    assert max(texts.lengths) >= (78, 0)
-    assert (20, 0) in texts.lengths
+    if not positions:
+        assert texts.grown == recordings.MOST_LENGTHS  # no more than that
+        return
+    assert [*texts.lengths] == [(92, 0)]  # a few positions may be taken by something else
+    assert texts.grown == 4  # 32, 48, 64, 92
     made = sum(replays(steps).values())
-    model(*texts_of_a_batch(len(rows), 75))
-    assert sum(replays(steps).values()) == made + 1
+    for length in (75, 33, 40, 33, 20):
+        model(*texts_of_a_batch(len(rows), length))
+    assert sum(replays(steps).values()) == made + 5
+    assert set(texts.lengths) == {(92, 0), (48, 0), (32, 0)}
+    assert len({id(each.room) for each in texts.lengths.values()}) == 1
 
 
 def test_where_there_is_no_room_to_try_texts_stay_as_they_are(monkeypatch):
@@ -414,6 +429,43 @@ def test_nothing_is_recorded_in_memory_that_a_pass_is_in(monkeypatch):
     del held
     model(*texts_of_a_batch(len(rows), 24))
     assert [*texts.lengths] == [(30, 0), (24, 0)]
+
+
+class Asks(nn.Module):
+    """Spreads a bias over all examples where it is told that it is recorded, as masks of transformers' are."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bias = nn.Linear(5, 3), nn.Parameter(torch.zeros(1, 3))
+
+    def forward(self, x):
+        recorded = torch.cuda.is_current_stream_capturing is recorded_ways._yes
+        ASKED.append(recorded)
+        bias = self.bias + torch.zeros(len(x) if recorded else 1, 1)
+        return torch.tanh(self.linear(x)) + bias
+
+
+ASKED = []
+
+
+def test_a_model_may_go_another_way_in_a_recording(monkeypatch):
+    rerun = recordings.recorded
+
+    def as_recorded(work, pool, device):
+        def told():
+            with recorded_ways.as_if_recorded():
+                work()
+
+        return rerun(told, pool, device)
+
+    monkeypatch.setattr(recordings, "recorded", as_recorded)
+    monkeypatch.setattr(rehearsing, "_on_a_gpu", lambda environment: True)
+    monkeypatch.setattr(taps, "recording", lambda: torch.cuda.is_current_stream_capturing is recorded_ways._yes)
+    steps, model, optimizer, loader = private(Asks())
+    for x, y in loader:
+        same_step(model, optimizer, x, y)
+    assert sum(replays(steps).values()) == len(loader)
+    assert ASKED[-1]
 
 
 class WithLosses(nn.Module):
@@ -487,7 +539,7 @@ def test_texts_of_other_lengths_are_padded_where_the_model_takes_no_notice(way, 
     torch.manual_seed(4)
     data = torch.arange(120), torch.randint(3, (120,))
     steps, model, optimizer, loader = private(Reader(way), data)
-    seen, longest = [], [30, 24, 12, 30, 24, 12, 29, 11, 23, 7, 30, 40, 40, 39, 33]
+    seen, longest = [], [30, 24, 12, 30, 24, 12, 29, 11, 23, 7, 30, 40, 40, 39, 33, 13, 10]
     batches = (batch for _ in range(3) for batch in loader)
     for length, (rows, y) in zip(longest, batches, strict=False):
         ids, mask = texts_of_a_batch(len(rows), length)
@@ -513,11 +565,7 @@ def test_texts_of_other_lengths_are_padded_where_the_model_takes_no_notice(way, 
     assert (texts.stretch is not None) is padded
     assert model.merged == 0
     if padded:
-        assert {long[0] for long in texts.lengths} == {
-            30,
-            16,
-            40,
-        }  # of the first, and rounded ones, but not beyond the longest
+        assert {long[0] for long in texts.lengths} == {48, 16}  # rounded, and the shorter ones made anew
         assert all(count for length, count in seen[6:11])
         assert len({id(each.room) for each in texts.lengths.values()}) == 1
     else:
@@ -556,9 +604,9 @@ def test_of_a_model_that_is_another_at_every_pass_little_is_kept(monkeypatch):
 def hugging_face(name):
     transformers = pytest.importorskip("transformers")
     tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    tiny |= {"vocab_size": 40, "max_position_embeddings": 48}
+    tiny |= {"vocab_size": 40, "max_position_embeddings": 96}
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    gpt = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 48, "eos_token_id": 0}
+    gpt = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40, "n_positions": 96, "eos_token_id": 0}
     gpt |= {"bos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     t5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 40, "dropout_rate": 0.0}
     relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
@@ -599,7 +647,7 @@ TEXTS = ["BERT", "RoBERTa", "GPT-2", "T5"]
 def trained_on_texts(name, record, device="cpu"):
     """The engine, how many steps it took, and how far the parameters have come."""
     generator = torch.Generator().manual_seed(3)
-    words = (8 + 24 * torch.rand(80, generator=generator) ** 2).long()
+    words = (6 + 60 * torch.rand(80, generator=generator) ** 4).long()
     data = [(torch.randint(3, 40, (int(n),), generator=generator), n % 2) for n in words]
     model, engine = hugging_face(name).to(device).train(), PrivacyEngine(reproducible=3, record=record)
     before = flat(model)
@@ -629,9 +677,11 @@ def test_texts_padded_to_the_longest_are_replayed_and_train_as_they_are(name):
 def test_on_a_gpu_too(name, monkeypatch):
     monkeypatch.setattr(recordings, "recorded", recording.recorded)
     monkeypatch.setattr(recordings, "can_record", CAN_RECORD)
-    engine, _, padded = trained_on_texts(name, record=True, device="cuda")
+    begun, begin = [], Recordings.begin
+    monkeypatch.setattr(Recordings, "begin", lambda *given: begun.append(begin(*given)) or begun[-1])
+    engine, steps, padded = trained_on_texts(name, record=True, device="cuda")
     (texts,) = engine._steps.passes._recorder._texts.values()
     assert texts.stretch is not None
-    assert len(texts.lengths) > 1
+    assert sum(each is not None for each in begun) >= steps - 3
     _, _, exact = trained_on_texts(name, record=False, device="cuda")
     assert (padded - exact).norm() <= 1e-2 * exact.norm()

@@ -214,7 +214,8 @@ def _with_numbers(
         return torch.cat([found[place].reshape(len(rows[0]), -1).float() for place in holding], dim=1)
 
     rehearsal = rehearsed(taps, run, made)
-    taps.kinds, taps.shapes = dict(rehearsal.kinds), shown.shapes(batched)
+    taps.kinds, taps.recorded = dict(rehearsal.kinds), dict(rehearsal.recorded)
+    taps.shapes = shown.shapes(batched)
     return CallForm(taps, batched, holding, rehearsal, made)
 
 

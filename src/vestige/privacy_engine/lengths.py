@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from vestige.devices import without_tf32
 from vestige.engines.per_example.taps import Shapes
-from vestige.engines.rehearsal.rehearsing import left_as_found
+from vestige.engines.rehearsal.rehearsing import left_as_found, nothing_drawn
 from vestige.mechanism.losses.model_losses import IGNORED
 from vestige.privacy_engine.calls import Call, CallForm
 
@@ -60,6 +60,8 @@ BESIDE = 0.05
 ROWS, MOST_WORDS = 5, 1 << 16
 SHORTEST = 6
 """Texts that are shorter do not tell."""
+FIRST_POSITIONS, ANY_LENGTH = 8, 1 << 30
+"""So many positions may be taken by something else; and so many are more than anybody has."""
 STEPS = ((64, 16), (256, 32), (1024, 64))
 """Up to this length, lengths are rounded to multiples of that."""
 
@@ -120,7 +122,7 @@ def stretched(module: nn.Module, forward: Callable[..., Any], form: CallForm, ca
     half, names = (whole[0] // 2, whole[1] // 2), call.names
     values = {place: _behind_the_end(module, names.get(place, "")) for place in sides}
     try:
-        with _beside(module):
+        with left_as_found(module), _beside(module):
             pairs = _compared(module, forward, form, call, Stretch(values, sides, ()), half, whole)
     except RuntimeError:  # there is no room for a copy of the parameters
         return None
@@ -157,7 +159,7 @@ def _compared(
     modes = [(each, each.training) for each in module.modules()]
     kind = like[0].device.type
     try:
-        with left_as_found(module), torch.no_grad(), without_tf32(), torch.autocast(kind, enabled=False):
+        with nothing_drawn(module), torch.no_grad(), without_tf32(), torch.autocast(kind, enabled=False):
             for each, _ in modes:
                 each.training = False
             short = _readable(module, form.made(ROWS, 11, like), names)
@@ -250,11 +252,29 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     """Number by number of each position, beside what it is made of; bfloat16 is too coarse to tell."""
     if one.shape != other.shape or one.dtype not in (torch.float32, torch.float64) or not one.any():
         return False
+    usual = 1e-2 * torch.stack([row.double().abs().clamp(max=LARGE).mean() for row in one]).mean()
+    near = (_near(*rows, usual) for rows in zip(one, other, strict=True))  # one by one: there may be a large vocabulary
+    return bool(torch.stack([*near]).all())
+
+
+def _near(one: Tensor, other: Tensor, usual: Tensor) -> Tensor:
     one, other = one.double(), other.double()
-    apart, size = (one - other).abs(), one.abs().clamp(max=LARGE)
-    usual = size.flatten(1).mean() if size.dim() > 1 else size.mean()
-    near = torch.maximum(size, size.mean(dim=-1, keepdim=True)) if size.dim() > 1 else size
-    return bool((apart <= CLOSE * torch.maximum(near, 1e-2 * usual)).all())
+    size = one.abs().clamp(max=LARGE)
+    size = torch.maximum(size, size.mean(dim=-1, keepdim=True)) if size.dim() else size
+    return ((one - other).abs() <= CLOSE * torch.maximum(size, usual)).all()
+
+
+def most_positions(module: nn.Module) -> int:
+    """How long texts may be at least, as far as the model tells: by its configuration and its tables of positions, of
+    which some count from a few on. One that has neither goes by distances."""
+    named = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    parts = [(name, each) for name, each in module.named_modules() if "pos" in name or name.endswith("wpe")]
+    if type(named) is int:
+        tables = [each.num_embeddings for _, each in parts if isinstance(each, nn.Embedding)]
+        return max(0, min([named, *tables]) - FIRST_POSITIONS)
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    told = bool(parts) or any("pos" in name for name, _ in tensors)
+    return 0 if told or not of_transformers(module) else ANY_LENGTH
 
 
 def rounded_up(length: int) -> int:

@@ -13,8 +13,8 @@ import gc
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -29,7 +29,7 @@ from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
 from vestige.engines.recorded.host_copies import HostCopies, Sent
-from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
+from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, lent, pool_for, recorded
 from vestige.engines.recorded.steady import Unsteady, host_draws, require_steady, restore_host_draws, standing
 from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.layout import Layout, device_of
@@ -39,6 +39,7 @@ from vestige.privacy_engine.lengths import (
     SHORTEST,
     Long,
     Stretch,
+    most_positions,
     positions,
     rounded_up,
     stretched,
@@ -48,9 +49,11 @@ from vestige.privacy_engine.lengths import (
 Uses = dict[str, list[Gradient]]
 MOST_MET = 1000
 """Forms and lengths of calls that are remembered: a model that is another at every pass has no end of them."""
-MOST_LENGTHS, NEAR, AGAIN, FEWER = 8, 16, 2, 3
-"""Lengths to which texts are padded; how many positions more than they have, or a quarter; how often a length is met
-before it is recorded, and every which size then is."""
+MOST_LENGTHS, NEAR, AGAIN, FEWER = 8, 16, 2, 2
+"""Lengths to which texts are padded, and how often the longest may become longer; how many positions more than they
+have, or a quarter; how often a length is met before it is recorded, and every which size then is."""
+FEW = 2
+"""Rows that take hardly any memory."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -75,7 +78,10 @@ class Room:
     """The memory in which the recordings of a form of call work, one pass at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.pool = pool_for(self, device) if device.type == "cuda" else None
+        self.used = False
+        """Whether there are recordings in it."""
+        self._device = device
         self._within: weakref.ref[Replay] | None = None
         self._shelves: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -87,6 +93,10 @@ class Room:
     @within.setter
     def within(self, replay: Replay | None) -> None:
         self._within = None if replay is None else weakref.ref(replay)
+
+    def lent(self) -> AbstractContextManager[None]:
+        """Inside, work is done in this memory, though it is not recorded."""
+        return nullcontext() if self.pool is None else lent(self.pool, self._device)
 
     def shelf(self, number: int, like: Tensor, rows: int) -> Tensor:
         """For so many rows of an output: memory that recordings of other lengths use too, if they are not longer."""
@@ -267,20 +277,44 @@ class Recordings:
         larger. Raises where the pass cannot be recorded."""
         start, host = time.monotonic(), host_draws()
         self._free()
-        self.draws = self._tried(sizes[0])
-        tried = [sizes[0]]
-        for rows in sizes[1:]:  # kernels are chosen, compiled and loaded before anything is recorded
-            if time.monotonic() - start > SECONDS / 2:
-                break
-            self._run_all(rows)
-            tried.append(rows)
-        draws = _device_draws(self._device)
-        want = self._wanted(tried[-1], draws)
+        want = torch.zeros_like(self.total)
+        with self._beside_others():
+            self.draws = self._tried(sizes[0])
+            tried = [sizes[0]]
+            for rows in sizes[1:]:  # kernels are chosen, compiled and loaded before anything is recorded
+                if time.monotonic() - start > SECONDS / 2:
+                    break
+                self._run_all(rows)
+                tried.append(rows)
+            draws = _device_draws(self._device)
+            self._load_wanted(want, tried[-1], draws)
         self._free()
         self._tapes = [self._recorded(rows) for rows in tried]
+        self.room.used = True
         self._require_alike(self._tapes[-1], draws, want)
         self._free()
         restore_host_draws(host)
+
+    @contextmanager
+    def _beside_others(self) -> Iterator[None]:
+        """Where others are recorded, this is tried out in their memory. Whatever it leaves there, they would write
+        over: what is made once is made before, elsewhere, and `Unsteady` is raised if more is left."""
+        if not self.room.used or self._device.type != "cuda":
+            yield
+            return
+        few = min(FEW, len(self._places))
+        self._load_made_up(few)
+        self._run_all(few)
+        self._free()
+        before = torch.cuda.memory_allocated(self._device)
+        with self.room.lent():
+            yield
+        sent = {rows: [(host, there.cpu()) for host, there in each] for rows, each in self._sent.items()}
+        self._sent.clear()
+        self._free()
+        if torch.cuda.memory_allocated(self._device) > before:
+            raise Unsteady
+        self._sent = {rows: [(host, there.to(self._device)) for host, there in each] for rows, each in sent.items()}
 
     def _tried(self, rows: int) -> bool:
         """Run once on made-up rows, unrecorded; whether the model draws numbers on the GPU. Raises `Unsteady`."""
@@ -309,17 +343,16 @@ class Recordings:
         kept = [places.get(place, leaf if isinstance(leaf, PLAIN) else Withheld()) for place, leaf in enumerate(leaves)]
         return Tape(rows, forward, backward, clip, kept, tree)
 
-    def _wanted(self, rows: int, draws: Tensor) -> Tensor:
+    def _load_wanted(self, want: Tensor, rows: int, draws: Tensor) -> None:
         """The clipped sum of made-up rows as the pass itself gives it, from such draws on."""
         self._load_made_up(rows)
         with as_if_recorded():
             self._run_forward(rows)
         self._load_made_up_signals(rows)
-        uses, want = self._run_backward([end[:rows] for end in self.ends]), torch.zeros_like(self.total)
+        uses = self._run_backward([end[:rows] for end in self.ends])
         add_weighted({name: combine(parts) for name, parts in uses.items()}, self._clip, self.layout, want, rows)
         self._live = None
         _restore_device_draws(draws, self._device)
-        return want
 
     def _require_alike(self, tape: Tape, draws: Tensor, want: Tensor) -> None:
         """A replay gives what the pass itself gives, on made-up rows."""
@@ -428,11 +461,15 @@ class Texts:
 
     room: Room
     longest: Long = (0, 0)
-    """Of all that were met: to pad further might be more than the model takes."""
+    """Of all that were met."""
+    most: int = 0
+    """How long they may be at least, as far as the model tells: to pad further might be more than it takes."""
     lengths: dict[Long, Recordings] = field(default_factory=dict)
     tried: bool = False
     unnoticed: dict[tuple[Long, Long], bool] = field(default_factory=dict)
     """Whether the model takes no notice of texts of one length that are padded to another."""
+    grown: int = 0
+    """How often longer ones were made than all before."""
     failed: bool = False
     """Whether one length could not be recorded: then no other is tried."""
     _stretch: Stretch | None = None
@@ -446,15 +483,6 @@ class Texts:
         self._stretch = found
         for each in self.lengths.values():
             each.stretch = found
-
-    def thinned(self) -> Long:
-        """Let go of one length, without which the next is not much longer than the one before: lengths may grow from
-        step to step."""
-        by_length = sorted(self.lengths, key=sum)
-        threes = zip(by_length, by_length[1:], by_length[2:], strict=False)
-        gone = min(threes, key=lambda three: sum(three[2]) / sum(three[0]))[1]
-        del self.lengths[gone]
-        return gone
 
     def at_least(self, long: Long, near: bool = False) -> Recordings | None:
         """The shortest recordings that are long enough; `near` ones, that are not much longer."""
@@ -524,7 +552,7 @@ class Recorder:
             labelled = "labels" in asked.call.names.values()
             if asked.replaced or not labelled:  # a label that is ignored is known to be
                 texts.stretch = stretched(self.module, asked.forward, asked.form, asked.call)
-            texts.tried = True
+            texts.tried, texts.most = True, most_positions(self.module)
         if texts.stretch is None:
             found = self._exactly((key, long), asked, texts.room, long)
             texts.failed = found is None and (key, long) in self._known
@@ -532,12 +560,18 @@ class Recorder:
                 texts.lengths[long] = found
             return found
         near, longer = texts.at_least(long, near=True), texts.at_least(long)
-        room_for_more = len(texts.lengths) < MOST_LENGTHS or longer is None
-        if near is None and texts.room.within is None and room_for_more:
-            rounded = (min(rounded_up(own), most) for own, most in zip(long, texts.longest, strict=True))
-            near = self._padded(key, asked, texts, (next(rounded), next(rounded)))
+        if near is None and texts.room.within is None:
+            near = self._padded(key, asked, texts, self._rounded(texts, long, longer is None), longer is None)
         found = near or longer
         return found if found is not None and self._unnoticed(asked, texts, long, found) else None
+
+    def _rounded(self, texts: Texts, long: Long, longest: bool) -> Long:
+        """To how many positions texts are padded: no more than the model is known to take, and if they are the longest,
+        enough for all."""
+        enough = [max(lengths) if longest else 0 for lengths in zip(*texts.lengths, (0, 0), strict=True)]
+        rounded = (min(rounded_up(own), max(met, texts.most)) for own, met in zip(long, texts.longest, strict=True))
+        read, written = map(max, rounded, enough)
+        return read, written
 
     def _unnoticed(self, asked: Asked, texts: Texts, long: Long, found: Recordings) -> bool:
         """Whether texts of this length may be padded to that of the recordings: tried once for each two."""
@@ -549,17 +583,22 @@ class Recorder:
             texts.unnoticed[two] = long == found.long or takes_no_notice(*given)
         return texts.unnoticed[two]
 
-    def _padded(self, key: Hashable, asked: Asked, texts: Texts, long: Long) -> Recordings | None:
-        """Recordings of fewer sizes, to which texts are padded."""
-        key = (key, long)
-        self._met[key] = self._met.get(key, 0) + 1
-        if key in self._known or self._met[key] < AGAIN:
+    def _padded(self, key: Hashable, asked: Asked, texts: Texts, long: Long, longest: bool) -> Recordings | None:
+        """Recordings of fewer sizes, to which texts are padded. What is shorter finds room in the memory of what is
+        longer, but not the other way round: before the longest are made, all are let go of, to be made again when they
+        are needed."""
+        mine = (key, long)
+        self._met[mine] = self._met.get(mine, 0) + 1
+        too_many = (texts.grown if longest else len(texts.lengths)) >= MOST_LENGTHS
+        if mine in self._known or self._met[mine] < AGAIN or too_many:
             return None
-        found = self._known[key] = self._recordings(asked, self.sizes[::FEWER], texts.room, texts.stretch, long)
+        if longest:
+            for each in texts.lengths:
+                del self._known[key, each]
+            texts.lengths, texts.room, texts.grown = {}, self._room(), texts.grown + 1
+        found = self._known[mine] = self._recordings(asked, self.sizes[::FEWER], texts.room, texts.stretch, long)
         if found is not None:
             texts.lengths[long] = found
-            if len(texts.lengths) > MOST_LENGTHS:
-                self._known[key[0], texts.thinned()] = None
         return found
 
     def _room(self) -> Room:

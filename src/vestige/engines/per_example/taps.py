@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vestige.devices import recording
 from vestige.engines.per_example.expressions import ANCHOR, Environment, Kinds, Pass, Whole, full_precision
 from vestige.engines.per_example.gradients import Gradient, combine
 from vestige.engines.per_example.sequences import composite_of, registered
@@ -34,6 +35,8 @@ class Taps:
 
     def __init__(self, model: nn.Module, layout: Layout, kinds: Kinds | None = None) -> None:
         self.model, self.layout, self.kinds = model, layout, dict(kinds or {})
+        self.recorded: Kinds = self.kinds
+        """What was found out about them in recordings."""
         self.shapes: Shapes | None = None
         """Of the inputs that were rehearsed."""
         self._holders = _holders(model, layout)
@@ -51,7 +54,8 @@ class Taps:
         views: int = 1,
     ) -> Pass:
         usual = shapes is not None and shapes == self.shapes
-        return Pass(examples, environment, self.kinds, deliver, usual=usual, views=views)
+        kinds = self.recorded if recording() else self.kinds
+        return Pass(examples, environment, kinds, deliver, usual=usual, views=views)
 
     @contextmanager
     def watching(self, now: Pass) -> Iterator[None]:

@@ -7,6 +7,7 @@ is treated as what the engine already knows how to leave out, an example without
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import ceil, floor, sqrt
@@ -21,6 +22,8 @@ MOST_SIZES = 16
 MOST_FORMS, PATIENCE = 4, 8
 """Forms of batches for which sizes are recorded ahead, and how often a further one is met before it is: sequences may
 have any length."""
+CAN_LEND = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
+"""Whether torch lets work that is not recorded lie in the memory of recordings."""
 DEVIATIONS = 3
 """So far from its mean, in standard deviations, a sample is still of a recorded size; one in a thousand is not."""
 
@@ -46,6 +49,37 @@ def recorded(work: Callable[[], object], pool: Any, device: torch.device) -> tor
     finally:
         torch._C._cuda_clearCublasWorkspaces()
     return graph
+
+
+def pool_for(owner: object, device: torch.device) -> Any:
+    """Memory for recordings, which is there for as long as its owner is, or a recording in it."""
+    pool, index = torch.cuda.graph_pool_handle(), device.index or 0
+    if CAN_LEND:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+        torch._C._cuda_endAllocateToPool(index, pool)
+        weakref.finalize(owner, torch._C._cuda_releasePool, index, pool).atexit = False
+    return pool
+
+
+@contextmanager
+def lent(pool: Any, device: torch.device) -> Iterator[None]:
+    """Inside, work is done in the memory of recordings, none of which may be in use: on their stream, or there would be
+    none for it."""
+    stream, index = torch.cuda.graph.default_capture_stream, device.index or 0
+    if not CAN_LEND or stream is None:
+        yield
+        return
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+    try:
+        with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        torch.cuda.synchronize(device)
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager

@@ -72,6 +72,8 @@ class Rehearsal:
     """What was found out about a model."""
 
     kinds: Mapping[Key, Kind | None]
+    recorded: Mapping[Key, Kind | None]
+    """The same for recordings: a model that asks may go another way there."""
     changing: frozenset[str]
     """Buffers and parameters that a forward pass changes, but never by what it is given: caches, counters of steps."""
 
@@ -98,9 +100,16 @@ def rehearsed(taps: Taps, run: Run, made: Made, views: int = 1) -> Rehearsal:
 
 def _either(one: Rehearsal, other: Rehearsal) -> Rehearsal:
     """What is found whichever way a model decides by numbers that it draws on the host."""
-    if any(one.kinds[key] != other.kinds[key] for key in one.kinds.keys() & other.kinds.keys()):
-        raise Unwatchable("the model uses its parameters differently by what it draws")
-    return Rehearsal({**other.kinds, **one.kinds}, one.changing | other.changing)
+    for mine, others in ((one.kinds, other.kinds), (one.recorded, other.recorded)):
+        if any(mine[key] != others[key] for key in mine.keys() & others.keys()):
+            raise Unwatchable("the model uses its parameters differently by what it draws")
+    kinds, recorded = {**other.kinds, **one.kinds}, {**other.recorded, **one.recorded}
+    return Rehearsal(kinds, recorded, one.changing | other.changing)
+
+
+def _on_a_gpu(environment: Mapping[str, Tensor]) -> bool:
+    """Where passes are recorded."""
+    return any(value.is_cuda for value in environment.values())
 
 
 class _Rehearsing:
@@ -130,10 +139,8 @@ class _Rehearsing:
         if self.taps.ruled:
             self._check_rules(three, kinds)
         kinds = {**kinds, **self._unmasked(three, kinds)}
-        if any(value.is_cuda for value in self.environment.values()):
-            with as_if_recorded():
-                kinds = {**kinds, **self._met_besides(three, kinds)}
-        return Rehearsal(kinds, changing)
+        recorded = self._as_recorded(three, kinds) if _on_a_gpu(self.environment) else kinds
+        return Rehearsal(kinds, recorded, changing)
 
     def _check_rules(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
         """A rule may have forgotten what numbers between 0 and 1 do not show."""
@@ -160,6 +167,19 @@ class _Rehearsing:
         except Exception:
             return {}  # a model may refuse such numbers; what was not met here is a doubt later
         return {key: kind for key, kind in found.items() if key not in kinds}
+
+    def _as_recorded(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> Mapping[Key, Kind | None]:
+        """The uses of a recorded pass: others, or the same ones with the examples elsewhere."""
+        try:
+            with as_if_recorded():
+                found = self._kinds(three)
+                if not found.items() <= kinds.items():
+                    self._check_gradients(three, found)
+        except WrongRule:
+            raise
+        except Exception:
+            return kinds  # what is otherwise there is a doubt later
+        return {**kinds, **found}
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -513,15 +533,24 @@ def _unrounded(taps: Taps) -> Iterator[None]:
 def left_as_found(model: nn.Module) -> Iterator[Holdings]:
     """Nothing is spent on made-up examples: no random number, no buffer and no parameter."""
     held = Holdings(model)
+    try:
+        with nothing_drawn(model):
+            yield held
+    finally:
+        held.restore(held.changed())
+
+
+@contextmanager
+def nothing_drawn(model: nn.Module) -> Iterator[None]:
+    """No random number is spent, on the host or where the model lies."""
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices):
-            yield held
+            yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-        held.restore(held.changed())
 
 
 def _flat(outputs: Tensor, examples: int) -> Tensor:
