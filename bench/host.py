@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vestige.engines.recorded import cuda_graphs
-from vestige.privacy_engine import recordings
+from vestige.privacy_engine.recorded import recorder, recordings
 from vestige.randomness import lattice
 from vestige.randomness.streams import Stream
 
@@ -58,8 +58,9 @@ def always(*_: object) -> bool:
 def recorded_still() -> Iterator[None]:
     """Inside, steps are recorded as they are on a GPU, by `Still`."""
     with ExitStack() as stack:
-        for place in (recordings, cuda_graphs):
-            stack.enter_context(mock.patch.multiple(place, recorded=Still, can_record=always))
+        for place, asked in ((recordings, recorder), (cuda_graphs, cuda_graphs)):
+            stack.enter_context(mock.patch.object(place, "recorded", Still))
+            stack.enter_context(mock.patch.object(asked, "can_record", always))
         stack.enter_context(mock.patch.object(lattice, "add_steps", launched))
         stack.enter_context(mock.patch.object(Still, "still", False))
         yield

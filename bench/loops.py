@@ -236,12 +236,13 @@ def set_up(device: str) -> Iterator[list[float]]:
     """What trying out and recording take, in seconds: functions that run once are timed."""
     from vestige.engines import bookkeeping
     from vestige.engines.recorded import cuda_graphs
-    from vestige.privacy_engine import passes, recordings
+    from vestige.privacy_engine import passes
+    from vestige.privacy_engine.recorded import recorder
 
     spent, nested = [0.0], [0]
     places = [
-        (passes, "form_of"), (passes.Labels, "_recognised"), (recordings.Recorder, "_recordings"),
-        (recordings, "stretched"), (recordings, "takes_no_notice"),
+        (passes, "form_of"), (passes.Labels, "_recognised"), (recorder.Recorder, "_recordings"),
+        (recorder, "stretched"), (recorder, "takes_no_notice"),
         (bookkeeping.BookKeeping, "_rehearsed"), (cuda_graphs.Captured, "_record_ahead"),
     ]  # fmt: skip
     before = [(place, key, getattr(place, key)) for place, key in places]

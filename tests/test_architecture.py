@@ -39,7 +39,9 @@ ABOVE: dict[str, str] = {
     "training": "processes accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
     "methods tasks tasks.features accounting.lower_bounds",
     "privacy_engine": "processes accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
-    "engines.recorded optim optim.optimizers methods training",
+    "engines.recorded optim optim.optimizers methods training privacy_engine.recorded",
+    "privacy_engine.recorded": "mechanism mechanism.losses engines engines.per_example engines.rehearsal engines.recorded "
+    "privacy_engine",
     "priors": "mechanism tasks tasks.features",
     # A recipe is a run's settings by name: it makes runs of the training loop, and plans them.
     "recipes": "accounting mechanism methods tasks tasks.features training",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vestige.privacy_engine import recordings
+from vestige.privacy_engine.recorded import recorder, recordings
 
 TWICE = ("test_loops", "test_passes")
 
@@ -34,5 +34,5 @@ def replayed(request, monkeypatch):
     on = getattr(request, "param", False)
     if on:
         monkeypatch.setattr(recordings, "recorded", lambda work, pool, device: Rerun(work))
-        monkeypatch.setattr(recordings, "can_record", lambda module, rows: True)
+        monkeypatch.setattr(recorder, "can_record", lambda module, rows: True)
     return on

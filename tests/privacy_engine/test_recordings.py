@@ -19,11 +19,11 @@ from vestige.engines.recorded import recording
 from vestige.engines.recorded.recording import sizes_of
 from vestige.engines.rehearsal import recorded_ways, rehearsing
 from vestige.mechanism import clipping
-from vestige.privacy_engine import lengths, recordings
-from vestige.privacy_engine.recordings import Recordings, Withheld
+from vestige.privacy_engine.recorded import padding, recorder, recordings
+from vestige.privacy_engine.recorded.recordings import Recordings, Withheld
 
 pytestmark = pytest.mark.parametrize("replayed", [True], ids=[""], indirect=True)
-CAN_RECORD = recordings.can_record
+CAN_RECORD = recorder.can_record
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -177,7 +177,7 @@ def test_a_model_that_draws_on_the_host_or_counts_runs_as_it_is(way):
 
 @pytest.mark.parametrize("way", ["skips 0", "skips 100"])
 def test_a_model_that_draws_on_the_host_to_no_purpose_is_recorded(way, monkeypatch):
-    made, states = recordings.Recorder._recordings, []
+    made, states = recorder.Recorder._recordings, []
 
     def watched(*args):
         states.append(torch.get_rng_state())
@@ -185,7 +185,7 @@ def test_a_model_that_draws_on_the_host_to_no_purpose_is_recorded(way, monkeypat
         states.append(torch.get_rng_state())
         return found
 
-    monkeypatch.setattr(recordings.Recorder, "_recordings", watched)
+    monkeypatch.setattr(recorder.Recorder, "_recordings", watched)
     steps, model, optimizer, loader = private(Drawing(way))
     same_step(model, optimizer, *next(iter(loader)))
     assert replays(steps)
@@ -329,7 +329,7 @@ def test_what_was_added_up_is_forgotten_with_the_state():
 @pytest.mark.parametrize("together", [True, False])
 def test_sums_of_several_forms_of_call_are_added_up(together, monkeypatch):
     """All of them are left in one place: in one step, or in several, between which another form is recorded."""
-    monkeypatch.setattr(recordings, "PATIENCE", 1)
+    monkeypatch.setattr(recorder, "PATIENCE", 1)
     steps, model, optimizer, loader = private(make_toy()[0], max_physical_batch_size=4)
     before, examples, draws = flat(model), [], 0
     forms = [lambda x: model(x), lambda x: model(input=x)]
@@ -349,7 +349,7 @@ def test_sums_of_several_forms_of_call_are_added_up(together, monkeypatch):
 
 def test_a_model_may_take_notice_from_some_length_on(monkeypatch):
     """Of ten words the first ten are all; of five they are not, with five more behind them."""
-    monkeypatch.setattr(lengths, "of_transformers", lambda module: True)
+    monkeypatch.setattr(padding, "of_transformers", lambda module: True)
     steps, model, optimizer, loader = private(Reader("some"), (torch.arange(120), torch.randint(3, (120,))))
     for length, (rows, y) in zip([40, 32, 6, 6, 6, 30], loader, strict=False):
         ids, mask = texts_of_a_batch(len(rows), length)
@@ -369,7 +369,7 @@ def test_a_model_may_take_notice_from_some_length_on(monkeypatch):
 @pytest.mark.parametrize("positions", [100, None])
 def test_lengths_that_grow_do_not_use_up_the_recordings(positions, monkeypatch):
     """Where a model says how long texts may be, they are padded beyond the longest that was met."""
-    monkeypatch.setattr(lengths, "of_transformers", lambda module: True)
+    monkeypatch.setattr(padding, "of_transformers", lambda module: True)
     reader = Reader("mask")
     reader.words_by_pos = nn.Embedding(positions or 1, 1)  # a table that says how many positions there are
     reader.words_by_pos.requires_grad_(False)
@@ -381,7 +381,7 @@ def test_lengths_that_grow_do_not_use_up_the_recordings(positions, monkeypatch):
         model(*texts_of_a_batch(len(rows), length))
     (texts,) = steps.passes._recorder._texts.values()
     if not positions:
-        assert texts.grown == recordings.MOST_LENGTHS  # no more than that
+        assert texts.grown == recorder.MOST_LENGTHS  # no more than that
         return
     assert [*texts.lengths] == [(92, 0)]  # a few positions may be taken by something else
     assert texts.grown == 4  # 32, 48, 64, 92
@@ -397,8 +397,8 @@ def test_where_there_is_no_room_to_try_texts_stay_as_they_are(monkeypatch):
     def full(module):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(lengths, "of_transformers", lambda module: True)
-    monkeypatch.setattr(lengths, "_beside", full)
+    monkeypatch.setattr(padding, "of_transformers", lambda module: True)
+    monkeypatch.setattr(padding, "_beside", full)
     steps, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
     rows, _ = next(iter(loader))
     for length in (30, 24):
@@ -419,7 +419,7 @@ def test_models_that_nobody_knows_are_not_padded_further():
 
 
 def test_nothing_is_recorded_in_memory_that_a_pass_is_in(monkeypatch):
-    monkeypatch.setattr(recordings, "PATIENCE", 1)
+    monkeypatch.setattr(recorder, "PATIENCE", 1)
     steps, model, optimizer, loader = private(Reader("last"), (torch.arange(120), torch.randint(3, (120,))))
     rows, y = next(iter(loader))
     held = model(*texts_of_a_batch(len(rows), 30))
@@ -535,7 +535,7 @@ def texts_of_a_batch(rows, longest):
     [("tokens", True), ("mask", True), ("last", False), ("all", False), ("side", False), ("gate", False)],
 )
 def test_texts_of_other_lengths_are_padded_where_the_model_takes_no_notice(way, padded, monkeypatch):
-    monkeypatch.setattr(lengths, "of_transformers", lambda module: True)
+    monkeypatch.setattr(padding, "of_transformers", lambda module: True)
     torch.manual_seed(4)
     data = torch.arange(120), torch.randint(3, (120,))
     steps, model, optimizer, loader = private(Reader(way), data)
@@ -578,10 +578,10 @@ def test_what_cannot_be_recorded_at_one_length_is_not_tried_at_others(monkeypatc
 
     def refused(*given):
         tried.append(given)
-        raise recordings.Unsteady
+        raise recorder.Unsteady
 
-    monkeypatch.setattr(recordings, "PATIENCE", 1)
-    monkeypatch.setattr(recordings, "Recordings", refused)
+    monkeypatch.setattr(recorder, "PATIENCE", 1)
+    monkeypatch.setattr(recorder, "Recordings", refused)
     _, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
     rows, _ = next(iter(loader))
     for length in (30, 24, 12, 24, 30):
@@ -590,15 +590,15 @@ def test_what_cannot_be_recorded_at_one_length_is_not_tried_at_others(monkeypatc
 
 
 def test_of_a_model_that_is_another_at_every_pass_little_is_kept(monkeypatch):
-    monkeypatch.setattr(recordings, "MOST_MET", 3)
+    monkeypatch.setattr(recorder, "MOST_MET", 3)
     steps, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
     rows, _ = next(iter(loader))
     for number in range(8):
         model.number = number
         model(*texts_of_a_batch(len(rows), 20))
-    recorder = steps.passes._recorder
-    assert len(recorder._texts) <= 3
-    assert len(recorder._met) <= 3
+    own = steps.passes._recorder
+    assert len(own._texts) <= 3
+    assert len(own._met) <= 3
 
 
 def hugging_face(name):
@@ -676,7 +676,7 @@ def test_texts_padded_to_the_longest_are_replayed_and_train_as_they_are(name):
 @pytest.mark.parametrize("name", TEXTS)
 def test_on_a_gpu_too(name, monkeypatch):
     monkeypatch.setattr(recordings, "recorded", recording.recorded)
-    monkeypatch.setattr(recordings, "can_record", CAN_RECORD)
+    monkeypatch.setattr(recorder, "can_record", CAN_RECORD)
     begun, begin = [], Recordings.begin
     monkeypatch.setattr(Recordings, "begin", lambda *given: begun.append(begin(*given)) or begun[-1])
     engine, steps, padded = trained_on_texts(name, record=True, device="cuda")

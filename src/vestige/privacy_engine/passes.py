@@ -36,7 +36,8 @@ from vestige.privacy_engine.labels import Labelled, Labels
 from vestige.privacy_engine.lengths import Lengths
 from vestige.privacy_engine.outputs import End, Reduction, Rowless, watch_backward_passes
 from vestige.privacy_engine.parts import Part, Parts, require_known_processes, require_no_accumulation
-from vestige.privacy_engine.recordings import Asked, Recorder, Replay, Uses
+from vestige.privacy_engine.recorded.recorder import Asked, Recorder
+from vestige.privacy_engine.recorded.recordings import Replay, Uses
 from vestige.processes.loops import ShardedLoop
 from vestige.processes.plan import fsdp_in, silence_wrapper
 from vestige.processes.shards import ShardedSum
