@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -230,21 +232,41 @@ def test_rows_in_one_piece():
     assert not piece(whole[:, :1].expand(4, 3, 5, 2))
 
 
-@gpu
-@pytest.mark.parametrize("shape", [(3, 1, 5, 7), (4, 16, 64, 48), (5, 65, 40, 33), (2, 197, 96, 130), (0, 5, 6, 7)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SHAPES = [(3, 1, 5, 7), (4, 16, 64, 48), (5, 65, 40, 33), (2, 197, 96, 130), (0, 5, 6, 7), (1, 1100, 4, 3)]
+
+
+@fused
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=gpu)])
 @pytest.mark.parametrize("tf32", [False, True])
-def test_fused_norms(shape, dtype, tf32):
+def test_fused_norms(shape, dtype, tf32, monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+    from vestige.engines.per_example import triton_kernels
+
     torch.manual_seed(3)
     examples, positions, out, width = shape
-    left = torch.randn(examples, positions, out, device="cuda").to(dtype)
-    right = torch.randn(examples, positions, width, device="cuda").to(dtype)
-    want = kernels.plain_outer_squares(left.double(), right.double())
+    left = torch.randn(examples, positions, out, device=DEVICE).to(dtype)
+    right = torch.randn(examples, positions, width, device=DEVICE).to(dtype)
+    if examples > 2:  # what cancels, what is nothing at all, and what is no number
+        left[0], right[0] = left[0, 0].clone(), right[0, 0].clone()
+        left[0, ::2] *= -1
+        left[1], left[2, 0, 0] = 0.0, torch.nan
+    hidden, unit, margin = 2.0**-14, 2.0**-12, 2.0**-8 if tf32 else 0.0
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, torch.nan, **options))
+    squares, lengths = kernels.outer_squares(left.double(), right.double())
     tolerance = 1e-2 if tf32 or dtype == torch.bfloat16 else 1e-4
     with products_in_tf32(tf32):
-        got = kernels.outer_squares(left, right)
-    for found, exact in zip(got, want, strict=True):
-        torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=1e-6)
+        norms, sums = triton_kernels.outer_norms(left, right, hidden, unit, margin)
+    with mock.patch.object(kernels, "rounding", return_value=hidden):
+        want = kernels.bounded(squares, lengths, unit, margin)
+    finite = lengths.isfinite()
+    torch.testing.assert_close(sums.double()[finite], lengths[finite], rtol=tolerance, atol=1e-6)
+    usual = (squares > 1e3 * hidden * lengths.square()) | (lengths == 0) | ~finite
+    torch.testing.assert_close(norms.double()[usual], want[usual], rtol=tolerance, atol=1e-6, equal_nan=True)
+    assert bool(usual.all()) is (positions < 10)
+    least = (hidden**0.5 + 32 * unit) * lengths
+    assert (norms.double() >= (1 - tolerance) * least)[~usual].all()
 
 
 @fused

@@ -110,9 +110,7 @@ class Outer:
         if self.left.shape[1] == 1:
             norms = Dense(self.left).norms() * Dense(self.right).norms()
             return norms, norms
-        squares, lengths = kernels.outer_squares(self.left, self.right)
-        norms = kernels.at_most_hidden(kernels.norms_of(squares, lengths), lengths, unit)
-        return norms + MARGIN * lengths if multiplies_in_tf32(self.left) else norms, lengths
+        return kernels.outer_norms(self.left, self.right, unit, MARGIN if multiplies_in_tf32(self.left) else 0.0)
 
     def add(self, into: Tensor, factors: Tensor) -> None:
         left, right = wide(self.left).flatten(0, 1), wide(self.right).flatten(0, 1)
@@ -176,8 +174,7 @@ class Tied:
         norms, length = self.outer.norms_and_lengths(unit)
         squares = self.lookup.norms(unit).double().square() + norms.double().square() + 2 * cross.double()
         lengths = self.lookup.lengths() + length
-        found = kernels.norms_of(squares.to(lengths.dtype), lengths)
-        found = kernels.at_most_hidden(found, lengths, unit)
+        found = kernels.bounded(squares.to(lengths.dtype), lengths, unit)
         return found + MARGIN * length if multiplies_in_tf32(right) else found
 
     def add(self, into: Tensor, factors: Tensor) -> None:
@@ -208,8 +205,7 @@ class Routed:
         apart = self.index[:, :, None] != self.index[:, None, :]
         first = torch.bmm(left, left.transpose(1, 2)).masked_fill_(apart, 0.0)
         squares, lengths = kernels.gram_squares(first, torch.bmm(right, right.transpose(1, 2)))
-        norms = kernels.at_most_hidden(kernels.norms_of(squares, lengths), lengths, unit)
-        return norms + MARGIN * lengths if multiplies_in_tf32(self.left) else norms
+        return kernels.bounded(squares, lengths, unit, MARGIN if multiplies_in_tf32(self.left) else 0.0)
 
     def add(self, into: Tensor, factors: Tensor) -> None:
         order = self.index.flatten().argsort()

@@ -10,19 +10,20 @@ from vestige.devices import tf32_products, triton_available
 Pair = tuple[int, int]
 
 
-def outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms of sum_t outer(left[i, t], right[i, t]), and the sums of the norms of its terms: [examples] each.
-
-    From [examples, positions, width] each. The squares are as they were rounded: see `norms_of`.
-    """
+def outer_norms(left: Tensor, right: Tensor, unit: float, margin: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Norms of sum_t outer(left[i, t], right[i, t]), `bounded`, and the sums of the norms of its terms: [examples]
+    each, from [examples, positions, width] each."""
     if left.is_cuda and left.dtype != torch.float64 and triton_available():
         from vestige.engines.per_example import triton_kernels
 
-        return triton_kernels.outer_squares(left, right)
-    return plain_outer_squares(left, right)
+        return triton_kernels.outer_norms(left, right, rounding(left), unit, margin)
+    squares, lengths = outer_squares(left, right)
+    return bounded(squares, lengths, unit, margin), lengths
 
 
-def plain_outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms of sum_t outer(left[i, t], right[i, t]), as they were rounded, and the sums of the norms of its
+    terms."""
     wide = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
     left, right = left.to(wide), right.to(wide)
     return gram_squares(torch.bmm(left, left.transpose(1, 2)), torch.bmm(right, right.transpose(1, 2)))
@@ -38,6 +39,13 @@ def gram_squares(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 # Terms of either sign may cancel down to their own rounding errors, and a norm that rounding made too small would let
 # an example through unclipped. So to a norm is added what rounding can hide, in proportion to `lengths`: the sum of the
 # norms of the terms. Where that is next to nothing the norm stays as it is.
+
+
+def bounded(squares: Tensor, lengths: Tensor, unit: float, margin: float = 0.0) -> Tensor:
+    """Norms that nothing passes by rounding: of squares that were summed from terms of either sign, and of the same
+    terms summed again in numbers of this `unit`, with so much of their lengths added."""
+    norms = at_most_hidden(norms_of(squares, lengths), lengths, unit)
+    return norms + margin * lengths if margin else norms
 
 
 def norms_of(squares: Tensor, lengths: Tensor, unit: float | None = None) -> Tensor:

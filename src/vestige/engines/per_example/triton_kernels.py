@@ -20,16 +20,17 @@ ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
 """Kernel, stride, padding and dilation, each (height, width), and groups."""
 
 
-def outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.outer_squares`: inner products between positions, tile by tile, never written to memory."""
+def outer_norms(left: Tensor, right: Tensor, hidden: float, unit: float, margin: float) -> tuple[Tensor, Tensor]:
+    """See `kernels.outer_norms`: inner products between positions, tile by tile, never written to memory; and what
+    rounding hides, `hidden` in the squares, added in the same kernel that adds up the tiles."""
     left, right = left.contiguous(), right.contiguous()
     examples, positions, _ = left.shape
     if examples == 0:
         return left.new_zeros(0, dtype=torch.float32), left.new_zeros(0, dtype=torch.float32)
     tile = _tile(positions)
     tiles = triton.cdiv(positions, tile)
-    squares = torch.zeros(examples, tiles * tiles, device=left.device)
-    lengths = torch.zeros(examples, tiles, device=left.device)
+    squares, lengths = (torch.empty(examples, size, device=left.device) for size in (tiles * tiles, tiles))
+    norms, sums = torch.empty(2, examples, device=left.device)
     with torch.cuda.device_of(left):
         _outer_squares[(tiles * tiles, examples)](
             left,
@@ -44,7 +45,10 @@ def outer_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
             PRECISION=_precision(left, tf32_products()),
             num_warps=max(1, tile // 16),
         )
-    return squares.sum(dim=1), lengths.sum(dim=1)
+        _bounded[(examples,)](
+            squares, lengths, norms, sums, tiles, hidden, 32 * unit, margin, MARGIN=margin > 0, BLOCK=256, num_warps=1
+        )
+    return norms, sums
 
 
 def _precision(tensor: Tensor, allowed: bool) -> str:
@@ -97,6 +101,33 @@ def _outer_squares(
         else:
             total = 2 * total
         tl.store(squares + example * tiles * tiles + pair, total)
+    else:
+        tl.store(squares + example * tiles * tiles + pair, 0.0)
+
+
+@triton.jit
+def _sum(numbers, count, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        total += tl.load(numbers + place, mask=place < count, other=0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def _bounded(squares, lengths, norms, sums, tiles, hidden, unit, margin, MARGIN: tl.constexpr, BLOCK: tl.constexpr):
+    """`kernels.bounded` of the sums over an example's tiles."""
+    example = tl.program_id(0).to(tl.int64)
+    square = _sum(squares + example * tiles * tiles, tiles * tiles, BLOCK)
+    length = _sum(lengths + example * tiles, tiles, BLOCK)
+    lost = hidden * (length * length)
+    norm = tl.sqrt(tl.where(square < 1e3 * lost, tl.maximum(square, 0.0) + lost, square))
+    more = unit * length
+    norm += tl.where(more > 1e-4 * norm, more, 0.0)
+    if MARGIN:
+        norm += margin * length
+    tl.store(norms + example, norm)
+    tl.store(sums + example, length)
 
 
 def convolution_gradients(
