@@ -78,13 +78,15 @@ def by_row(tensor: Tensor, factor: Tensor | float) -> Tensor:
 def _likelihood(node: Any, share: Tensor | float) -> Callable[[Signals, Signals], Signals]:
     of = node._saved_self, node._saved_target, node._saved_weight, SUM, ignored_by(node)
     total, backward = node._saved_total_weight, NLL[node.name()]
-    each = isinstance(share, Tensor) and share.dim() > 0
+    each = 1 / share if isinstance(share, Tensor) and share.dim() > 0 else None
     whole = type(share) is float and share == 1
 
     def hook(signals: Signals, back: Signals) -> Signals:
         assert back[0] is not None
-        if each:
-            return (by_row(backward(back[0], *of, total), 1 / share),)
+        if each is not None:
+            found = backward(back[0], *of, total)  # nobody else's, and as large as a vocabulary times a batch
+            found.view(len(each), -1).mul_(each[:, None])
+            return (found,)
         into = back[0] if whole else _times(back[0], 1 / share)
         return (backward(into, *of, total),)
 

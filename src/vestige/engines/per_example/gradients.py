@@ -113,12 +113,12 @@ class Outer:
         return kernels.outer_norms(self.left, self.right, unit, MARGIN if multiplies_in_tf32(self.left) else 0.0)
 
     def add(self, into: Tensor, factors: Tensor) -> None:
-        left, right = wide(self.left).flatten(0, 1), wide(self.right).flatten(0, 1)
-        weights = factors.repeat_interleave(self.left.shape[1])[:, None] if self.left.shape[1] > 1 else factors[:, None]
-        if left.shape[1] <= right.shape[1]:  # the factors go onto the narrower side
-            into.addmm_((left * weights).t(), right)
+        left, right, weights = wide(self.left), wide(self.right), factors[:, None, None]
+        if left.shape[2] <= right.shape[2]:  # the factors go onto the narrower side
+            left = left * weights
         else:
-            into.addmm_(left.t(), right * weights)
+            right = right * weights
+        into.addmm_(left.flatten(0, 1).t(), right.flatten(0, 1))
 
     def dense(self) -> Tensor:
         return torch.bmm(wide(self.left).transpose(1, 2), wide(self.right))

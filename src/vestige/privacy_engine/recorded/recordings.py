@@ -12,7 +12,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -37,6 +37,8 @@ from vestige.privacy_engine.recorded.padding import Long, Stretch
 Uses = dict[str, list[Gradient]]
 FEW = 2
 """Rows that take hardly any memory."""
+OF_OUTPUTS, LARGE = 4, 1 << 28
+"""How much room a loop needs, in outputs; and from how many bytes on it is looked after."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -80,6 +82,14 @@ class Room:
     def lent(self) -> AbstractContextManager[None]:
         """Inside, work is done in this memory, though it is not recorded."""
         return nullcontext() if self.pool is None else lent(self.pool, self._device)
+
+    def prepare(self) -> None:
+        """Have the allocator keep one piece of memory for what a loop makes of large outputs (they themselves, their
+        gradients, what a loss keeps): otherwise each size of a batch leaves pieces behind that no other fits into."""
+        size = OF_OUTPUTS * sum(shelf.numel() * shelf.element_size() for shelf in self._shelves.values())
+        if self._device.type == "cuda" and size >= LARGE:
+            with suppress(torch.OutOfMemoryError):
+                torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def shelf(self, number: int, like: Tensor, rows: int) -> Tensor:
         """For so many rows of an output: memory that recordings of other lengths use too, if they are not longer."""
@@ -276,6 +286,7 @@ class Recordings:
         self.room.used = True
         self._require_alike(self._tapes[-1], draws, want)
         self._free()
+        self.room.prepare()
         restore_host_draws(host)
 
     @contextmanager
