@@ -65,7 +65,7 @@ class Texts:
     grown: int = 0
     """How often longer ones were made than all before."""
     failed: bool = False
-    """Whether one length could not be recorded: then no other is tried."""
+    """Whether one length could not be recorded, or not beside another: then no other is tried."""
     _stretch: Stretch | None = None
 
     @property
@@ -140,6 +140,9 @@ class Recorder:
             return None
         texts = self._texts.get(key) or self._texts.setdefault(key, Texts(self._room()))
         texts.longest = max(texts.longest[0], long[0]), max(texts.longest[1], long[1])
+        if texts.room.spoiled and not texts.failed:
+            self._let_go(key, texts)
+            texts.failed = True
         if texts.failed or long in texts.lengths:
             return texts.lengths.get(long)
         if texts.lengths and not texts.tried and min(filter(None, long), default=0) >= SHORTEST:
@@ -187,13 +190,17 @@ class Recorder:
         if mine in self._known or self._met[mine] < AGAIN or too_many:
             return None
         if longest:
-            for each in texts.lengths:
-                del self._known[key, each]
-            texts.lengths, texts.room, texts.grown = {}, self._room(), texts.grown + 1
+            self._let_go(key, texts)
+            texts.room, texts.grown = self._room(), texts.grown + 1
         found = self._known[mine] = self._recordings(asked, self.sizes[::FEWER], texts.room, texts.stretch, long)
         if found is not None:
             texts.lengths[long] = found
         return found
+
+    def _let_go(self, key: Hashable, texts: Texts) -> None:
+        for each in texts.lengths:
+            del self._known[key, each]
+        texts.lengths.clear()
 
     def _room(self) -> Room:
         return Room(device_of(self.module))

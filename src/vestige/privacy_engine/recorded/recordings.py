@@ -66,6 +66,8 @@ class Room:
         self.pool = pool_for(self, device) if device.type == "cuda" else None
         self.used = False
         """Whether there are recordings in it."""
+        self.spoiled = False
+        """Whether somebody keeps something in it, which no recording must write over."""
         self._device = device
         self._within: weakref.ref[Replay] | None = None
         self._shelves: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -198,7 +200,7 @@ class Recordings:
     def begin(self, call: Call, rows: int, long: Long | None) -> Replay | None:
         """The pass over this call, with texts so long, if it fits and the memory is free."""
         tape = next((tape for tape in reversed(self._tapes) if tape.rows >= rows), None)
-        if tape is None or self.room.within is not None:
+        if tape is None or self.room.within is not None or self.room.spoiled:
             return None
         long = None if long == self.long else long
         for mine, place in zip(self._inputs, self.form.batched, strict=True):
@@ -292,7 +294,7 @@ class Recordings:
     @contextmanager
     def _beside_others(self) -> Iterator[None]:
         """Where others are recorded, this is tried out in their memory. Whatever it leaves there, they would write
-        over: what is made once is made before, elsewhere, and `Unsteady` is raised if more is left."""
+        over: what is made once is made before, elsewhere, and if more is left, the room is spoiled."""
         if not self.room.used or self._device.type != "cuda":
             yield
             return
@@ -301,6 +303,7 @@ class Recordings:
         self._run_all(few)
         self._free()
         before = torch.cuda.memory_allocated(self._device)
+        self.room.spoiled = True  # until it is known not to be
         with self.room.lent():
             yield
         sent = {rows: [(host, there.cpu()) for host, there in each] for rows, each in self._sent.items()}
@@ -308,6 +311,7 @@ class Recordings:
         self._free()
         if torch.cuda.memory_allocated(self._device) > before:
             raise Unsteady
+        self.room.spoiled = False
         self._sent = {rows: [(host, there.to(self._device)) for host, there in each] for rows, each in sent.items()}
 
     def _tried(self, rows: int) -> bool:
