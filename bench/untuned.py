@@ -25,12 +25,20 @@ def own_loss(outputs: Any, batch: Batch) -> Tensor:
 
 
 def transformers_model(
-    name: str, large: dict[str, Any], small_options: dict[str, Any], fixed: bool, small: bool, lora: int = 0
+    name: str,
+    large: dict[str, Any],
+    small_options: dict[str, Any],
+    fixed: bool,
+    small: bool,
+    lora: int = 0,
+    checkpointed: bool = False,
 ) -> nn.Module:
     import transformers
 
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**small_options if small else large))
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -88,10 +96,11 @@ def text(
     language: bool = False,
     lora: int = 0,
     longest: bool = False,
+    checkpointed: bool = False,
 ) -> Other:
     small = {**TINY, **(tiny or {})}
     build: Callable[[bool], nn.Module] = lambda is_small: transformers_model(  # noqa: E731
-        name, large or {}, small, False, is_small, lora
+        name, large or {}, small, False, is_small, lora, checkpointed
     )
     rows = partial(sentences, length, vocabulary, language, longest)
     return Other(build, rows, own_loss, batch, labelled=True, longest=longest)
@@ -145,6 +154,9 @@ UNTUNED = {
     "OPT-125M": text("OPTForCausalLM", 12, 256, 50000, tiny=OPT, language=True),
     "Pythia-160M": text("GPTNeoXForCausalLM", 12, 256, 50000, {**BASE, "vocab_size": 50304}, language=True),
     "Qwen2-0.5B LoRA": text("Qwen2ForCausalLM", 6, 384, 150000, QWEN, {"num_key_value_heads": 1}, True, lora=16),
+    "Qwen2-0.5B LoRA, checkpointed": text(
+        "Qwen2ForCausalLM", 6, 384, 150000, QWEN, {"num_key_value_heads": 1}, True, lora=16, checkpointed=True
+    ),
     "Gemma 80M": text("GemmaForCausalLM", 8, 256, 60000, GEMMA, {"num_key_value_heads": 1, "head_dim": 16}, True),
     "Mamba-130M": text("MambaForCausalLM", 4, 128, 50000, tiny={"state_size": 8}, language=True),
     "BERT-base, to the longest": text("BertForSequenceClassification", 24, 160, 30000, longest=True),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from conftest import make_toy
@@ -748,3 +749,85 @@ def test_large_outputs_of_batches_of_any_size_need_no_more_memory_than_the_large
         optimizer.step()
         seen.append(torch.cuda.memory_reserved())
     assert max(seen) <= 1.05 * seen[1]
+
+
+class Checkpointed(nn.Module):
+    """Its blocks recompute their activations, or keep them elsewhere."""
+
+    def __init__(self, how="checkpoint"):
+        super().__init__()
+        self.how, self.blocks = how, nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.head, self.dropout = nn.Linear(5, 3), nn.Dropout(0.5 if how == "dropout" else 0.0)
+
+    def block(self, block, x):
+        return torch.tanh(self.dropout(block(x)))
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.how == "elsewhere":
+                with torch.autograd.graph.save_on_cpu():
+                    x = self.block(block, x)
+            else:
+                x = checkpoint(self.block, block, x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "elsewhere"])
+def test_activations_may_be_recomputed_in_a_recording_but_not_kept_elsewhere(how):
+    steps, model, optimizer, loader = private(Checkpointed(how))
+    for x, y in loader:
+        same_step(model, optimizer, x, y)
+    assert sum(replays(steps).values()) == (len(loader) if how == "checkpoint" else 0)
+
+
+@gpu
+@pytest.mark.parametrize("how", ["checkpoint", "dropout"])
+def test_on_a_gpu_activations_are_recomputed_in_a_recording_if_nothing_is_drawn(how, monkeypatch):
+    monkeypatch.setattr(recordings, "recorded", recording.recorded)
+    monkeypatch.setattr(recorder, "can_record", CAN_RECORD)
+    data = torch.randn(120, 5).cuda(), torch.randint(3, (120,)).cuda()
+    steps, model, optimizer, loader = private(Checkpointed(how).cuda(), data)
+    for x, y in loader:
+        before, alone = flat(model).cpu(), plain(model).cpu()
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        optimizer.step()
+        if how == "checkpoint":
+            want = oracle(alone, lambda m, x, y: LOSS(m(x), y), [*zip(x.cpu(), y.cpu(), strict=True)])
+            np.testing.assert_allclose(moved(before, flat(model).cpu()), want, rtol=1e-2, atol=1e-4)
+    (known,) = steps.passes._recorder._known.values()
+    assert (known is not None) is (how == "checkpoint")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_language_models_with_checkpointing_and_adapters_are_recorded(device, monkeypatch):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    if device == "cuda":
+        monkeypatch.setattr(recordings, "recorded", recording.recorded)
+        monkeypatch.setattr(recorder, "can_record", CAN_RECORD)
+    config = transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=40,
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(40, (60, 10))]
+
+    def trained(record):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"])).to(device).train()
+        engine, before = PrivacyEngine(reproducible=3, record=record), flat(model)
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5),
+            data_loader=DataLoader(rows, batch_size=6), noise_multiplier=1e-6, max_grad_norm=1.0,
+        )  # fmt: skip
+        for batch in loader:
+            optimizer.zero_grad()
+            model(**{key: part.to(device) for key, part in batch.items()}).loss.backward()
+            optimizer.step()
+        return engine._steps.passes._recorder, flat(model) - before
+
+    own, replayed = trained(record=True)
+    assert any(each is not None for each in own._known.values())
+    _, exact = trained(record=False)
+    assert (replayed - exact).norm() <= 1e-2 * exact.norm()

@@ -154,6 +154,8 @@ class Pass:
     """Why the pass, though it ran, cannot be used."""
     recomputes: bool = False
     """Whether activations are recomputed in the backward pass (checkpointing), where uses must be seen again."""
+    kept_elsewhere: bool = False
+    """Whether somebody other than torch's checkpointing has hooks on what is saved."""
     usual: bool = False
     """Whether the inputs have the shapes that were rehearsed: an example then has as many rows as it had there."""
     inside: bool = True
@@ -239,7 +241,8 @@ def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Se
     if problem is not None:
         now.doubt = now.doubt or f"{key[0]} of {', '.join(key[1])} {problem}"
         return outputs[0] if len(outputs) == 1 else outputs
-    now.recomputes = now.recomputes or recomputed()
+    if recomputed():
+        now.recomputes, now.kept_elsewhere = True, now.kept_elsewhere or not _by_checkpointing()
 
     def record(saved: Sequence[Tensor], signals: Sequence[Tensor]) -> None:
         """What a backward pass through this use leaves."""
@@ -271,6 +274,11 @@ _top_hooks: Callable[[bool], object] | None = getattr(torch._C._autograd, "_top_
 def recomputed() -> bool:
     """Whether somebody has hooks on saved tensors, as activation checkpointing has; torch tells from 2.8 on."""
     return _top_hooks is None or _top_hooks(True) is not None
+
+
+def _by_checkpointing() -> bool:
+    hooks: Any = None if _top_hooks is None else _top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def full_precision(tensor: Tensor) -> Any:

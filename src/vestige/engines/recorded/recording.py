@@ -14,6 +14,8 @@ from math import ceil, floor, sqrt
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import checkpoint
 
 SECONDS = 40.0
 """How long recording ahead may take; a size that was not reached is padded to the next one."""
@@ -80,6 +82,22 @@ def lent(pool: Any, device: torch.device) -> Iterator[None]:
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
         torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def nothing_to_draw_again() -> Iterator[None]:
+    """Inside, checkpointing does not ask a GPU's generator for its state, which would end a recording: for models that
+    draw nothing there."""
+    asked = checkpoint.get_device_states
+    checkpoint.get_device_states = _no_states
+    try:
+        yield
+    finally:
+        checkpoint.get_device_states = asked
+
+
+def _no_states(*_: object) -> tuple[list[int], list[Tensor]]:
+    return [], []
 
 
 @contextmanager

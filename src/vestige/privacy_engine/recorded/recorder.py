@@ -249,9 +249,16 @@ def can_record(module: nn.Module, rows: int) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether somebody waits inside the model, and would wait in vain in a replay. transformers' own hooks only hand
-    activations to the outputs, where those are asked for."""
+    """Whether somebody waits inside the model, and would wait in vain in a replay."""
     stores = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     inner = (each for each in module.modules() if each is not module)
     hooks = (hook for each in inner for store in stores for hook in getattr(each, store).values())
-    return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks)
+    return any(not _harmless(hook) for hook in hooks)
+
+
+def _harmless(hook: Any) -> bool:
+    """transformers' own hooks hand activations to the outputs, where those are asked for, and make what frozen
+    embeddings give part of the graph, for checkpointing; so do peft's."""
+    module, name = getattr(hook, "__module__", None) or "", getattr(hook, "__name__", "")
+    requires = name.startswith("make_inputs_require_grad") and module.split(".")[0] in ("transformers", "peft")
+    return requires or module == "transformers.utils.output_capturing"

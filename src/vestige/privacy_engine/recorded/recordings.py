@@ -26,7 +26,7 @@ from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
 from vestige.engines.recorded.host_copies import HostCopies, Sent
-from vestige.engines.recorded.recording import SECONDS, lent, pool_for, recorded
+from vestige.engines.recorded.recording import SECONDS, lent, nothing_to_draw_again, pool_for, recorded
 from vestige.engines.recorded.steady import Unsteady, host_draws, require_steady, restore_host_draws
 from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.layout import Layout
@@ -191,7 +191,7 @@ class Recordings:
         self.ends: list[Tensor] = []
         self._places, self._count = torch.arange(sizes[0], device=self._device), torch.zeros((), device=self._device)
         self._live: tuple[Pass, list[Tensor], Uses] | None = None
-        self.draws, self._sent = False, dict[int, Sent]()
+        self.draws, self._recomputes, self._sent = False, False, dict[int, Sent]()
         self._point = {name: p.detach() for name, p in layout.parameters(module).items()}
         self._record(sizes)
 
@@ -321,6 +321,8 @@ class Recordings:
         require_steady(lambda: self._run_all(rows), self.module, self.total)
         drawn = not torch.equal(before, _device_draws(self._device))
         _restore_device_draws(before, self._device)
+        if drawn and self._recomputes:
+            raise Unsteady  # the same numbers cannot be drawn again in a recording
         return drawn
 
     def _load_made_up(self, rows: int) -> None:
@@ -331,7 +333,11 @@ class Recordings:
     def _recorded(self, rows: int) -> Tape:
         shown: list[Any] = []
         sent = self._sent[rows]
-        with HostCopies(self._device, sent, given=True) if sent else nullcontext():
+        with ExitStack() as stack:
+            if sent:
+                stack.enter_context(HostCopies(self._device, sent, given=True))
+            if self._recomputes:
+                stack.enter_context(nothing_to_draw_again())
             forward = recorded(lambda: shown.append(self._run_forward(rows)), self.room.pool, self._device)
             backward = recorded(lambda: self._run_padded_backward(rows), self.room.pool, self._device)
             clip = recorded(lambda: self._run_clip(rows), self.room.pool, self._device)
@@ -396,8 +402,9 @@ class Recordings:
         args, kwargs = self._call.with_rows([each[:rows] for each in self._inputs], self.form.batched)
         with self.form.taps.watching(now), torch.enable_grad(), _without_cache(self._device):
             outputs = self._forward(*args, **kwargs)
-        if now.doubt is not None or now.recomputes:
+        if now.doubt is not None or now.kept_elsewhere:
             raise Unsteady(now.doubt)
+        self._recomputes = now.recomputes
         found = tree_flatten(outputs)[0]
         held = [found[place] for place in self.form.outputs]
         own = outputs.get("loss") if self._replaced and isinstance(outputs, Mapping) else None
@@ -417,7 +424,8 @@ class Recordings:
         now.going_back = True
         reached = [(output, signal) for output, signal in zip(held, signals, strict=True) if output.requires_grad]
         outputs, back = zip(*reached, strict=True)
-        torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
+        with self.form.taps.watching(now) if now.recomputes else nullcontext():
+            torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
         return uses
 
     def _run_padded_backward(self, rows: int) -> None:
