@@ -368,7 +368,7 @@ def test_a_model_may_take_notice_from_some_length_on(monkeypatch):
     assert not all(texts.unnoticed.values())
 
 
-@pytest.mark.parametrize("positions", [100, None])
+@pytest.mark.parametrize("positions", [156, None])
 def test_lengths_that_grow_do_not_use_up_the_recordings(positions, monkeypatch):
     """Where a model says how long texts may be, they are padded beyond the longest that was met."""
     monkeypatch.setattr(padding, "of_transformers", lambda module: True)
@@ -393,6 +393,69 @@ def test_lengths_that_grow_do_not_use_up_the_recordings(positions, monkeypatch):
     assert sum(replays(steps).values()) == made + 5
     assert set(texts.lengths) == {(92, 0), (48, 0), (32, 0)}
     assert len({id(each.room) for each in texts.lengths.values()}) == 1
+
+
+def test_where_longer_ones_cannot_be_recorded_shorter_ones_still_are(monkeypatch):
+    monkeypatch.setattr(padding, "of_transformers", lambda module: True)
+    made = recorder.Recorder._recordings
+
+    def no_longer(own, asked, sizes, room, stretch, long):
+        return None if long[0] > 150 else made(own, asked, sizes, room, stretch, long)
+
+    monkeypatch.setattr(recorder.Recorder, "_recordings", no_longer)
+    steps, model, _, loader = private(Reader("mask"), (torch.arange(120), torch.randint(3, (120,))))
+    rows, _ = next(iter(loader))
+    for length in (20, 30, 30, 60, 60, 140, 140, 180, 180, 170, 170, 160, 160, 175, 175):
+        model(*texts_of_a_batch(len(rows), length))
+    (texts,) = steps.passes._recorder._texts.values()
+    assert texts.refused == 160
+    for length in (140, 60, 140, 30, 30, 175, 30):
+        model(*texts_of_a_batch(len(rows), length))
+    assert max(texts.lengths) == (140, 0)
+    made_before = sum(replays(steps).values())
+    for length in (140, 60, 130, 30):
+        model(*texts_of_a_batch(len(rows), length))
+    assert sum(replays(steps).values()) == made_before + 4
+
+
+def test_texts_are_not_padded_beyond_what_a_model_is_known_to_take():
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    roberta = transformers.RobertaConfig(**small, vocab_size=40, max_position_embeddings=200, pad_token_id=20)
+    assert padding.most_positions(transformers.RobertaModel(roberta)) == 200 - 20 - padding.SPARE
+    gpt = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=40, n_positions=200)
+    assert padding.most_positions(transformers.GPT2LMHeadModel(gpt)) == 200 - padding.SPARE
+    prompts = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=20)
+    assert padding.most_positions(peft.get_peft_model(transformers.GPT2LMHeadModel(gpt), prompts)) == 0
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], fan_in_fan_out=True)
+    adapted = peft.get_peft_model(transformers.GPT2LMHeadModel(gpt), adapters)
+    assert padding.most_positions(adapted) == 200 - padding.SPARE
+    distances = transformers.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=40)
+    assert padding.most_positions(transformers.T5ForConditionalGeneration(distances)) == padding.ANY_LENGTH
+    assert padding.most_positions(nn.Linear(2, 2)) == 0
+
+
+def test_a_trial_leaves_buffers_as_they_were(monkeypatch):
+    monkeypatch.setattr(padding, "of_transformers", lambda module: True)
+    reader = Reader("mask")
+    reader.register_buffer("seen", torch.zeros(3))
+    forward = Reader.forward
+
+    def counting(self, ids, mask):
+        if not self.training:
+            self.seen.add_(1)
+        return forward(self, ids, mask)
+
+    monkeypatch.setattr(Reader, "forward", counting)
+    steps, model, _, loader = private(reader, (torch.arange(120), torch.randint(3, (120,))))
+    rows, _ = next(iter(loader))
+    place = reader.seen.data_ptr()
+    for length in (30, 24, 24, 12, 12, 11):
+        model(*texts_of_a_batch(len(rows), length))
+    (texts,) = steps.passes._recorder._texts.values()
+    assert len(texts.lengths) > 1
+    assert not reader.seen.any()
+    assert reader.seen.data_ptr() == place
 
 
 def test_where_there_is_no_room_to_try_texts_stay_as_they_are(monkeypatch):

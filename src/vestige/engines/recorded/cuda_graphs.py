@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,14 @@ from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.taps import Doubt, Taps
 from vestige.engines.recorded.host_copies import HostCopies, Sent
-from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE, SECONDS, recorded
+from vestige.engines.recorded.recording import (
+    MOST_FORMS,
+    PATIENCE,
+    SECONDS,
+    device_draws,
+    nothing_to_draw_again,
+    recorded,
+)
 from vestige.engines.recorded.steady import Unsteady, require_steady, standing
 from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.layout import Layout
@@ -188,6 +195,8 @@ class Padded:
                 self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
         self.norms: Tensor | None = None
         self.sent: Sent = []
+        self.draws = True
+        """Whether the model draws numbers on the GPU, as far as is known."""
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, batch: Batch, clip: Clip, into: Tensor) -> Tensor:
@@ -211,13 +220,19 @@ class Padded:
         return self.norms[: batch[0].shape[0] // self.views].clone()
 
     def record(self) -> None:
-        with HostCopies(self.total.device, self.sent, given=True) if self.sent else nullcontext():
+        with ExitStack() as stack:
+            if self.sent:
+                stack.enter_context(HostCopies(self.total.device, self.sent, given=True))
+            if not self.draws:
+                stack.enter_context(nothing_to_draw_again())
             self.graph = recorded(self._run, self.pool, self.total.device)
 
     def rehearse(self, batch: Batch) -> int:
         """Run unrecorded; how many numbers the step saved. Raises `Unsteady` if the model is not steady."""
         self._load(batch)
+        before = device_draws(self.total.device)
         saved: int = require_steady(self._run_kept, self.engine.model, self.total, self.engine.loss)
+        self.draws = not torch.equal(before, device_draws(self.total.device))
         return saved
 
     def _run_kept(self) -> int:

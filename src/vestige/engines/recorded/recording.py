@@ -24,8 +24,6 @@ MOST_SIZES = 16
 MOST_FORMS, PATIENCE = 4, 8
 """Forms of batches for which sizes are recorded ahead, and how often a further one is met before it is: sequences may
 have any length."""
-CAN_LEND = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
-"""Whether torch lets work that is not recorded lie in the memory of recordings."""
 DEVIATIONS = 3
 """So far from its mean, in standard deviations, a sample is still of a recorded size; one in a thousand is not."""
 
@@ -34,7 +32,7 @@ def recorded(work: Callable[[], object], pool: Any, device: torch.device) -> tor
     """The GPU's part of some work, to be replayed; nothing is run."""
     graph = torch.cuda.CUDAGraph()
     generator = torch.cuda.default_generators[device.index or 0]
-    spare = generator.clone_state()
+    spare, stream = generator.clone_state(), torch.cuda.current_stream(device)
     # cuBLAS keeps a workspace for each stream. The recording's own must not outlive its memory pool, and the one that
     # it replaces would lie idle.
     torch._C._cuda_clearCublasWorkspaces()
@@ -42,8 +40,9 @@ def recorded(work: Callable[[], object], pool: Any, device: torch.device) -> tor
         with _no_collection(), torch.cuda.graph(graph, pool=pool):
             work()
     except RuntimeError:
-        # A recording that breaks off leaves the generator unusable, and, before torch 2.12, the allocator in the belief
-        # that it goes on, so that no cached memory is ever given back.
+        # A recording that breaks off leaves the generator unusable, its own stream the current one, and, before torch
+        # 2.12, the allocator in the belief that it goes on, so that no cached memory is ever given back.
+        torch.cuda.set_stream(stream)
         generator.graphsafe_set_state(spare)
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(device.index or 0, pool)
@@ -56,11 +55,17 @@ def recorded(work: Callable[[], object], pool: Any, device: torch.device) -> tor
 def pool_for(owner: object, device: torch.device) -> Any:
     """Memory for recordings, which is there for as long as its owner is, or a recording in it."""
     pool, index = torch.cuda.graph_pool_handle(), device.index or 0
-    if CAN_LEND:
+    if _can_lend():
         torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
         torch._C._cuda_endAllocateToPool(index, pool)
         weakref.finalize(owner, torch._C._cuda_releasePool, index, pool).atexit = False
     return pool
+
+
+def _can_lend() -> bool:
+    """Whether torch lets work that is not recorded lie in the memory of recordings."""
+    known = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
+    return known and torch.cuda.get_allocator_backend() == "native"
 
 
 @contextmanager
@@ -68,7 +73,7 @@ def lent(pool: Any, device: torch.device) -> Iterator[None]:
     """Inside, work is done in the memory of recordings, none of which may be in use: on their stream, or there would be
     none for it."""
     stream, index = torch.cuda.graph.default_capture_stream, device.index or 0
-    if not CAN_LEND or stream is None:
+    if stream is None or not _can_lend():
         yield
         return
     torch.cuda.synchronize(device)
@@ -82,6 +87,11 @@ def lent(pool: Any, device: torch.device) -> Iterator[None]:
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
         torch._C._cuda_clearCublasWorkspaces()
+
+
+def device_draws(device: torch.device) -> Tensor:
+    """The state of the generator that draws there."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 @contextmanager

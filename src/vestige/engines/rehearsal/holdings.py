@@ -17,13 +17,16 @@ Place = tuple[dict[str, Any], str]
 class Holdings:
     """What a model held when this was made; the copies lie in the host's memory."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._then = {name: (store[key], _copied(store[key])) for name, (store, key) in _places(model).items()}
+    def __init__(self, model: nn.Module, buffers_only: bool = False) -> None:
+        self._model, self._buffers_only = model, buffers_only
+        self._then = {name: (store[key], _copied(store[key])) for name, (store, key) in self._places().items()}
+
+    def _places(self) -> dict[str, Place]:
+        return _places(self._model, self._buffers_only)
 
     def changed(self) -> set[str]:
         """What is another tensor now, or holds something else, or is new."""
-        now = _places(self._model)
+        now = self._places()
         same = {name for name, (store, key) in now.items() if name in self._then and self._as_it_was(name, store[key])}
         return (now.keys() | self._then.keys()) - same
 
@@ -33,7 +36,7 @@ class Holdings:
 
     def restore(self, names: Collection[str]) -> None:
         """Put these back as they were; what was not there goes."""
-        now = _places(self._model)
+        now = self._places()
         for name in names:
             if name not in self._then:
                 store, key = now[name]
@@ -42,7 +45,7 @@ class Holdings:
                 store, key = now[name]
                 store[key], copy = self._then[name]
                 if not self._as_it_was(name, store[key]):
-                    store[key].data = copy.to(store[key].device, copy=True)
+                    _write(store[key], copy)
 
 
 def describe(model: nn.Module, name: str) -> str:
@@ -55,14 +58,22 @@ def equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _places(model: nn.Module) -> dict[str, Place]:
+def _places(model: nn.Module, buffers_only: bool = False) -> dict[str, Place]:
     return {
         f"{prefix}.{key}" if prefix else key: (store, key)
         for prefix, module in model.named_modules()
-        for store in (module._parameters, module._buffers)
+        for store in ((module._buffers,) if buffers_only else (module._parameters, module._buffers))
         for key, tensor in store.items()
         if isinstance(tensor, Tensor)
     }
+
+
+def _write(tensor: Tensor, numbers: Tensor) -> None:
+    """Where it lies, if they fit there: recordings know it by its place."""
+    if tensor.shape == numbers.shape and tensor.dtype == numbers.dtype:
+        tensor.data.copy_(numbers)
+    else:
+        tensor.data = numbers.to(tensor.device, copy=True)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -530,27 +530,19 @@ def _unrounded(taps: Taps) -> Iterator[None]:
 
 
 @contextmanager
-def left_as_found(model: nn.Module) -> Iterator[Holdings]:
-    """Nothing is spent on made-up examples: no random number, no buffer and no parameter."""
-    held = Holdings(model)
-    try:
-        with nothing_drawn(model):
-            yield held
-    finally:
-        held.restore(held.changed())
-
-
-@contextmanager
-def nothing_drawn(model: nn.Module) -> Iterator[None]:
-    """No random number is spent, on the host or where the model lies."""
+def left_as_found(model: nn.Module, buffers_only: bool = False) -> Iterator[Holdings]:
+    """Nothing is spent on made-up examples: no random number, no buffer and no parameter; `buffers_only` where a pass
+    is known not to change parameters."""
+    held = Holdings(model, buffers_only)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices):
-            yield
+            yield held
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
+        held.restore(held.changed())
 
 
 def _flat(outputs: Tensor, examples: int) -> Tensor:

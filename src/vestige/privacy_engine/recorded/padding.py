@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from vestige.devices import without_tf32
-from vestige.engines.rehearsal.rehearsing import left_as_found, nothing_drawn
+from vestige.engines.rehearsal.rehearsing import left_as_found
 from vestige.mechanism.losses.model_losses import IGNORED
 from vestige.privacy_engine.calls import Call, CallForm
 
@@ -28,7 +28,7 @@ BESIDE = 0.05
 ROWS, MOST_WORDS = 5, 1 << 16
 SHORTEST = 6
 """Texts that are shorter do not tell."""
-FIRST_POSITIONS, ANY_LENGTH = 8, 1 << 30
+SPARE, ANY_LENGTH = 64, 1 << 30
 """So many positions may be taken by something else; and so many are more than anybody has."""
 STEPS = ((64, 16), (256, 32), (1024, 64))
 """Up to this length, lengths are rounded to multiples of that."""
@@ -127,7 +127,12 @@ def _compared(
     modes = [(each, each.training) for each in module.modules()]
     kind = like[0].device.type
     try:
-        with nothing_drawn(module), torch.no_grad(), without_tf32(), torch.autocast(kind, enabled=False):
+        with (
+            left_as_found(module, buffers_only=True),
+            torch.no_grad(),
+            without_tf32(),
+            torch.autocast(kind, enabled=False),
+        ):
             for each, _ in modes:
                 each.training = False
             short = _readable(module, form.made(ROWS, 11, like), names)
@@ -234,15 +239,20 @@ def _near(one: Tensor, other: Tensor, usual: Tensor) -> Tensor:
 
 def most_positions(module: nn.Module) -> int:
     """How long texts may be at least, as far as the model tells: by its configuration and its tables of positions, of
-    which some count from a few on. One that has neither goes by distances."""
-    named = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    which some count from a padding token on. One that has neither goes by distances. 0 if it cannot be told: beyond a
+    table a GPU does not refuse, but fails for good."""
+    prompts = any(getattr(each, "is_prompt_learning", False) for each in getattr(module, "peft_config", {}).values())
     parts = [(name, each) for name, each in module.named_modules() if "pos" in name or name.endswith("wpe")]
+    named = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    if prompts or not of_transformers(module):
+        return 0
     if type(named) is int:
-        tables = [each.num_embeddings for _, each in parts if isinstance(each, nn.Embedding)]
-        return max(0, min([named, *tables]) - FIRST_POSITIONS)
+        tables = [each for _, each in parts if isinstance(each, nn.Embedding)]
+        sizes = [each.num_embeddings - (each.padding_idx or 0) for each in tables]
+        return max(0, min([named, *sizes]) - SPARE)
     tensors = (*module.named_parameters(), *module.named_buffers())
     told = bool(parts) or any("pos" in name for name, _ in tensors)
-    return 0 if told or not of_transformers(module) else ANY_LENGTH
+    return 0 if told else ANY_LENGTH
 
 
 def rounded_up(length: int) -> int:

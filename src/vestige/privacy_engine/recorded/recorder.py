@@ -8,6 +8,7 @@ import gc
 import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ class Texts:
     unnoticed: dict[tuple[Long, Long], bool] = field(default_factory=dict)
     """Whether the model takes no notice of texts of one length that are padded to another."""
     grown: int = 0
-    """How often longer ones were made than all before."""
+    """How often longer ones were made, or tried, than all before."""
+    refused: float = inf
+    """Positions, from which on they could not be recorded."""
     failed: bool = False
     """Whether one length could not be recorded, or not beside another: then no other is tried."""
     _stretch: Stretch | None = None
@@ -168,7 +171,7 @@ class Recorder:
         enough = [max(lengths) if longest else 0 for lengths in zip(*texts.lengths, (0, 0), strict=True)]
         rounded = (min(rounded_up(own), max(met, texts.most)) for own, met in zip(long, texts.longest, strict=True))
         read, written = map(max, rounded, enough)
-        return read, written
+        return (read, written) if read + written < texts.refused else long
 
     def _unnoticed(self, asked: Asked, texts: Texts, long: Long, found: Recordings) -> bool:
         """Whether texts of this length may be padded to that of the recordings: tried once for each two."""
@@ -186,8 +189,8 @@ class Recorder:
         are needed."""
         mine = (key, long)
         self._met[mine] = self._met.get(mine, 0) + 1
-        too_many = (texts.grown if longest else len(texts.lengths)) >= MOST_LENGTHS
-        if mine in self._known or self._met[mine] < AGAIN or too_many:
+        too_many = bool(texts.lengths) and (texts.grown if longest else len(texts.lengths)) >= MOST_LENGTHS
+        if mine in self._known or self._met[mine] < AGAIN or too_many or sum(long) >= texts.refused:
             return None
         if longest:
             self._let_go(key, texts)
@@ -195,6 +198,8 @@ class Recorder:
         found = self._known[mine] = self._recordings(asked, self.sizes[::FEWER], texts.room, texts.stretch, long)
         if found is not None:
             texts.lengths[long] = found
+        elif longest:
+            texts.refused, texts.most = sum(long), 0  # and none beyond what was met
         return found
 
     def _let_go(self, key: Hashable, texts: Texts) -> None:

@@ -26,7 +26,14 @@ from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
 from vestige.engines.recorded.host_copies import HostCopies, Sent
-from vestige.engines.recorded.recording import SECONDS, lent, nothing_to_draw_again, pool_for, recorded
+from vestige.engines.recorded.recording import (
+    SECONDS,
+    device_draws,
+    lent,
+    nothing_to_draw_again,
+    pool_for,
+    recorded,
+)
 from vestige.engines.recorded.steady import Unsteady, host_draws, require_steady, restore_host_draws
 from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.layout import Layout
@@ -281,7 +288,7 @@ class Recordings:
                     break
                 self._run_all(rows)
                 tried.append(rows)
-            draws = _device_draws(self._device)
+            draws = device_draws(self._device)
             self._load_wanted(want, tried[-1], draws)
         self._free()
         self._tapes = [self._recorded(rows) for rows in tried]
@@ -301,6 +308,7 @@ class Recordings:
         few = min(FEW, len(self._places))
         self._load_made_up(few)
         self._run_all(few)
+        self._sent.clear()
         self._free()
         before = torch.cuda.memory_allocated(self._device)
         self.room.spoiled = True  # until it is known not to be
@@ -316,10 +324,10 @@ class Recordings:
 
     def _tried(self, rows: int) -> bool:
         """Run once on made-up rows, unrecorded; whether the model draws numbers on the GPU. Raises `Unsteady`."""
-        before = _device_draws(self._device)
+        before = device_draws(self._device)
         self._load_made_up(rows)
         require_steady(lambda: self._run_all(rows), self.module, self.total)
-        drawn = not torch.equal(before, _device_draws(self._device))
+        drawn = not torch.equal(before, device_draws(self._device))
         _restore_device_draws(before, self._device)
         if drawn and self._recomputes:
             raise Unsteady  # the same numbers cannot be drawn again in a recording
@@ -452,10 +460,6 @@ class Recordings:
 
 def _buffer(like: Tensor, rows: int) -> Tensor:
     return like.new_zeros(rows, *like.shape[1:], requires_grad=False)
-
-
-def _device_draws(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _restore_device_draws(state: Tensor, device: torch.device) -> None:
