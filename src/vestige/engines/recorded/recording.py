@@ -68,6 +68,19 @@ def _can_lend() -> bool:
     return known and torch.cuda.get_allocator_backend() == "native"
 
 
+def give_back(device: torch.device) -> None:
+    """What nobody needs any more; of cuBLAS too, whose workspaces would be missed where they are freed later."""
+    gc.collect()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes that somebody holds there."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 @contextmanager
 def lent(pool: Any, device: torch.device) -> Iterator[None]:
     """Inside, work is done in the memory of recordings, none of which may be in use: on their stream, or there would be

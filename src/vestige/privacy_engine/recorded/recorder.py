@@ -68,7 +68,7 @@ class Texts:
     refused: float = inf
     """Positions, from which on they could not be recorded."""
     failed: bool = False
-    """Whether one length could not be recorded, or not beside another: then no other is tried."""
+    """Whether one length could not be recorded: then no other is tried."""
     _stretch: Stretch | None = None
 
     @property
@@ -143,9 +143,9 @@ class Recorder:
             return None
         texts = self._texts.get(key) or self._texts.setdefault(key, Texts(self._room()))
         texts.longest = max(texts.longest[0], long[0]), max(texts.longest[1], long[1])
-        if texts.room.spoiled and not texts.failed:
+        if texts.room.spoiled:  # they are made again, and what is tried out beside them lies elsewhere
             self._let_go(key, texts)
-            texts.failed = True
+            texts.room = self._room(lends=False)
         if texts.failed or long in texts.lengths:
             return texts.lengths.get(long)
         if texts.lengths and not texts.tried and min(filter(None, long), default=0) >= SHORTEST:
@@ -155,6 +155,7 @@ class Recorder:
             texts.tried, texts.most = True, most_positions(self.module)
         if texts.stretch is None:
             found = self._exactly((key, long), asked, texts.room, long)
+            self._retry_if_spoiled((key, long), texts)
             texts.failed = found is None and (key, long) in self._known
             if found is not None:
                 texts.lengths[long] = found
@@ -194,21 +195,27 @@ class Recorder:
             return None
         if longest:
             self._let_go(key, texts)
-            texts.room, texts.grown = self._room(), texts.grown + 1
+            texts.room, texts.grown = self._room(texts.room.lends), texts.grown + 1
         found = self._known[mine] = self._recordings(asked, self.sizes[::FEWER], texts.room, texts.stretch, long)
         if found is not None:
             texts.lengths[long] = found
         elif longest:
             texts.refused, texts.most = sum(long), 0  # and none beyond what was met
+        self._retry_if_spoiled(mine, texts)
         return found
+
+    def _retry_if_spoiled(self, mine: Hashable, texts: Texts) -> None:
+        """What could not be recorded because something stayed in the memory of others may be recorded elsewhere."""
+        if texts.room.spoiled:
+            self._known.pop(mine, None)
 
     def _let_go(self, key: Hashable, texts: Texts) -> None:
         for each in texts.lengths:
             del self._known[key, each]
         texts.lengths.clear()
 
-    def _room(self) -> Room:
-        return Room(device_of(self.module))
+    def _room(self, lends: bool = True) -> Room:
+        return Room(device_of(self.module), lends)
 
     def _key(self, asked: Asked, modules: Sequence[nn.Module], texts: Collection[int] = ()) -> Hashable | None:
         """What a recording takes for granted, but for the length of texts; None if it cannot be told."""

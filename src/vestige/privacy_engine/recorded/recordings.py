@@ -8,7 +8,6 @@ recorded forward pass, or a second pass about the same examples.
 
 from __future__ import annotations
 
-import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,9 @@ from vestige.engines.per_example.kernels import blanked
 from vestige.engines.recorded.host_copies import HostCopies, Sent
 from vestige.engines.recorded.recording import (
     SECONDS,
+    allocated,
     device_draws,
+    give_back,
     lent,
     nothing_to_draw_again,
     pool_for,
@@ -69,7 +70,9 @@ class End:
 class Room:
     """The memory in which the recordings of a form of call work, one pass at a time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, lends: bool = True) -> None:
+        self.lends = lends
+        """Whether others may be tried out in it."""
         self.pool = pool_for(self, device) if device.type == "cuda" else None
         self.used = False
         """Whether there are recordings in it."""
@@ -302,7 +305,7 @@ class Recordings:
     def _beside_others(self) -> Iterator[None]:
         """Where others are recorded, this is tried out in their memory. Whatever it leaves there, they would write
         over: what is made once is made before, elsewhere, and if more is left, the room is spoiled."""
-        if not self.room.used or self._device.type != "cuda":
+        if not self.room.used or not self.room.lends:
             yield
             return
         few = min(FEW, len(self._places))
@@ -310,14 +313,14 @@ class Recordings:
         self._run_all(few)
         self._sent.clear()
         self._free()
-        before = torch.cuda.memory_allocated(self._device)
+        before = allocated(self._device)
         self.room.spoiled = True  # until it is known not to be
         with self.room.lent():
             yield
         sent = {rows: [(host, there.cpu()) for host, there in each] for rows, each in self._sent.items()}
         self._sent.clear()
         self._free()
-        if torch.cuda.memory_allocated(self._device) > before:
+        if allocated(self._device) > before:
             raise Unsteady
         self.room.spoiled = False
         self._sent = {rows: [(host, there.to(self._device)) for host, there in each] for rows, each in sent.items()}
@@ -453,9 +456,7 @@ class Recordings:
         add_weighted(gradients, self._clip, self.layout, self.total, rows, ~self._padding(rows))
 
     def _free(self) -> None:
-        if self._device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        give_back(self._device)
 
 
 def _buffer(like: Tensor, rows: int) -> Tensor:
