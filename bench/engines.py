@@ -1,8 +1,8 @@
 """What does a private step cost over a plain one? Every engine on the same models, in one process, in one table.
 
 usage: python bench/engines.py [--device cpu|cuda] [--quick] [--models NAME ...] [--rows NAME ...] [--precision NAME]
-       [--others [NAME ...]] [--loops NAME ...] [--optimizer NAME] [--steps N] [--turns N] [--host] [--kernels]
-       [--threads N] [--cpu-time] [--json FILE]
+       [--others [NAME ...]] [--loops NAME ...] [--optimizer NAME] [--steps N] [--times X] [--turns N] [--host]
+       [--kernels] [--threads N] [--cpu-time] [--json FILE]
 
 A step is forward, backward, clipping, noise and the update. Peak memory is what the process takes of the GPU meanwhile,
 recordings included; on the CPU there is no such count, so only time is given. With --others, models of other people's
@@ -392,6 +392,7 @@ def main() -> None:
     parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=list(LOOPS), help="with --others")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="with --others")
     parser.add_argument("--steps", type=int, default=200, help="with --others: how many, from the first on")
+    parser.add_argument("--times", type=float, default=1, help="with --others: so many times each model's batch")
     parser.add_argument(
         "--turns", type=int, help="with --others: medians of so many rounds, the loops in turn, instead"
     )
@@ -416,7 +417,7 @@ def main() -> None:
             options.json.write_text(json.dumps({"machine": machine, "torch": torch.__version__, "host": results}))
         return
     if options.others is not None:
-        names, share = options.others or list(OTHERS), 4 if options.quick else 1
+        names, share = options.others or list(OTHERS), (4 if options.quick else 1) / options.times
         measured, count = (loops.in_turn, options.turns) if options.turns else (loops.table, options.steps)
         found = list(measured(names, options.loops, options.device, count, share, options.optimizer))
         if options.json:

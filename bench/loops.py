@@ -198,12 +198,12 @@ class Cost:
 
 
 def measure(
-    name: str, loop: str, device: str, steps: int, share: int = 1, small: bool = False, optimizer: str = "adamw"
+    name: str, loop: str, device: str, steps: int, share: float = 1, small: bool = False, optimizer: str = "adamw"
 ) -> Cost:
-    """The first so many steps of a loop on a model, at its batch or a share of it."""
+    """The first so many steps of a loop on a model, at its batch, or one that is so many times smaller."""
     other = MODELS[name]
     torch.manual_seed(0)
-    batch = max(1, other.batch // share)
+    batch = batch_of(other, share)
     with torch.device(device):
         model, data = other.build(small).train(), other.examples(TIMES * batch, small)
     model.to(device)
@@ -224,6 +224,10 @@ def measure(
         total = time.perf_counter() - start
     gib = torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None
     return Cost(1e3 * (total - spent[0]) / steps, 1e3 * first, made + spent[0], gib)
+
+
+def batch_of(other: Other, share: float) -> int:
+    return max(1, int(other.batch / share))
 
 
 def _wait(device: str) -> None:
@@ -272,12 +276,12 @@ def set_up(device: str) -> Iterator[list[float]]:
 
 
 def costs(
-    name: str, loops: list[str], device: str, steps: int, share: int = 1, optimizer: str = "adamw"
+    name: str, loops: list[str], device: str, steps: int, share: float = 1, optimizer: str = "adamw"
 ) -> Iterator[dict[str, Any]]:
     """A row for each loop, over the first of them."""
     base: Cost | None = None
     for loop in loops:
-        row: dict[str, Any] = {"model": name, "loop": loop, "batch": max(1, MODELS[name].batch // share)}
+        row: dict[str, Any] = {"model": name, "loop": loop, "batch": batch_of(MODELS[name], share)}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -296,7 +300,7 @@ def costs(
 
 
 def table(
-    names: list[str], loops: list[str], device: str, steps: int, share: int = 1, optimizer: str = "adamw"
+    names: list[str], loops: list[str], device: str, steps: int, share: float = 1, optimizer: str = "adamw"
 ) -> Iterator[dict[str, Any]]:
     """The rows of all models, printed as they come."""
     print(
@@ -315,13 +319,13 @@ def table(
 
 
 def in_turn(
-    names: list[str], loops: list[str], device: str, rounds: int, share: int = 1, optimizer: str = "adamw"
+    names: list[str], loops: list[str], device: str, rounds: int, share: float = 1, optimizer: str = "adamw"
 ) -> Iterator[dict[str, Any]]:
     """Medians of a step, the loops in turn, so that a busy host is busy for all; the first steps are left out."""
     print("| model [batch] | loop | median ms | over the first | best |\n|---|---|---|---|---|")
     for name in names:
         other = MODELS[name]
-        batch, steps = max(1, other.batch // share), dict[str, Step]()
+        batch, steps = batch_of(other, share), dict[str, Step]()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for loop in loops:
