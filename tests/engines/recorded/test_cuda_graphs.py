@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import threading
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.recorded import recording
@@ -299,6 +302,50 @@ def test_what_is_drawn_on_the_host_runs_unrecorded_and_what_is_drawn_on_the_gpu_
     assert bool(engine._padded) == (not host)
     assert any(padded.graph is not None for padded in engine._padded.values()) == (not host)
     assert not torch.equal(results[3], results[4])  # another mask each time
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.dropout = nn.Dropout(chance)
+
+    def block(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.dropout(self.second(torch.tanh(self.first(x)))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.block, x, use_reentrant=False))
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:the step cannot be recorded")
+@pytest.mark.parametrize("chance", [0.0, 0.5])
+def test_activations_are_recomputed_in_a_recording_if_nothing_is_drawn(chance):
+    torch.manual_seed(0)
+    model = Checkpointed(chance).cuda()
+    layout = Layout.of(model)
+    engine, parameters = Captured(model, F.cross_entropy, layout), layout.parameters(model)
+    for step in range(4):
+        batch = draw((6,), 8, "cuda", seed=step)
+        got, want = torch.zeros(layout.size, device="cuda"), torch.zeros(layout.size, device="cuda")
+        engine(batch, parameters, Flat(0.1), got)
+        if not chance:
+            BookKeeping(model, F.cross_entropy, layout)(batch, parameters, Flat(0.1), want)
+            close(got, want, 5e-3)
+    assert any(padded.graph is not None for padded in engine._padded.values()) is not bool(chance)
+
+
+def test_checkpointing_of_another_thread_asks_as_it_always_does():
+    before, seen = torch.utils.checkpoint.get_device_states, []
+    with mock.patch.object(torch.utils.checkpoint, "get_device_states", return_value="asked"):
+        with recording.nothing_to_draw_again():
+            other = threading.Thread(target=lambda: seen.append(torch.utils.checkpoint.get_device_states()))
+            other.start()
+            other.join()
+            assert torch.utils.checkpoint.get_device_states(torch.zeros(1)) == ([], [])
+        assert torch.utils.checkpoint.get_device_states() == "asked"
+    assert seen == ["asked"]
+    assert torch.utils.checkpoint.get_device_states is before
 
 
 @gpu

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import ceil, floor, sqrt
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -110,17 +111,17 @@ def device_draws(device: torch.device) -> Tensor:
 @contextmanager
 def nothing_to_draw_again() -> Iterator[None]:
     """Inside, checkpointing does not ask a GPU's generator for its state, which would end a recording: for models that
-    draw nothing there."""
-    asked = checkpoint.get_device_states
-    checkpoint.get_device_states = _no_states
+    draw nothing there. Whoever checkpoints in another thread takes no notice."""
+    asked, here = checkpoint.get_device_states, get_ident()
+
+    def states(*given: object) -> tuple[list[int], list[Tensor]]:
+        return ([], []) if get_ident() == here else asked(*given)
+
+    checkpoint.get_device_states = states
     try:
         yield
     finally:
         checkpoint.get_device_states = asked
-
-
-def _no_states(*_: object) -> tuple[list[int], list[Tensor]]:
-    return [], []
 
 
 @contextmanager
