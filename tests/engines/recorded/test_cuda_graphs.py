@@ -6,7 +6,6 @@ import gc
 import threading
 from contextlib import nullcontext
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -335,17 +334,27 @@ def test_activations_are_recomputed_in_a_recording_if_nothing_is_drawn(chance):
     assert any(padded.graph is not None for padded in engine._padded.values()) is not bool(chance)
 
 
-def test_checkpointing_of_another_thread_asks_as_it_always_does():
-    before, seen = torch.utils.checkpoint.get_device_states, []
-    with mock.patch.object(torch.utils.checkpoint, "get_device_states", return_value="asked"):
+def test_checkpointing_of_another_thread_asks_as_it_always_does(monkeypatch):
+    monkeypatch.setattr(torch.utils.checkpoint, "get_device_states", lambda *given: "asked")
+    seen, inside, go_on = [], threading.Event(), threading.Event()
+
+    def beside():
+        seen.append(torch.utils.checkpoint.get_device_states())
         with recording.nothing_to_draw_again():
-            other = threading.Thread(target=lambda: seen.append(torch.utils.checkpoint.get_device_states()))
-            other.start()
-            other.join()
-            assert torch.utils.checkpoint.get_device_states(torch.zeros(1)) == ([], [])
-        assert torch.utils.checkpoint.get_device_states() == "asked"
-    assert seen == ["asked"]
-    assert torch.utils.checkpoint.get_device_states is before
+            inside.set()
+            go_on.wait(10)
+        seen.append(torch.utils.checkpoint.get_device_states())
+
+    other = threading.Thread(target=beside)
+    with recording.nothing_to_draw_again():
+        other.start()
+        inside.wait(10)
+        assert torch.utils.checkpoint.get_device_states(torch.zeros(1)) == ([], [])
+    assert torch.utils.checkpoint.get_device_states() == "asked"
+    go_on.set()
+    other.join()
+    assert torch.utils.checkpoint.get_device_states() == "asked"
+    assert seen == ["asked", "asked"]
 
 
 @gpu

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engine_checks import ask, clipped, close, one_at_a_time, silent, square, targets
 from vestige.engines.bookkeeping import BookKeeping
@@ -252,3 +254,60 @@ def test_frozen_weights_in_bfloat16_round_more_and_mix_nothing():
             batch, layout.parameters(model), Flat(1.0), torch.zeros(layout.size)
         )
     assert tolerances == [8 * torch.finfo(torch.bfloat16).eps]
+
+
+class OnTheWayBack(torch.autograd.Function):
+    """Gives what it was given; its backward pass looks at the others."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, signal):
+        return signal * (1 + ctx.saved_tensors[0].mean(dim=0, keepdim=True))
+
+
+class Behind(nn.Module):
+    """Each output is that of its example alone; but not what the backward pass makes of it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.last = how, nn.Linear(3, 4), nn.Linear(4, 2)
+        self.again = False
+
+    def block(self, x: Tensor) -> Tensor:
+        if self.again:
+            with torch.no_grad():
+                x = x * x[:1].sum().sign() * 1e3
+        return self.first(x)
+
+    def __enter__(self) -> None:
+        self.again = True
+
+    def __exit__(self, *_: object) -> None:
+        self.again = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "recomputed":
+            x = checkpoint(self.block, x, use_reentrant=False, context_fn=lambda: (nullcontext(), self))
+            return self.last(torch.tanh(x))
+        if self.how == "unpacked":
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * (1 + t[:1].mean())):
+                return self.last(torch.tanh(self.block(x)))
+        if self.how == "function":
+            return self.last(torch.tanh(OnTheWayBack.apply(self.first(x))))
+        return self.last(torch.tanh(checkpoint(self.block, x, use_reentrant=False)))
+
+
+@pytest.mark.parametrize("how", ["recomputed", "unpacked", "function", "right"])
+def test_what_looks_at_others_on_the_way_back_alone_is_found(how):
+    model, batch = Behind(how), (torch.randn(6, 3), targets(6))
+    layout = Layout.of(model)
+    engine = BookKeeping(model, square, layout)
+    if how == "right":
+        ask(engine, batch, layout.parameters(model), Flat(1.0), layout)
+        return
+    with pytest.raises(Dependent, match="changes with the examples beside it"):
+        ask(engine, batch, layout.parameters(model), Flat(1.0), layout)

@@ -120,6 +120,8 @@ def gradients(taps: Taps, sweeps: Sequence[Sweep], examples: int) -> dict[str, G
             now.require_count()
             if now.doubt is not None:
                 raise Doubt(now.doubt)
+            if now.kept_elsewhere and recording():
+                raise Doubt("activations are kept elsewhere")
             now.going_back = True
             if outputs.requires_grad:
                 seed = torch.full_like(outputs, sweep.weight)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import ceil, floor, sqrt
-from threading import get_ident
+from threading import local
 from typing import Any
 
 import torch
@@ -110,18 +110,25 @@ def device_draws(device: torch.device) -> Tensor:
 
 @contextmanager
 def nothing_to_draw_again() -> Iterator[None]:
-    """Inside, checkpointing does not ask a GPU's generator for its state, which would end a recording: for models that
-    draw nothing there. Whoever checkpoints in another thread takes no notice."""
-    asked, here = checkpoint.get_device_states, get_ident()
+    """Inside, and in this thread, checkpointing does not ask a GPU's generator for its state, which would end a
+    recording: for models that draw nothing there."""
+    asked = checkpoint.get_device_states
+    if not hasattr(asked, "asked"):
 
-    def states(*given: object) -> tuple[list[int], list[Tensor]]:
-        return ([], []) if get_ident() == here else asked(*given)
+        def states(*given: object) -> tuple[list[int], list[Tensor]]:
+            return ([], []) if getattr(_quiet, "on", False) else asked(*given)
 
-    checkpoint.get_device_states = states
+        states.asked = asked  # type: ignore[attr-defined]
+        checkpoint.get_device_states = states
+    _quiet.on = True
     try:
         yield
     finally:
-        checkpoint.get_device_states = asked
+        _quiet.on = False
+
+
+_quiet = local()
+"""In which threads nothing is drawn again."""
 
 
 @contextmanager

@@ -107,7 +107,8 @@ def standing(
 def _of_modules(modules: Sequence[nn.Module]) -> list[Hashable]:
     found: list[Any] = []
     for module in modules:
-        found += (type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        found += (type(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # keys are never reused
+        found += (tuple(module._backward_hooks), tuple(module._backward_pre_hooks))
         found += [v if type(v) in PLAIN else v.data_ptr() for v in vars(module).values() if type(v) in SEEN]
         for store in (module._parameters, module._buffers):
             if store:

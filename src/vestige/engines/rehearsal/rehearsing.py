@@ -51,6 +51,10 @@ BESIDE = (1.0, 1e3, 1e30, torch.inf, -torch.inf, torch.nan)
 """What made-up examples are multiplied by, to stand beside another: none of them may be seen there."""
 
 
+BEHIND = (1.0, -1e3)
+"""The same, where it is its gradient that must not see them."""
+
+
 class Unwatchable(Exception):
     """The model's uses of its parameters cannot be watched; the message says why."""
 
@@ -134,6 +138,7 @@ class _Rehearsing:
             self._host_seed = self.seed
         kinds = self._kinds(three)
         self._check_gradients(three, kinds)
+        self._check_independent_gradients(three, kinds)
         if views > 1:  # two tell whether views add up: (a, b), (c, c), (b, a)
             self._check_gradients([torch.cat([part, part.flip(0)]) for part in three], kinds, views=2)
         if self.taps.ruled:
@@ -208,6 +213,7 @@ class _Rehearsing:
         weights: Tensor | None,
         observing: bool = True,
         views: int = 1,
+        usual: bool = False,
     ) -> tuple[Tensor, dict[Key, Observation], dict[str, list[Gradient]], Pass]:
         uses: dict[str, list[Gradient]] = {}
 
@@ -215,7 +221,9 @@ class _Rehearsing:
             for name, gradient in found.items():
                 uses.setdefault(name, []).append(gradient)
 
-        now = Pass(len(rows[0]) // views, self.environment, kinds, deliver, {} if observing else None, views=views)
+        observed: dict[Key, Observation] | None = {} if observing else None
+        examples = len(rows[0]) // views
+        now = Pass(examples, self.environment, kinds, deliver, observed, views=views, usual=usual)
         with self._again(), self.taps.watching(now):
             try:
                 outputs = _flat(self._run(rows), len(rows[0]))
@@ -292,6 +300,35 @@ class _Rehearsing:
                     "an example's output changes with its place in the batch, which others decide: compute each "
                     "example's output from that example alone"
                 )
+
+    def _check_independent_gradients(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
+        """The middle example's gradients, with other examples beside it: what runs on the way back alone, a backward
+        pass of somebody's own, or activations that are recomputed or kept elsewhere, may look at them."""
+        weights = _weights_like(self.plainly(three).detach())
+
+        def middle(rows: Rows) -> dict[str, Tensor]:
+            _, _, uses, now = self._watched(rows, kinds, weights, observing=False, usual=True)
+            if now.doubt is not None:
+                raise Unwatchable(now.doubt)  # by what it is given, a model may use parameters in another way
+            with torch.no_grad():
+                return {name: combine(parts).dense()[1].clone() for name, parts in uses.items()}
+
+        alone = middle(three)
+        sizes = [torch.linalg.vector_norm(gradient) for gradient in alone.values()]
+        least = 1e-5 * float(torch.stack(sizes).max()) if sizes else 0.0
+        for place, how in enumerate(BEHIND):
+            others = self.made(3, self.seed + 30 + place)
+            try:
+                now = middle([_beside(part, other, how) for part, other in zip(three, others, strict=True)])
+            except Exception:
+                continue  # a model may refuse such numbers
+            for name, gradient in alone.items():
+                off = float(torch.linalg.vector_norm(now.get(name, torch.zeros_like(gradient)) - gradient))
+                if not off <= GRADIENT_TOLERANCE * float(torch.linalg.vector_norm(gradient)) + least:
+                    raise Dependent(
+                        f"an example's gradient of {name!r} changes with the examples beside it, so no example's "
+                        "influence can be bounded: compute each example's backward pass from that example alone"
+                    )
 
     def _draws_on_the_host(self, rows: Rows) -> bool:
         """Whether a pass draws by Python's generator or NumPy's: then each place has numbers of its own."""

@@ -43,8 +43,8 @@ from vestige.privacy_engine.calls import Call, CallForm
 from vestige.privacy_engine.recorded.padding import Long, Stretch
 
 Uses = dict[str, list[Gradient]]
-FEW = 2
-"""Rows that take hardly any memory."""
+FEW, OTHERS = 2, 6
+"""Rows that take hardly any memory; and the seed of other made-up ones."""
 OF_OUTPUTS, LARGE = 4, 1 << 28
 """How much room a loop needs, in outputs; and from how many bytes on it is looked after."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -268,7 +268,7 @@ class Recordings:
                 torch.cuda.set_rng_state(replay.draws, self._device)
             rows = replay.tape.rows
             signals = [blanked(end[:rows], self._padding(rows)) for end in self.ends]
-            self._run_forward(rows)
+            self._run_forward(rows, recorded=False)
             found = self._run_backward(signals)
             self._live = None
             self.load_signals(signals, rows)
@@ -336,8 +336,8 @@ class Recordings:
             raise Unsteady  # the same numbers cannot be drawn again in a recording
         return drawn
 
-    def _load_made_up(self, rows: int) -> None:
-        for mine, made in zip(self._inputs, self.form.made(rows, 5, self._inputs), strict=True):
+    def _load_made_up(self, rows: int, seed: int = 5) -> None:
+        for mine, made in zip(self._inputs, self.form.made(rows, seed, self._inputs), strict=True):
             mine[:rows].copy_(made)
         self._count.fill_(rows)
 
@@ -360,7 +360,7 @@ class Recordings:
 
     def _load_wanted(self, want: Tensor, rows: int, draws: Tensor) -> None:
         """The clipped sum of made-up rows as the pass itself gives it, from such draws on."""
-        self._load_made_up(rows)
+        self._load_made_up(rows, OTHERS)
         with as_if_recorded():
             self._run_forward(rows)
         self._load_made_up_signals(rows)
@@ -370,8 +370,8 @@ class Recordings:
         _restore_device_draws(draws, self._device)
 
     def _require_alike(self, tape: Tape, draws: Tensor, want: Tensor) -> None:
-        """A replay gives what the pass itself gives, on made-up rows."""
-        self._load_made_up(tape.rows)
+        """A replay gives what the pass itself gives, on other made-up rows than those that it was recorded with."""
+        self._load_made_up(tape.rows, OTHERS)
         _restore_device_draws(draws, self._device)
         tape.forward.replay()
         self._load_made_up_signals(tape.rows)
@@ -402,7 +402,7 @@ class Recordings:
             self._run_clip(rows)
         self._live = None
 
-    def _run_forward(self, rows: int) -> Any:
+    def _run_forward(self, rows: int, recorded: bool = True) -> Any:
         uses: Uses = {}
 
         def deliver(found: Any) -> None:
@@ -413,9 +413,9 @@ class Recordings:
         args, kwargs = self._call.with_rows([each[:rows] for each in self._inputs], self.form.batched)
         with self.form.taps.watching(now), torch.enable_grad(), _without_cache(self._device):
             outputs = self._forward(*args, **kwargs)
-        if now.doubt is not None or now.kept_elsewhere:
+        if now.doubt is not None or (recorded and now.kept_elsewhere):
             raise Unsteady(now.doubt)
-        self._recomputes = now.recomputes
+        self._recomputes = self._recomputes or now.recomputes
         found = tree_flatten(outputs)[0]
         held = [found[place] for place in self.form.outputs]
         own = outputs.get("loss") if self._replaced and isinstance(outputs, Mapping) else None
