@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_toy
 from loops import LOSS, flat, moved, oracle, plain, private, same_step
@@ -809,6 +810,14 @@ def test_where_something_stays_in_the_memory_of_recordings_all_are_made_again_el
         return tried(own, rows)
 
     monkeypatch.setattr(Recordings, "_tried", leaving)
+    begin = Recordings.begin
+
+    def begun(own, *given):
+        replay = begin(own, *given)
+        assert replay is None or not own.room.spoiled
+        return replay
+
+    monkeypatch.setattr(Recordings, "begin", begun)
     batches = (batch for _ in range(3) for batch in loader)
     for length, (rows, y) in zip([40, 12, 12, 40, 12, 40, 12, 12, 40], batches, strict=False):
         ids, mask = texts_of_a_batch(len(rows), length)
@@ -858,17 +867,84 @@ class Checkpointed(nn.Module):
             if self.how == "elsewhere":
                 with torch.autograd.graph.save_on_cpu():
                     x = self.block(block, x)
+            elif self.how == "large" and len(x) < 12:
+                x = self.block(block, x)
             else:
                 x = checkpoint(self.block, block, x, use_reentrant=False)
         return self.head(x)
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "elsewhere"])
+@pytest.mark.parametrize("how", ["checkpoint", "large", "elsewhere"])
 def test_activations_may_be_recomputed_in_a_recording_but_not_kept_elsewhere(how):
     steps, model, optimizer, loader = private(Checkpointed(how))
     for x, y in loader:
         same_step(model, optimizer, x, y)
-    assert sum(replays(steps).values()) == (len(loader) if how == "checkpoint" else 0)
+    assert sum(replays(steps).values()) == (0 if how == "elsewhere" else len(loader))
+    (known,) = steps.passes._recorder._known.values()
+    assert known is None or known._recomputes  # even if the last that was tried did not
+
+
+def test_a_second_backward_pass_may_keep_its_activations_elsewhere():
+    def trained(record):
+        engine, model = PrivacyEngine(reproducible=3, record=record), make_toy()[0]
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1e-6,
+            data_loader=DataLoader(TensorDataset(*make_toy()[1]), batch_size=8), max_grad_norm=1.0,
+        )  # fmt: skip
+        x, y = next(iter(loader))
+        with torch.autograd.graph.save_on_cpu():
+            loss = LOSS(model(x), y)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        optimizer.step()
+        return engine, flat(model)
+
+    engine, twice = trained(record=True)
+    assert sum(replays(engine._steps).values()) or engine._steps.passes._recorder._known
+    torch.testing.assert_close(twice, trained(record=False)[1], rtol=1e-4, atol=1e-6)
+
+
+KEPT = {"mode": None, "rows": {}}
+
+
+class Offloading(nn.Module):
+    """What it keeps on the host is, in a recording, what it kept when it was tried out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if KEPT["mode"] == "tried":
+            KEPT["rows"][len(x)] = x.detach().clone()
+        elif KEPT["mode"] == "replayed":
+            x = x + (KEPT["rows"][len(x)] - x).detach()
+        return self.head(x)
+
+
+def test_what_was_made_up_is_not_taken_for_a_constant(monkeypatch):
+    """A replay is compared on other rows than the pass was tried with."""
+
+    @contextmanager
+    def mode(name):
+        KEPT["mode"] = name
+        yield
+        KEPT["mode"] = None
+
+    rerun = recordings.recorded
+
+    def frozen(work, pool, device):
+        made = rerun(work, pool, device)
+        made.work = mode("replayed")(work)
+        return made
+
+    monkeypatch.setattr(recordings, "HostCopies", lambda *given, **options: mode("tried"))
+    monkeypatch.setattr(recordings, "recorded", frozen)
+    steps, model, optimizer, loader = private(Offloading())
+    for x, y in loader:
+        same_step(model, optimizer, x, y)
+    assert [*steps.passes._recorder._known.values()] == [None]
 
 
 @gpu

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.per_example import taps
 from vestige.engines.recorded import recording
 from vestige.engines.recorded.cuda_graphs import LITTLE, Captured, Padded, padded_size
 from vestige.engines.recorded.steady import Unsteady, standing
@@ -332,6 +333,34 @@ def test_activations_are_recomputed_in_a_recording_if_nothing_is_drawn(chance):
             BookKeeping(model, F.cross_entropy, layout)(batch, parameters, Flat(0.1), want)
             close(got, want, 5e-3)
     assert any(padded.graph is not None for padded in engine._padded.values()) is not bool(chance)
+
+
+def test_another_hook_in_the_place_of_one_is_another_model():
+    model = nn.Sequential(nn.Linear(2, 2))
+    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
+        handle = getattr(model[0], register)(lambda *_: None)
+        before = standing(model)
+        assert standing(model) == before
+        handle.remove()
+        getattr(model[0], register)(lambda *_: None)
+        assert standing(model) != before
+
+
+def test_activations_that_are_kept_elsewhere_are_not_recorded(monkeypatch):
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                return super().forward(x)
+
+    model = Keeps(6, 3)
+    layout = Layout.of(model)
+    watched = BookKeeping(model, F.cross_entropy, layout).taps(draw((6,), 8, "cpu"))
+    batch = draw((6,), 8, "cpu")
+    sweep = taps.Sweep(lambda: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), layout.parameters(model))
+    taps.gradients(watched, [sweep], 8)
+    monkeypatch.setattr(taps, "recording", lambda: True)
+    with pytest.raises(taps.Doubt, match="kept elsewhere"):
+        taps.gradients(watched, [sweep], 8)
 
 
 def test_checkpointing_of_another_thread_asks_as_it_always_does(monkeypatch):

@@ -6,7 +6,6 @@ recorded is said in `steady`, how in `recording`.
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections import Counter
@@ -22,6 +21,7 @@ from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.taps import Doubt, Taps
 from vestige.engines.recorded.host_copies import HostCopies, Sent
+from vestige.engines.recorded.pools import give_back
 from vestige.engines.recorded.recording import (
     MOST_FORMS,
     PATIENCE,
@@ -141,8 +141,7 @@ class Captured:
             each = Padded(self.engine, taps, batch, parameters, clip, rows, self._pool, views, within=largest)
             each.rehearse([part[: rows * views] for part in batch])
             tried.append(each)
-        gc.collect()
-        torch.cuda.empty_cache()  # what was only tried out makes room for what is kept
+        give_back(batch[0].device)  # what was only tried out makes room for what is kept
         for each in tried:
             each.record()
         self._sizes = tuple(each.rows for each in tried)

@@ -7,7 +7,6 @@ is treated as what the engine already knows how to leave out, an example without
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import ceil, floor, sqrt
@@ -53,59 +52,16 @@ def recorded(work: Callable[[], object], pool: Any, device: torch.device) -> tor
     return graph
 
 
-def pool_for(owner: object, device: torch.device) -> Any:
-    """Memory for recordings, which is there for as long as its owner is, or a recording in it."""
-    pool, index = torch.cuda.graph_pool_handle(), device.index or 0
-    if _can_lend():
-        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
-        torch._C._cuda_endAllocateToPool(index, pool)
-        weakref.finalize(owner, torch._C._cuda_releasePool, index, pool).atexit = False
-    return pool
-
-
-def _can_lend() -> bool:
-    """Whether torch lets work that is not recorded lie in the memory of recordings."""
-    known = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
-    return known and torch.cuda.get_allocator_backend() == "native"
-
-
-def give_back(device: torch.device) -> None:
-    """What nobody needs any more; of cuBLAS too, whose workspaces would be missed where they are freed later."""
-    gc.collect()
-    if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-
-
-def allocated(device: torch.device) -> int:
-    """Bytes that somebody holds there."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-@contextmanager
-def lent(pool: Any, device: torch.device) -> Iterator[None]:
-    """Inside, work is done in the memory of recordings, none of which may be in use: on their stream, or there would be
-    none for it."""
-    stream, index = torch.cuda.graph.default_capture_stream, device.index or 0
-    if stream is None or not _can_lend():
-        yield
-        return
-    torch.cuda.synchronize(device)
-    torch._C._cuda_clearCublasWorkspaces()
-    torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
-    try:
-        with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        torch.cuda.synchronize(device)
-        torch._C._cuda_endAllocateToPool(index, pool)
-        torch._C._cuda_releasePool(index, pool)
-        torch._C._cuda_clearCublasWorkspaces()
-
-
 def device_draws(device: torch.device) -> Tensor:
     """The state of the generator that draws there."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def restore_device_draws(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 @contextmanager

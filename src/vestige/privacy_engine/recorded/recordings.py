@@ -25,15 +25,13 @@ from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
 from vestige.engines.recorded.host_copies import HostCopies, Sent
+from vestige.engines.recorded.pools import allocated, give_back, lent, pool_for
 from vestige.engines.recorded.recording import (
     SECONDS,
-    allocated,
     device_draws,
-    give_back,
-    lent,
     nothing_to_draw_again,
-    pool_for,
     recorded,
+    restore_device_draws,
 )
 from vestige.engines.recorded.steady import Unsteady, host_draws, require_steady, restore_host_draws
 from vestige.engines.rehearsal.recorded_ways import as_if_recorded
@@ -331,7 +329,7 @@ class Recordings:
         self._load_made_up(rows)
         require_steady(lambda: self._run_all(rows), self.module, self.total)
         drawn = not torch.equal(before, device_draws(self._device))
-        _restore_device_draws(before, self._device)
+        restore_device_draws(before, self._device)
         if drawn and self._recomputes:
             raise Unsteady  # the same numbers cannot be drawn again in a recording
         return drawn
@@ -367,17 +365,17 @@ class Recordings:
         uses = self._run_backward([end[:rows] for end in self.ends])
         add_weighted({name: combine(parts) for name, parts in uses.items()}, self._clip, self.layout, want, rows)
         self._live = None
-        _restore_device_draws(draws, self._device)
+        restore_device_draws(draws, self._device)
 
     def _require_alike(self, tape: Tape, draws: Tensor, want: Tensor) -> None:
         """A replay gives what the pass itself gives, on other made-up rows than those that it was recorded with."""
         self._load_made_up(tape.rows, OTHERS)
-        _restore_device_draws(draws, self._device)
+        restore_device_draws(draws, self._device)
         tape.forward.replay()
         self._load_made_up_signals(tape.rows)
         tape.backward.replay()
         tape.clip.replay()
-        _restore_device_draws(draws, self._device)
+        restore_device_draws(draws, self._device)
         got = self.total
         if not bool(torch.linalg.vector_norm(got - want) <= 1e-2 * torch.linalg.vector_norm(want) + 1e-12):
             raise Unsteady
@@ -461,13 +459,6 @@ class Recordings:
 
 def _buffer(like: Tensor, rows: int) -> Tensor:
     return like.new_zeros(rows, *like.shape[1:], requires_grad=False)
-
-
-def _restore_device_draws(state: Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 def _without_cache(device: torch.device) -> Any:
