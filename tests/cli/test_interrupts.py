@@ -16,6 +16,14 @@ from vestige.training.job import complete, load, start
 from vestige.training.run_folder import RunFolder
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """A shell lets what it starts in the background ignore Ctrl-C; here it is heard, by children too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_saves_and_a_second_command_continues(tmp_path):
     run = tmp_path / "run"
     process = started(
