@@ -95,11 +95,6 @@ def triton_available() -> bool:
     return torch.cuda.is_available() and find_spec("triton") is not None
 
 
-def recording() -> bool:
-    """Whether work on a GPU is being recorded, or run as if it were (`rehearsal.recorded_ways`)."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def check_device(device: str) -> None:
     if device.split(":")[0] == "meta":
         raise ValueError(f"device={device!r} cannot be used: it holds no numbers; give cpu or cuda")

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from conftest import make_toy
 from loops import LOSS, flat, moved, oracle, plain, private, same_step
 from vestige import PrivacyEngine
-from vestige.engines.per_example import taps
-from vestige.engines.recorded import recording
+from vestige.engines.per_example import recorded_ways
+from vestige.engines.recorded import exchanges, recording
 from vestige.engines.recorded.recording import sizes_of
-from vestige.engines.rehearsal import recorded_ways, rehearsing
+from vestige.engines.rehearsal import rehearsing
 from vestige.mechanism import clipping
 from vestige.privacy_engine.recorded import padding, recorder, recordings
 from vestige.privacy_engine.recorded.recordings import Recordings, Withheld
@@ -498,40 +498,48 @@ def test_nothing_is_recorded_in_memory_that_a_pass_is_in(monkeypatch):
 
 
 class Asks(nn.Module):
-    """Spreads a bias over all examples where it is told that it is recorded, as masks of transformers' are."""
+    """Spreads a bias over all examples where it is told that it is recorded, and looks at numbers where it is not, as
+    masks of transformers' do."""
 
-    def __init__(self):
+    def __init__(self, at):
         super().__init__()
-        self.linear, self.bias = nn.Linear(5, 3), nn.Parameter(torch.zeros(1, 3))
+        self.linear, self.bias, self.at = nn.Linear(5, 3), nn.Parameter(torch.zeros(1, 3)), at
 
     def forward(self, x):
-        recorded = torch.cuda.is_current_stream_capturing is recorded_ways._yes
-        ASKED.append(recorded)
-        bias = self.bias + torch.zeros(len(x) if recorded else 1, 1)
+        told = recorded_ways.told()
+        ASKED.append(told)
+        if not told:
+            assert bool(((torch.arange(5) if self.at == "its own" else x.detach()) < 1e6).all())
+        bias = self.bias + torch.zeros(len(x) if told else 1, 1)
         return torch.tanh(self.linear(x)) + bias
 
 
 ASKED = []
 
 
-def test_a_model_may_go_another_way_in_a_recording(monkeypatch):
+@pytest.mark.parametrize("at", ["its own", "examples"])
+def test_a_model_goes_another_way_in_a_recording_only_if_it_has_to(at, monkeypatch):
     rerun = recordings.recorded
 
     def as_recorded(work, pool, device):
-        def told():
-            with recorded_ways.as_if_recorded():
+        told = recorded_ways.told()
+        assert recorded_ways.recording()
+
+        def again():
+            with recorded_ways.as_if_recorded(told):
                 work()
 
-        return rerun(told, pool, device)
+        return rerun(again, pool, device)
 
+    monkeypatch.setattr(exchanges, "HOST", "elsewhere")
     monkeypatch.setattr(recordings, "recorded", as_recorded)
     monkeypatch.setattr(rehearsing, "_on_a_gpu", lambda environment: True)
-    monkeypatch.setattr(taps, "recording", lambda: torch.cuda.is_current_stream_capturing is recorded_ways._yes)
-    steps, model, optimizer, loader = private(Asks())
+    steps, model, optimizer, loader = private(Asks(at))
     for x, y in loader:
         same_step(model, optimizer, x, y)
     assert sum(replays(steps).values()) == len(loader)
-    assert ASKED[-1]
+    model(x)
+    assert ASKED[-1] is (at == "examples")
 
 
 class WithLosses(nn.Module):
@@ -940,7 +948,8 @@ def test_what_was_made_up_is_not_taken_for_a_constant(monkeypatch):
         made.work = mode("replayed")(work)
         return made
 
-    monkeypatch.setattr(recordings, "HostCopies", lambda *given, **options: mode("tried"))
+    tried = recordings.tried
+    monkeypatch.setattr(recordings, "tried", lambda *given: mode("tried")(tried)(*given))
     monkeypatch.setattr(recordings, "recorded", frozen)
     steps, model, optimizer, loader = private(Offloading())
     for x, y in loader:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vestige.engines.rehearsal.recorded_ways import as_if_recorded
+from vestige.engines.per_example.recorded_ways import as_if_recorded
 from vestige.engines.rehearsal.smooth import Smooth
 
 KINKED = [

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vestige.devices import recording
 from vestige.engines.per_example.expressions import ANCHOR, Environment, Kinds, Pass, Whole, full_precision
 from vestige.engines.per_example.gradients import Gradient, combine
+from vestige.engines.per_example.recorded_ways import recording, told
 from vestige.engines.per_example.sequences import composite_of, registered
 from vestige.engines.per_example.uses import Watched
 from vestige.layout import Layout
@@ -54,7 +54,7 @@ class Taps:
         views: int = 1,
     ) -> Pass:
         usual = shapes is not None and shapes == self.shapes
-        kinds = self.recorded if recording() else self.kinds
+        kinds = self.recorded if told() else self.kinds
         return Pass(examples, environment, kinds, deliver, usual=usual, views=views)
 
     @contextmanager

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from vestige.devices import tf32_convolutions, tf32_products
 from vestige.engines.bookkeeping import BookKeeping, add_weighted
 from vestige.engines.per_example.gradients import change
+from vestige.engines.per_example.recorded_ways import as_if_recorded
 from vestige.engines.per_example.taps import Doubt, Taps
-from vestige.engines.recorded.host_copies import HostCopies, Sent
+from vestige.engines.recorded.exchanges import Exchanged, Exchanges, tried
 from vestige.engines.recorded.pools import give_back
 from vestige.engines.recorded.recording import (
     MOST_FORMS,
@@ -31,7 +32,6 @@ from vestige.engines.recorded.recording import (
     recorded,
 )
 from vestige.engines.recorded.steady import Unsteady, require_steady, standing
-from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.mechanism.losses.criteria import BY_PLACE, Form
@@ -193,7 +193,7 @@ class Padded:
                 self.bound = torch.ones((), dtype=torch.float64, device=device)
                 self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
         self.norms: Tensor | None = None
-        self.sent: Sent = []
+        self.exchanged = Exchanged()
         self.draws = True
         """Whether the model draws numbers on the GPU, as far as is known."""
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -219,9 +219,9 @@ class Padded:
         return self.norms[: batch[0].shape[0] // self.views].clone()
 
     def record(self) -> None:
-        with ExitStack() as stack:
-            if self.sent:
-                stack.enter_context(HostCopies(self.total.device, self.sent, given=True))
+        with as_if_recorded(self.exchanged.told), ExitStack() as stack:
+            if self.exchanged.any:
+                stack.enter_context(Exchanges(self.total.device, self.exchanged, given=True))
             if not self.draws:
                 stack.enter_context(nothing_to_draw_again())
             self.graph = recorded(self._run, self.pool, self.total.device)
@@ -235,9 +235,8 @@ class Padded:
         return saved
 
     def _run_kept(self) -> int:
-        self.sent = []
-        with as_if_recorded(), HostCopies(self.total.device, self.sent):
-            return self._run()
+        saved, self.exchanged = tried(self._run, self.total.device, self.exchanged.told)
+        return int(saved)
 
     def _load(self, batch: Batch) -> None:
         count = batch[0].shape[0]

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from vestige.devices import without_tf32
 from vestige.engines.per_example.expressions import ANCHOR, Axis, Key, Kind, Observation, Pass
 from vestige.engines.per_example.gradients import Gradient, combine
+from vestige.engines.per_example.recorded_ways import as_if_recorded
 from vestige.engines.per_example.taps import Taps
 from vestige.engines.per_example.uses import Misfit
 from vestige.engines.rehearsal.calm import Calm, InOrder
 from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn
 from vestige.engines.rehearsal.holdings import Holdings, buffers, current, describe, equal
-from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.engines.rehearsal.smooth import Smooth
 
 Rows = Sequence[Tensor]

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -24,7 +25,8 @@ from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
-from vestige.engines.recorded.host_copies import HostCopies, Sent
+from vestige.engines.per_example.recorded_ways import as_if_recorded
+from vestige.engines.recorded.exchanges import Exchanged, Exchanges, tried
 from vestige.engines.recorded.pools import allocated, give_back, lent, pool_for
 from vestige.engines.recorded.recording import (
     SECONDS,
@@ -34,7 +36,6 @@ from vestige.engines.recorded.recording import (
     restore_device_draws,
 )
 from vestige.engines.recorded.steady import Unsteady, host_draws, require_steady, restore_host_draws
-from vestige.engines.rehearsal.recorded_ways import as_if_recorded
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Clip, RunningSum
 from vestige.privacy_engine.calls import Call, CallForm
@@ -199,7 +200,7 @@ class Recordings:
         self.ends: list[Tensor] = []
         self._places, self._count = torch.arange(sizes[0], device=self._device), torch.zeros((), device=self._device)
         self._live: tuple[Pass, list[Tensor], Uses] | None = None
-        self.draws, self._recomputes, self._sent = False, False, dict[int, Sent]()
+        self.draws, self._recomputes, self._exchanged = False, False, dict[int, Exchanged]()
         self._point = {name: p.detach() for name, p in layout.parameters(module).items()}
         self._record(sizes)
 
@@ -309,19 +310,19 @@ class Recordings:
         few = min(FEW, len(self._places))
         self._load_made_up(few)
         self._run_all(few)
-        self._sent.clear()
+        self._exchanged.clear()
         self._free()
         before = allocated(self._device)
         self.room.spoiled = True  # until it is known not to be
         with self.room.lent():
             yield
-        sent = {rows: [(host, there.cpu()) for host, there in each] for rows, each in self._sent.items()}
-        self._sent.clear()
+        exchanged = {rows: each.on("cpu") for rows, each in self._exchanged.items()}
+        self._exchanged.clear()
         self._free()
         if allocated(self._device) > before:
             raise Unsteady
         self.room.spoiled = False
-        self._sent = {rows: [(host, there.to(self._device)) for host, there in each] for rows, each in sent.items()}
+        self._exchanged = {rows: each.on(self._device) for rows, each in exchanged.items()}
 
     def _tried(self, rows: int) -> bool:
         """Run once on made-up rows, unrecorded; whether the model draws numbers on the GPU. Raises `Unsteady`."""
@@ -341,10 +342,10 @@ class Recordings:
 
     def _recorded(self, rows: int) -> Tape:
         shown: list[Any] = []
-        sent = self._sent[rows]
-        with ExitStack() as stack:
-            if sent:
-                stack.enter_context(HostCopies(self._device, sent, given=True))
+        exchanged = self._exchanged[rows]
+        with as_if_recorded(exchanged.told), ExitStack() as stack:
+            if exchanged.any:
+                stack.enter_context(Exchanges(self._device, exchanged, given=True))
             if self._recomputes:
                 stack.enter_context(nothing_to_draw_again())
             forward = recorded(lambda: shown.append(self._run_forward(rows)), self.room.pool, self._device)
@@ -359,7 +360,7 @@ class Recordings:
     def _load_wanted(self, want: Tensor, rows: int, draws: Tensor) -> None:
         """The clipped sum of made-up rows as the pass itself gives it, from such draws on."""
         self._load_made_up(rows, OTHERS)
-        with as_if_recorded():
+        with as_if_recorded(self._exchanged[rows].told):
             self._run_forward(rows)
         self._load_made_up_signals(rows)
         uses = self._run_backward([end[:rows] for end in self.ends])
@@ -391,13 +392,15 @@ class Recordings:
                 mine.mul_(column.frac())
 
     def _run_all(self, rows: int) -> None:
-        self._sent[rows] = []
-        with as_if_recorded(), HostCopies(self._device, self._sent[rows]):
-            self._run_forward(rows)
-            for end in self.ends:
-                end[:rows].fill_(1 / rows)
-            self._run_padded_backward(rows)
-            self._run_clip(rows)
+        told = any(each.told for each in self._exchanged.values())
+        self._exchanged[rows] = tried(partial(self._run_once, rows), self._device, told)[1]
+
+    def _run_once(self, rows: int) -> None:
+        self._run_forward(rows)
+        for end in self.ends:
+            end[:rows].fill_(1 / rows)
+        self._run_padded_backward(rows)
+        self._run_clip(rows)
         self._live = None
 
     def _run_forward(self, rows: int, recorded: bool = True) -> Any:
