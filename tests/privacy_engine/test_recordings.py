@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from conftest import make_toy
 from loops import LOSS, flat, moved, oracle, plain, private, same_step
 from vestige import PrivacyEngine
-from vestige.engines.per_example import recorded_ways
+from vestige.engines.per_example import kernels, recorded_ways
 from vestige.engines.recorded import exchanges, recording
 from vestige.engines.recorded.recording import sizes_of
 from vestige.engines.rehearsal import rehearsing
@@ -744,6 +744,19 @@ def test_texts_padded_to_the_longest_are_replayed_and_train_as_they_are(name):
     assert name not in TEXTS or sum(replays(engine._steps).values()) >= steps - 2
     _, _, exact = trained_on_texts(name, record=False)
     assert (padded - exact).norm() <= 1e-4 * exact.norm()
+
+
+def test_outputs_whose_rows_are_laid_apart_are_the_users_as_they_always_are(monkeypatch):
+    monkeypatch.setattr(kernels, "ALIGNED", {"cpu"})
+    monkeypatch.setattr(kernels, "LONG", 2)
+    monkeypatch.setattr(kernels, "LARGE", 1)
+    steps, model, optimizer, loader = private(make_toy()[0])
+    for x, y in loader:
+        same_step(model, optimizer, x, y)
+        assert model(x).is_contiguous()
+    assert sum(replays(steps).values()) >= len(loader)
+    (known,) = steps.passes._recorder._known.values()
+    assert [end.stride() for end in known.ends] == [(32, 1)]
 
 
 @gpu

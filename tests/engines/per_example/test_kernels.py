@@ -232,6 +232,48 @@ def test_rows_in_one_piece():
     assert not piece(whole[:, :1].expand(4, 3, 5, 2))
 
 
+def test_pieces_of_rows():
+    whole = torch.zeros(4, 3, 40)
+    assert kernels._pieces(whole) == (1, 120, 120)
+    assert kernels._pieces(whole[..., :37]) == (3, 37, 40)
+    assert kernels._pieces(whole[:, 0, :37]) == (1, 37, 120)
+    assert kernels._pieces(whole[:, :2, :37]) is None
+    assert kernels._pieces(whole[..., ::2]) is None
+    assert kernels._pieces(whole[:, :1, :37].expand(4, 3, 37)) is None
+    assert kernels.in_rows(whole[..., :37]).stride() == (120, 40, 1)
+    assert kernels.in_rows(whole.mT).is_contiguous()
+
+
+@fused
+@pytest.mark.parametrize("cut", [(slice(None), slice(0, 37)), (0, slice(0, 37)), (slice(None), slice(None))])
+def test_what_lies_between_rows_is_nobody_elses_to_blank(cut, monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+    from vestige.engines.per_example import triton_kernels
+
+    whole = torch.ones(4, 3, 40, device=DEVICE)
+    rows = torch.tensor([True, False, True, False], device=DEVICE)
+    want = whole.clone()
+    want[(rows, *cut)] = 0
+    tensor = whole[(slice(None), *cut)]
+    triton_kernels.blank_rows(tensor, rows, *kernels._pieces(tensor))
+    assert torch.equal(whole, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_rows_of_odd_width_are_laid_apart(dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "LARGE", 2**14)
+    tensor = torch.arange(2 * 5 * 2049).view(2, 5, 2049).to(dtype)
+    assert kernels.aligned(tensor) is tensor or DEVICE == "cuda"
+    monkeypatch.setattr(kernels, "ALIGNED", {"cpu"})
+    apart = kernels.aligned(tensor)
+    assert torch.equal(apart, tensor)
+    assert apart.stride() == (5 * 2080, 2080, 1)
+    assert kernels.aligned(apart) is apart
+    for fits in (tensor[:1], tensor[..., :2047].contiguous(), tensor[..., :2048].contiguous(), tensor.flatten()):
+        assert kernels.aligned(fits) is fits
+
+
 SHAPES = [(3, 1, 5, 7), (4, 16, 64, 48), (5, 65, 40, 33), (2, 197, 96, 130), (0, 5, 6, 7), (1, 1100, 4, 3)]
 
 
@@ -256,8 +298,9 @@ def test_fused_norms(shape, dtype, tf32, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, torch.nan, **options))
     squares, lengths = kernels.outer_squares(left.double(), right.double())
     tolerance = 1e-2 if tf32 or dtype == torch.bfloat16 else 1e-4
+    apart = left.new_full((examples, positions, out + 3), torch.nan)[..., :out].copy_(left)
     with products_in_tf32(tf32):
-        norms, sums = triton_kernels.outer_norms(left, right, hidden, unit, margin)
+        norms, sums = triton_kernels.outer_norms(apart, right, hidden, unit, margin)
     with mock.patch.object(kernels, "rounding", return_value=hidden):
         want = kernels.bounded(squares, lengths, unit, margin)
     finite = lengths.isfinite()

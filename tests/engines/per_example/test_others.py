@@ -11,6 +11,7 @@ from torch.optim import SGD
 
 from loops import flat, oracle, private
 from other_models import OTHERS, built, called, exact, nothing_replayed, positional
+from vestige.engines.per_example import expressions, kernels
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
@@ -59,6 +60,20 @@ def off(pair):
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_step_of_a_loop(name):
     assert off(step_of_a_loop(built(name), name)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["GPT-2 124M", "Llama 0.9B LoRA", "T5-small", "ViT-B/16"])
+def test_rows_that_are_laid_apart(name, monkeypatch):
+    apart, aligned = [], kernels.aligned
+    monkeypatch.setattr(kernels, "ALIGNED", {"cpu"})
+    monkeypatch.setattr(kernels, "LONG", 5)
+    monkeypatch.setattr(kernels, "LARGE", 1)
+    monkeypatch.setattr(expressions, "aligned", lambda signal: apart.append(aligned(signal)) or apart[-1])
+    assert off(step_of_a_loop(built(name), name)) < 1e-5
+    exact(*positional(name, 4))
+    assert any(signal.shape[-1] == 97 and signal.stride(-2) == 128 for signal in apart) is (
+        name in {"GPT-2 124M", "T5-small"}
+    )
 
 
 @pytest.mark.parametrize("name", ["BERT-base", "T5-small", "Llama 0.9B LoRA"])

@@ -320,7 +320,7 @@ class Checkpointed(nn.Module):
 @gpu
 @pytest.mark.filterwarnings("ignore:the step cannot be recorded")
 @pytest.mark.parametrize("chance", [0.0, 0.5])
-def test_activations_are_recomputed_in_a_recording_if_nothing_is_drawn(chance):
+def test_what_is_drawn_is_drawn_again_where_activations_are_recomputed(chance):
     torch.manual_seed(0)
     model = Checkpointed(chance).cuda()
     layout = Layout.of(model)
@@ -328,11 +328,29 @@ def test_activations_are_recomputed_in_a_recording_if_nothing_is_drawn(chance):
     for step in range(4):
         batch = draw((6,), 8, "cuda", seed=step)
         got, want = torch.zeros(layout.size, device="cuda"), torch.zeros(layout.size, device="cuda")
+        torch.cuda.manual_seed(step)
         engine(batch, parameters, Flat(0.1), got)
-        if not chance:
-            BookKeeping(model, F.cross_entropy, layout)(batch, parameters, Flat(0.1), want)
-            close(got, want, 5e-3)
-    assert any(padded.graph is not None for padded in engine._padded.values()) is not bool(chance)
+        torch.cuda.manual_seed(step)
+        BookKeeping(model, F.cross_entropy, layout)(batch, parameters, Flat(0.1), want)
+        close(got, want, 5e-3)
+    assert chance or any(padded.graph is not None for padded in engine._padded.values())
+
+
+@gpu
+def test_a_replay_that_draws_others_where_it_recomputes_is_found_out(monkeypatch):
+    torch.manual_seed(0)
+    model = Checkpointed(0.5).cuda()
+    layout = Layout.of(model)
+    engine, parameters = BookKeeping(model, F.cross_entropy, layout), layout.parameters(model)
+    batch = draw((6,), 8, "cuda")
+    padded = Padded(engine, engine.taps(batch), batch, parameters, Flat(0.1), 8, torch.cuda.graph_pool_handle())
+    padded.rehearse(batch)
+    assert padded.draws
+    assert padded.taps.recomputes
+    padded.draws = False  # then it is not asked what was drawn
+    padded.record()
+    with pytest.raises(Unsteady, match="not drawn again"):
+        padded._require_alike(padded.graph)
 
 
 def test_another_hook_in_the_place_of_one_is_another_model():

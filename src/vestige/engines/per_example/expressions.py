@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vestige.engines.per_example.gradients import Gradient
+from vestige.engines.per_example.kernels import aligned
 
 Environment = Mapping[str, Tensor]
 """The parameters' values by name."""
@@ -226,11 +227,14 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *signals: Tensor) -> Any:
         saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+        if ctx.record.multiplies:
+            signals = tuple(map(aligned, signals))
         ctx.record(saved, signals)
         return (None, None, None, *signals, *[None] * len(saved))
 
 
 ANCHOR = torch.zeros((), requires_grad=True)
+PRODUCTS = frozenset({"linear", "matmul", "addmm"})
 
 
 def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Sequence[Tensor], settle: Settle) -> Any:
@@ -254,6 +258,7 @@ def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Se
                 now.deliver(operand.expression.pull(gradient, now.environment))
 
     record.inside = now.inside  # type: ignore[attr-defined]
+    record.multiplies = key[0] in PRODUCTS  # type: ignore[attr-defined]
     return Tap.apply(record, ANCHOR, len(outputs), *outputs, *saved)
 
 

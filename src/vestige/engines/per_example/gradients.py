@@ -559,7 +559,8 @@ def _joined_outer(outers: Sequence[Outer]) -> Outer:
 
 
 def _joined(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat(list(tensors), dim=1)
+    found = list(tensors)
+    return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
 
 def wide(tensor: Tensor) -> Tensor:

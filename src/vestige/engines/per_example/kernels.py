@@ -8,6 +8,8 @@ from torch import Tensor
 from vestige.devices import tf32_products, triton_available
 
 Pair = tuple[int, int]
+ALIGNED, LONG, LARGE = {"cuda"}, 2048, 2**22
+"""Where rows should begin at certain addresses, if they are so long, and are copied for that, in a tensor so large."""
 
 
 def outer_norms(left: Tensor, right: Tensor, unit: float, margin: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -108,12 +110,49 @@ def filter_products(dense: Tensor, against: Tensor) -> Tensor:
 def blanked(tensor: Tensor, rows: Tensor, in_place: bool = False) -> Tensor:
     """The tensor with some rows zero. A tensor that nobody else needs may be changed in place, which costs nothing
     where no row is to go."""
-    if in_place and tensor.is_cuda and tensor.numel() and _rows_in_one_piece(tensor) and triton_available():
+    pieces = _pieces(tensor) if in_place and tensor.is_cuda and tensor.numel() and triton_available() else None
+    if pieces is not None:
         from vestige.engines.per_example import triton_kernels
 
-        triton_kernels.blank_rows(tensor, rows)
+        triton_kernels.blank_rows(tensor, rows, *pieces)
         return tensor
     return tensor.masked_fill(rows.view(-1, *[1] * (tensor.dim() - 1)), 0)
+
+
+def _pieces(tensor: Tensor) -> tuple[int, int, int] | None:
+    """In how many pieces of memory a row lies, how long and how far apart they are; None where they are not alike."""
+    if _rows_in_one_piece(tensor):
+        width = tensor[0].numel()
+        return 1, width, width
+    return (tensor[0].numel() // tensor.shape[-1], tensor.shape[-1], tensor.stride(-2)) if _in_rows(tensor) else None
+
+
+def _in_rows(tensor: Tensor) -> bool:
+    """Whether numbers along the last axis lie side by side, and such rows at equal distances, one after the other."""
+    size, step = tensor.shape, tensor.stride()
+    alike = all(step[axis] == size[axis + 1] * step[axis + 1] for axis in range(tensor.dim() - 2) if size[axis] > 1)
+    return tensor.dim() > 1 and step[-1] == 1 and alike and step[-2] >= size[-1]
+
+
+def in_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it, as matrix products read it without another copy."""
+    return tensor if _in_rows(tensor) else tensor.contiguous()
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it in rows that begin where a GPU's matrix products read fastest: a vocabulary need not
+    be a multiple of four."""
+    width = padded_width(tensor)
+    if width == tensor.shape[-1] or tensor.stride(-2) * tensor.element_size() % 16 == 0 or tensor.numel() < LARGE:
+        return tensor
+    return tensor.new_empty(*tensor.shape[:-1], width)[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def padded_width(tensor: Tensor) -> int:
+    """How far apart the rows of such a tensor should lie: more than their width only if they are long."""
+    width = tensor.shape[-1]
+    fits = tensor.dim() < 2 or width < LONG or width * tensor.element_size() % 16 == 0
+    return width if fits or tensor.device.type not in ALIGNED else -(-width // 32) * 32
 
 
 def _rows_in_one_piece(tensor: Tensor) -> bool:

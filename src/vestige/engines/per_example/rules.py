@@ -54,7 +54,7 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Ruled:
     saved = (input,) if isinstance(weight, Operand) else ()
 
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        left = _rows(kind.outputs[0], signals[0], examples).contiguous()  # once, for norms and sums
+        left = kernels.in_rows(_rows(kind.outputs[0], signals[0], examples))  # once, for norms and sums
         if isinstance(weight, Operand):
             yield weight, product(left, _rows(kind.outputs[0], saved[0], examples))
         if isinstance(bias, Operand):
@@ -78,7 +78,7 @@ def addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
     saved = (mat1,) if isinstance(mat2, Operand) else ()
 
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
-        right = _rows(kind.outputs[0], signals[0], examples).contiguous()
+        right = kernels.in_rows(_rows(kind.outputs[0], signals[0], examples))
         if isinstance(mat2, Operand):
             yield mat2, product(_rows(kind.outputs[0], saved[0], examples), right)
         if isinstance(input, Operand):

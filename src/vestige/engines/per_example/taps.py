@@ -37,6 +37,8 @@ class Taps:
         self.model, self.layout, self.kinds = model, layout, dict(kinds or {})
         self.recorded: Kinds = self.kinds
         """What was found out about them in recordings."""
+        self.recomputes = False
+        """Whether a pass dropped activations, to make them again on its way back."""
         self.shapes: Shapes | None = None
         """Of the inputs that were rehearsed."""
         self._holders = _holders(model, layout)
@@ -120,6 +122,7 @@ def gradients(taps: Taps, sweeps: Sequence[Sweep], examples: int) -> dict[str, G
             now.require_count()
             if now.doubt is not None:
                 raise Doubt(now.doubt)
+            taps.recomputes = taps.recomputes or now.recomputes
             if now.kept_elsewhere and recording():
                 raise Doubt("activations are kept elsewhere")
             now.going_back = True

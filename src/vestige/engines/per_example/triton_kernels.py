@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from vestige.devices import tf32_convolutions, tf32_products
+from vestige.engines.per_example.kernels import in_rows
 
 # Triton launches on the current device, which need not be the one where the tensors lie.
 
@@ -23,32 +26,34 @@ ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
 def outer_norms(left: Tensor, right: Tensor, hidden: float, unit: float, margin: float) -> tuple[Tensor, Tensor]:
     """See `kernels.outer_norms`: inner products between positions, tile by tile, never written to memory; and what
     rounding hides, `hidden` in the squares, added in the same kernel that adds up the tiles."""
-    left, right = left.contiguous(), right.contiguous()
+    left, right = in_rows(left), in_rows(right)
     examples, positions, _ = left.shape
     if examples == 0:
         return left.new_zeros(0, dtype=torch.float32), left.new_zeros(0, dtype=torch.float32)
     tile = _tile(positions)
     tiles = triton.cdiv(positions, tile)
-    squares, lengths = (torch.empty(examples, size, device=left.device) for size in (tiles * tiles, tiles))
+    pairs = tiles * (tiles + 1) // 2  # the matrix is symmetric: off the diagonal every tile counts twice
+    squares, lengths = (torch.empty(examples, size, device=left.device) for size in (pairs, tiles))
     norms, sums = torch.empty(2, examples, device=left.device)
     with torch.cuda.device_of(left):
-        _outer_squares[(tiles * tiles, examples)](
-            left,
-            right,
-            squares,
-            lengths,
-            positions,
-            left.shape[2],
-            right.shape[2],
-            tiles,
-            TILE=tile,
-            PRECISION=_precision(left, tf32_products()),
-            num_warps=max(1, tile // 16),
-        )
+        _outer_squares[(pairs, examples)](
+            left, right, squares, lengths, positions, left.shape[2], left.stride(1), right.shape[2], right.stride(1),
+            pairs, tiles, TILE=tile, DEPTH=min(64, 2 * tile), PRECISION=_precision(left, tf32_products()),
+            num_warps=max(1, tile // 16), num_stages=_stages(left.device.index or 0),
+        )  # fmt: skip
         _bounded[(examples,)](
-            squares, lengths, norms, sums, tiles, hidden, 32 * unit, margin, MARGIN=margin > 0, BLOCK=256, num_warps=1
-        )
+            squares, lengths, norms, sums, pairs, tiles, hidden, 32 * unit, margin, MARGIN=margin > 0, BLOCK=256,
+            num_warps=1,
+        )  # fmt: skip
     return norms, sums
+
+
+@cache
+def _stages(device: int) -> int:
+    """How many tiles are under way at once: three of them take 96 KiB of a multiprocessor's own memory."""
+    if not torch.cuda.is_available():
+        return 2
+    return 3 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 2**17 else 2
 
 
 def _precision(tensor: Tensor, allowed: bool) -> str:
@@ -64,45 +69,49 @@ def _tile(positions: int) -> int:
 
 @triton.jit
 def _gram(
-    matrix, base, rows, columns, positions, width, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
-):
+    matrix, example, rows, columns, positions, width, step,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Inner products of two tiles of positions, over the whole width."""
     product = tl.zeros((TILE, TILE), dtype=tl.float32)
-    for start in range(0, width, DEPTH):
-        depth = start + tl.arange(0, DEPTH)
-        inside = depth[None, :] < width
-        one = tl.load(
-            matrix + base + rows[:, None] * width + depth[None, :], mask=(rows[:, None] < positions) & inside, other=0.0
-        )
-        other = tl.load(
-            matrix + base + columns[:, None] * width + depth[None, :],
-            mask=(columns[:, None] < positions) & inside,
-            other=0.0,
-        )
+    ones = matrix + (example * positions + rows.to(tl.int64))[:, None] * step
+    others = matrix + (example * positions + columns.to(tl.int64))[:, None] * step
+    left, right = (rows < positions)[:, None], (columns < positions)[:, None]
+    whole = width // DEPTH * DEPTH
+    for start in range(0, whole, DEPTH):  # without a mask across, numbers are read four at a time
+        depth = start + tl.arange(0, DEPTH)[None, :]
+        one = tl.load(ones + depth, mask=left, other=0.0)
+        other = tl.load(others + depth, mask=right, other=0.0)
+        product = tl.dot(one, tl.trans(other), product, input_precision=PRECISION)
+    if whole < width:
+        depth = whole + tl.arange(0, DEPTH)[None, :]
+        one = tl.load(ones + depth, mask=left & (depth < width), other=0.0)
+        other = tl.load(others + depth, mask=right & (depth < width), other=0.0)
         product = tl.dot(one, tl.trans(other), product, input_precision=PRECISION)
     return product
 
 
 @triton.jit
 def _outer_squares(
-    left, right, squares, lengths, positions, out_width, in_width, tiles, TILE: tl.constexpr, PRECISION: tl.constexpr
-):
+    left, right, squares, lengths, positions, out_width, out_step, in_width, in_step, pairs, tiles,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     pair, example = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, column = pair // tiles, pair % tiles
-    if column <= row:  # the matrix is symmetric: off the diagonal every tile counts twice
-        rows = row * TILE + tl.arange(0, TILE)
-        columns = column * TILE + tl.arange(0, TILE)
-        first = _gram(left, example * positions * out_width, rows, columns, positions, out_width, TILE, 32, PRECISION)
-        second = _gram(right, example * positions * in_width, rows, columns, positions, in_width, TILE, 32, PRECISION)
-        total = tl.sum(first * second)
-        if column == row:
-            diagonal = tl.where(rows[:, None] == columns[None, :], first * second, 0.0)
-            tl.store(lengths + example * tiles + row, tl.sum(tl.sqrt(tl.maximum(diagonal, 0.0))))
-        else:
-            total = 2 * total
-        tl.store(squares + example * tiles * tiles + pair, total)
+    row, column = 0, pair
+    while column > row:  # row by row up to the diagonal
+        row += 1
+        column -= row
+    rows = row * TILE + tl.arange(0, TILE)
+    columns = column * TILE + tl.arange(0, TILE)
+    first = _gram(left, example, rows, columns, positions, out_width, out_step, TILE, DEPTH, PRECISION)
+    second = _gram(right, example, rows, columns, positions, in_width, in_step, TILE, DEPTH, PRECISION)
+    total = tl.sum(first * second)
+    if column == row:
+        diagonal = tl.where(rows[:, None] == columns[None, :], first * second, 0.0)
+        tl.store(lengths + example * tiles + row, tl.sum(tl.sqrt(tl.maximum(diagonal, 0.0))))
     else:
-        tl.store(squares + example * tiles * tiles + pair, 0.0)
+        total = 2 * total
+    tl.store(squares + example * pairs + pair, total)
 
 
 @triton.jit
@@ -115,10 +124,12 @@ def _sum(numbers, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _bounded(squares, lengths, norms, sums, tiles, hidden, unit, margin, MARGIN: tl.constexpr, BLOCK: tl.constexpr):
+def _bounded(
+    squares, lengths, norms, sums, pairs, tiles, hidden, unit, margin, MARGIN: tl.constexpr, BLOCK: tl.constexpr
+):
     """`kernels.bounded` of the sums over an example's tiles."""
     example = tl.program_id(0).to(tl.int64)
-    square = _sum(squares + example * tiles * tiles, tiles * tiles, BLOCK)
+    square = _sum(squares + example * pairs, pairs, BLOCK)
     length = _sum(lengths + example * tiles, tiles, BLOCK)
     lost = hidden * (length * length)
     norm = tl.sqrt(tl.where(square < 1e3 * lost, tl.maximum(square, 0.0) + lost, square))
@@ -283,17 +294,19 @@ def _filter_products(
     tl.store(found + where, tl.sum(total, axis=2), mask=(factor < count)[:, None] & (example < examples)[None, :])
 
 
-def blank_rows(tensor: Tensor, rows: Tensor) -> None:
-    """Fill rows of a tensor with zeros, in place, where each lies in one piece; those that stay are not even read."""
-    width = tensor[0].numel()
+def blank_rows(tensor: Tensor, rows: Tensor, pieces: int, width: int, step: int) -> None:
+    """Fill rows of a tensor with zeros, in place, where each lies in so many pieces of this width, at these distances;
+    those that stay are not even read."""
     with torch.cuda.device_of(tensor):
-        _blank_rows[(len(tensor), triton.cdiv(width, 4 * BLOCK))](tensor, rows, width, BLOCK=4 * BLOCK)
+        _blank_rows[(len(tensor) * pieces, triton.cdiv(width, 4 * BLOCK))](
+            tensor, rows, pieces, width, step, BLOCK=4 * BLOCK
+        )
 
 
 @triton.jit
-def _blank_rows(tensor, rows, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(rows + row):
+def _blank_rows(tensor, rows, pieces, width, step, BLOCK: tl.constexpr):
+    piece = tl.program_id(0).to(tl.int64)
+    if tl.load(rows + piece // pieces):
         place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         zeros = tl.zeros((BLOCK,), dtype=tensor.dtype.element_ty)
-        tl.store(tensor + row * width + place, zeros, mask=place < width)
+        tl.store(tensor + piece * step + place, zeros, mask=place < width)

@@ -128,7 +128,7 @@ class Exchanges(TorchDispatchMode):
     def _see(self, function: Any, args: Any, named: Mapping[str, Any]) -> Any:
         if function is not aten._local_scalar_dense.default or not self._is_own(args[0]):
             self._looked = True
-            raise Unsteady
+            raise Unsteady("the host waits for numbers that examples or parameters have a say in")
         if not self._given:
             self._kept.seen.append(function(*args, **named))
             return self._kept.seen[-1]

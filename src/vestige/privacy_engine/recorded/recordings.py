@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
-from vestige.engines.per_example.kernels import blanked
+from vestige.engines.per_example.kernels import blanked, padded_width
 from vestige.engines.per_example.recorded_ways import as_if_recorded
 from vestige.engines.recorded.exchanges import Exchanged, Exchanges, tried
 from vestige.engines.recorded.pools import allocated, give_back, lent, pool_for
@@ -104,10 +105,12 @@ class Room:
 
     def shelf(self, number: int, like: Tensor, rows: int) -> Tensor:
         """For so many rows of an output: memory that recordings of other lengths use too, if they are not longer."""
-        size, key = rows * like[:1].numel(), (number, like.dtype)
+        shape = (rows, *like.shape[1:-1], padded_width(like)) if like.dim() > 1 else (rows,)
+        size, key = prod(shape), (number, like.dtype)
         if key not in self._shelves or len(self._shelves[key]) < size:
             self._shelves[key] = torch.zeros(size, dtype=like.dtype, device=like.device)
-        return self._shelves[key][:size].view(rows, *like.shape[1:])
+        shelf = self._shelves[key][:size].view(shape)
+        return shelf if like.dim() == 1 else shelf[..., : like.shape[-1]]
 
 
 @dataclass
