@@ -332,7 +332,8 @@ def test_what_is_drawn_is_drawn_again_where_activations_are_recomputed(chance):
         engine(batch, parameters, Flat(0.1), got)
         torch.cuda.manual_seed(step)
         BookKeeping(model, F.cross_entropy, layout)(batch, parameters, Flat(0.1), want)
-        close(got, want, 5e-3)
+        if step or not chance:  # the first is also tried out and recorded, and draws for that
+            close(got, want, 5e-3)
     assert chance or any(padded.graph is not None for padded in engine._padded.values())
 
 
