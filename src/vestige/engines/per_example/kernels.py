@@ -18,7 +18,7 @@ def outer_norms(left: Tensor, right: Tensor, unit: float, margin: float = 0.0) -
     if left.is_cuda and left.dtype != torch.float64 and triton_available():
         from vestige.engines.per_example import triton_kernels
 
-        return triton_kernels.outer_norms(left, right, rounding(left), unit, margin)
+        return triton_kernels.outer_norms(in_rows(left), in_rows(right), rounding(left), unit, margin)
     squares, lengths = outer_squares(left, right)
     return bounded(squares, lengths, unit, margin), lengths
 

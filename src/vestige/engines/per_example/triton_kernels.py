@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from vestige.devices import tf32_convolutions, tf32_products
-from vestige.engines.per_example.kernels import in_rows
 
 # Triton launches on the current device, which need not be the one where the tensors lie.
 
@@ -25,8 +24,7 @@ ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
 
 def outer_norms(left: Tensor, right: Tensor, hidden: float, unit: float, margin: float) -> tuple[Tensor, Tensor]:
     """See `kernels.outer_norms`: inner products between positions, tile by tile, never written to memory; and what
-    rounding hides, `hidden` in the squares, added in the same kernel that adds up the tiles."""
-    left, right = in_rows(left), in_rows(right)
+    rounding hides, `hidden` in the squares, added in the same kernel that adds up the tiles. Both lie `in_rows`."""
     examples, positions, _ = left.shape
     if examples == 0:
         return left.new_zeros(0, dtype=torch.float32), left.new_zeros(0, dtype=torch.float32)
