@@ -51,7 +51,8 @@ def _stages(device: int) -> int:
     """How many tiles are under way at once: three of them take 96 KiB of a multiprocessor's own memory."""
     if not torch.cuda.is_available():
         return 2
-    return 3 if torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 2**17 else 2
+    found = torch.cuda.get_device_properties(device)
+    return 3 if getattr(found, "shared_memory_per_block_optin", 0) >= 2**17 else 2
 
 
 def _precision(tensor: Tensor, allowed: bool) -> str:
