@@ -506,10 +506,10 @@ class Asks(nn.Module):
         self.linear, self.bias, self.at = nn.Linear(5, 3), nn.Parameter(torch.zeros(1, 3)), at
 
     def forward(self, x):
-        told = recorded_ways.told()
+        told = recorded_ways.told() and torch.cuda.is_current_stream_capturing()
         ASKED.append(told)
         if not told:
-            assert bool(((torch.arange(5) if self.at == "its own" else x.detach()) < 1e6).all())
+            assert self.at == "nothing" or bool((x.detach() < 1e6).all())
         bias = self.bias + torch.zeros(len(x) if told else 1, 1)
         return torch.tanh(self.linear(x)) + bias
 
@@ -517,7 +517,7 @@ class Asks(nn.Module):
 ASKED = []
 
 
-@pytest.mark.parametrize("at", ["its own", "examples"])
+@pytest.mark.parametrize("at", ["nothing", "examples"])
 def test_a_model_goes_another_way_in_a_recording_only_if_it_has_to(at, monkeypatch):
     rerun = recordings.recorded
 

@@ -131,7 +131,7 @@ class BookKeeping:
                 stacklevel=4,
             )
             return None
-        taps.kinds, taps.recorded, taps.shapes = dict(found.kinds), dict(found.recorded), shapes_of(blank)
+        taps.kinds, taps.recorded, taps.shapes = dict(found.kinds), found.recorded, shapes_of(blank)
         self._changing |= found.changing
         return taps
 

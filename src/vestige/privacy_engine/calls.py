@@ -214,7 +214,7 @@ def _with_numbers(
         return torch.cat([found[place].reshape(len(rows[0]), -1).float() for place in holding], dim=1)
 
     rehearsal = rehearsed(taps, run, made)
-    taps.kinds, taps.recorded = dict(rehearsal.kinds), dict(rehearsal.recorded)
+    taps.kinds, taps.recorded = dict(rehearsal.kinds), rehearsal.recorded
     taps.shapes = shown.shapes(batched)
     return CallForm(taps, batched, holding, rehearsal, made)
 

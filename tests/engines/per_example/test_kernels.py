@@ -240,6 +240,9 @@ def test_pieces_of_rows():
     assert kernels._pieces(whole[:, :2, :37]) is None
     assert kernels._pieces(whole[..., ::2]) is None
     assert kernels._pieces(whole[:, :1, :37].expand(4, 3, 37)) is None
+    assert kernels._pieces(whole[:, None, :2, :37]) is None
+    assert kernels._pieces(whole[:, None, :, :37]) == (3, 37, 40)
+    assert kernels._pieces(whole.view(12, 1, 40)[:, :, :37]) == (1, 37, 40)
     assert kernels.in_rows(whole[..., :37]).stride() == (120, 40, 1)
     assert kernels.in_rows(whole.mT).is_contiguous()
 
@@ -300,7 +303,7 @@ def test_fused_norms(shape, dtype, tf32, monkeypatch):
     tolerance = 1e-2 if tf32 or dtype == torch.bfloat16 else 1e-4
     apart = left.new_full((examples, positions, out + 3), torch.nan)[..., :out].copy_(left)
     with products_in_tf32(tf32):
-        norms, sums = triton_kernels.outer_norms(apart, right, hidden, unit, margin)
+        norms, sums = triton_kernels.outer_norms(apart, right, (out + 3, width), hidden, unit, margin)
     with mock.patch.object(kernels, "rounding", return_value=hidden):
         want = kernels.bounded(squares, lengths, unit, margin)
     finite = lengths.isfinite()

@@ -6,6 +6,7 @@ import gc
 import threading
 from contextlib import nullcontext
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.per_example import taps
-from vestige.engines.recorded import recording
+from vestige.engines.recorded import cuda_graphs, recording
 from vestige.engines.recorded.cuda_graphs import LITTLE, Captured, Padded, padded_size
 from vestige.engines.recorded.steady import Unsteady, standing
 from vestige.engines.reference import Reference
@@ -337,21 +338,54 @@ def test_what_is_drawn_is_drawn_again_where_activations_are_recomputed(chance):
     assert chance or any(padded.graph is not None for padded in engine._padded.values())
 
 
-@gpu
-def test_a_replay_that_draws_others_where_it_recomputes_is_found_out(monkeypatch):
-    torch.manual_seed(0)
-    model = Checkpointed(0.5).cuda()
+def rehearsed(model):
+    device = next(model.parameters()).device.type
     layout = Layout.of(model)
     engine, parameters = BookKeeping(model, F.cross_entropy, layout), layout.parameters(model)
-    batch = draw((6,), 8, "cuda")
-    padded = Padded(engine, engine.taps(batch), batch, parameters, Flat(0.1), 8, torch.cuda.graph_pool_handle())
+    batch = draw((6,), 7, device)
+    pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
+    padded = Padded(engine, engine.taps(batch), batch, parameters, Flat(0.1), 8, pool)
     padded.rehearse(batch)
+    return padded
+
+
+@gpu
+def test_a_replay_that_draws_others_where_it_recomputes_is_found_out():
+    torch.manual_seed(0)
+    padded = rehearsed(Checkpointed(0.5).cuda())
     assert padded.draws
-    assert padded.taps.recomputes
     padded.draws = False  # then it is not asked what was drawn
-    padded.record()
-    with pytest.raises(Unsteady, match="not drawn again"):
-        padded._require_alike(padded.graph)
+    with pytest.raises(Unsteady, match="what the step itself gave"):
+        padded.record()
+
+
+class Rerun:
+    """A recording that is run again."""
+
+    def __init__(self, work):
+        self.replay = work
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_what_goes_another_way_while_it_is_recorded_is_found_out(another, monkeypatch):
+    class Other(nn.Linear):
+        recorded = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x / x.abs().amax() if Other.recorded else x)
+
+    def record(work, pool, device):
+        Other.recorded = another
+        return Rerun(work)
+
+    monkeypatch.setattr(cuda_graphs, "recorded", record)
+    padded = rehearsed(Other(6, 3))
+    if another:
+        with pytest.raises(Unsteady, match="what the step itself gave"):
+            padded.record()
+    else:
+        padded.record()
+    assert int(padded.count) == 7
 
 
 def test_another_hook_in_the_place_of_one_is_another_model():
@@ -363,6 +397,31 @@ def test_another_hook_in_the_place_of_one_is_another_model():
         handle.remove()
         getattr(model[0], register)(lambda *_: None)
         assert standing(model) != before
+
+
+def test_what_is_put_in_the_place_of_a_forward_pass_is_another_model():
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(Own(2, 2))
+    model[0].scale, model[0].table = torch.tensor(1.0), torch.eye(3).to_sparse()
+    forward = Own.forward
+    global_hooks = [nn.modules.module.register_module_forward_hook, nn.modules.module.register_module_forward_pre_hook]
+    changes = [
+        lambda: setattr(model[0], "forward", MethodType(lambda self, x: x, model[0])),
+        lambda: setattr(model[0], "forward", partial(lambda x: x)),
+        lambda: setattr(Own, "forward", lambda self, x: -forward(self, x)),
+        lambda: model[0].scale.mul_(0.99),
+        *(lambda register=register: handles.append(register(lambda *_: None)) for register in global_hooks),
+    ]
+    handles = []
+    for change in changes:
+        before = standing(model)
+        assert standing(model) == before
+        change()
+        assert standing(model) != before
+    for handle in handles:
+        handle.remove()
 
 
 def test_activations_that_are_kept_elsewhere_are_not_recorded(monkeypatch):

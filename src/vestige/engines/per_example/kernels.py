@@ -18,7 +18,9 @@ def outer_norms(left: Tensor, right: Tensor, unit: float, margin: float = 0.0) -
     if left.is_cuda and left.dtype != torch.float64 and triton_available():
         from vestige.engines.per_example import triton_kernels
 
-        return triton_kernels.outer_norms(in_rows(left), in_rows(right), rounding(left), unit, margin)
+        left, right = in_rows(left), in_rows(right)
+        steps = row_step(left) or 0, row_step(right) or 0
+        return triton_kernels.outer_norms(left, right, steps, rounding(left), unit, margin)
     squares, lengths = outer_squares(left, right)
     return bounded(squares, lengths, unit, margin), lengths
 
@@ -124,19 +126,26 @@ def _pieces(tensor: Tensor) -> tuple[int, int, int] | None:
     if _rows_in_one_piece(tensor):
         width = tensor[0].numel()
         return 1, width, width
-    return (tensor[0].numel() // tensor.shape[-1], tensor.shape[-1], tensor.stride(-2)) if _in_rows(tensor) else None
+    step = row_step(tensor)
+    return None if step is None else (tensor[0].numel() // tensor.shape[-1], tensor.shape[-1], step)
 
 
-def _in_rows(tensor: Tensor) -> bool:
-    """Whether numbers along the last axis lie side by side, and such rows at equal distances, one after the other."""
-    size, step = tensor.shape, tensor.stride()
-    alike = all(step[axis] == size[axis + 1] * step[axis + 1] for axis in range(tensor.dim() - 2) if size[axis] > 1)
-    return tensor.dim() > 1 and step[-1] == 1 and alike and step[-2] >= size[-1]
+def row_step(tensor: Tensor) -> int | None:
+    """How far apart rows along the last axis lie, one after the other, if all do; None if not."""
+    if tensor.dim() < 2 or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+        return None
+    axes = [(n, s) for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n != 1]
+    step = reach = axes[-1][1] if axes else tensor.shape[-1]
+    for size, stride in reversed(axes):
+        if stride != reach:
+            return None
+        reach *= size
+    return step if step >= tensor.shape[-1] else None
 
 
 def in_rows(tensor: Tensor) -> Tensor:
     """The tensor, or a copy of it, as matrix products read it without another copy."""
-    return tensor if _in_rows(tensor) else tensor.contiguous()
+    return tensor.contiguous() if row_step(tensor) is None else tensor
 
 
 def aligned(tensor: Tensor) -> Tensor:

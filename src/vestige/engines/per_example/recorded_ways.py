@@ -15,6 +15,7 @@ import torch
 class _Way(local):
     recorded = False
     told = False
+    asked = False
 
 
 _way = _Way()
@@ -24,7 +25,7 @@ _way = _Way()
 def as_if_recorded(told: bool = True) -> Iterator[None]:
     """Inside, work is recorded or run as if it were, and a model that asks hears that it is, or that it is not."""
     before, asked = (_way.recorded, _way.told), torch.cuda.is_current_stream_capturing
-    _way.recorded, _way.told = True, told
+    _way.recorded, _way.told, _way.asked = True, told, False
     torch.cuda.is_current_stream_capturing = _yes if told else _no
     try:
         yield
@@ -43,9 +44,16 @@ def told() -> bool:
     return _way.told
 
 
+def asked() -> bool:
+    """Whether it asked since it is recorded, or run as if it were."""
+    return _way.asked
+
+
 def _yes() -> bool:
+    _way.asked = True
     return True
 
 
 def _no() -> bool:
+    _way.asked = True
     return False

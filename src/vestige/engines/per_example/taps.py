@@ -35,10 +35,8 @@ class Taps:
 
     def __init__(self, model: nn.Module, layout: Layout, kinds: Kinds | None = None) -> None:
         self.model, self.layout, self.kinds = model, layout, dict(kinds or {})
-        self.recorded: Kinds = self.kinds
+        self.recorded: Kinds | None = self.kinds
         """What was found out about them in recordings."""
-        self.recomputes = False
-        """Whether a pass dropped activations, to make them again on its way back."""
         self.shapes: Shapes | None = None
         """Of the inputs that were rehearsed."""
         self._holders = _holders(model, layout)
@@ -57,7 +55,10 @@ class Taps:
     ) -> Pass:
         usual = shapes is not None and shapes == self.shapes
         kinds = self.recorded if told() else self.kinds
-        return Pass(examples, environment, kinds, deliver, usual=usual, views=views)
+        now = Pass(examples, environment, self.kinds if kinds is None else kinds, deliver, usual=usual, views=views)
+        if kinds is None:
+            now.doubt = "the model goes another way where it is told that it is recorded"
+        return now
 
     @contextmanager
     def watching(self, now: Pass) -> Iterator[None]:
@@ -122,7 +123,6 @@ def gradients(taps: Taps, sweeps: Sequence[Sweep], examples: int) -> dict[str, G
             now.require_count()
             if now.doubt is not None:
                 raise Doubt(now.doubt)
-            taps.recomputes = taps.recomputes or now.recomputes
             if now.kept_elsewhere and recording():
                 raise Doubt("activations are kept elsewhere")
             now.going_back = True

@@ -22,9 +22,12 @@ ConvolutionShape = tuple[Pair, Pair, Pair, Pair, int]
 """Kernel, stride, padding and dilation, each (height, width), and groups."""
 
 
-def outer_norms(left: Tensor, right: Tensor, hidden: float, unit: float, margin: float) -> tuple[Tensor, Tensor]:
+def outer_norms(
+    left: Tensor, right: Tensor, steps: Pair, hidden: float, unit: float, margin: float
+) -> tuple[Tensor, Tensor]:
     """See `kernels.outer_norms`: inner products between positions, tile by tile, never written to memory; and what
-    rounding hides, `hidden` in the squares, added in the same kernel that adds up the tiles. Both lie `in_rows`."""
+    rounding hides, `hidden` in the squares, added in the same kernel that adds up the tiles. Their rows lie at
+    these distances."""
     examples, positions, _ = left.shape
     if examples == 0:
         return left.new_zeros(0, dtype=torch.float32), left.new_zeros(0, dtype=torch.float32)
@@ -35,7 +38,7 @@ def outer_norms(left: Tensor, right: Tensor, hidden: float, unit: float, margin:
     norms, sums = torch.empty(2, examples, device=left.device)
     with torch.cuda.device_of(left):
         _outer_squares[(pairs, examples)](
-            left, right, squares, lengths, positions, left.shape[2], left.stride(1), right.shape[2], right.stride(1),
+            left, right, squares, lengths, positions, left.shape[2], steps[0], right.shape[2], steps[1],
             pairs, tiles, TILE=tile, DEPTH=min(64, 2 * tile), PRECISION=_precision(left, tf32_products()),
             num_warps=max(1, tile // 16), num_stages=_stages(left.device.index or 0),
         )  # fmt: skip

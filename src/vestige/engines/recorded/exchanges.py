@@ -1,22 +1,20 @@
-"""What do a pass and the host tell each other? In a recording they cannot, so what was said before is said again.
+"""What do a pass and the host tell each other? In a recording they cannot.
 
 What is sent to the GPU when the pass is tried out (tables of positions, say) is kept there, and given in the recording:
 what the host makes of numbers that no example has a say in is the same every time; where it is not, there is no
-recording. Likewise the answer is kept where the host looks at numbers that are made of nothing but numbers of its own.
-Where it looks at others, the model is told that it is recorded, in case it knows a way without.
+recording. Where the host looks at numbers of the GPU, the model is told that it is recorded, in case it knows a way
+without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from vestige.engines.per_example.recorded_ways import as_if_recorded
 from vestige.engines.per_example.taps import Doubt
@@ -39,20 +37,14 @@ class Exchanged:
     """Whether the model was told that it is recorded."""
     sent: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Tensors of the host, and what was made of them on the GPU."""
-    seen: list[Any] = field(default_factory=list)
-    """What the host saw of its own numbers there."""
-
-    @property
-    def any(self) -> bool:
-        return bool(self.sent or self.seen)
 
     def on(self, device: torch.device | str) -> Exchanged:
-        return Exchanged(self.told, [(host, there.to(device)) for host, there in self.sent], self.seen)
+        return Exchanged(self.told, [(host, there.to(device)) for host, there in self.sent])
 
 
 def tried(run: Callable[[], Any], device: torch.device, told: bool = False) -> tuple[Any, Exchanged]:
-    """What `run` gives as if it were recorded, and what it exchanges. Raises `Unsteady` if the host has to look at what
-    the examples or the parameters have a say in, even where the model is told."""
+    """What `run` gives as if it were recorded, and what it exchanges. Raises `Unsteady` if the host looks at numbers of
+    the GPU even where the model is told."""
     kept = Exchanged(told)
     try:
         with as_if_recorded(told), Exchanges(device, kept):
@@ -65,15 +57,12 @@ def tried(run: Callable[[], Any], device: torch.device, told: bool = False) -> t
 
 class Exchanges(TorchDispatchMode):
     """Inside, what is exchanged with a device is kept, or (`given`) is what was kept before. Raises `Unsteady` if that
-    is something else, or is seen by the host and not its own."""
+    is something else, or if the host looks at numbers there."""
 
     def __init__(self, device: torch.device, kept: Exchanged, given: bool = False) -> None:
         super().__init__()
         self._kind, self._kept, self._given = device.type, kept, given
-        self._sent, self._seen = iter(kept.sent), iter(kept.seen)
-        self._own: dict[int, StorageWeakRef] = {}
-        """Memory in which lies nothing but what the host gave; a weak reference keeps its number from being reused."""
-        self._looked = False
+        self._sent, self._looked = iter(kept.sent), False
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -83,16 +72,15 @@ class Exchanges(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if self._looks(function, args, named):
-            return self._see(function, args, named)
+            self._looked = True
+            raise Unsteady("the host waits for numbers of the GPU")
         if function is aten._to_copy.default and self._goes(args[0], named.get("device")):
             return self._over(args[0], lambda: function(*args, **named))
         if function is aten.copy_.default and self._goes(args[1], args[0].device):
             args = (args[0], self._over(args[1], lambda: args[1].to(args[0].device)), *args[2:])
         elif function in INDEXING and args[0].device.type == self._kind:
             args = (args[0], [self._index(each, args[0].device) for each in args[1]], *args[2:])
-        found = function(*args, **named)
-        self._note(function, (args, named), found)
-        return found
+        return function(*args, **named)
 
     # --- to the device ------------------------------------------------------------------------------------------------
 
@@ -124,38 +112,3 @@ class Exchanges(TorchDispatchMode):
 
     def _comes(self, tensor: Tensor, to: torch.device | None) -> bool:
         return to is not None and tensor.device.type == self._kind != torch.device(to).type == HOST
-
-    def _see(self, function: Any, args: Any, named: Mapping[str, Any]) -> Any:
-        if function is not aten._local_scalar_dense.default or not self._is_own(args[0]):
-            self._looked = True
-            raise Unsteady("the host waits for numbers that examples or parameters have a say in")
-        if not self._given:
-            self._kept.seen.append(function(*args, **named))
-            return self._kept.seen[-1]
-        try:
-            return next(self._seen)
-        except StopIteration:
-            raise Unsteady from None
-
-    def _note(self, function: Any, given: Any, found: Any) -> None:
-        """Whose numbers now lie where this operation wrote."""
-        if function.namespace == "aten" and not _draws(function) and all(map(self._is_own, _tensors(given))):
-            self._own.update(
-                (storage._cdata, StorageWeakRef(storage)) for storage in map(Tensor.untyped_storage, _tensors(found))
-            )
-        else:
-            written = (given, found) if function._schema.is_mutable else found
-            for tensor in _tensors(written):
-                self._own.pop(tensor.untyped_storage()._cdata, None)
-
-    def _is_own(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._own
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
-
-
-def _draws(function: Any) -> bool:
-    """Whether it makes numbers of chance, or of what was in the memory before."""
-    return torch.Tag.nondeterministic_seeded in function.tags or "empty" in function._schema.name

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn
@@ -87,8 +88,13 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType})
+PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType, partial})
 SEEN = PLAIN | {Tensor, nn.Parameter}
+EVERYWHERE = (
+    *(hooks._global_forward_hooks, hooks._global_forward_pre_hooks),
+    *(hooks._global_backward_hooks, hooks._global_backward_pre_hooks),
+)
+"""Hooks of every module there is."""
 
 
 def standing(
@@ -105,19 +111,31 @@ def standing(
 
 
 def _of_modules(modules: Sequence[nn.Module]) -> list[Hashable]:
-    found: list[Any] = []
+    found: list[Any] = [tuple(hooks) for hooks in EVERYWHERE]
     for module in modules:
-        found += (type(module), tuple(module._forward_hooks), tuple(module._forward_pre_hooks))  # keys are never reused
+        kind = type(module)  # of hooks the keys, which are never reused
+        found += (kind, kind.forward, tuple(module._forward_hooks), tuple(module._forward_pre_hooks))
         found += (tuple(module._backward_hooks), tuple(module._backward_pre_hooks))
-        found += [v if type(v) in PLAIN else v.data_ptr() for v in vars(module).values() if type(v) in SEEN]
+        found += [v if type(v) in PLAIN else _held_at(v) for v in vars(module).values() if type(v) in SEEN]
         for store in (module._parameters, module._buffers):
             if store:
-                found += [None if tensor is None else tensor.data_ptr() for tensor in store.values()]
+                found += [None if tensor is None else _place(tensor) for tensor in store.values()]
     return found
 
 
+def _held_at(tensor: Tensor) -> Hashable:
+    """Where a tensor lies that is no buffer. What lies on the host is sent when a pass is recorded, and not again: so
+    also how often it was written to."""
+    place = _place(tensor)
+    return (place, tensor._version) if tensor.device.type == "cpu" and not tensor.is_inference() else place
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
 def _plain(values: Iterable[Any]) -> list[Hashable]:
-    return [value if type(value) in PLAIN else value.data_ptr() for value in values if type(value) in SEEN]
+    return [value if type(value) in PLAIN else _held_at(value) for value in values if type(value) in SEEN]
 
 
 def _of_callable(thing: Any, depth: int) -> Iterator[Hashable]:

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from vestige.devices import without_tf32
 from vestige.engines.per_example.expressions import ANCHOR, Axis, Key, Kind, Observation, Pass
 from vestige.engines.per_example.gradients import Gradient, combine
-from vestige.engines.per_example.recorded_ways import as_if_recorded
+from vestige.engines.per_example.recorded_ways import as_if_recorded, asked
 from vestige.engines.per_example.taps import Taps
 from vestige.engines.per_example.uses import Misfit
 from vestige.engines.rehearsal.calm import Calm, InOrder
 from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn
 from vestige.engines.rehearsal.holdings import Holdings, buffers, current, describe, equal
 from vestige.engines.rehearsal.smooth import Smooth
+from vestige.engines.rehearsal.way_back import COMPANIES, Moved, moved
 
 Rows = Sequence[Tensor]
 """A batch of made-up examples: every tensor has them on its first axis."""
@@ -51,10 +52,6 @@ BESIDE = (1.0, 1e3, 1e30, torch.inf, -torch.inf, torch.nan)
 """What made-up examples are multiplied by, to stand beside another: none of them may be seen there."""
 
 
-BEHIND = (1.0, -1e3)
-"""The same, where it is its gradient that must not see them."""
-
-
 class Unwatchable(Exception):
     """The model's uses of its parameters cannot be watched; the message says why."""
 
@@ -76,8 +73,8 @@ class Rehearsal:
     """What was found out about a model."""
 
     kinds: Mapping[Key, Kind | None]
-    recorded: Mapping[Key, Kind | None]
-    """The same for recordings: a model that asks may go another way there."""
+    recorded: Mapping[Key, Kind | None] | None
+    """The same where it is told that it is recorded: a model that asks may go another way. None if it must not be."""
     changing: frozenset[str]
     """Buffers and parameters that a forward pass changes, but never by what it is given: caches, counters of steps."""
 
@@ -104,11 +101,16 @@ def rehearsed(taps: Taps, run: Run, made: Made, views: int = 1) -> Rehearsal:
 
 def _either(one: Rehearsal, other: Rehearsal) -> Rehearsal:
     """What is found whichever way a model decides by numbers that it draws on the host."""
-    for mine, others in ((one.kinds, other.kinds), (one.recorded, other.recorded)):
-        if any(mine[key] != others[key] for key in mine.keys() & others.keys()):
-            raise Unwatchable("the model uses its parameters differently by what it draws")
-    kinds, recorded = {**other.kinds, **one.kinds}, {**other.recorded, **one.recorded}
-    return Rehearsal(kinds, recorded, one.changing | other.changing)
+    if not _agree(one.kinds, other.kinds):
+        raise Unwatchable("the model uses its parameters differently by what it draws")
+    recorded = None
+    if one.recorded is not None and other.recorded is not None and _agree(one.recorded, other.recorded):
+        recorded = {**other.recorded, **one.recorded}
+    return Rehearsal({**other.kinds, **one.kinds}, recorded, one.changing | other.changing)
+
+
+def _agree(one: Mapping[Key, Kind | None], other: Mapping[Key, Kind | None]) -> bool:
+    return all(one[key] == other[key] for key in one.keys() & other.keys())
 
 
 def _on_a_gpu(environment: Mapping[str, Tensor]) -> bool:
@@ -173,17 +175,27 @@ class _Rehearsing:
             return {}  # a model may refuse such numbers; what was not met here is a doubt later
         return {key: kind for key, kind in found.items() if key not in kinds}
 
-    def _as_recorded(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> Mapping[Key, Kind | None]:
-        """The uses of a recorded pass: others, or the same ones with the examples elsewhere."""
+    def _as_recorded(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> Mapping[Key, Kind | None] | None:
+        """The uses of a pass that is told that it is recorded: others, or the same ones with the examples elsewhere.
+        None if it goes a way that does not keep the examples apart, or ends elsewhere."""
         try:
+            with Calm(), torch.no_grad():
+                usual = self.plainly(three)
             with as_if_recorded():
+                with Calm(), torch.no_grad():
+                    told = self.plainly(three)
+                if not asked():
+                    return kinds
+                if not bool(((told - usual).abs() <= 10 * self.tolerance * usual.abs().max().clamp(min=1e-6)).all()):
+                    return None
+                self._check_independent(three)
                 found = self._kinds(three)
-                if not found.items() <= kinds.items():
-                    self._check_gradients(three, found)
+                self._check_gradients(three, found)
+                self._check_independent_gradients(three, found)
         except WrongRule:
             raise
         except Exception:
-            return kinds  # what is otherwise there is a doubt later
+            return None
         return {**kinds, **found}
 
     # --- running ------------------------------------------------------------------------------------------------------
@@ -302,44 +314,28 @@ class _Rehearsing:
                 )
 
     def _check_independent_gradients(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
-        """The middle example's gradients, with other examples beside it: what runs on the way back alone, a backward
-        pass of somebody's own, or activations that are recomputed or kept elsewhere, may look at them."""
-        moved, slight = self._moved(three, kinds)
-        if moved is not None and slight:  # numbers at a kink may go another way
+        """The middle example's gradients, with other examples beside it (`way_back`)."""
+        found = self._moved(three, kinds)
+        if found.name is not None and found.slight:  # numbers at a kink may go another way
             with Smooth():
-                moved, _ = self._moved(three, kinds)
-        if moved is not None:
+                found = self._moved(three, kinds)
+        if found.name is not None:
             raise Dependent(
-                f"an example's gradient of {moved!r} changes with the examples beside it, so no example's influence "
-                "can be bounded: compute each example's backward pass from that example alone"
+                f"an example's gradient of {found.name!r} changes with the examples beside it, so no example's "
+                "influence can be bounded: compute each example's backward pass from that example alone"
             )
 
-    def _moved(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> tuple[str | None, bool]:
-        """A parameter whose gradient moves with the others, and whether all do so slightly."""
-        weights = _weights_like(self.plainly(three).detach())
-
-        def middle(rows: Rows) -> dict[str, Tensor]:
-            _, _, uses, now = self._watched(rows, kinds, weights, observing=False, usual=True)
+    def _moved(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> Moved:
+        def gradients(rows: Rows, signals: Tensor, place: int) -> Mapping[str, Tensor]:
+            _, _, uses, now = self._watched(rows, kinds, signals, observing=False, usual=True)
             if now.doubt is not None:
                 raise Unwatchable(now.doubt)  # by what it is given, a model may use parameters in another way
             with torch.no_grad():
-                return {name: combine(parts).dense()[1].clone() for name, parts in uses.items()}
+                return {name: combine(parts).dense()[place].clone() for name, parts in uses.items()}
 
-        alone = middle(three)
-        sizes = {name: float(torch.linalg.vector_norm(gradient)) for name, gradient in alone.items()}
-        least, found, slight = 1e-5 * max(sizes.values(), default=0.0), None, True
-        for place, how in enumerate(BEHIND):
-            others = self.made(3, self.seed + 30 + place)
-            try:
-                now = middle([_beside(part, other, how) for part, other in zip(three, others, strict=True)])
-            except Exception:
-                continue  # a model may refuse such numbers
-            for name, gradient in alone.items():
-                off = float(torch.linalg.vector_norm(now.get(name, torch.zeros_like(gradient)) - gradient))
-                slight = slight and off <= KINKS * sizes[name] + 10 * least
-                if not off <= max(GRADIENT_TOLERANCE, self.tolerance) * sizes[name] + least:
-                    found = found or name
-        return found, slight
+        others = [self.made(3, self.seed + 30 + place) for place in range(len(COMPANIES))]
+        signals, drawn = _weights_like(self.plainly(three).detach()), self._draws_on_the_host(three)
+        return moved(gradients, three, others, signals, drawn, max(GRADIENT_TOLERANCE, self.tolerance), KINKS)
 
     def _draws_on_the_host(self, rows: Rows) -> bool:
         """Whether a pass draws by Python's generator or NumPy's: then each place has numbers of its own."""
@@ -426,7 +422,7 @@ class _Rehearsing:
             )
         return Unwatchable(
             f"parameter {name!r} is used where that cannot be watched (of activation checkpointing, the form "
-            "with use_reentrant=False can be)"
+            "with use_reentrant=False can be), or gradients of several examples are mixed on their way to it"
         )
 
 
@@ -461,7 +457,9 @@ def _located(key: Key, kind: Kind, seen: Observation) -> Kind:
         choices = [axis] if unshared else [axis, Axis(axis.place, minor=True)]
         chosen = next((each for each in choices if signal is None or each.confined(signal, 3, 1)), None)
         if chosen is None:
-            raise Unwatchable(f"in {key[0]} of {', '.join(key[1])} the examples cannot be told apart")
+            raise Unwatchable(
+                f"in {key[0]} of {', '.join(key[1])} the examples cannot be told apart, there or on the way back"
+            )
         outputs.append(chosen)
     minor = outputs[0].minor
     operands = tuple(None if each is None else Axis(each.place, minor) for each in kind.operands)

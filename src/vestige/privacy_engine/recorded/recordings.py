@@ -347,7 +347,7 @@ class Recordings:
         shown: list[Any] = []
         exchanged = self._exchanged[rows]
         with as_if_recorded(exchanged.told), ExitStack() as stack:
-            if exchanged.any:
+            if exchanged.sent:
                 stack.enter_context(Exchanges(self._device, exchanged, given=True))
             if self._recomputes:
                 stack.enter_context(nothing_to_draw_again())
