@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from vestige.engines.recorded import recording
 from vestige.privacy_engine.recorded import recorder, recordings
 
 TWICE = ("test_loops", "test_passes")
@@ -33,6 +34,7 @@ def replayed(request, monkeypatch):
     """Whether passes are recorded and replayed."""
     on = getattr(request, "param", False)
     if on:
+        monkeypatch.setattr(recording, "MOST_SIZES", 4)  # each is tried and recorded, which takes its time
         monkeypatch.setattr(recordings, "recorded", lambda work, pool, device: Rerun(work))
         monkeypatch.setattr(recorder, "can_record", lambda module, rows: True)
     return on

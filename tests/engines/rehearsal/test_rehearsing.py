@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_checks import ask, clipped, close, one_at_a_time, silent, square, targets
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.per_example.recorded_ways import as_if_recorded
 from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.rehearsal import rehearsing
 from vestige.engines.rehearsal.rehearsing import Dependent
@@ -311,3 +313,115 @@ def test_what_looks_at_others_on_the_way_back_alone_is_found(how):
         return
     with pytest.raises(Dependent, match="changes with the examples beside it"):
         ask(engine, batch, layout.parameters(model), Flat(1.0), layout)
+
+
+def guarded(signal):
+    """As many write it: where any number is not finite, nobody's gradient counts."""
+    return torch.where(signal.isfinite().all(), signal, torch.zeros_like(signal))
+
+
+def bounded(signal):
+    return signal * (100 / signal.norm()).clamp(max=1.0)
+
+
+def place(signal):
+    return torch.arange(len(signal)).view(-1, 1)
+
+
+BACKWARD = {
+    "guards": lambda signal, saved: guarded(signal),
+    "bounds": lambda signal, saved: bounded(signal),
+    "flips": lambda signal, saved: signal * saved.flip(0).sign(),
+    "counts": lambda signal, saved: signal if len(signal) % 2 else -signal,
+    "divides": lambda signal, saved: signal / len(signal),
+    "alternates": lambda signal, saved: torch.where(place(signal) % 2 == 0, signal, -signal),
+    "reverses": lambda signal, saved: -signal,
+    "guards each": lambda signal, saved: torch.where(signal.isfinite().all(1, keepdim=True), signal, 0.0),
+}
+APART = {"reverses", "guards each"}
+
+
+def through(how):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, signal):
+            return BACKWARD[how](signal, *ctx.saved_tensors)
+
+    return Through
+
+
+class Backward(nn.Module):
+    def __init__(self, how: str, hook: bool) -> None:
+        super().__init__()
+        self.how, self.hook, self.first, self.last = how, hook, nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.first(x)
+        if not self.hook:
+            found = through(self.how).apply(found)
+        elif found.requires_grad:
+            saved = found.detach().clone()
+            found.register_hook(lambda signal: BACKWARD[self.how](signal, saved))
+        return self.last(torch.tanh(found))
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("how", BACKWARD)
+def test_company_number_and_place_have_no_say_on_the_way_back(how, hook):
+    torch.manual_seed(0)
+    model, batch = Backward(how, hook), (torch.randn(6, 3), targets(6))
+    layout = Layout.of(model)
+    with nullcontext() if how in APART else pytest.raises(Dependent, match="changes with the examples beside it"):
+        ask(BookKeeping(model, square, layout), batch, layout.parameters(model), Flat(1.0), layout)
+
+
+class Told(nn.Module):
+    """Takes another way where it is told that it is recorded."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        told = torch.cuda.is_current_stream_capturing()
+        if told and self.way == "mixes":
+            x = x * (1 + 1e-9 * x.abs().amax().clamp(min=1e3))
+        if told and self.way == "mixes on the way back":
+            return through("guards").apply(self.linear(x))
+        if told and self.way == "ends elsewhere":
+            return -self.linear(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("way", ["mixes", "mixes on the way back", "ends elsewhere", "the same"])
+def test_a_told_way_is_tried_like_any_other(way, monkeypatch):
+    monkeypatch.setattr(rehearsing, "_on_a_gpu", lambda environment: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    model, batch = Told(way), (torch.randn(6, 3), targets(6))
+    layout = Layout.of(model)
+    engine = BookKeeping(model, square, layout)
+    ask(engine, batch, layout.parameters(model), Flat(1.0), layout)  # untold it is as good as any
+    taps = engine.taps(batch)
+    assert (taps.recorded is not None) is (way == "the same")
+    with as_if_recorded():
+        assert (taps.start(6, {}, lambda found: None).doubt is None) is (way == "the same")
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"eos_token_id": 5, "vocab_size": 6}, 5),
+        ({"eos_token_id": 6, "vocab_size": 6}, None),
+        ({"eos_token_id": 6}, 6),
+        ({}, None),
+    ],
+)
+def test_sequences_end_with_a_token_of_the_vocabulary(config, found):
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(**config)
+    assert rehearsing.endings(model)[-1] == found

@@ -549,9 +549,11 @@ def raisings(blank: Sequence[Tensor]) -> list[tuple[int, ...]]:
 
 
 def endings(model: nn.Module) -> tuple[int | None, ...]:
-    """Tokens that sequences may have to end with: none, or the one that a model of transformers names."""
-    named = getattr(getattr(model, "config", None), "eos_token_id", None)
-    return (None, named) if type(named) is int else (None,)
+    """Tokens that sequences may have to end with: none, or the one that a model of transformers names, if it is one of
+    its vocabulary, which that of a configuration in parts need not be."""
+    config = getattr(model, "config", None)
+    named, known = getattr(config, "eos_token_id", None), getattr(config, "vocab_size", None)
+    return (None, named) if type(named) is int and not (type(known) is int and named >= known) else (None,)
 
 
 def _weights_like(outputs: Tensor) -> Tensor:
