@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from engine_checks import ask, clipped, close, one_at_a_time, silent, square, targets
+from vestige import PrivacyEngine
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.per_example.recorded_ways import as_if_recorded
 from vestige.engines.recorded.cuda_graphs import Captured
@@ -383,10 +385,15 @@ def test_company_number_and_place_have_no_say_on_the_way_back(how, hook):
 @pytest.mark.parametrize("how", ["guards", "bounds", "reverses"])
 def test_what_comes_back_to_others_has_no_say_where_their_numbers_are_tokens(how):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(5, 3), Backward(how, hook=True))
-    batch, layout = (torch.randint(5, (6,)), targets(6)), Layout.of(model)
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), Backward(how, hook=True))
+    tokens = torch.randint(5, (6, 1))
+    model, _, loader = PrivacyEngine().make_private(  # which does not know what its loop makes of the outputs
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(tokens), batch_size=6),
+    )  # fmt: skip
+    (batch,) = next(iter(loader))
     with nullcontext() if how in APART else pytest.raises(Dependent, match="changes with the examples beside it"):
-        ask(BookKeeping(model, square, layout), batch, layout.parameters(model), Flat(1.0), layout)
+        model(batch)
 
 
 class Told(nn.Module):
