@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,9 +20,10 @@ from engine_checks import ask, clipped, close, one_at_a_time, silent, square, ta
 from vestige import PrivacyEngine
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.per_example.recorded_ways import as_if_recorded
+from vestige.engines.per_example.taps import Taps
 from vestige.engines.recorded.cuda_graphs import Captured
 from vestige.engines.rehearsal import rehearsing
-from vestige.engines.rehearsal.rehearsing import Dependent
+from vestige.engines.rehearsal.rehearsing import Dependent, made_up
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 
@@ -333,6 +335,7 @@ def place(signal):
 BACKWARD = {
     "guards": lambda signal, saved: guarded(signal),
     "bounds": lambda signal, saved: bounded(signal),
+    "bounds what is finite": lambda signal, saved: torch.where(signal.norm().isfinite(), bounded(signal), signal),
     "flips": lambda signal, saved: signal * saved.flip(0).sign(),
     "counts": lambda signal, saved: signal if len(signal) % 2 else -signal,
     "divides": lambda signal, saved: signal / len(signal),
@@ -382,7 +385,7 @@ def test_company_number_and_place_have_no_say_on_the_way_back(how, hook):
         ask(BookKeeping(model, square, layout), batch, layout.parameters(model), Flat(1.0), layout)
 
 
-@pytest.mark.parametrize("how", ["guards", "bounds", "reverses"])
+@pytest.mark.parametrize("how", ["guards", "bounds", "bounds what is finite", "reverses"])
 def test_what_comes_back_to_others_has_no_say_where_their_numbers_are_tokens(how):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), Backward(how, hook=True))
@@ -418,11 +421,11 @@ class Told(nn.Module):
 def test_a_told_way_is_tried_like_any_other(way, monkeypatch):
     monkeypatch.setattr(rehearsing, "_on_a_gpu", lambda environment: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    model, batch = Told(way), (torch.randn(6, 3), targets(6))
-    layout = Layout.of(model)
-    engine = BookKeeping(model, square, layout)
-    ask(engine, batch, layout.parameters(model), Flat(1.0), layout)  # untold it is as good as any
-    taps = engine.taps(batch)
+    model = Told(way)
+    taps = Taps(model, Layout.of(model))
+    blank = [torch.zeros(1, 3)]
+    found = rehearsing.rehearsed(taps, lambda rows: model(rows[0]), partial(made_up, blank, device=blank[0].device))
+    taps.kinds, taps.recorded = found.kinds, found.recorded
     assert (taps.recorded is not None) is (way == "the same")
     with as_if_recorded():
         assert (taps.start(6, {}, lambda found: None).doubt is None) is (way == "the same")
