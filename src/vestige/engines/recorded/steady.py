@@ -88,8 +88,8 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType, partial})
-SEEN = PLAIN | {Tensor, nn.Parameter}
+PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
+SEEN = PLAIN | {partial, Tensor, nn.Parameter}
 EVERYWHERE = (
     *(hooks._global_forward_hooks, hooks._global_forward_pre_hooks),
     *(hooks._global_backward_hooks, hooks._global_backward_pre_hooks),
@@ -116,18 +116,21 @@ def _of_modules(modules: Sequence[nn.Module]) -> list[Hashable]:
         kind = type(module)  # of hooks the keys, which are never reused
         found += (kind, kind.forward, tuple(module._forward_hooks), tuple(module._forward_pre_hooks))
         found += (tuple(module._backward_hooks), tuple(module._backward_pre_hooks))
-        found += [v if type(v) in PLAIN else _held_at(v) for v in vars(module).values() if type(v) in SEEN]
+        found += [v if type(v) in PLAIN else _known(v) for v in vars(module).values() if type(v) in SEEN]
         for store in (module._parameters, module._buffers):
             if store:
                 found += [None if tensor is None else _place(tensor) for tensor in store.values()]
     return found
 
 
-def _held_at(tensor: Tensor) -> Hashable:
-    """Where a tensor lies that is no buffer. What lies on the host is sent when a pass is recorded, and not again: so
-    also how often it was written to."""
-    place = _place(tensor)
-    return (place, tensor._version) if tensor.device.type == "cpu" and not tensor.is_inference() else place
+def _known(value: Any) -> Hashable:
+    """A function with some of its arguments by what it is made of; a tensor that is no buffer by where it lies, and on
+    the host, from where it is sent when a pass is recorded and not again, also by how often it was written to."""
+    if isinstance(value, partial):
+        parts = (value.func, *value.args, *value.keywords, *value.keywords.values())
+        return tuple(each if type(each) in PLAIN else id(each) for each in parts)
+    place = _place(value)
+    return (place, value._version) if value.device.type == "cpu" and not value.is_inference() else place
 
 
 def _place(tensor: Tensor) -> int:
@@ -135,7 +138,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _plain(values: Iterable[Any]) -> list[Hashable]:
-    return [value if type(value) in PLAIN else _held_at(value) for value in values if type(value) in SEEN]
+    return [value if type(value) in PLAIN else _known(value) for value in values if type(value) in SEEN]
 
 
 def _of_callable(thing: Any, depth: int) -> Iterator[Hashable]:
@@ -145,7 +148,7 @@ def _of_callable(thing: Any, depth: int) -> Iterator[Hashable]:
     held = list(_held(thing))
     yield from _plain(held)
     for value in held if depth else ():
-        if type(value) not in SEEN or isinstance(value, FunctionType):
+        if type(value) not in SEEN or isinstance(value, FunctionType | MethodType | partial):
             yield from _of_callable(value, depth - 1)
 
 

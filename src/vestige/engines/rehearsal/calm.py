@@ -25,13 +25,13 @@ class Calm(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = function._schema.name.removeprefix("aten::")
+        if "attention" in name:  # on its way back too, which draws the same again
+            return function(*_undropped(function, args), **{k: 0.0 if k in DROPOUTS else v for k, v in kwargs.items()})
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*args, **kwargs)
-        name = function._schema.name.removeprefix("aten::")
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if "attention" in name:
-            return function(*_undropped(function, args), **{k: 0.0 if k in DROPOUTS else v for k, v in kwargs.items()})
         found = function(*args, **kwargs)
         level = FILLED.get(name.removesuffix("_").removesuffix("_like"))
         return found if level is None else found.fill_(level)
