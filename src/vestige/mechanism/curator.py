@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vestige.devices import seed_draws
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
 from vestige.mechanism.charges import Charges
@@ -356,20 +357,9 @@ class Curator:
             yield
             return
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            _seed(self._device, int(self._randomness.stream(self._own("model"), index).integers(2**63)))
+            seed_draws(self._device, int(self._randomness.stream(self._own("model"), index).integers(2**63)))
             yield
 
     def _parts(self, indices: Tensor) -> Sequence[Tensor]:
         most = min(self.physical_batch or LARGEST_SUM, LARGEST_SUM)
         return [indices] if len(indices) <= most else indices.split(most)
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    """`torch.manual_seed` for the generators that a model on this device draws from. That one also tells every kind of
-    device that is not there, with a formatted stack each, at every step."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
-    elif device.type != "cpu":
-        torch.manual_seed(seed)

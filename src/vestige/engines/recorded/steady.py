@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vestige.devices import seed_draws
 from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn
 from vestige.layout import modules_of
 
@@ -64,7 +65,7 @@ def _idle(run: Callable[[], Any], left: Tensor) -> bool:
     seen = []
     with torch.random.fork_rng([left.device] if left.is_cuda else []):
         for number in (LEAST, LARGEST):
-            torch.manual_seed(0)
+            seed_draws(left.device, 0)
             before = host_draws()
             with Drawn(number), Operations() as operations:
                 run()

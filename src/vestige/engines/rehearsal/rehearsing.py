@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vestige.devices import without_tf32
+from vestige.devices import seed_draws, without_tf32
 from vestige.engines.per_example.expressions import ANCHOR, Axis, Key, Kind, Observation, Pass
 from vestige.engines.per_example.gradients import Gradient, combine
 from vestige.engines.per_example.recorded_ways import as_if_recorded, asked
@@ -125,6 +125,7 @@ class _Rehearsing:
         self.environment = _made_up_weights(taps, seed)
         self.weights = {name: value.clone() for name, value in self.environment.items()}
         self.held, self.moving = held, set[str]()
+        self._devices = {torch.device("cpu"), *(value.device for value in taps.model.parameters())}
         held_in = {each.dtype for each in (*taps.model.parameters(), *taps.model.buffers()) if each.is_floating_point()}
         self.tolerance = max(TOLERANCE, *(8 * torch.finfo(dtype).eps for dtype in held_in))  # frozen bfloat16, say
 
@@ -207,7 +208,8 @@ class _Rehearsing:
         for name, value in self.environment.items():
             if not equal(value.detach(), self.weights[name]):
                 value.data.copy_(self.weights[name])
-        torch.manual_seed(self.seed)
+        for device in self._devices:
+            seed_draws(device, self.seed)
         random.seed(self._host_seed)
         np.random.seed(self._host_seed)  # noqa: NPY002
         with self.drawn:
@@ -340,10 +342,10 @@ class _Rehearsing:
     def _draws_on_the_host(self, rows: Rows) -> bool:
         """Whether a pass draws by Python's generator or NumPy's: then each place has numbers of its own."""
         with self._again():
-            before = random.getstate(), str(np.random.get_state(legacy=False))  # noqa: NPY002
+            before = _host_draws()
             with self.taps.installed(self.environment):
                 self._run(rows)
-            return before != (random.getstate(), str(np.random.get_state(legacy=False)))  # noqa: NPY002
+            return before != _host_draws()
 
     def _kinds(self, three: Rows) -> dict[Key, Kind | None]:
         """Where the examples are in every use, found by their number and by whom a gradient reaches."""
@@ -424,6 +426,12 @@ class _Rehearsing:
             f"parameter {name!r} is used where that cannot be watched (of activation checkpointing, the form "
             "with use_reentrant=False can be), or gradients of several examples are mixed on their way to it"
         )
+
+
+def _host_draws() -> tuple[Any, ...]:
+    """The states of Python's generator and of NumPy's."""
+    numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
+    return random.getstate(), numpy["key"].tobytes(), numpy["pos"]
 
 
 def _grown(key: Key, two: Observation, three: Observation) -> Kind | None:
