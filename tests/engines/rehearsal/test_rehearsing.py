@@ -385,6 +385,38 @@ def test_company_number_and_place_have_no_say_on_the_way_back(how, hook):
         ask(BookKeeping(model, square, layout), batch, layout.parameters(model), Flat(1.0), layout)
 
 
+class Jittering(Backward):
+    """Rounds otherwise every time, as sums on a GPU do."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Jittering.calls += 1
+        return super().forward(x) * (1 + 2e-7 * (Jittering.calls % 3))
+
+
+@pytest.mark.parametrize("how", ["divides", "alternates", "reverses"])
+def test_rounding_does_not_hide_what_number_and_place_say(how):
+    torch.manual_seed(0)
+    model, batch = Jittering(how, hook=False), (torch.randn(6, 3), targets(6))
+    layout = Layout.of(model)
+    with nullcontext() if how in APART else pytest.raises(Dependent, match="changes with the examples beside it"):
+        ask(BookKeeping(model, square, layout), batch, layout.parameters(model), Flat(1.0), layout)
+
+
+class Numbered(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        Jittering.calls += 1
+        return super().forward(x) * (1 + 2e-7 * (Jittering.calls % 3)) + place(x) % 2
+
+
+def test_rounding_does_not_hide_a_place_in_the_outputs():
+    model, batch = Numbered(3, 2), (torch.randn(6, 3), targets(6))
+    layout = Layout.of(model)
+    with pytest.raises(Dependent, match="its place in the batch"):
+        ask(BookKeeping(model, square, layout), batch, layout.parameters(model), Flat(1.0), layout)
+
+
 @pytest.mark.parametrize("how", ["guards", "bounds", "bounds what is finite", "reverses"])
 def test_what_comes_back_to_others_has_no_say_where_their_numbers_are_tokens(how):
     torch.manual_seed(0)

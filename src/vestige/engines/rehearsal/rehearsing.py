@@ -304,12 +304,13 @@ class _Rehearsing:
                 fewer = self.plainly([part[:2] for part in three])
                 drawn = self._draws_on_the_host(three)
                 turned = self.plainly([part.roll(1, 0) for part in three])
-            if equal(calm, again) and not bool(((fewer - calm[:2]).abs() <= allowed).all()):
+            steady = bool(((again - calm).abs() <= allowed).all())
+            if steady and not bool(((fewer - calm[:2]).abs() <= allowed).all()):
                 raise Dependent(
                     "an example's output changes with the number of examples beside it, so no example's influence can "
                     "be bounded: compute each example's output from that example alone"
                 )
-            if equal(calm, again) and not drawn and not bool(((turned - calm.roll(1, 0)).abs() <= allowed).all()):
+            if steady and not drawn and not bool(((turned - calm.roll(1, 0)).abs() <= allowed).all()):
                 raise Dependent(
                     "an example's output changes with its place in the batch, which others decide: compute each "
                     "example's output from that example alone"

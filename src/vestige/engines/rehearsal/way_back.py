@@ -62,20 +62,27 @@ def moved(
     kinks: float,
 ) -> Moved:
     """Whether the middle example's gradients move with what is beside it, how many that are, and in which place."""
-    found: list[tuple[float, float, str]] = []
-    for now, alone in _pairs(gradients, three, others, signals, draws_on_the_host):
-        sizes = {name: float(torch.linalg.vector_norm(gradient)) for name, gradient in alone.items()}
-        least = 1e-5 * max(sizes.values(), default=0.0)
-        for name, gradient in alone.items():
-            off = float(torch.linalg.vector_norm(now.get(name, torch.zeros_like(gradient)) - gradient))
-            found.append((off, max(tolerance * sizes[name] + least, 0.0), name))
-            if not off <= kinks * sizes[name] + 10 * least:
+    slightly: str | None = None
+    for now, alone in _pairs(gradients, three, others, signals, draws_on_the_host, kinks):
+        for name, off, size in _differences(now, alone):
+            if not off <= kinks * size:
                 return Moved(name, slight=False)
-    return Moved(next((name for off, allowed, name in found if not off <= allowed), None), slight=True)
+            if not off <= tolerance * size:
+                slightly = slightly or name
+    return Moved(slightly, slight=True)
+
+
+def _differences(now: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> Iterator[tuple[str, float, float]]:
+    """How far each parameter's gradient is from what it was, and how large that was; next to nothing counts as some."""
+    sizes = {name: float(torch.linalg.vector_norm(gradient)) for name, gradient in alone.items()}
+    least = 1e-3 * max(sizes.values(), default=0.0)
+    for name, gradient in alone.items():
+        off = float(torch.linalg.vector_norm(now.get(name, torch.zeros_like(gradient)) - gradient))
+        yield name, off, sizes[name] + least
 
 
 def _pairs(
-    gradients: Gradients, three: Rows, others: Sequence[Rows], signals: Tensor, draws_on_the_host: bool
+    gradients: Gradients, three: Rows, others: Sequence[Rows], signals: Tensor, draws_on_the_host: bool, kinks: float
 ) -> Iterator[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]:
     """The middle example's gradients in some company, and as they are in the first."""
     alone = gradients(three, signals, 1)
@@ -90,7 +97,7 @@ def _pairs(
             yield now, alone
     with Calm():
         calm, again = gradients(three, signals, 1), gradients(three, signals, 1)
-        if all(torch.equal(calm[name], again[name]) for name in calm):
+        if all(off <= kinks * size for _, off, size in _differences(again, calm)):  # chance has no say indeed
             yield _otherwise(gradients, three, others[0], signals, lambda part: part[:2], 1), calm
             if not draws_on_the_host:
                 yield _otherwise(gradients, three, others[0], signals, lambda part: part.roll(1, 0), 2), calm
