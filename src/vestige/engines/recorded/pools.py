@@ -29,8 +29,8 @@ def _can_lend() -> bool:
 
 def give_back(device: torch.device) -> None:
     """What nobody needs any more; of cuBLAS too, whose workspaces would be missed where they are freed later."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
