@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,3 +62,15 @@ def test_a_model_that_draws_is_trained_but_not_one_that_counts_its_examples():
     trained(Drawing(False))
     with pytest.raises(ValueError, match="the number of examples beside it"):
         trained(Drawing(True))
+
+
+@pytest.mark.parametrize("tags", [(), (torch.Tag.nondeterministic_seeded,)])
+def test_attention_drops_nothing_on_its_way_back_either(tags):
+    """Of some kinds torch does not say that they draw again there."""
+    given = []
+    arguments = [SimpleNamespace(name=name) for name in ("grad_out", "dropout_p")]
+    backward = mock.Mock(side_effect=lambda *args, **named: given.append((args, named)), tags=tags)
+    backward._schema = SimpleNamespace(name="aten::_scaled_dot_product_flash_attention_backward", arguments=arguments)
+    Calm().__torch_dispatch__(backward, (), (1.0, 0.1))
+    Calm().__torch_dispatch__(backward, (), (1.0,), {"dropout_p": 0.1})
+    assert given == [((1.0, 0.0), {}), ((1.0,), {"dropout_p": 0.0})]

@@ -262,17 +262,46 @@ def test_frozen_weights_in_bfloat16_round_more_and_mix_nothing():
     assert tolerances == [8 * torch.finfo(torch.bfloat16).eps]
 
 
-class OnTheWayBack(torch.autograd.Function):
-    """Gives what it was given; its backward pass looks at the others."""
+def guarded(signal):
+    """As many write it: where any number is not finite, nobody's gradient counts."""
+    return torch.where(signal.isfinite().all(), signal, torch.zeros_like(signal))
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.clone()
 
-    @staticmethod
-    def backward(ctx, signal):
-        return signal * (1 + ctx.saved_tensors[0].mean(dim=0, keepdim=True))
+def bounded(signal):
+    return signal * (100 / signal.norm()).clamp(max=1.0)
+
+
+def place(signal):
+    return torch.arange(len(signal)).view(-1, 1)
+
+
+BACKWARD = {
+    "guards": lambda signal, saved: guarded(signal),
+    "bounds": lambda signal, saved: bounded(signal),
+    "bounds what is finite": lambda signal, saved: torch.where(signal.norm().isfinite(), bounded(signal), signal),
+    "looks": lambda signal, saved: signal * (1 + saved.mean(dim=0, keepdim=True)),
+    "flips": lambda signal, saved: signal * saved.flip(0).sign(),
+    "counts": lambda signal, saved: signal if len(signal) % 2 else -signal,
+    "divides": lambda signal, saved: signal / len(signal),
+    "alternates": lambda signal, saved: torch.where(place(signal) % 2 == 0, signal, -signal),
+    "reverses": lambda signal, saved: -signal,
+    "guards each": lambda signal, saved: torch.where(signal.isfinite().all(1, keepdim=True), signal, 0.0),
+}
+APART = {"reverses", "guards each"}
+
+
+def through(how):
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, signal):
+            return BACKWARD[how](signal, *ctx.saved_tensors)
+
+    return Through
 
 
 class Behind(nn.Module):
@@ -303,7 +332,7 @@ class Behind(nn.Module):
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * (1 + t[:1].mean())):
                 return self.last(torch.tanh(self.block(x)))
         if self.how == "function":
-            return self.last(torch.tanh(OnTheWayBack.apply(self.first(x))))
+            return self.last(torch.tanh(through("looks").apply(self.first(x))))
         return self.last(torch.tanh(checkpoint(self.block, x, use_reentrant=False)))
 
 
@@ -317,47 +346,6 @@ def test_what_looks_at_others_on_the_way_back_alone_is_found(how):
         return
     with pytest.raises(Dependent, match="changes with the examples beside it"):
         ask(engine, batch, layout.parameters(model), Flat(1.0), layout)
-
-
-def guarded(signal):
-    """As many write it: where any number is not finite, nobody's gradient counts."""
-    return torch.where(signal.isfinite().all(), signal, torch.zeros_like(signal))
-
-
-def bounded(signal):
-    return signal * (100 / signal.norm()).clamp(max=1.0)
-
-
-def place(signal):
-    return torch.arange(len(signal)).view(-1, 1)
-
-
-BACKWARD = {
-    "guards": lambda signal, saved: guarded(signal),
-    "bounds": lambda signal, saved: bounded(signal),
-    "bounds what is finite": lambda signal, saved: torch.where(signal.norm().isfinite(), bounded(signal), signal),
-    "flips": lambda signal, saved: signal * saved.flip(0).sign(),
-    "counts": lambda signal, saved: signal if len(signal) % 2 else -signal,
-    "divides": lambda signal, saved: signal / len(signal),
-    "alternates": lambda signal, saved: torch.where(place(signal) % 2 == 0, signal, -signal),
-    "reverses": lambda signal, saved: -signal,
-    "guards each": lambda signal, saved: torch.where(signal.isfinite().all(1, keepdim=True), signal, 0.0),
-}
-APART = {"reverses", "guards each"}
-
-
-def through(how):
-    class Through(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, signal):
-            return BACKWARD[how](signal, *ctx.saved_tensors)
-
-    return Through
 
 
 class Backward(nn.Module):

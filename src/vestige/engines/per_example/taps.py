@@ -36,7 +36,7 @@ class Taps:
     def __init__(self, model: nn.Module, layout: Layout, kinds: Kinds | None = None) -> None:
         self.model, self.layout, self.kinds = model, layout, dict(kinds or {})
         self.recorded: Kinds | None = self.kinds
-        """What was found out about them in recordings."""
+        """The same where the model is told that it is recorded; None if it must not be."""
         self.shapes: Shapes | None = None
         """Of the inputs that were rehearsed."""
         self._holders = _holders(model, layout)

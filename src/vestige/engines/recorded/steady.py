@@ -22,7 +22,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vestige.devices import seed_draws
-from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn
+from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn, unsaid_draws
 from vestige.layout import modules_of
 
 
@@ -32,15 +32,14 @@ class Unsteady(Exception):
 
 def host_draws() -> tuple[Any, ...]:
     """The state of every generator on the host that a forward pass may draw from without saying so."""
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
-    return torch.get_rng_state().tolist(), random.getstate(), numpy["state"]["key"].tolist(), numpy["state"]["pos"]
+    return torch.get_rng_state().numpy().tobytes(), *unsaid_draws()
 
 
 def restore_host_draws(states: tuple[Any, ...]) -> None:
     cpu, python, key, position = states
-    torch.set_rng_state(torch.tensor(cpu, dtype=torch.uint8))
+    torch.set_rng_state(torch.frombuffer(bytearray(cpu), dtype=torch.uint8))
     random.setstate(python)
-    np.random.set_state(cast(Any, ("MT19937", key, position)))  # noqa: NPY002
+    np.random.set_state(cast(Any, ("MT19937", np.frombuffer(key, dtype=np.uint32), position)))  # noqa: NPY002
 
 
 def require_steady(

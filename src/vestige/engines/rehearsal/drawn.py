@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 LEAST, LARGEST = 0.0, 1 - 2**-24
 """Of what `torch.rand` draws in float32."""
+
+
+def unsaid_draws() -> tuple[Any, bytes, int]:
+    """The states of Python's generator and of NumPy's, from which a forward pass may draw and torch not know."""
+    numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
+    return random.getstate(), numpy["key"].tobytes(), numpy["pos"]
 
 
 class Drawn(TorchFunctionMode):

@@ -25,7 +25,7 @@ from vestige.engines.per_example.recorded_ways import as_if_recorded, asked
 from vestige.engines.per_example.taps import Taps
 from vestige.engines.per_example.uses import Misfit
 from vestige.engines.rehearsal.calm import Calm, InOrder
-from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn
+from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn, unsaid_draws
 from vestige.engines.rehearsal.holdings import Holdings, buffers, current, describe, equal
 from vestige.engines.rehearsal.smooth import Smooth
 from vestige.engines.rehearsal.way_back import COMPANIES, Moved, moved
@@ -343,10 +343,10 @@ class _Rehearsing:
     def _draws_on_the_host(self, rows: Rows) -> bool:
         """Whether a pass draws by Python's generator or NumPy's: then each place has numbers of its own."""
         with self._again():
-            before = _host_draws()
+            before = unsaid_draws()
             with self.taps.installed(self.environment):
                 self._run(rows)
-            return before != _host_draws()
+            return before != unsaid_draws()
 
     def _kinds(self, three: Rows) -> dict[Key, Kind | None]:
         """Where the examples are in every use, found by their number and by whom a gradient reaches."""
@@ -427,12 +427,6 @@ class _Rehearsing:
             f"parameter {name!r} is used where that cannot be watched (of activation checkpointing, the form "
             "with use_reentrant=False can be), or gradients of several examples are mixed on their way to it"
         )
-
-
-def _host_draws() -> tuple[Any, ...]:
-    """The states of Python's generator and of NumPy's."""
-    numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
-    return random.getstate(), numpy["key"].tobytes(), numpy["pos"]
 
 
 def _grown(key: Key, two: Observation, three: Observation) -> Kind | None:
