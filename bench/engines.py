@@ -402,6 +402,10 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="the process's time, not the clock's: a busy machine")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
+    for name in ("steps", "times", "turns", "threads"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            parser.error(f"argument --{name}: {value} is not above zero")
     options.clock = time.process_time if options.cpu_time else time.perf_counter
     options.seconds, options.rounds = (0.5, 2) if options.quick else (3.0, 5)
     if options.threads:
