@@ -283,9 +283,10 @@ def costs(
     for loop in loops:
         row: dict[str, Any] = {"model": name, "loop": loop, "batch": batch_of(MODELS[name], share)}
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("default" if loop.startswith("ours") else "ignore")
                 cost = measure(name, loop, device, steps, share, optimizer=optimizer)
+            row["said"] = [f"{loop}: {one.message}" for one in said if issubclass(one.category, UserWarning)]
             base = base or cost
             row |= {**vars(cost), "time": cost.ms / base.ms}
             row["memory"] = cost.gib / base.gib if cost.gib and base.gib else None
@@ -302,10 +303,11 @@ def costs(
 def table(
     names: list[str], loops: list[str], device: str, steps: int, share: float = 1, optimizer: str = "adamw"
 ) -> Iterator[dict[str, Any]]:
-    """The rows of all models, printed as they come."""
+    """The rows of all models, printed as they come; then what we warned of."""
     print(
         "| model [batch] | loop | ms | time | first ms | set-up s | GiB | memory |\n|---|---|---|---|---|---|---|---|"
     )
+    said: list[str] = []
     for name in names:
         for row in costs(name, loops, device, steps, share, optimizer):
             head = f"| {row['model']} [{row['batch']}] | {row['loop']} |"
@@ -316,6 +318,8 @@ def table(
                 times = f"{row['ms']:.2f} | {row['time']:.2f}x | {row['first_ms']:.0f} | {row['setup_s']:.1f}"
                 print(f"{head} {times} | {memory} |", flush=True)
             yield row
+            said += [f"{name}, {each}" for each in row.get("said", ())]
+    print("\n" * bool(said) + "\n".join(said), end="\n" * bool(said))
 
 
 def in_turn(

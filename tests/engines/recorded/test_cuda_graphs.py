@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.per_example import taps
+from vestige.engines.per_example import kernels, taps
 from vestige.engines.recorded import cuda_graphs, recording
 from vestige.engines.recorded.cuda_graphs import LITTLE, Captured, Padded, padded_size
 from vestige.engines.recorded.steady import Unsteady, standing
@@ -338,25 +338,26 @@ def test_what_is_drawn_is_drawn_again_where_activations_are_recomputed(chance):
     assert chance or any(padded.graph is not None for padded in engine._padded.values())
 
 
-def rehearsed(model):
+def rehearsed(model, broken=0):
     device = next(model.parameters()).device.type
     layout = Layout.of(model)
     engine, parameters = BookKeeping(model, F.cross_entropy, layout), layout.parameters(model)
     batch = draw((6,), 7, device)
+    batch[0][:broken] = torch.nan
     pool = torch.cuda.graph_pool_handle() if device == "cuda" else None
     padded = Padded(engine, engine.taps(batch), batch, parameters, Flat(0.1), 8, pool)
     padded.rehearse(batch)
-    return padded
+    return padded, batch
 
 
 @gpu
 def test_a_replay_that_draws_others_where_it_recomputes_is_found_out():
     torch.manual_seed(0)
-    padded = rehearsed(Checkpointed(0.5).cuda())
+    padded, batch = rehearsed(Checkpointed(0.5).cuda())
     assert padded.draws
     padded.draws = False  # then it is not asked what was drawn
     with pytest.raises(Unsteady, match="what the step itself gave"):
-        padded.record()
+        padded.record(batch)
 
 
 class Rerun:
@@ -379,13 +380,24 @@ def test_what_goes_another_way_while_it_is_recorded_is_found_out(another, monkey
         return Rerun(work)
 
     monkeypatch.setattr(cuda_graphs, "recorded", record)
-    padded = rehearsed(Other(6, 3))
+    padded, batch = rehearsed(Other(6, 3))
     if another:
         with pytest.raises(Unsteady, match="what the step itself gave"):
-            padded.record()
+            padded.record(batch)
     else:
-        padded.record()
+        padded.record(batch)
     assert int(padded.count) == 7
+
+
+def test_a_row_of_no_use_that_a_step_blanked_is_there_again_when_replays_are_compared(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "recorded", lambda work, pool, device: Rerun(work))
+    monkeypatch.setattr(
+        kernels, "blanked", lambda tensor, rows, in_place: tensor.index_fill_(0, rows.nonzero()[:, 0], 0)
+    )
+    padded, batch = rehearsed(build("mlp")[0], broken=2)
+    assert not padded.batch[0].isnan().any()
+    padded.record(batch)
+    assert padded.norms[:7].isinf().squeeze(1).tolist() == [True] * 2 + [False] * 5
 
 
 def test_another_hook_in_the_place_of_one_is_another_model():

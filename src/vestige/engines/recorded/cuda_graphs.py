@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -145,7 +146,7 @@ class Captured:
             tried.append(each)
         give_back(batch[0].device)  # what was only tried out makes room for what is kept
         for each in tried:
-            each.record()
+            each.record([part[: each.rows * views] for part in batch])
         self._sizes = tuple(each.rows for each in tried)
         self._padded |= {(each.rows, key): each for each in tried}
 
@@ -156,7 +157,6 @@ class Met:
 
     draws: Tensor
     """The state of the GPU's generator before."""
-    count: Tensor
     measured: Tensor
 
 
@@ -230,30 +230,32 @@ class Padded:
             self.rehearse(batch)
         else:
             self.rehearse(batch)
-            self.record()
+            self.record(batch)
             assert self.graph is not None
+            self._load(batch)
             self.graph.replay()
         into.add_(self.total)
         assert self.norms is not None
         return self.norms[: batch[0].shape[0] // self.views].clone()
 
-    def record(self) -> None:
+    def record(self, batch: Batch) -> None:
+        """Records the step, which must then give for this batch what it gave when it was tried out with it."""
         with as_if_recorded(self.exchanged.told), ExitStack() as stack:
             if self.exchanged.sent:
                 stack.enter_context(Exchanges(self.total.device, self.exchanged, given=True))
             if not self.draws:
                 stack.enter_context(nothing_to_draw_again())
             self.graph = recorded(self._run, self.pool, self.total.device)
-        self._require_alike(self.graph)
+        self._require_alike(self.graph, batch)
 
-    def _require_alike(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _require_alike(self, graph: torch.cuda.CUDAGraph, batch: Batch) -> None:
         """A replay gives what the step gave when it was tried out, by the same draws; otherwise raises `Unsteady`: a
         model may go another way while it is recorded, and draw others where it recomputes activations."""
         assert self.met is not None
         assert self.norms is not None
         after = device_draws(self.total.device)
         restore_device_draws(self.met.draws, self.total.device)
-        self.count.copy_(self.met.count)
+        self._load(batch)  # a step blanks rows that are of no use
         graph.replay()
         restore_device_draws(after, self.total.device)
         got, want, self.met = _measured(self.norms, self.total), self.met.measured, None
@@ -262,19 +264,20 @@ class Padded:
 
     def rehearse(self, batch: Batch) -> int:
         """Run unrecorded; how many numbers the step saved. Raises `Unsteady` if the model is not steady."""
-        self._load(batch)
         before = device_draws(self.total.device)
-        saved: int = require_steady(self._run_kept, self.engine.model, self.total, self.engine.loss)
+        saved: int = require_steady(partial(self._run_kept, batch), self.engine.model, self.total, self.engine.loss)
         self.draws = not torch.equal(before, device_draws(self.total.device))
         return saved
 
-    def _run_kept(self) -> int:
-        (saved, draws), self.exchanged = tried(self._run_drawing, self.total.device, self.exchanged.told)
+    def _run_kept(self, batch: Batch) -> int:
+        run = partial(self._run_drawing, batch)
+        (saved, draws), self.exchanged = tried(run, self.total.device, self.exchanged.told)
         assert self.norms is not None
-        self.met = Met(draws, self.count.clone(), _measured(self.norms, self.total))
+        self.met = Met(draws, _measured(self.norms, self.total))
         return int(saved)
 
-    def _run_drawing(self) -> tuple[int, Tensor]:
+    def _run_drawing(self, batch: Batch) -> tuple[int, Tensor]:
+        self._load(batch)
         draws = device_draws(self.total.device)
         return self._run(), draws
 
