@@ -23,7 +23,11 @@ from vestige.randomness.streams import Stream
 TERMS = 18
 """Of the exponential series."""
 LANES = 64
-"""Blocks of ChaCha20 to a program; each serves four coordinates. Reproducible runs depend on it."""
+"""So many blocks of ChaCha20 stand side by side; each serves four coordinates, so many places apart. Reproducible runs
+depend on it."""
+WARP = 32
+"""Blocks to a program. A coordinate in six hundred is drawn again, and its whole program waits for it: so a small one,
+whose threads need not wait for those of others either."""
 
 
 def add(total: Tensor, spacing: float | Tensor, stream: Stream, more: int, keep: bool) -> Tensor | None:
@@ -71,10 +75,10 @@ def _launch(
     total: Tensor, spacings: Tensor, each: str, noise: Tensor | None, stream: Stream, more: int, always: bool = False
 ) -> None:
     with torch.cuda.device_of(total):
-        _add[(triton.cdiv(total.numel(), 4 * LANES),)](
+        _add[(triton.cdiv(total.numel(), 4 * LANES) * (LANES // WARP),)](
             total, spacings, total if noise is None else noise, *_table(total.device), *_key(stream), total.numel(),
-            total.shape[-1], min(more, 62), LANES=LANES, EACH=each, KEEPS=noise is not None, WIDTH=law.WIDTH,
-            COLUMN=law.COLUMN, ALWAYS=always, TERMS=TERMS, num_warps=2, enable_fp_fusion=False,
+            total.shape[-1], min(more, 62), LANES=LANES, WARP=WARP, EACH=each, KEEPS=noise is not None, WIDTH=law.WIDTH,
+            COLUMN=law.COLUMN, ALWAYS=always, TERMS=TERMS, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -243,11 +247,10 @@ def _tossed(
 @triton.jit(do_not_specialize=["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "size", "width", "more"])
 def _add(
     total, spacings, noise, threshold, rest, alias, shares, k0, k1, k2, k3, k4, k5, k6, k7, size, width, more,
-    LANES: tl.constexpr, EACH: tl.constexpr, KEEPS: tl.constexpr, WIDTH: tl.constexpr, COLUMN: tl.constexpr,
-    ALWAYS: tl.constexpr, TERMS: tl.constexpr,
+    LANES: tl.constexpr, WARP: tl.constexpr, EACH: tl.constexpr, KEEPS: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMN: tl.constexpr, ALWAYS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64)
-    lane = block * LANES + tl.arange(0, LANES)
+    lane = tl.program_id(0).to(tl.int64) * WARP + tl.arange(0, WARP)
     counter, high = lane.to(tl.uint32), (lane >> 32).to(tl.uint32)
     w0, w1, w2, w3, w4, w5, w6, w7 = _chacha(k0, k1, k2, k3, k4, k5, k6, k7, counter, high, 0, 0)
     b0, e0, c0, r0 = _bin(w0, threshold, rest, alias, COLUMN)
@@ -295,7 +298,7 @@ def _add(
         y0, y1, y2, y3 = y0 | z0, y1 | z1, y2 | z2, y3 | z3
         left = tl.max((~(y0 & y1 & y2 & y3)).to(tl.int32), axis=0)
         attempt += 1
-    place = block * (4 * LANES) + tl.arange(0, LANES)
+    place = lane // LANES * (4 * LANES) + lane % LANES
     _store(total, spacings, noise, x0, place, size, width, more, EACH, KEEPS)
     _store(total, spacings, noise, x1, place + LANES, size, width, more, EACH, KEEPS)
     _store(total, spacings, noise, x2, place + 2 * LANES, size, width, more, EACH, KEEPS)

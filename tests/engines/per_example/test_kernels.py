@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -275,6 +276,44 @@ def test_long_rows_of_odd_width_are_laid_apart(dtype, monkeypatch):
     assert kernels.aligned(apart) is apart
     for fits in (tensor[:1], tensor[..., :2047].contiguous(), tensor[..., :2048].contiguous(), tensor.flatten()):
         assert kernels.aligned(fits) is fits
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 4, 6), (0, 4, 6)])
+def test_a_layer_of_odd_width_is_computed_in_parts(shape, biased, autocast, monkeypatch):
+    monkeypatch.setattr(kernels, "ALIGNED", {DEVICE})
+    monkeypatch.setattr(kernels, "LARGE", 0)
+    monkeypatch.setattr(kernels, "LONG", 5)
+    torch.manual_seed(2)
+    input, weight = torch.randn(shape, device=DEVICE, requires_grad=True), torch.randn(23, 6, device=DEVICE)
+    bias = torch.randn(23, device=DEVICE) if biased else None
+    signal = torch.randn(*shape[:-1], 23, device=DEVICE)
+    found = []
+    for layer in (kernels.linear, F.linear):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
+            output = layer(input, weight, bias)
+        found.append((output, *torch.autograd.grad(output, input, signal.to(output.dtype))))
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == want.dtype
+        assert got.is_contiguous()
+        torch.testing.assert_close(got, want, rtol=2e-2 if autocast else 1e-5, atol=5e-2 if autocast else 1e-5)
+    assert found[0][0].grad_fn.whole == (16 if autocast else 20)
+    own = kernels.linear(
+        input, weight.requires_grad_(), bias
+    )  # such a weight has a gradient that is torch's to compute
+    assert not hasattr(own.grad_fn, "whole")
+
+
+def test_a_product_of_odd_width_is_added_in_parts(monkeypatch):
+    monkeypatch.setattr(kernels, "ALIGNED", {DEVICE})
+    monkeypatch.setattr(kernels, "LONG", 5)
+    left, right = torch.randn(9, 23, device=DEVICE), torch.randn(9, 6, device=DEVICE)
+    for large in (0, 2**20):
+        monkeypatch.setattr(kernels, "LARGE", large)
+        into = torch.ones(23, 6, device=DEVICE)
+        kernels.add_product(into, left, right)
+        torch.testing.assert_close(into, 1 + left.t() @ right)
 
 
 SHAPES = [(3, 1, 5, 7), (4, 16, 64, 48), (5, 65, 40, 33), (2, 197, 96, 130), (0, 5, 6, 7), (1, 1100, 4, 3)]

@@ -118,7 +118,7 @@ class Outer:
             left = left * weights
         else:
             right = right * weights
-        into.addmm_(left.flatten(0, 1).t(), right.flatten(0, 1))
+        kernels.add_product(into, left.flatten(0, 1), right.flatten(0, 1))
 
     def dense(self) -> Tensor:
         return torch.bmm(wide(self.left).transpose(1, 2), wide(self.right))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vestige.devices import tf32_products, triton_available
@@ -162,6 +165,60 @@ def padded_width(tensor: Tensor) -> int:
     width = tensor.shape[-1]
     fits = tensor.dim() < 2 or width < LONG or width * tensor.element_size() % 16 == 0
     return width if fits or tensor.device.type not in ALIGNED else -(-width // 32) * 32
+
+
+def whole_pieces(tensor: Tensor) -> int:
+    """How many numbers of a row lie in pieces that a GPU's matrix products read at once; all of them where the few that
+    are left over do not matter. With those set apart, a product is nearly three times as fast."""
+    width = tensor.shape[-1]
+    return width if padded_width(tensor) == width else width - width % (16 // tensor.element_size())
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear layer whose weight and bias ask for no gradient here."""
+    few = input[..., 0].numel() * len(weight) < LARGE
+    if (
+        whole_pieces(weight.t()) == len(weight)
+        or few
+        or any(each is not None and each.requires_grad for each in (weight, bias))
+    ):
+        return F.linear(input, weight, bias)
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        input, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    output: Tensor = _InParts.apply(input, weight, bias, whole_pieces(weight.t()))  # type: ignore[no-untyped-call]
+    return output
+
+
+class _InParts(torch.autograd.Function):
+    """A linear layer, most of whose outputs are computed apart from the last few."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, whole: int) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.whole = whole
+        rows, width = input.reshape(-1, input.shape[-1]), len(weight)
+        laid = rows.new_empty(len(rows), padded_width(weight.t()))
+        for part in (slice(whole), slice(whole, width)):
+            torch.mm(rows, weight[part].t(), out=laid[:, part])
+        output = laid[:, :width].contiguous() if bias is None else laid[:, :width] + bias
+        return output.view(*input.shape[:-1], width)
+
+    @staticmethod
+    def backward(ctx: Any, signal: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        whole, rows = ctx.whole, signal.reshape(-1, len(weight))
+        found = (rows[:, :whole] @ weight[:whole]).addmm_(rows[:, whole:], weight[whole:])
+        return found.view(*signal.shape[:-1], weight.shape[1]), None, None, None
+
+
+def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left^T right."""
+    whole = left.shape[1] if left.numel() < LARGE else whole_pieces(left)
+    for part in (slice(whole), slice(whole, left.shape[1])):
+        if part.start is None or part.start < part.stop:
+            into[part].addmm_(left[:, part].t(), right)
 
 
 def _rows_in_one_piece(tensor: Tensor) -> bool:
