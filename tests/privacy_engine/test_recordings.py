@@ -3,6 +3,7 @@
 import copy
 import random
 from contextlib import contextmanager
+from itertools import chain
 from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
@@ -541,6 +542,67 @@ def test_a_model_goes_another_way_in_a_recording_only_if_it_has_to(at, monkeypat
     assert sum(replays(steps).values()) == len(loader)
     model(x)
     assert ASKED[-1] is (at == "examples")
+
+
+class Masked(nn.Module):
+    """A mean over the numbers that a mask shows, or over all where it leaves nothing out, if that may be asked."""
+
+    frozen = None
+    ways: ClassVar = []
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 4), nn.Linear(4, 3)
+
+    def forward(self, x, mask):
+        whole = Masked.frozen
+        if whole is None:
+            whole = not torch.cuda.is_current_stream_capturing() and bool(mask.all())
+        Masked.ways.append(whole)
+        x, shown = torch.tanh(self.first(x[..., None])), mask[..., None].to(x.dtype)
+        return self.last(x.mean(1) if whole else (x * shown).sum(1) / shown.sum(1).clamp(min=1))
+
+
+@pytest.mark.parametrize("masked", [0, 1, 11])
+def test_a_batch_that_looks_otherwise_is_not_replayed_as_others(masked, monkeypatch):
+    """Masks leave out something from some example on: of none, of some in a later batch, of many at once."""
+
+    def record(work, pool, device):
+        told, made = recorded_ways.told(), []
+
+        def again():
+            Masked.frozen = made[0] if made else None
+            with recorded_ways.as_if_recorded(told):
+                work()
+            Masked.frozen = None
+            made.append(Masked.ways[-1])
+
+        return rerun(again, pool, device)
+
+    rerun = recordings.recorded
+    monkeypatch.setattr(exchanges, "HOST", "elsewhere")
+    monkeypatch.setattr(recordings, "recorded", record)
+    monkeypatch.setattr(rehearsing, "_on_a_gpu", lambda environment: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    (x, y), mask = make_toy()[1], torch.ones(len(make_toy()[1][0]), 5, dtype=torch.long)
+    model = Masked()
+    steps, model, optimizer, loader = private(model, (x, mask, y))
+    for number, (x, mask, y) in enumerate(chain(loader, loader)):
+        if masked == 11 or (masked and number >= 3):
+            mask[:masked, 3:] = 0
+        before = flat(model)
+        expected = oracle(model, lambda m, x, mask, y: LOSS(m(x, mask), y), list(zip(x, mask, y, strict=True)))
+        optimizer.zero_grad()
+        LOSS(model(x, mask), y).backward()
+        optimizer.step()
+        np.testing.assert_allclose(moved(before, flat(model)), expected, rtol=1e-3, atol=3e-5)
+        told = masked == 11 or bool(masked and number >= 3)
+        assert {each._exchanged[tape.rows].told for each in known(steps) for tape in each._tapes} == {told}
+    assert sum(replays(steps).values()) > 2
+
+
+def known(steps):
+    return [each for each in steps.passes._recorder._known.values() if each is not None]
 
 
 class WithLosses(nn.Module):

@@ -24,6 +24,7 @@ from vestige.engines.per_example.gradients import change
 from vestige.engines.per_example.recorded_ways import as_if_recorded
 from vestige.engines.per_example.taps import Doubt, Taps
 from vestige.engines.recorded.exchanges import Exchanged, Exchanges, tried
+from vestige.engines.recorded.looks import Otherwise, pad
 from vestige.engines.recorded.pools import give_back
 from vestige.engines.recorded.recording import (
     MOST_FORMS,
@@ -38,7 +39,7 @@ from vestige.engines.recorded.steady import Unsteady, require_steady, standing
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.mechanism.losses.criteria import BY_PLACE, Form
-from vestige.mechanism.transforms import only_mean, terms_of
+from vestige.mechanism.transforms import Term, only_mean, terms_of
 
 SMALL = 1 << 25
 """How many numbers a step may save and still be all launches: to read them ten times takes a large GPU a third of a
@@ -60,7 +61,7 @@ class Captured:
         self.model, self.layout = model, layout
         self._sizes: tuple[int, ...] = ()
         self._padded: dict[tuple[int, Hashable], Padded] = {}
-        self._padding, self._records = MUCH, True
+        self._padding, self._records, self._told = MUCH, True, False
         self._met: Counter[Hashable] = Counter()
         self._pool: Any = None
 
@@ -71,20 +72,37 @@ class Captured:
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
     ) -> Tensor:
+        most = self._sizes[0] if self._sizes else 0
+        if transform is None and self._records and 0 < most < batch[0].shape[0] and can_record(into):
+            parts = zip(*(part.split(most) for part in batch), strict=True)  # more than was expected
+            return torch.cat([self(part, parameters, clip, into) for part in parts])
         terms = terms_of(transform, parameters, batch) if batch[0].shape[0] else None
         mean = only_mean(terms or ())
         if self._records and mean is not None and can_record(into):
             try:
                 with torch.cuda.device_of(into):  # a recording is one of the current device's stream
-                    padded = self._like(mean.batch, mean.point, clip, mean.views)
-                    if padded is not None:
-                        return padded(mean.batch, clip, into)
+                    norms = self._replayed(mean, clip, into)
+                if norms is not None:
+                    return norms
             except (Doubt, Unsteady, RuntimeError) as problem:
                 if problem.args:
                     warnings.warn(f"the step cannot be recorded ({problem}); it runs unrecorded", stacklevel=2)
                 self._records = False
                 self._padded.clear()
         return self.engine(batch, parameters, clip, into, transform, terms)
+
+    def _replayed(self, mean: Term, clip: Clip, into: Tensor) -> Tensor | None:
+        """Norms of a batch that is taken as others like it; None if it is to run unrecorded."""
+        padded = self._like(mean.batch, mean.point, clip, mean.views)
+        if padded is None:
+            return None
+        try:
+            return padded(mean.batch, clip, into)
+        except Otherwise:  # batches are not all alike in that: from now on the model goes a way for all
+            del padded
+            self._told, self._pool = True, None
+            self._padded.clear()
+        return self._replayed(mean, clip, into)
 
     def _like(self, batch: Batch, parameters: Parameters, clip: Clip, views: int) -> Padded | None:
         """What was met or recorded for a batch like this one; None if it is to run unrecorded."""
@@ -125,7 +143,7 @@ class Captured:
         if rows in self._sizes:
             self._record_ahead(key, taps, batch, parameters, clip, views)
             return self._padded[self._size(len(batch[0]) // views), key]
-        padded = Padded(self.engine, taps, batch, parameters, clip, rows, self._pool, views)
+        padded = Padded(self.engine, taps, batch, parameters, clip, rows, self._pool, views, told=self._told)
         if not self._padded and self._padding == MUCH and padded.rehearse(batch) > SMALL:
             self._padding = LITTLE
             return self._like(batch, parameters, clip, views)
@@ -141,7 +159,8 @@ class Captured:
             if time.monotonic() - start > SECONDS / 2:
                 break
             largest = tried[0] if tried else None
-            each = Padded(self.engine, taps, batch, parameters, clip, rows, self._pool, views, within=largest)
+            given = self.engine, taps, batch, parameters, clip, rows, self._pool, views
+            each = Padded(*given, within=largest, told=self._told or (largest is not None and largest.exchanged.told))
             each.rehearse([part[: rows * views] for part in batch])
             tried.append(each)
         give_back(batch[0].device)  # what was only tried out makes room for what is kept
@@ -186,6 +205,7 @@ class Padded:
         pool: Any = None,
         views: int = 1,
         within: Padded | None = None,
+        told: bool = False,
     ) -> None:
         self.engine, self.taps, self.parameters, self.pool, self.views = engine, taps, parameters, pool, views
         device, self.rows = batch[0].device, rows
@@ -210,7 +230,7 @@ class Padded:
                 self.bound = torch.ones((), dtype=torch.float64, device=device)
                 self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
         self.norms: Tensor | None = None
-        self.exchanged = Exchanged()
+        self.exchanged = Exchanged(told)
         self.met: Met | None = None
         self.draws = True
         """Whether the model draws numbers on the GPU, as far as is known."""
@@ -225,6 +245,8 @@ class Padded:
                 self.bound.fill_(wanted)
                 self.holds[0] = float(wanted)
         if self.graph is not None:
+            if self.exchanged.looked and not self.exchanged.holds(self.batch):
+                raise Otherwise
             self.graph.replay()
         elif self.norms is None or not can_record(into):
             self.rehearse(batch)
@@ -241,7 +263,7 @@ class Padded:
     def record(self, batch: Batch) -> None:
         """Records the step, which must then give for this batch what it gave when it was tried out with it."""
         with as_if_recorded(self.exchanged.told), ExitStack() as stack:
-            if self.exchanged.sent:
+            if self.exchanged.sent or self.exchanged.looks:
                 stack.enter_context(Exchanges(self.total.device, self.exchanged, given=True))
             if not self.draws:
                 stack.enter_context(nothing_to_draw_again())
@@ -270,14 +292,13 @@ class Padded:
         return saved
 
     def _run_kept(self, batch: Batch) -> int:
-        run = partial(self._run_drawing, batch)
-        (saved, draws), self.exchanged = tried(run, self.total.device, self.exchanged.told)
+        given = self.total.device, self.exchanged.told, self.batch, partial(self._load, batch)
+        (saved, draws), self.exchanged = tried(self._run_drawing, *given)
         assert self.norms is not None
         self.met = Met(draws, _measured(self.norms, self.total))
         return int(saved)
 
-    def _run_drawing(self, batch: Batch) -> tuple[int, Tensor]:
-        self._load(batch)
+    def _run_drawing(self) -> tuple[int, Tensor]:
         draws = device_draws(self.total.device)
         return self._run(), draws
 
@@ -285,6 +306,7 @@ class Padded:
         count = batch[0].shape[0]
         for mine, part in zip(self.batch, batch, strict=True):
             (mine if count == mine.shape[0] else mine[:count]).copy_(part)
+        pad(self.batch, count)
         self.count.fill_(count // self.views)
 
     def _run(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vestige.devices import tf32_convolutions, tf32_products
+from vestige.engines.recorded.looks import Otherwise
 from vestige.engines.recorded.recording import MOST_FORMS, PATIENCE
 from vestige.engines.recorded.steady import Unsteady, standing
 from vestige.layout import Layout, device_of
@@ -107,6 +108,8 @@ class Recorder:
     _texts: dict[Hashable, Texts] = field(default_factory=dict)
     _forms: int = 0
     """How many were recorded as they came, not padded to some length."""
+    _told: bool = False
+    """Whether the model hears that it is recorded, rather than looking at what differs from batch to batch."""
 
     def begin(self, asked: Asked, rows: int, modules: Sequence[nn.Module]) -> Replay | None:
         """This pass in the memory of recordings, made if need be; None if it is to run as it is. `modules` are all of
@@ -119,7 +122,14 @@ class Recorder:
         if key is None:
             return None
         found = self._exactly(key, asked) if long is None else self._as_long(key, asked, long)
-        return None if found is None else found.begin(call, rows, long)
+        try:
+            return None if found is None else found.begin(call, rows, long)
+        except Otherwise:  # batches are not all alike in that: from now on the model goes a way for all
+            del found
+            self._told, self._forms = True, 0
+            self._known.clear()
+            self._texts.clear()
+        return self.begin(asked, rows, modules)
 
     def _exactly(
         self, key: Hashable, asked: Asked, room: Room | None = None, long: Long | None = None
@@ -246,7 +256,7 @@ class Recorder:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 made = self.module, forward, self.layout, self.clip, form, call, sizes, self.total()
-                return Recordings(*made, room, stretch, long, asked.replaced)
+                return Recordings(*made, room, stretch, long, asked.replaced, self._told)
         except Exception as problem:  # of somebody else's model, anything
             gc.collect()
             if not isinstance(problem, Unsteady):

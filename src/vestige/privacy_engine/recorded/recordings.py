@@ -28,6 +28,7 @@ from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked, padded_width
 from vestige.engines.per_example.recorded_ways import as_if_recorded
 from vestige.engines.recorded.exchanges import Exchanged, Exchanges, tried
+from vestige.engines.recorded.looks import Otherwise
 from vestige.engines.recorded.pools import allocated, give_back, lent, pool_for
 from vestige.engines.recorded.recording import (
     SECONDS,
@@ -187,9 +188,11 @@ class Recordings:
         stretch: Stretch | None,
         long: Long | None,
         replaced: bool,
+        told: bool = False,
     ) -> None:
-        """`total` is where a pass leaves its clipped sum. Where the model's own loss is `replaced`, nobody needs it."""
-        self._replaced = replaced
+        """`total` is where a pass leaves its clipped sum. Where the model's own loss is `replaced`, nobody needs it.
+        The model may be `told` that it is recorded."""
+        self._replaced, self._told = replaced, told or stretch is not None
         self.total, self.room, self.stretch, self.long = total, room, stretch, long
         self.module, self.layout, self._clip, self.form = module, layout, clip, form
         self._device = next(module.parameters()).device
@@ -200,6 +203,8 @@ class Recordings:
         for place in self._fixed:
             leaves[place] = leaves[place].clone()
         self._call = Call(leaves, call.tree)
+        self._ones = {number for number, place in enumerate(form.batched) if _all_ones(call.leaves[place])}
+        """Inputs that are one everywhere, as a mask is that leaves nothing out."""
         self.ends: list[Tensor] = []
         self._places, self._count = torch.arange(sizes[0], device=self._device), torch.zeros((), device=self._device)
         self._live: tuple[Pass, list[Tensor], Uses] | None = None
@@ -210,7 +215,8 @@ class Recordings:
     # --- replaying ----------------------------------------------------------------------------------------------------
 
     def begin(self, call: Call, rows: int, long: Long | None) -> Replay | None:
-        """The pass over this call, with texts so long, if it fits and the memory is free."""
+        """The pass over this call, with texts so long, if it fits and the memory is free. Raises `Otherwise` if the
+        host would not see of it what it saw before."""
         tape = next((tape for tape in reversed(self._tapes) if tape.rows >= rows), None)
         if tape is None or self.room.within is not None or self.room.spoiled:
             return None
@@ -227,6 +233,9 @@ class Recordings:
         for place in self._fixed:
             self._call.leaves[place].copy_(call.leaves[place])
         self._count.fill_(rows)
+        exchanged = self._exchanged[tape.rows]
+        if exchanged.looked and not exchanged.holds(self._inputs):  # padding holds made-up rows, or those of before
+            raise Otherwise
         draws = torch.cuda.get_rng_state(self._device) if self.draws else None
         replay = Replay(self, tape, rows, long, draws)
         self.room.within = replay
@@ -339,15 +348,15 @@ class Recordings:
         return drawn
 
     def _load_made_up(self, rows: int, seed: int = 5) -> None:
-        for mine, made in zip(self._inputs, self.form.made(rows, seed, self._inputs), strict=True):
-            mine[:rows].copy_(made)
+        for number, made in enumerate(self.form.made(rows, seed, self._inputs)):
+            self._inputs[number][:rows].copy_(torch.ones_like(made) if number in self._ones else made)
         self._count.fill_(rows)
 
     def _recorded(self, rows: int) -> Tape:
         shown: list[Any] = []
         exchanged = self._exchanged[rows]
         with as_if_recorded(exchanged.told), ExitStack() as stack:
-            if exchanged.sent:
+            if exchanged.sent or exchanged.looks:
                 stack.enter_context(Exchanges(self._device, exchanged, given=True))
             if self._recomputes:
                 stack.enter_context(nothing_to_draw_again())
@@ -395,8 +404,8 @@ class Recordings:
                 mine.mul_(column.frac())
 
     def _run_all(self, rows: int) -> None:
-        told = any(each.told for each in self._exchanged.values())
-        self._exchanged[rows] = tried(partial(self._run_once, rows), self._device, told)[1]
+        told = self._told or any(each.told for each in self._exchanged.values())
+        self._exchanged[rows] = tried(partial(self._run_once, rows), self._device, told, self._inputs)[1]
 
     def _run_once(self, rows: int) -> None:
         self._run_forward(rows)
@@ -461,6 +470,10 @@ class Recordings:
 
     def _free(self) -> None:
         give_back(self._device)
+
+
+def _all_ones(leaf: Tensor) -> bool:
+    return not leaf.is_floating_point() and bool((leaf == 1).all())
 
 
 def _buffer(like: Tensor, rows: int) -> Tensor:
