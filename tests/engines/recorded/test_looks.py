@@ -69,6 +69,7 @@ NOT_FOLLOWED = {
     "written": lambda mask: bool(mask.mul_(1).all()),
     "written later": lambda mask: bool((mask.add_(0), mask)[1].all()),
     "written elsewhere": lambda mask: bool((mask[0].add_(0), mask)[1].all()),
+    "written otherwise": lambda mask: bool((mask.view(torch.float64).mul_(1), mask)[1].all()),
     "other places": lambda mask: bool(TOKENS.max() > 3),
     "beside other places": lambda mask: bool((mask + TOKENS).all() >= 0),
 }

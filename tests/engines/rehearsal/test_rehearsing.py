@@ -103,6 +103,39 @@ BY_CHANCE = {
 }
 
 
+UNHIDDEN = {
+    "mixed": lambda x: x - x.mean(dim=0, keepdim=True),
+    "mixed on the way back": lambda x: through("looks").apply(x),
+    "apart": lambda x: 2 * x,
+    "nothing left": lambda x: x / 0.0,
+}
+
+
+class LooksAtMask(nn.Module):
+    """Goes another way where a mask hides nothing."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.layer, self.way = nn.Embedding(5, 3), nn.Linear(3, 2), way
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = torch.tanh(self.words(tokens)).mean(dim=1)
+        return self.layer(UNHIDDEN[self.way](x) if bool(mask.all()) else x * mask.sum(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("way", UNHIDDEN)
+def test_a_way_that_is_gone_only_where_a_mask_hides_nothing_keeps_examples_apart_too(way):
+    torch.manual_seed(3)
+    model = LooksAtMask(way)
+    layout, engine = Layout.of(model), BookKeeping(model, square, Layout.of(model))
+    batch = torch.randint(5, (4, 6)), torch.ones(4, 6, dtype=torch.long), targets(4)
+    if way.startswith("mixed"):
+        with pytest.raises(Dependent, match="changes with the examples beside it"):
+            ask(engine, batch, layout.parameters(model), Flat(1.0), layout)
+    else:
+        ask(engine, batch, layout.parameters(model), Flat(1.0), layout)
+
+
 class MixedByChance(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()

@@ -66,6 +66,7 @@ class Origins:
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._known: dict[int, tuple[Tensor, Input | Result]] = {}
         """By the tensors' own numbers, which are theirs as long as they are kept."""
+        self._inputs = [(each, each._version) for each in inputs]
         for number, each in enumerate(inputs):
             if _whole(each):
                 self._known[id(each)] = each, Input(number)
@@ -88,7 +89,8 @@ class Origins:
 
     def of(self, tensor: Tensor) -> Result | None:
         found = self._known.get(id(tensor), (None, None))[1]
-        return found if isinstance(found, Result) else None
+        untouched = all(each._version == version for each, version in self._inputs)  # through no view either
+        return found if isinstance(found, Result) and untouched else None
 
 
 def _whole(tensor: Tensor) -> bool:

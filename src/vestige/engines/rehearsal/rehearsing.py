@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from vestige.engines.per_example.uses import Misfit
 from vestige.engines.rehearsal.calm import Calm, InOrder
 from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn, unsaid_draws
 from vestige.engines.rehearsal.holdings import Holdings, buffers, current, describe, equal
+from vestige.engines.rehearsal.seen import Seen
 from vestige.engines.rehearsal.smooth import Smooth
 from vestige.engines.rehearsal.way_back import COMPANIES, Moved, moved
 
@@ -147,6 +149,7 @@ class _Rehearsing:
         if self.taps.ruled:
             self._check_rules(three, kinds)
         kinds = {**kinds, **self._unmasked(three, kinds)}
+        self._check_where_nothing_is_hidden(three, kinds)
         recorded = self._as_recorded(three, kinds) if _on_a_gpu(self.environment) else kinds
         return Rehearsal(kinds, recorded, changing)
 
@@ -175,6 +178,32 @@ class _Rehearsing:
         except Exception:
             return {}  # a model may refuse such numbers; what was not met here is a doubt later
         return {key: kind for key, kind in found.items() if key not in kinds}
+
+    def _check_where_nothing_is_hidden(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
+        """A model that looks at a mask may go another way where it is one everywhere: each example stays by itself
+        there too."""
+        (usual, _), made = self._seen(three), self.made
+        for place in (place for place, part in enumerate(three) if not part.is_floating_point()):
+            shown = _shown(three, place)
+            try:
+                seen, outputs = self._seen(shown)
+                if seen == usual or not bool(outputs.isfinite().all()):
+                    continue
+                self.made = partial(_made_shown, made, place)
+                self._check_independent(shown)
+                self._check_independent_gradients(shown, kinds)
+            except Dependent:
+                raise
+            except Exception:
+                continue  # a model may refuse such numbers; a use that was not met before is a doubt later
+            finally:
+                self.made = made
+
+    def _seen(self, rows: Rows) -> tuple[list[Any], Tensor]:
+        """What the host sees of a pass, and its outputs."""
+        with torch.no_grad(), Seen() as seen:
+            outputs = self.plainly(rows)
+        return seen.numbers, outputs
 
     def _as_recorded(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> Mapping[Key, Kind | None] | None:
         """The uses of a pass that is told that it is recorded: others, or the same ones with the examples elsewhere.
@@ -427,6 +456,14 @@ class _Rehearsing:
             f"parameter {name!r} is used where that cannot be watched (of activation checkpointing, the form "
             "with use_reentrant=False can be), or gradients of several examples are mixed on their way to it"
         )
+
+
+def _shown(rows: Rows, place: int) -> Rows:
+    return [torch.ones_like(part) if number == place else part for number, part in enumerate(rows)]
+
+
+def _made_shown(made: Made, place: int, size: int, seed: int) -> Rows:
+    return _shown(made(size, seed), place)
 
 
 def _grown(key: Key, two: Observation, three: Observation) -> Kind | None:
