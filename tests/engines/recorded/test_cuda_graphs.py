@@ -6,7 +6,7 @@ import gc
 import threading
 from contextlib import nullcontext
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -434,6 +434,32 @@ def test_what_is_put_in_the_place_of_a_forward_pass_is_another_model():
         assert standing(model) != before
     for handle in handles:
         handle.remove()
+
+
+TEMPERATURE = 1.0
+
+
+def test_other_numbers_that_a_module_holds_or_names_make_it_another_model(monkeypatch):
+    class Annealed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.config, self.options, self.steps = SimpleNamespace(t=1.0), {"t": 1.0}, [1.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * TEMPERATURE
+
+    model = nn.Sequential(Annealed())
+    changes = [
+        lambda: setattr(model[0].config, "t", 2.0),
+        lambda: model[0].options.update(t=2.0),
+        lambda: model[0].steps.append(2.0),
+        lambda: monkeypatch.setitem(globals(), "TEMPERATURE", 2.0),
+    ]
+    for change in changes:
+        before = standing(model)
+        assert standing(model) == before
+        change()
+        assert standing(model) != before
 
 
 def test_activations_that_are_kept_elsewhere_are_not_recorded(monkeypatch):

@@ -70,6 +70,8 @@ NOT_FOLLOWED = {
     "written later": lambda mask: bool((mask.add_(0), mask)[1].all()),
     "written elsewhere": lambda mask: bool((mask[0].add_(0), mask)[1].all()),
     "written otherwise": lambda mask: bool((mask.view(torch.float64).mul_(1), mask)[1].all()),
+    "written in parts": lambda mask: bool((kept := mask.clone(), kept.split([1, 3], 1)[1].mul_(1))[0].all()),
+    "written in slices": lambda mask: bool((kept := mask.clone(), kept.unbind(0)[1].zero_())[0].any()),
     "other places": lambda mask: bool(TOKENS.max() > 3),
     "beside other places": lambda mask: bool((mask + TOKENS).all() >= 0),
 }

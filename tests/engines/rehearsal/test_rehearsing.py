@@ -103,37 +103,95 @@ BY_CHANCE = {
 }
 
 
-UNHIDDEN = {
-    "mixed": lambda x: x - x.mean(dim=0, keepdim=True),
-    "mixed on the way back": lambda x: through("looks").apply(x),
-    "apart": lambda x: 2 * x,
-    "nothing left": lambda x: x / 0.0,
+def mixed(x: Tensor) -> Tensor:
+    return x - x.mean(dim=0, keepdim=True)
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    return (x * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+FULL, NONE = torch.ones(4, 6, dtype=torch.long), torch.zeros(4, 6, dtype=torch.long)
+OTHER_WAYS = {
+    "mixed": (lambda x, mask: mixed(x.mean(1)) if mask.all() else masked(x, mask), [FULL]),
+    "mixed on the way back": (
+        lambda x, mask: through("looks").apply(x.mean(1)) if mask.all() else masked(x, mask),
+        [FULL],
+    ),
+    "mixed where gradients are asked for": (
+        lambda x, mask: mixed(x.mean(1)) if mask.all() and torch.is_grad_enabled() else masked(x, mask),
+        [FULL],
+    ),
+    "mixed, seen otherwise": (
+        lambda x, mask: mixed(x.mean(1)) if min(mask.sum(1).tolist()) == 6 else masked(x, mask),
+        [FULL],
+    ),
+    "mixed, not seen at all": (
+        lambda x, mask: mixed(x.mean(1)) if len(x[mask.bool()]) == mask.numel() else masked(x, mask),
+        [FULL],
+    ),
+    "another sum": (lambda x, mask: x.sum(1) if mask.all() else masked(x, mask), [FULL]),
+    "another sum where nothing is padded": (lambda x, pad: masked(x, 1 - pad) if pad.any() else x.sum(1), [NONE]),
+    "another sum, of a mask of numbers": (lambda x, mask: x.sum(1) if mask.min() == 1 else masked(x, mask), [FULL / 1]),
+    "mixed where two masks are full": (
+        lambda x, mask, other: mixed(x.mean(1)) if mask.all() and other.all() else masked(x, mask * other),
+        [FULL, FULL],
+    ),
+    "mixed where numbers are bytes": (
+        lambda x, image: mixed(x.mean(1)) if image.max() > 1 else x.mean(1) * image.float().mean(),
+        [FULL.to(torch.uint8)],
+    ),
+    "apart": (lambda x, mask: x.mean(1) if mask.all() else masked(x, mask), [FULL]),
+    "apart where nothing is padded": (lambda x, pad: masked(x, 1 - pad) if pad.any() else x.mean(1), [NONE]),
+    "apart, and no number where all is shown": (
+        lambda x, mask: x.mean(1) * torch.nan if mask.all() else masked(x, mask),
+        [NONE],
+    ),
 }
 
 
-class LooksAtMask(nn.Module):
-    """Goes another way where a mask hides nothing."""
+class Looks(nn.Module):
+    """Goes another way by what it is given beside the tokens."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         self.words, self.layer, self.way = nn.Embedding(5, 3), nn.Linear(3, 2), way
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        x = torch.tanh(self.words(tokens)).mean(dim=1)
-        return self.layer(UNHIDDEN[self.way](x) if bool(mask.all()) else x * mask.sum(dim=1, keepdim=True))
+    def forward(self, tokens: Tensor, *masks: Tensor) -> Tensor:
+        return self.layer(torch.tanh(OTHER_WAYS[self.way][0](self.words(tokens), *masks)))
 
 
-@pytest.mark.parametrize("way", UNHIDDEN)
-def test_a_way_that_is_gone_only_where_a_mask_hides_nothing_keeps_examples_apart_too(way):
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_another_way_by_what_is_given_keeps_examples_apart_too(way):
     torch.manual_seed(3)
-    model = LooksAtMask(way)
+    model = Looks(way)
     layout, engine = Layout.of(model), BookKeeping(model, square, Layout.of(model))
-    batch = torch.randint(5, (4, 6)), torch.ones(4, 6, dtype=torch.long), targets(4)
-    if way.startswith("mixed"):
-        with pytest.raises(Dependent, match="changes with the examples beside it"):
-            ask(engine, batch, layout.parameters(model), Flat(1.0), layout)
-    else:
+    batch = torch.randint(5, (4, 6)), *OTHER_WAYS[way][1], targets(4)
+    if way.startswith("apart"):
+        point = layout.parameters(model)
+        got, _ = ask(engine, batch, point, Flat(1.0), layout)
+        close(got, clipped(one_at_a_time(model, square, layout, batch, point), Flat(1.0), layout)[0])
+        return
+    with pytest.raises(Dependent, match="changes with the examples beside it"):
         ask(engine, batch, layout.parameters(model), Flat(1.0), layout)
+
+
+def test_a_rehearsal_leaves_no_count_flag_or_cache():
+    class Counts(nn.Linear):
+        seen, cache, scale = 0, None, 1.0
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.seen, self.cache, self.late = self.seen + 1, torch.ones(3), True
+            return super().forward(input * self.scale)
+
+    model = Counts(3, 2)
+    model.seen, model.cache = 0, None
+    layout = Layout.of(model)
+    engine = BookKeeping(model, square, layout)
+    ask(engine, (torch.randn(4, 3), targets(4)), layout.parameters(model), Flat(1.0), layout)
+    assert model.seen == 1  # the pass over the examples themselves
+    ask(engine, (torch.randn(4, 3), targets(4)), layout.parameters(model), Flat(1.0), layout)
+    assert model.seen == 2
 
 
 class MixedByChance(nn.Module):

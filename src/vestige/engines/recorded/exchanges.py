@@ -96,6 +96,8 @@ class Exchanges(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
+        if self._origins is not None:
+            self._origins.settle()
         if self._waits(function, args, named):
             return self._seen(function, args)
         if function is aten._to_copy.default and self._goes(args[0], named.get("device")):

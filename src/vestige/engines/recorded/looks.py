@@ -64,19 +64,19 @@ class Origins:
     """Where whole numbers come from, as far as it is the inputs. What is written to is not followed any further."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        self._known: dict[int, tuple[Tensor, Input | Result]] = {}
-        """By the tensors' own numbers, which are theirs as long as they are kept."""
-        self._inputs = [(each, each._version) for each in inputs]
+        self._known: dict[int, tuple[Tensor, int, Input | Result]] = {}
+        """By the tensors' own numbers, which are theirs as long as they are kept; with how often they were written to,
+        by themselves or through a view."""
+        self._last: tuple[Tensor, Result] | None = None
+        """The last result. What it is a view of, if of anything, it does not know until it was returned."""
         for number, each in enumerate(inputs):
             if _whole(each):
-                self._known[id(each)] = each, Input(number)
+                self._known[id(each)] = each, each._version, Input(number)
 
     def note(self, function: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         leaves, form = tree_flatten((args, dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if function._schema.is_mutable:
-            if any(id(each) in self._known for each in tensors):
-                self._known.clear()
             return
         follows = all(id(each) in self._known for each in tensors) and (
             bool(tensors) or function.overloadpacket in MADE
@@ -84,13 +84,21 @@ class Origins:
         chance = torch.Tag.nondeterministic_seeded in function.tags
         if not follows or chance or not isinstance(result, Tensor) or not _whole(result):
             return
-        given = tuple(self._known[id(leaf)][1] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        self._known[id(result)] = result, Result(function, given, form)
+        given = tuple(self._known[id(leaf)][2] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        self._last = result, Result(function, given, form)
+
+    def settle(self) -> None:
+        """Before anything else is run."""
+        if self._last is not None:
+            tensor, result = self._last
+            self._known[id(tensor)] = tensor, tensor._version, result
+            self._last = None
 
     def of(self, tensor: Tensor) -> Result | None:
-        found = self._known.get(id(tensor), (None, None))[1]
-        untouched = all(each._version == version for each, version in self._inputs)  # through no view either
-        return found if isinstance(found, Result) and untouched else None
+        if any(each._version != version for each, version, _ in self._known.values()):
+            return None
+        found = self._known[id(tensor)][2] if id(tensor) in self._known else None
+        return found if isinstance(found, Result) else None
 
 
 def _whole(tensor: Tensor) -> bool:

@@ -9,9 +9,10 @@ waiting for them, which ends a recording.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -88,7 +89,10 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, BuiltinFunctionType, MethodType})
+NUMBERS = frozenset({bool, int, float, str})
+OWN = frozenset(vars(nn.Module()))
+"""What every module holds."""
+PLAIN = NUMBERS | frozenset({type(None), FunctionType, BuiltinFunctionType, MethodType})
 SEEN = PLAIN | {partial, Tensor, nn.Parameter}
 EVERYWHERE = (
     *(hooks._global_forward_hooks, hooks._global_forward_pre_hooks),
@@ -103,8 +107,8 @@ def standing(
     """Modes, numbers, functions and hooks of every module, and where its tensors lie: a step recorded under other
     ones is another step. Of the loss also what it closes over, its defaults and the globals it names.
 
-    What is deeper (a list in a module, a variable that the forward pass of a module names) is not seen. `modules` are
-    the model's, where they are known already.
+    Of whatever else a module holds (a configuration, a dictionary) the numbers are seen, and so are those that its
+    forward pass names; what is deeper is not. `modules` are the model's, where they are known already.
     """
     own = _of_modules(modules_of(model) if modules is None else modules)
     return (*own, *(() if loss is None else _of_callable(loss, 3)))
@@ -112,15 +116,45 @@ def standing(
 
 def _of_modules(modules: Sequence[nn.Module]) -> list[Hashable]:
     found: list[Any] = [tuple(hooks) for hooks in EVERYWHERE]
+    held: dict[int, Any] = {}
     for module in modules:
         kind = type(module)  # of hooks the keys, which are never reused
         found += (kind, kind.forward, tuple(module._forward_hooks), tuple(module._forward_pre_hooks))
         found += (tuple(module._backward_hooks), tuple(module._backward_pre_hooks))
-        found += [v if type(v) in PLAIN else _known(v) for v in vars(module).values() if type(v) in SEEN]
+        for key, value in vars(module).items():
+            if type(value) in SEEN:
+                found.append(value if type(value) in PLAIN else _known(value))
+            elif key not in OWN:
+                held[id(value)] = value  # often the same for many modules
         for store in (module._parameters, module._buffers):
             if store:
                 found += [None if tensor is None else _place(tensor) for tensor in store.values()]
+    for value in held.values():
+        found += _numbers(value)
+    for kind in {type(module): None for module in modules}:
+        names, variables = _named(kind.forward)
+        found += [variables.get(name) for name in names]
     return found
+
+
+def _numbers(value: Any) -> list[Hashable]:
+    """Of something that a module holds."""
+    if isinstance(value, (tuple, list)):
+        return [each for each in value if type(each) in NUMBERS]
+    if isinstance(value, (nn.Module, ModuleType, type)):
+        return []
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return [each for each in held.values() if type(each) in NUMBERS]
+
+
+@lru_cache(maxsize=1024)
+def _named(function: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Numbers outside that a function names, and where they are."""
+    inner = inspect.unwrap(function)
+    if not isinstance(inner, FunctionType):
+        return (), {}
+    variables = inner.__globals__
+    return tuple(name for name in inner.__code__.co_names if type(variables.get(name)) in NUMBERS), variables
 
 
 def _known(value: Any) -> Hashable:

@@ -1,4 +1,5 @@
-"""What does a model hold? Its parameters and buffers, to see what a pass on made-up examples changed and to undo it.
+"""What does a model hold? Its parameters, buffers and plain values, to see what a pass on made-up examples changed and
+to undo it.
 
 Values are compared, not counts of writes: what is written by way of `.data` is counted nowhere.
 """
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+PLAIN = bool | int | float | str | None
 Place = tuple[dict[str, Any], str]
 """A dictionary of a module's, and the key there."""
 
@@ -20,6 +22,7 @@ class Holdings:
     def __init__(self, model: nn.Module, buffers_only: bool = False) -> None:
         self._model, self._buffers_only = model, buffers_only
         self._then = {name: (store[key], _copied(store[key])) for name, (store, key) in self._places().items()}
+        self._values = [(module, dict(vars(module))) for module in model.modules()]
 
     def _places(self) -> dict[str, Place]:
         return _places(self._model, self._buffers_only)
@@ -33,6 +36,14 @@ class Holdings:
     def _as_it_was(self, name: str, tensor: Tensor) -> bool:
         before, copy = self._then[name]
         return tensor is before and equal(tensor.detach(), copy.to(tensor.device))
+
+    def restore_values(self) -> None:
+        """Put back what the modules held in plain values: counters, flags, what was not yet there."""
+        for module, before in self._values:
+            now = vars(module)
+            for key in [key for key, value in now.items() if key not in before and isinstance(value, Tensor | PLAIN)]:
+                del now[key]
+            now.update({key: value for key, value in before.items() if isinstance(value, PLAIN)})
 
     def restore(self, names: Collection[str]) -> None:
         """Put these back as they were; what was not there goes."""

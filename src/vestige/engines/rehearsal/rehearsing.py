@@ -28,9 +28,9 @@ from vestige.engines.per_example.uses import Misfit
 from vestige.engines.rehearsal.calm import Calm, InOrder
 from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn, unsaid_draws
 from vestige.engines.rehearsal.holdings import Holdings, buffers, current, describe, equal
-from vestige.engines.rehearsal.seen import Seen
 from vestige.engines.rehearsal.smooth import Smooth
 from vestige.engines.rehearsal.way_back import COMPANIES, Moved, moved
+from vestige.engines.rehearsal.ways import Vary, Way, variations
 
 Rows = Sequence[Tensor]
 """A batch of made-up examples: every tensor has them on its first axis."""
@@ -50,6 +50,8 @@ KINKS = 0.1
 RULE_TOLERANCE = 1e-3
 """How far one may be that a rule of the user's makes: it is the whole of what bounds an example there."""
 ROUNDS = 6
+MOST_WAYS = 4
+"""So many other ways are tried that a model goes by what it is given; one that routes tokens has no end of them."""
 BESIDE = (1.0, 1e3, 1e30, torch.inf, -torch.inf, torch.nan)
 """What made-up examples are multiplied by, to stand beside another: none of them may be seen there."""
 
@@ -149,7 +151,7 @@ class _Rehearsing:
         if self.taps.ruled:
             self._check_rules(three, kinds)
         kinds = {**kinds, **self._unmasked(three, kinds)}
-        self._check_where_nothing_is_hidden(three, kinds)
+        self._check_other_ways(three, kinds)
         recorded = self._as_recorded(three, kinds) if _on_a_gpu(self.environment) else kinds
         return Rehearsal(kinds, recorded, changing)
 
@@ -179,31 +181,38 @@ class _Rehearsing:
             return {}  # a model may refuse such numbers; what was not met here is a doubt later
         return {key: kind for key, kind in found.items() if key not in kinds}
 
-    def _check_where_nothing_is_hidden(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
-        """A model that looks at a mask may go another way where it is one everywhere: each example stays by itself
-        there too."""
-        (usual, _), made = self._seen(three), self.made
-        for place in (place for place, part in enumerate(three) if not part.is_floating_point()):
-            shown = _shown(three, place)
+    def _check_other_ways(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
+        """By what it is given a model may go another way (`ways`). There, beside examples that go it too and beside
+        others, each example stays by itself."""
+        met, made = [self._way(three, kinds)], self.made
+        for vary in variations(three):
+            rows = vary(three)
             try:
-                seen, outputs = self._seen(shown)
-                if seen == usual or not bool(outputs.isfinite().all()):
+                way = self._way(rows, kinds)
+                if way is None or way in met:
                     continue
-                self.made = partial(_made_shown, made, place)
-                self._check_independent(shown)
-                self._check_independent_gradients(shown, kinds)
+                met.append(way)
+                for self.made in (made, partial(_varied, made, vary)):
+                    self._check_independent(rows)
+                    self._check_independent_gradients(rows, kinds)
             except Dependent:
                 raise
             except Exception:
                 continue  # a model may refuse such numbers; a use that was not met before is a doubt later
             finally:
                 self.made = made
+            if len(met) > MOST_WAYS:
+                return
 
-    def _seen(self, rows: Rows) -> tuple[list[Any], Tensor]:
-        """What the host sees of a pass, and its outputs."""
-        with torch.no_grad(), Seen() as seen:
+    def _way(self, rows: Rows, kinds: Mapping[Key, Kind | None]) -> list[Any] | None:
+        """What a pass runs, forward and back; None if it ends in what is not finite."""
+        with torch.no_grad():
             outputs = self.plainly(rows)
-        return seen.numbers, outputs
+        if not bool(outputs.isfinite().all()):
+            return None
+        with Way() as way:
+            self._watched(rows, kinds, _weights_like(outputs), observing=False, usual=True)
+        return way.steps
 
     def _as_recorded(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> Mapping[Key, Kind | None] | None:
         """The uses of a pass that is told that it is recorded: others, or the same ones with the examples elsewhere.
@@ -458,12 +467,8 @@ class _Rehearsing:
         )
 
 
-def _shown(rows: Rows, place: int) -> Rows:
-    return [torch.ones_like(part) if number == place else part for number, part in enumerate(rows)]
-
-
-def _made_shown(made: Made, place: int, size: int, seed: int) -> Rows:
-    return _shown(made(size, seed), place)
+def _varied(made: Made, vary: Vary, size: int, seed: int) -> Rows:
+    return vary(made(size, seed))
 
 
 def _grown(key: Key, two: Observation, three: Observation) -> Kind | None:
@@ -619,8 +624,8 @@ def _unrounded(taps: Taps) -> Iterator[None]:
 
 @contextmanager
 def left_as_found(model: nn.Module, buffers_only: bool = False) -> Iterator[Holdings]:
-    """Nothing is spent on made-up examples: no random number, no buffer and no parameter; `buffers_only` where a pass
-    is known not to change parameters."""
+    """Nothing is spent on made-up examples: no random number, no buffer, no parameter, no count of passes;
+    `buffers_only` where a pass is known not to change parameters."""
     held = Holdings(model, buffers_only)
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
@@ -631,6 +636,7 @@ def left_as_found(model: nn.Module, buffers_only: bool = False) -> Iterator[Hold
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         held.restore(held.changed())
+        held.restore_values()
 
 
 def _flat(outputs: Tensor, examples: int) -> Tensor:

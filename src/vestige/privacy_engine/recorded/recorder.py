@@ -249,7 +249,8 @@ class Recorder:
         self, asked: Asked, sizes: Sequence[int], room: Room, stretch: Stretch | None, long: Long | None
     ) -> Recordings | None:
         forward, form, call = asked.forward, asked.form, asked.call
-        elsewhere = any(call.leaves[place].device != device_of(self.module) for place in form.batched)
+        # What lies on the host is read there when a pass is recorded, and not again.
+        elsewhere = any(isinstance(leaf, Tensor) and leaf.device != device_of(self.module) for leaf in call.leaves)
         if form.rehearsal.changing or elsewhere or _hooked(self.module):
             return None
         try:
