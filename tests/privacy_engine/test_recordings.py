@@ -837,6 +837,55 @@ def test_on_a_gpu_too(name, monkeypatch):
     assert (padded - exact).norm() <= 1e-2 * exact.norm()
 
 
+class Warm(nn.Module):
+    """Divides by a temperature that comes with every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x, temperature):
+        return self.linear(x) / temperature
+
+
+@gpu
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_temperature_that_falls_falls_in_replays_too(where, monkeypatch):
+    monkeypatch.setattr(recordings, "recorded", recording.recorded)
+    monkeypatch.setattr(recorder, "can_record", CAN_RECORD)
+    data = torch.randn(120, 5).cuda(), torch.randint(3, (120,)).cuda()
+    steps, model, optimizer, loader = private(Warm().cuda(), data)
+    for number, (x, y) in enumerate(loader):
+        temperature = torch.tensor(1 / (1 + number))
+        before, alone = flat(model).cpu(), plain(model).cpu()
+        optimizer.zero_grad()
+        LOSS(model(x, temperature.to(where)), y).backward()
+        optimizer.step()
+        examples = list(zip(x.cpu(), y.cpu(), strict=True))
+        wanted = oracle(alone, lambda m, x, y, now=temperature: LOSS(m(x, now.double()), y), examples)
+        np.testing.assert_allclose(moved(before, flat(model).cpu()), wanted, rtol=5e-3, atol=5e-4)
+    assert bool(known(steps)) is (where == "cuda")
+
+
+@gpu
+def test_on_a_gpu_a_mask_is_asked_before_every_replay(monkeypatch):
+    monkeypatch.setattr(recordings, "recorded", recording.recorded)
+    monkeypatch.setattr(recorder, "can_record", CAN_RECORD)
+    data = torch.randn(120, 5).cuda(), torch.ones(120, 5, dtype=torch.long).cuda(), torch.randint(3, (120,)).cuda()
+    steps, model, optimizer, loader = private(Masked().cuda(), data)
+    for number, (x, mask, y) in enumerate(chain(loader, loader)):
+        if number >= 4:
+            mask[: number % 3, 3:] = 0
+        before, alone = flat(model).cpu(), plain(model).cpu()
+        optimizer.zero_grad()
+        LOSS(model(x, mask), y).backward()
+        optimizer.step()
+        examples = list(zip(x.cpu(), mask.cpu(), y.cpu(), strict=True))
+        wanted = oracle(alone, lambda m, x, mask, y: LOSS(m(x, mask), y), examples)
+        np.testing.assert_allclose(moved(before, flat(model).cpu()), wanted, rtol=5e-3, atol=5e-4)
+        assert {each._exchanged[tape.rows].told for each in known(steps) for tape in each._tapes} == {number >= 4}
+
+
 class Keeping(nn.Module):
     """Keeps a table for each length, or for each shape, beside the module: nobody is told of it."""
 

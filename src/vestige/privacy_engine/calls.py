@@ -32,6 +32,7 @@ from vestige.engines.rehearsal.rehearsing import (
 )
 from vestige.layout import Layout
 
+ONE_BY_ONE = "`vestige.train` runs a model that cannot be watched one example at a time"
 MOST_GUESSES = 16
 
 
@@ -125,9 +126,10 @@ def form_of(module: nn.Module, layout: Layout, call: Call, rows: int) -> CallFor
     first = problems[0]
     if isinstance(first, Dependent | WrongRule):
         raise first
+    wayout = f". {ONE_BY_ONE}" if isinstance(first, Unwatchable) else ""
     raise ValueError(
         f"the model cannot be made private in this loop: tried out on made-up examples of these shapes, "
-        f"{first_line(first)}"
+        f"{first_line(first)}{wayout}"
     ) from first
 
 

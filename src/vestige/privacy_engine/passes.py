@@ -30,7 +30,7 @@ from vestige.engines.writes import Versions, Writes
 from vestige.entrances import Entrance, stand_at
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
-from vestige.privacy_engine.calls import Call, CallForm, flat, form_of
+from vestige.privacy_engine.calls import ONE_BY_ONE, Call, CallForm, flat, form_of
 from vestige.privacy_engine.coverage import require_noised
 from vestige.privacy_engine.labels import Labelled, Labels
 from vestige.privacy_engine.lengths import Lengths
@@ -464,7 +464,7 @@ class Passes:
         """The pass was what the rehearsal said, and left nothing behind."""
         if opened.now.doubt is not None:
             opened.dropped = True
-            raise ValueError(f"this pass of the model cannot be made private: {opened.now.doubt}")
+            raise ValueError(f"this pass of the model cannot be made private: {opened.now.doubt}. {ONE_BY_ONE}")
         try:
             self._writes.require_unchanged(opened.buffers, opened.form.rehearsal.changing)
         except ValueError:

@@ -141,6 +141,10 @@ OTHER_WAYS = {
         lambda x, image: mixed(x.mean(1)) if image.max() > 1 else x.mean(1) * image.float().mean(),
         [FULL.to(torch.uint8)],
     ),
+    "smaller beside a byte": (
+        lambda x, image: x.mean(1) * (image / 255 if image.max() > 1 else image / 1).mean(1, keepdim=True),
+        [FULL.to(torch.uint8)],
+    ),
     "apart": (lambda x, mask: x.mean(1) if mask.all() else masked(x, mask), [FULL]),
     "apart where nothing is padded": (lambda x, pad: masked(x, 1 - pad) if pad.any() else x.mean(1), [NONE]),
     "apart, and no number where all is shown": (

@@ -182,8 +182,8 @@ class _Rehearsing:
         return {key: kind for key, kind in found.items() if key not in kinds}
 
     def _check_other_ways(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
-        """By what it is given a model may go another way (`ways`). There, beside examples that go it too and beside
-        others, each example stays by itself."""
+        """By what it is given a model may go another way (`ways`). Beside examples that go it too, or beside which it
+        is gone, each example stays by itself."""
         met, made = [self._way(three, kinds)], self.made
         for vary in variations(three):
             rows = vary(three)
@@ -192,9 +192,13 @@ class _Rehearsing:
                 if way is None or way in met:
                     continue
                 met.append(way)
-                for self.made in (made, partial(_varied, made, vary)):
-                    self._check_independent(rows)
-                    self._check_independent_gradients(rows, kinds)
+                self._check_independent(rows, BESIDE[:1])
+                self._check_independent_gradients(rows, kinds, companies=1)
+                self.made = partial(_varied, made, vary)
+                self._check_independent(three, BESIDE[:1])
+                self._check_independent_gradients(three, kinds, companies=1)
+                self._check_independent(rows)
+                self._check_independent_gradients(rows, kinds)
             except Dependent:
                 raise
             except Exception:
@@ -206,13 +210,9 @@ class _Rehearsing:
 
     def _way(self, rows: Rows, kinds: Mapping[Key, Kind | None]) -> list[Any] | None:
         """What a pass runs, forward and back; None if it ends in what is not finite."""
-        with torch.no_grad():
-            outputs = self.plainly(rows)
-        if not bool(outputs.isfinite().all()):
-            return None
         with Way() as way:
-            self._watched(rows, kinds, _weights_like(outputs), observing=False, usual=True)
-        return way.steps
+            outputs = self._watched(rows, kinds, _weights_like, observing=False, usual=True)[0]
+        return way.steps if bool(outputs.isfinite().all()) else None
 
     def _as_recorded(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> Mapping[Key, Kind | None] | None:
         """The uses of a pass that is told that it is recorded: others, or the same ones with the examples elsewhere.
@@ -262,7 +262,7 @@ class _Rehearsing:
         self,
         rows: Rows,
         kinds: Mapping[Key, Kind | None],
-        weights: Tensor | None,
+        weights: Tensor | Callable[[Tensor], Tensor] | None,
         observing: bool = True,
         views: int = 1,
         usual: bool = False,
@@ -281,7 +281,8 @@ class _Rehearsing:
                 outputs = _flat(self._run(rows), len(rows[0]))
                 now.going_back = True
                 if weights is not None and outputs.requires_grad:
-                    torch.autograd.grad(outputs, [ANCHOR], weights, allow_unused=True)
+                    back = weights if isinstance(weights, Tensor) else weights(outputs.detach())
+                    torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
             except (Misfit, TypeError, RuntimeError, NotImplementedError) as problem:
                 raise Unwatchable(first_line(problem)) from problem
         return outputs.detach(), now.observed or {}, uses, now
@@ -319,12 +320,12 @@ class _Rehearsing:
         own = {name: value.detach().clone() for name, value in self.environment.items()}
         return {**current(self.model, self.moving | buffers(self.model)), **own}
 
-    def _check_independent(self, three: Rows) -> None:
-        """The middle example's output, with other examples beside it and with fewer."""
+    def _check_independent(self, three: Rows, factors: Sequence[float] = BESIDE) -> None:
+        """The middle example's output, with other examples beside it, so many times, and, beside all, with fewer."""
         with torch.no_grad():
             alone = self.plainly(three)
             allowed = self.tolerance * float(alone.abs().max().clamp(min=1e-6))
-            for place, how in enumerate(BESIDE):
+            for place, how in enumerate(factors):
                 others = self.made(3, self.seed + 20 + place)
                 changed = [_beside(part, other, how) for part, other in zip(three, others, strict=True)]
                 try:
@@ -336,6 +337,8 @@ class _Rehearsing:
                         "an example's output changes with the examples beside it, so no example's influence can be "
                         "bounded: compute each example's output from that example alone"
                     )
+            if len(factors) < len(BESIDE):
+                return
             with Calm():
                 calm = self.plainly(three)
                 again = self.plainly(three)
@@ -354,19 +357,21 @@ class _Rehearsing:
                     "example's output from that example alone"
                 )
 
-    def _check_independent_gradients(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> None:
+    def _check_independent_gradients(
+        self, three: Rows, kinds: Mapping[Key, Kind | None], companies: int = len(COMPANIES)
+    ) -> None:
         """The middle example's gradients, with other examples beside it (`way_back`)."""
-        found = self._moved(three, kinds)
+        found = self._moved(three, kinds, companies)
         if found.name is not None and found.slight:  # numbers at a kink may go another way
             with Smooth():
-                found = self._moved(three, kinds)
+                found = self._moved(three, kinds, companies)
         if found.name is not None:
             raise Dependent(
                 f"an example's gradient of {found.name!r} changes with the examples beside it, so no example's "
                 "influence can be bounded: compute each example's backward pass from that example alone"
             )
 
-    def _moved(self, three: Rows, kinds: Mapping[Key, Kind | None]) -> Moved:
+    def _moved(self, three: Rows, kinds: Mapping[Key, Kind | None], companies: int) -> Moved:
         def gradients(rows: Rows, signals: Tensor, place: int) -> Mapping[str, Tensor]:
             _, _, uses, now = self._watched(rows, kinds, signals, observing=False, usual=True)
             if now.doubt is not None:
@@ -374,7 +379,7 @@ class _Rehearsing:
             with torch.no_grad():
                 return {name: combine(parts).dense()[place].clone() for name, parts in uses.items()}
 
-        others = [self.made(3, self.seed + 30 + place) for place in range(len(COMPANIES))]
+        others = [self.made(3, self.seed + 30 + place) for place in range(companies)]
         signals, drawn = _weights_like(self.plainly(three).detach()), self._draws_on_the_host(three)
         return moved(gradients, three, others, signals, drawn, max(GRADIENT_TOLERANCE, self.tolerance), KINKS)
 

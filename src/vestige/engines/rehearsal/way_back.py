@@ -61,7 +61,8 @@ def moved(
     tolerance: float,
     kinks: float,
 ) -> Moved:
-    """Whether the middle example's gradients move with what is beside it, how many that are, and in which place."""
+    """Whether the middle example's gradients move with what is beside it, how many that are, and in which place; by
+    `others` for each company, or for the first alone."""
     slightly: str | None = None
     for now, alone in _pairs(gradients, three, others, signals, draws_on_the_host, kinks):
         for name, off, size in _differences(now, alone):
@@ -87,7 +88,7 @@ def _pairs(
     """The middle example's gradients in some company, and as they are in the first."""
     alone = gradients(three, signals, 1)
     scaled = any(part.is_floating_point() for part in three)
-    for company, other in zip(COMPANIES, others, strict=True):
+    for company, other in zip(COMPANIES[: len(others)], others, strict=True):
         if scaled or company.inputs == (1.0, 1.0):
             rows = [company.beside(part, another) for part, another in zip(three, other, strict=True)]
             try:
@@ -95,6 +96,8 @@ def _pairs(
             except Exception:
                 continue  # a model may refuse such numbers
             yield now, alone
+    if len(others) < len(COMPANIES):
+        return
     with Calm():
         calm, again = gradients(three, signals, 1), gradients(three, signals, 1)
         if all(off <= kinks * size for _, off, size in _differences(again, calm)):  # chance has no say indeed
