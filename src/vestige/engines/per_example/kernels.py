@@ -163,7 +163,7 @@ def aligned(tensor: Tensor) -> Tensor:
 def padded_width(tensor: Tensor) -> int:
     """How far apart the rows of such a tensor should lie: more than their width only if they are long."""
     width = tensor.shape[-1]
-    fits = tensor.dim() < 2 or width < LONG or width * tensor.element_size() % 16 == 0
+    fits = width < LONG or tensor.dim() < 2 or width * tensor.element_size() % 16 == 0
     return width if fits or tensor.device.type not in ALIGNED else -(-width // 32) * 32
 
 

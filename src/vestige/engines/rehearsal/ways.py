@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 TOGETHER = 4
 """So many inputs of whole numbers are varied in every combination; more only one by one and all at once."""
-PLAIN = bool | int | float | str
+PLAIN = frozenset({bool, int, float, str})
 
 Vary = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -31,8 +30,15 @@ class Way(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        self.steps.append((str(function), *(leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, PLAIN))))
+        self.steps.append((function, *map(_plain, args), *map(_plain, named.values())))
         return function(*args, **named)
+
+
+def _plain(given: Any) -> Any:
+    """An argument, if it is plain, or what is plain in a list."""
+    if type(given) in PLAIN:
+        return given
+    return [each for each in given if type(each) in PLAIN] if isinstance(given, list | tuple) else None
 
 
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
