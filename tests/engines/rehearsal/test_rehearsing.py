@@ -180,22 +180,22 @@ def test_another_way_by_what_is_given_keeps_examples_apart_too(way):
         ask(engine, batch, layout.parameters(model), Flat(1.0), layout)
 
 
-def test_a_rehearsal_leaves_no_count_flag_or_cache():
+def test_a_rehearsal_counts_for_nothing_but_what_is_set_once_stays():
     class Counts(nn.Linear):
-        seen, cache, scale = 0, None, 1.0
-
         def forward(self, input: Tensor) -> Tensor:
-            self.seen, self.cache, self.late = self.seen + 1, torch.ones(3), True
-            return super().forward(input * self.scale)
+            self.seen += 1
+            if not hasattr(self, "ready"):
+                self.ready = self.register_forward_hook(lambda *_: None) is not None
+            return super().forward(input)
 
     model = Counts(3, 2)
-    model.seen, model.cache = 0, None
+    model.seen = 0
     layout = Layout.of(model)
     engine = BookKeeping(model, square, layout)
-    ask(engine, (torch.randn(4, 3), targets(4)), layout.parameters(model), Flat(1.0), layout)
-    assert model.seen == 1  # the pass over the examples themselves
-    ask(engine, (torch.randn(4, 3), targets(4)), layout.parameters(model), Flat(1.0), layout)
-    assert model.seen == 2
+    for passes in (1, 2):  # over the examples themselves
+        ask(engine, (torch.randn(4, 3), targets(4)), layout.parameters(model), Flat(1.0), layout)
+        assert model.seen == passes
+        assert len(model._forward_hooks) == 1
 
 
 class MixedByChance(nn.Module):

@@ -1,4 +1,4 @@
-"""What does a model hold? Its parameters, buffers and plain values, to see what a pass on made-up examples changed and
+"""What does a model hold? Its parameters, buffers and counters, to see what a pass on made-up examples changed and
 to undo it.
 
 Values are compared, not counts of writes: what is written by way of `.data` is counted nowhere.
@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-PLAIN = bool | int | float | str | None
 Place = tuple[dict[str, Any], str]
 """A dictionary of a module's, and the key there."""
 
@@ -22,7 +21,7 @@ class Holdings:
     def __init__(self, model: nn.Module, buffers_only: bool = False) -> None:
         self._model, self._buffers_only = model, buffers_only
         self._then = {name: (store[key], _copied(store[key])) for name, (store, key) in self._places().items()}
-        self._values = [(module, dict(vars(module))) for module in model.modules()]
+        self._counts = [(module, _numbers(module)) for module in model.modules()]
 
     def _places(self) -> dict[str, Place]:
         return _places(self._model, self._buffers_only)
@@ -37,13 +36,11 @@ class Holdings:
         before, copy = self._then[name]
         return tensor is before and equal(tensor.detach(), copy.to(tensor.device))
 
-    def restore_values(self) -> None:
-        """Put back what the modules held in plain values: counters, flags, what was not yet there."""
-        for module, before in self._values:
-            now = vars(module)
-            for key in [key for key, value in now.items() if key not in before and isinstance(value, Tensor | PLAIN)]:
-                del now[key]
-            now.update({key: value for key, value in before.items() if isinstance(value, PLAIN)})
+    def restore_counts(self) -> None:
+        """Put back the numbers that modules hold in Python, as counters do. What is set once stays: a flag, say that
+        hooks are in place, goes with what was done then."""
+        for module, numbers in self._counts:
+            vars(module).update(numbers)
 
     def restore(self, names: Collection[str]) -> None:
         """Put these back as they were; what was not there goes."""
@@ -57,6 +54,10 @@ class Holdings:
                 store[key], copy = self._then[name]
                 if not self._as_it_was(name, store[key]):
                     _write(store[key], copy)
+
+
+def _numbers(module: nn.Module) -> dict[str, int | float]:
+    return {key: value for key, value in vars(module).items() if type(value) in (int, float)}
 
 
 def describe(model: nn.Module, name: str) -> str:

@@ -641,7 +641,7 @@ def left_as_found(model: nn.Module, buffers_only: bool = False) -> Iterator[Hold
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
         held.restore(held.changed())
-        held.restore_values()
+        held.restore_counts()
 
 
 def _flat(outputs: Tensor, examples: int) -> Tensor:
