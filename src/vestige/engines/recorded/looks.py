@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
-MADE = frozenset({aten.arange, aten.ones, aten.zeros, aten.full, aten.scalar_tensor, aten.ones_like, aten.zeros_like})
+MADE = frozenset({aten.arange, aten.ones, aten.zeros, aten.full, aten.scalar_tensor})
 """What makes the same numbers of nothing every time."""
 
 
@@ -37,6 +37,8 @@ class Result:
     function: Any
     arguments: tuple[Any, ...]
     form: Any
+    varies: bool
+    """Whether an input has a say in it."""
 
     def of(self, inputs: Sequence[Tensor], known: dict[int, Any]) -> Any:
         """For these inputs; `known` are results that were asked for before."""
@@ -45,11 +47,6 @@ class Result:
             args, kwargs = tree_unflatten(given, self.form)
             known[id(self)] = self.function(*args, **kwargs)
         return known[id(self)]
-
-    @property
-    def varies(self) -> bool:
-        """Whether an input has a say in it."""
-        return any(isinstance(each, Input | Result) and each.varies for each in self.arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +82,8 @@ class Origins:
         if not follows or chance or not isinstance(result, Tensor) or not _whole(result):
             return
         given = tuple(self._known[id(leaf)][2] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        self._last = result, Result(function, given, form)
+        varies = any(isinstance(each, Input | Result) and each.varies for each in given)
+        self._last = result, Result(function, given, form, varies)
 
     def settle(self) -> None:
         """Before anything else is run."""
