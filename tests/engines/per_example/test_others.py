@@ -20,6 +20,11 @@ FAR = 256.0
 """So large a step that the rounding of the weights does not hide what it was made of."""
 
 
+def slow(name):
+    """A model that takes seconds, where others stand for it from day to day."""
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_norms_and_clipped_sum_in_the_engine(name):
     exact(*positional(name, 4))
@@ -62,7 +67,7 @@ def test_a_step_of_a_loop(name):
     assert off(step_of_a_loop(built(name), name)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["GPT-2 124M", "Llama 0.9B LoRA", "T5-small", "ViT-B/16"])
+@pytest.mark.parametrize("name", ["GPT-2 124M", "Llama 0.9B LoRA", slow("T5-small"), "ViT-B/16"])
 def test_rows_that_are_laid_apart(name, monkeypatch):
     apart, aligned = [], kernels.aligned
     monkeypatch.setattr(kernels, "ALIGNED", {"cpu"})
@@ -76,7 +81,7 @@ def test_rows_that_are_laid_apart(name, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", ["BERT-base", "T5-small", "Llama 0.9B LoRA"])
+@pytest.mark.parametrize("name", ["BERT-base", slow("T5-small"), "Llama 0.9B LoRA"])
 def test_padded_sentences(name):
     assert off(step_of_a_loop(built(name), name, padded=4)) < 1e-5
 
@@ -84,7 +89,7 @@ def test_padded_sentences(name):
 # --- as people run them -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["GPT-2 124M", "Llama 0.9B DoRA", "T5-small"])
+@pytest.mark.parametrize("name", ["GPT-2 124M", slow("Llama 0.9B DoRA"), slow("T5-small")])
 def test_activation_checkpointing(name):
     model = built(name)
     model.gradient_checkpointing_enable()
@@ -93,7 +98,7 @@ def test_activation_checkpointing(name):
     assert off(step_of_a_loop(model, name)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["BERT-base", "T5-small"])
+@pytest.mark.parametrize("name", ["BERT-base", slow("T5-small")])
 def test_attention_of_its_own_spelling(name):
     model = built(name)
     assert model.config._attn_implementation == "sdpa", "as the other tests have it"
@@ -101,13 +106,13 @@ def test_attention_of_its_own_spelling(name):
     assert off(step_of_a_loop(model, name)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["GPT-2 124M", "Llama 0.9B LoRA", "T5-small", "ViT-B/16", "Mixtral 140M"])
+@pytest.mark.parametrize("name", ["GPT-2 124M", "Llama 0.9B LoRA", slow("T5-small"), "ViT-B/16", slow("Mixtral 140M")])
 def test_bfloat16_autocast(name):
     found = step_of_a_loop(built(name), name, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
     assert 1e-5 < off(found) < 0.05, "rounded, and no more than that"
 
 
-@pytest.mark.parametrize("name", ["Llama 0.9B LoRA", "Llama 0.9B DoRA"])
+@pytest.mark.parametrize("name", ["Llama 0.9B LoRA", slow("Llama 0.9B DoRA")])
 def test_frozen_weights_in_bfloat16_under_adapters_in_float32(name):
     model = built(name)
     for parameter in model.parameters():
