@@ -57,6 +57,16 @@ def moved(before, after, batch=BATCH):
     return ((before - after) * batch / LR).double().numpy()
 
 
+def same_step_of(loss, model, optimizer, *batch, rtol=1e-3, atol=3e-5):
+    """A step on a batch, wherever that lies, against one example at a time; `loss(model, *batch)`."""
+    before, alone = flat(model).cpu(), plain(model).cpu()
+    expected = oracle(alone, loss, list(zip(*(part.cpu() for part in batch), strict=True)))
+    optimizer.zero_grad()
+    loss(model, *batch).backward()
+    optimizer.step()
+    np.testing.assert_allclose(moved(before, flat(model).cpu()), expected, rtol=rtol, atol=atol)
+
+
 def same_step(model, optimizer, x, y, loss=lambda m, x, y: LOSS(m(x), y), step=None):
     """A step on a batch against one example at a time."""
     before = flat(model)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_toy
-from loops import LOSS, flat, moved, oracle, plain, private, same_step
+from loops import LOSS, flat, moved, oracle, plain, private, same_step, same_step_of
 from vestige import PrivacyEngine
 from vestige.engines.per_example import kernels, recorded_ways
 from vestige.engines.recorded import exchanges, recording
@@ -590,12 +590,7 @@ def test_a_batch_that_looks_otherwise_is_not_replayed_as_others(masked, monkeypa
     for number, (x, mask, y) in enumerate(chain(loader, loader)):
         if masked == 11 or (masked and number >= 3):
             mask[:masked, 3:] = 0
-        before = flat(model)
-        expected = oracle(model, lambda m, x, mask, y: LOSS(m(x, mask), y), list(zip(x, mask, y, strict=True)))
-        optimizer.zero_grad()
-        LOSS(model(x, mask), y).backward()
-        optimizer.step()
-        np.testing.assert_allclose(moved(before, flat(model)), expected, rtol=1e-3, atol=3e-5)
+        same_step_of(lambda m, x, mask, y: LOSS(m(x, mask), y), model, optimizer, x, mask, y)
         told = masked == 11 or bool(masked and number >= 3)
         assert {each._exchanged[tape.rows].told for each in known(steps) for tape in each._tapes} == {told}
     assert sum(replays(steps).values()) > 2
@@ -856,14 +851,11 @@ def test_a_temperature_that_falls_falls_in_replays_too(where, monkeypatch):
     data = torch.randn(120, 5).cuda(), torch.randint(3, (120,)).cuda()
     steps, model, optimizer, loader = private(Warm().cuda(), data)
     for number, (x, y) in enumerate(loader):
-        temperature = torch.tensor(1 / (1 + number))
-        before, alone = flat(model).cpu(), plain(model).cpu()
-        optimizer.zero_grad()
-        LOSS(model(x, temperature.to(where)), y).backward()
-        optimizer.step()
-        examples = list(zip(x.cpu(), y.cpu(), strict=True))
-        wanted = oracle(alone, lambda m, x, y, now=temperature: LOSS(m(x, now.double()), y), examples)
-        np.testing.assert_allclose(moved(before, flat(model).cpu()), wanted, rtol=5e-3, atol=5e-4)
+
+        def loss(model, x, y, temperature=1 / (1 + number)):
+            return LOSS(model(x, torch.tensor(temperature, dtype=x.dtype, device=where if x.is_cuda else "cpu")), y)
+
+        same_step_of(loss, model, optimizer, x, y, rtol=5e-3, atol=5e-4)
     assert bool(known(steps)) is (where == "cuda")
 
 
@@ -876,13 +868,9 @@ def test_on_a_gpu_a_mask_is_asked_before_every_replay(monkeypatch):
     for number, (x, mask, y) in enumerate(chain(loader, loader)):
         if number >= 4:
             mask[: number % 3, 3:] = 0
-        before, alone = flat(model).cpu(), plain(model).cpu()
-        optimizer.zero_grad()
-        LOSS(model(x, mask), y).backward()
-        optimizer.step()
-        examples = list(zip(x.cpu(), mask.cpu(), y.cpu(), strict=True))
-        wanted = oracle(alone, lambda m, x, mask, y: LOSS(m(x, mask), y), examples)
-        np.testing.assert_allclose(moved(before, flat(model).cpu()), wanted, rtol=5e-3, atol=5e-4)
+        same_step_of(
+            lambda m, x, mask, y: LOSS(m(x, mask), y), model, optimizer, x, mask, y, rtol=5e-3, atol=5e-4
+        )  # fmt: skip
         assert {each._exchanged[tape.rows].told for each in known(steps) for tape in each._tapes} == {number >= 4}
 
 

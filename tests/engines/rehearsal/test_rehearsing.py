@@ -180,6 +180,25 @@ def test_another_way_by_what_is_given_keeps_examples_apart_too(way):
         ask(engine, batch, layout.parameters(model), Flat(1.0), layout)
 
 
+def test_another_way_by_a_layer_that_is_used_nowhere_else_keeps_examples_apart_too():
+    class Seldom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.layer, self.seldom = nn.Embedding(5, 3), nn.Linear(3, 2), nn.Linear(3, 3)
+
+        def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+            x = self.words(tokens).mean(1)
+            return self.layer(torch.tanh(x if padding.any() else self.seldom(mixed(x))))
+
+    model = Seldom()
+    layout = Layout.of(model)
+    with pytest.raises(Dependent, match="changes with the examples beside it"):
+        ask(
+            BookKeeping(model, square, layout), (torch.randint(5, (4, 6)), NONE, targets(4)),
+            layout.parameters(model), Flat(1.0), layout,
+        )  # fmt: skip
+
+
 def test_a_rehearsal_counts_for_nothing_but_what_is_set_once_stays():
     class Counts(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:

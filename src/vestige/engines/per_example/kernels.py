@@ -176,12 +176,10 @@ def whole_pieces(tensor: Tensor) -> int:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear layer whose weight and bias ask for no gradient here."""
-    few = input[..., 0].numel() * len(weight) < LARGE
-    if (
-        whole_pieces(weight.t()) == len(weight)
-        or few
-        or any(each is not None and each.requires_grad for each in (weight, bias))
-    ):
+    width = weight.shape[0]
+    few = width < LONG or weight.dim() != 2 or input.numel() * width < LARGE * weight.shape[1]
+    watched = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if few or watched or whole_pieces(weight.t()) == width:
         return F.linear(input, weight, bias)
     kind = input.device.type
     if torch.is_autocast_enabled(kind):

@@ -51,7 +51,7 @@ class Result:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """What the host saw, and what it looked at; None if that is the same whatever the inputs are."""
+    """SENSITIVE: what the host saw, and what it looked at; None if that is the same whatever the inputs are."""
 
     value: Any
     at: Result | None

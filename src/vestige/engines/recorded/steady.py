@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vestige.devices import seed_draws
 from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn, unsaid_draws
+from vestige.engines.rehearsal.ways import NUMBERS, Way
 from vestige.layout import modules_of
 
 
@@ -67,29 +67,16 @@ def _idle(run: Callable[[], Any], left: Tensor) -> bool:
         for number in (LEAST, LARGEST):
             seed_draws(left.device, 0)
             before = host_draws()
-            with Drawn(number), Operations() as operations:
+            with Drawn(number), Way() as way:
                 run()
             if host_draws() != before:  # otherwise than by torch.rand
                 restore_host_draws(before)
                 return False
-            seen.append((operations.names, left.clone()))
-    (names, least), (others, most) = seen
-    return names == others and bool((most - least).norm() <= 1e-2 * least.norm())
+            seen.append(([function for function, *_ in way.steps], left.clone()))
+    (functions, least), (others, most) = seen
+    return functions == others and bool((most - least).norm() <= 1e-2 * least.norm())
 
 
-class Operations(TorchDispatchMode):
-    """Which operations are run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-NUMBERS = frozenset({bool, int, float, str})
 OWN = frozenset(vars(nn.Module()))
 """What every module holds."""
 PLAIN = NUMBERS | frozenset({type(None), FunctionType, BuiltinFunctionType, MethodType})

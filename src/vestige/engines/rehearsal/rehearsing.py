@@ -193,12 +193,13 @@ class _Rehearsing:
                     continue
                 met.append(way)
                 self._check_independent(rows, BESIDE[:1])
-                self._check_independent_gradients(rows, kinds, companies=1)
                 self.made = partial(_varied, made, vary)
                 self._check_independent(three, BESIDE[:1])
-                self._check_independent_gradients(three, kinds, companies=1)
                 self._check_independent(rows)
+                self._check_independent_gradients(three, kinds, companies=1)
                 self._check_independent_gradients(rows, kinds)
+                self.made = made
+                self._check_independent_gradients(rows, kinds, companies=1)
             except Dependent:
                 raise
             except Exception:

@@ -7,6 +7,7 @@ other in every place, bytes as large as they can be. What a pass runs tells whet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, combinations
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 TOGETHER = 4
 """So many inputs of whole numbers are varied in every combination; more only one by one and all at once."""
-PLAIN = frozenset({bool, int, float, str})
+NUMBERS = frozenset({bool, int, float, str})
+"""Kinds of plain values, names among them."""
 
 Vary = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -36,9 +38,9 @@ class Way(TorchDispatchMode):
 
 def _plain(given: Any) -> Any:
     """An argument, if it is plain, or what is plain in a list."""
-    if type(given) in PLAIN:
+    if type(given) in NUMBERS:
         return given
-    return [each for each in given if type(each) in PLAIN] if isinstance(given, list | tuple) else None
+    return [each for each in given if type(each) in NUMBERS] if isinstance(given, list | tuple) else None
 
 
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -59,12 +61,8 @@ def variations(rows: Sequence[Tensor]) -> Iterator[Vary]:
     sizes = range(2, len(whole) + 1) if len(whole) <= TOGETHER else range(len(whole), len(whole) + 1)
     several = chain.from_iterable(combinations(whole, size) for size in sizes)
     for places, value in (*single, *((places, value) for places in several for value in ("ones", "zeros"))):
-        yield _Varied(places, value)
+        yield partial(_varied, places, VALUES[value])
 
 
-class _Varied:
-    def __init__(self, places: Sequence[int], value: str) -> None:
-        self._places, self._value = places, VALUES[value]
-
-    def __call__(self, rows: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [self._value(part) if place in self._places else part for place, part in enumerate(rows)]
+def _varied(places: Sequence[int], value: Callable[[Tensor], Tensor], rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [value(part) if place in places else part for place, part in enumerate(rows)]

@@ -204,7 +204,7 @@ class Recordings:
             leaves[place] = leaves[place].clone()
         self._call = Call(leaves, call.tree)
         self._ones = {number for number, place in enumerate(form.batched) if _all_ones(call.leaves[place])}
-        """Inputs that are one everywhere, as a mask is that leaves nothing out."""
+        """SENSITIVE: inputs that are one everywhere in the first batch, as a mask is that leaves nothing out."""
         self.ends: list[Tensor] = []
         self._places, self._count = torch.arange(sizes[0], device=self._device), torch.zeros((), device=self._device)
         self._live: tuple[Pass, list[Tensor], Uses] | None = None
