@@ -18,7 +18,7 @@ from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.per_example import kernels, taps
 from vestige.engines.recorded import cuda_graphs, recording
 from vestige.engines.recorded.cuda_graphs import LITTLE, Captured, Padded, padded_size
-from vestige.engines.recorded.steady import Unsteady, standing
+from vestige.engines.recorded.steady import Unsteady, require_steady, standing
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import Automatic, Counted
@@ -398,6 +398,17 @@ def test_a_row_of_no_use_that_a_step_blanked_is_there_again_when_replays_are_com
     assert not padded.batch[0].isnan().any()
     padded.record(batch)
     assert padded.norms[:7].isinf().squeeze(1).tolist() == [True] * 2 + [False] * 5
+
+
+def test_a_draw_that_decides_which_operations_run_is_not_idle():
+    left = torch.ones(3)
+
+    def run(same):
+        left.copy_(left.new_ones(3) * 2 if torch.rand([]) < (2.0 if same else 0.5) else left.new_ones(3) + 1)
+
+    require_steady(lambda: run(True), nn.Identity(), left)
+    with pytest.raises(Unsteady):
+        require_steady(lambda: run(False), nn.Identity(), left)
 
 
 def test_another_hook_in_the_place_of_one_is_another_model():

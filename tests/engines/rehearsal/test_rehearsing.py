@@ -180,6 +180,59 @@ def test_another_way_by_what_is_given_keeps_examples_apart_too(way):
         ask(engine, batch, layout.parameters(model), Flat(1.0), layout)
 
 
+class Halved(torch.autograd.Function):
+    """Halves what comes back where something huge does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, signal):
+        return signal / (2 if signal.abs().max() > 100 else 1)
+
+
+FULL_OR_NOT, BYTES = (lambda given: given.all()), (lambda given: given.max() > 1)
+SLIGHT_WAYS = {
+    "an output where a mask is full": (FULL, FULL_OR_NOT, lambda x: x, lambda y, x: y + 1.0),
+    "a gradient where a mask is full": (FULL, FULL_OR_NOT, torch.detach, lambda y, x: y),
+    "an output beside a byte": (FULL.to(torch.uint8), BYTES, lambda x: x, lambda y, x: y + 1.0),
+    "a gradient beside a byte": (FULL.to(torch.uint8), BYTES, torch.detach, lambda y, x: y),
+    "an output beside huge ones where a mask is full": (
+        *(FULL, FULL_OR_NOT, lambda x: x),
+        lambda y, x: y + (x.detach().abs().max() > 10),
+    ),
+    "a gradient beside huge ones where a mask is full": (FULL, FULL_OR_NOT, Halved.apply, lambda y, x: y),
+}
+
+
+class Slight(nn.Module):
+    """On another way its outputs or its gradients alone are others."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        _, self.looks, self.inside, self.after = SLIGHT_WAYS[way]
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        other, hidden = bool(self.looks(given)), torch.tanh(self.first(x))
+        return self.after(self.last(self.inside(hidden)), x) if other else self.last(hidden)
+
+
+@pytest.mark.parametrize("way", SLIGHT_WAYS)
+def test_neither_outputs_nor_gradients_alone_are_others_on_another_way(way):
+    torch.manual_seed(0)
+    model, given = Slight(way), SLIGHT_WAYS[way][0]
+    data = TensorDataset(torch.randn(4, 3), given, torch.randint(2, (4,)))
+    model, _, loader = PrivacyEngine(reproducible=1).make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=4),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    with pytest.raises(Dependent, match="changes with the examples beside it"):
+        for x, mask, _ in loader:
+            model(x, mask)
+
+
 def test_another_way_by_a_layer_that_is_used_nowhere_else_keeps_examples_apart_too():
     class Seldom(nn.Module):
         def __init__(self) -> None:

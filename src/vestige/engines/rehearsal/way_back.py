@@ -77,9 +77,10 @@ def _differences(now: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> Iter
     """How far each parameter's gradient is from what it was, and how large that was; next to nothing counts as some."""
     sizes = {name: float(torch.linalg.vector_norm(gradient)) for name, gradient in alone.items()}
     least = 1e-3 * max(sizes.values(), default=0.0)
-    for name, gradient in alone.items():
-        off = float(torch.linalg.vector_norm(now.get(name, torch.zeros_like(gradient)) - gradient))
-        yield name, off, sizes[name] + least
+    for name in dict.fromkeys((*alone, *now)):  # a parameter that has no gradient has one of zeros
+        there = [each[name] for each in (now, alone) if name in each]
+        off = float(torch.linalg.vector_norm(there[0] - there[1] if len(there) == 2 else there[0]))
+        yield name, off, sizes.get(name, 0.0) + least
 
 
 def _pairs(
