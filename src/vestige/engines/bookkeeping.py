@@ -5,41 +5,29 @@ gradients of activations only. From a layer's input and the gradient of its outp
 once the clip has weighed the examples, one weighted sum per parameter. No example's gradient is materialised unless
 that is the cheaper way, and a frozen parameter costs nothing.
 
-Whether a model can be watched so is not assumed but rehearsed, once, on made-up examples (`rehearsal`). One that cannot
+That examples stay apart is proved at every pass, operator by operator (`example_axis`). A model that cannot be proved
 is left to the reference engine, and that is said.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from vestige.devices import slack
+from vestige.engines.example_axis import NotApart, Rows, Tracker
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import full_precision
 from vestige.engines.per_example.gradients import Gradient, change
-from vestige.engines.per_example.taps import Doubt, Sweep, Taps, eagerly, gradients, shapes_of
+from vestige.engines.per_example.taps import Proved, eagerly, gradients
+from vestige.engines.per_example.uses import Misfit
 from vestige.engines.reference import Reference, placed
-from vestige.engines.rehearsal.rehearsing import (
-    Dependent,
-    Rehearsal,
-    Rows,
-    Unclear,
-    Unwatchable,
-    WrongRule,
-    first_line,
-    left_as_found,
-    made_up,
-    raisings,
-    rehearsed,
-    single_axes,
-)
-from vestige.engines.writes import Writes
+from vestige.engines.tracked_functions import CLASSES, NUMBERS, TrackedFunctions
 from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
@@ -53,10 +41,10 @@ class BookKeeping:
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
         self.model, self.loss, self.layout, self.form = model, loss, layout, form
         self.reference = Reference(model, loss, layout, form)
-        self._taps: dict[Hashable, Taps | None] = {}
-        self._writes, self._changing = Writes(model), frozenset[str]()
-        self._doubted = self._said_compiled = False
-        """What was said is not said again: a doubt is met at every step, and in every layer."""
+        self.proved = Proved(model, layout)
+        self._left: set[str] = set()
+        """What was left to the reference engine: it is said once."""
+        self._said_compiled = False
 
     def __call__(
         self,
@@ -70,107 +58,59 @@ class BookKeeping:
         """As any engine; `terms` are those of the transform, where they are drawn already."""
         if terms is None and len(batch[0]):
             terms = terms_of(transform, parameters, batch)
+        if terms is None:
+            return self.reference(batch, parameters, clip, into, transform)
+        require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
+        self._say_compiled()
         with eagerly():
-            taps = None if terms is None else self.taps(terms[0].batch, max(term.views for term in terms))
-            if taps is None or terms is None:
-                return self.reference(batch, parameters, clip, into, transform)
             try:
-                found = self._added_up(taps, terms)
-            except Doubt as doubt:
-                self._require_reference(batch, str(doubt))
-                if not self._doubted:
-                    warnings.warn(f"{doubt}; such batches are left to the reference engine", stacklevel=2)
-                self._doubted = True
+                found = gradients([self.gradients_of(term) for term in terms], batch[0])
+            except (NotApart, Misfit) as problem:
+                if isinstance(problem, NotApart) and not problem.unknown:
+                    raise ValueError(
+                        f"the model or its loss mixes the examples of a batch: {problem}. No example's influence can be "
+                        "bounded: compute it of each example by itself"
+                    ) from None
+                self._say_left(str(problem))
                 return self.reference(batch, parameters, clip, into, transform)
         return add_weighted(found, clip, self.layout, into, len(batch[0]))
 
-    def taps(self, blank: Batch, views: int = 1) -> Taps | None:
-        """How this model is watched in its present mode, rehearsed on made-up examples of the first shapes met; None if
-        it cannot be."""
-        require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
-        mode = self.model.training, views > 1, single_axes(blank)
-        if mode not in self._taps:
-            self._taps[mode] = self._rehearsed(blank, views)
-        return self._taps[mode]
-
-    def gradients(self, taps: Taps, batch: Batch, parameters: Parameters, views: int = 1) -> dict[str, Gradient]:
-        """SENSITIVE: every parameter's per-example gradients at this point, each the mean over an example's views."""
-        return self._added_up(taps, [Term(1.0, parameters, batch, views)])
-
-    def _added_up(self, taps: Taps, terms: Sequence[Term]) -> dict[str, Gradient]:
-        before = self._writes.versions()
-        found = gradients(taps, [self._sweep(term) for term in terms], len(terms[0].batch[0]) // terms[0].views)
-        self._writes.require_unchanged(before, self._changing)
-        return found
-
-    def _sweep(self, term: Term) -> Sweep:
+    def gradients_of(self, term: Term) -> dict[str, list[Gradient]]:
+        """SENSITIVE: every parameter's per-example gradients at a point, each the mean over an example's views."""
         values = {name: value.detach() for name, value in term.point.items()}
-        shapes, weight = shapes_of(term.batch), term.weight / term.views
-        return Sweep(partial(self._losses, term.batch), values, shapes, term.views, weight)
+        return self.proved.gradients(self._losses, term.batch, values, term.views, term.weight / term.views)
 
-    def _losses(self, batch: Rows) -> Tensor:
+    def _losses(self, batch: Sequence[Tensor], tracker: Tracker) -> Tensor:
+        """Each example's own: by the rules, where the loss is made of torch's own, or taken apart."""
         args, named, targets = self.form.split(batch)
-        return example_losses(self.loss, self.model(*args, **named), targets)
+        with TrackedFunctions(tracker, inside=True):
+            outputs = self.model(*args, **named)
+            if takes_rows(self.loss, outputs):
+                found = self.loss(outputs, targets)
+                if isinstance(found, Tensor) and found.dim() == 1 and isinstance(tracker.labels.get(found), Rows):
+                    return found
+        return example_losses(self.loss, outputs, targets)
 
-    def _rehearsed(self, blank: Batch, views: int) -> Taps | None:
-        taps = Taps(self.model, self.layout)
+    def _say_compiled(self) -> None:
         if compiled_in(self.model) and not self._said_compiled:
             self._said_compiled = True
+            warnings.warn("per-example gradients need eager mode: torch.compile is ignored", stacklevel=4)
+
+    def _say_left(self, problem: str) -> None:
+        if problem not in self._left:
+            self._left.add(problem)
             warnings.warn(
-                "the model is compiled, but private steps run it uncompiled: a compiled graph would run past the uses "
-                "that are watched",
+                f"examples cannot be proved to stay apart ({problem}): such steps are left to the reference engine, "
+                "which runs them one by one, exact but slow",
                 stacklevel=4,
             )
-        try:
-            found = self._tried(taps, blank, views)
-        except (Unwatchable, Unclear) as problem:
-            self._require_reference(blank, str(problem))
-            warnings.warn(
-                f"the model cannot be watched ({problem}): every step is left to the reference engine, which is exact "
-                "but slow",
-                stacklevel=4,
-            )
-            return None
-        taps.kinds, taps.recorded, taps.shapes = dict(found.kinds), found.recorded, shapes_of(blank)
-        self._changing |= found.changing
-        return taps
 
-    def _tried(self, taps: Taps, blank: Batch, views: int) -> Rehearsal:
-        """A rehearsal with whole numbers that the model takes."""
-        problems: list[Exception] = []
-        for raised in raisings(blank):
-            try:
-                made = partial(made_up, blank, device=blank[0].device, raised=raised)
-                return rehearsed(taps, self._losses, made, views)
-            except (Dependent, Unwatchable, WrongRule):
-                raise
-            except Exception as problem:
-                problems.append(problem)
-        if isinstance(problems[0], Unclear):
-            raise problems[0]
-        raise ValueError(
-            f"the model or its loss cannot be run on made-up examples of the data's shapes: {first_line(problems[0])}"
-        ) from problems[0]
 
-    def _require_reference(self, blank: Batch, unwatched: str) -> None:
-        """What cannot be watched must at least run one example at a time: tried on made-up ones, so that a refusal
-        tells nothing of the data."""
-        point = {name: p.detach() for name, p in self.layout.parameters(self.model).items()}
-        into, problems = blank[0].new_zeros(self.layout.size, dtype=torch.float32), []
-        for raised in raisings(blank):
-            rows = made_up(blank, 2, 0, blank[0].device, raised)
-            try:
-                with left_as_found(self.model), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    self.reference(rows, point, Flat(1.0), into)
-                return
-            except Exception as problem:
-                problems.append(problem)
-        alone = first_line(problems[0]).split(". ")[0]
-        raise ValueError(
-            f"the model cannot be made private: {unwatched}; nor can it be run one example at a time ({alone}). Write "
-            "what is named here in another way"
-        ) from problems[0]
+def takes_rows(loss: Loss, outputs: object) -> bool:
+    """Whether a loss is one of torch's of numbers, which `tracked_functions` takes of each example."""
+    inner = loss.func if isinstance(loss, partial) else type(loss) if isinstance(loss, nn.Module) else loss
+    named = getattr(inner, "__module__", "") == "torch.nn.modules.loss"
+    return isinstance(outputs, Tensor) and (named or inner in NUMBERS) and inner not in (*CLASSES, nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def add_weighted(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vestige.engines.rehearsal.rehearsing import left_as_found
+from vestige.engines.module_snapshot import left_as_found
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vestige.engines.per_example.expressions import Kind, Observation, Operand, Pulled, tapped
+from vestige.engines.per_example.expressions import Kind, Operand, Pulled, tapped
 from vestige.engines.per_example.gradients import Dense, wide
 from vestige.engines.per_example.sequences import REGISTERED
-from vestige.engines.per_example.uses import Watched, known_kind
+from vestige.engines.per_example.uses import Watched
 
 ModuleRule = Callable[[Any, Sequence[Any], Tensor], Mapping[str, Tensor]]
 """(module, inputs, gradient of the output) -> {name of a parameter: each example's gradient, [examples, *shape]}."""
@@ -71,13 +71,12 @@ def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
             yield each.operand, Dense(_summed(called, name, found, each.operand, kind, examples, len(signals[0])))
 
     now = next(iter(watched.values())).now
-    key = now.key(called, tuple(name for each in watched.values() for name in each.operand.expression.names))
-    if now.observed is not None and not now.going_back:
-        now.observed[key] = Observation([tuple(output.shape)], [])
-    kind = known_kind(now, key, examples=True)
+    if isinstance(inputs.args[1], Tensor):
+        now.tracker.label_like(output, inputs.args[1])  # a rule answers for what its module computes
+    kind = now.kind((output,))
     if kind is None or kind.outputs[0].place != 0:
         raise TypeError(f"{called} has a rule, but its output has no examples on its first axis")
-    return tapped(now, key, kind, (output,), [given[place] for place in places], settle)
+    return tapped(now, called, kind, (output,), [given[place] for place in places], settle)
 
 
 def _summed(called: str, name: str, found: Any, operand: Operand, kind: Kind, examples: int, rows: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from vestige.engines.example_axis import Rows, Tracker
 from vestige.engines.per_example.expressions import quietly
+from vestige.engines.per_example.taps import require_unwritten
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
@@ -43,9 +46,7 @@ class Reference:
         if not self._in_turn:
             try:
                 return add_clipped(self._at_once(grad(self.example_loss), batch, parameters), clip, self.layout, into)
-            except RuntimeError as problem:  # a model that looks at its numbers, or an autograd.Function
-                if not any(word in str(problem) for word in ("vmap", "functorch")):
-                    raise
+            except RuntimeError:  # a model that looks at its numbers, an autograd.Function, rows of different lengths
                 self._in_turn = True
         return add_clipped(self._one_by_one(batch, parameters), clip, self.layout, into)
 
@@ -54,12 +55,28 @@ class Reference:
             return vmap(field, in_dims=(None, *(0 for _ in batch)), randomness="different")(parameters, *batch)
 
     def _one_by_one(self, batch: Batch, parameters: Parameters) -> Parameters:
+        """Each example by itself; what is left of one afterwards, in the model or anywhere else, is refused: the next
+        one could see it."""
         leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         rows = []
-        for example in zip(*batch, strict=True):
-            with torch.enable_grad():
-                loss = self.example_loss(leaves, *example)
-                rows.append(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True))
+        for place, example in enumerate(zip(*batch, strict=True)):
+            tracker = Tracker(strict=False)
+            own = [part.clone() for part in example]
+            for part in own:
+                tracker.labels.set(part, Rows(-1, 1, len(batch[0]), 0, place))
+            with torch.enable_grad(), tracker:
+                loss = self.example_loss(leaves, *own)
+                found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+            require_unwritten(self.model, tracker, leaves)
+            rows.append([each.clone() for each in found])
+            del loss, found, own, part
+            if tracker.labels.alive():
+                gc.collect()
+                if tracker.labels.alive():
+                    raise ValueError(
+                        "the model or its loss keeps something of an example for later passes: no noise covers what "
+                        "others learn from it. Keep no tensors of a forward pass"
+                    )
         return {name: torch.stack(each) for name, each in zip(leaves, zip(*rows, strict=True), strict=True)}
 
     def example_loss(self, parameters: Parameters, *example: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vestige.engines.bookkeeping import BookKeeping
-from vestige.engines.writes import Writes
+from vestige.engines.example_axis import Labels, NotApart, Tracker
+from vestige.engines.independence import require_independent
+from vestige.engines.per_example.taps import require_unwritten
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Parameters, Transform, usable_norms, weights
 
@@ -78,18 +79,11 @@ def check_labels(blank: Sequence[Tensor]) -> None:
         )
 
 
-def require_rows_of_their_own(model: nn.Module, blank: Sequence[Tensor]) -> None:
-    """Refuse a model that mixes examples or keeps something of them, by a rehearsal on made-up ones."""
-    engine = BookKeeping(model, functional.cross_entropy, Layout.of(model))
-    engine.taps([blank[0], blank[1].long()])
-
-
 class SecondMoments:
     """Sums of clipped second moments, as an engine sums clipped gradients.
 
     Formal guarantees: adding or removing one example moves the sum by at most the clip's bound in the 2-norm, to
-    rounding in float64, if the modules before the head make each row of its own example
-    (`require_rows_of_their_own`). A row that is not finite, and a label that is none of the classes, contribute exactly
+    rounding in float64: that the modules before the head make each row of its own example is proved. A row that is not finite, and a label that is none of the classes, contribute exactly
     zero.
     """
 
@@ -98,7 +92,24 @@ class SecondMoments:
 
     def __init__(self, model: nn.Module) -> None:
         self._rows, self._head = head_of(model)
-        self._writes = Writes(model)
+        self._labels, self._batches = Labels(), 0
+
+    def _own_rows(self, inputs: Tensor) -> Tensor:
+        """What the modules before the head make of each example. Raises ValueError where that is not proved."""
+        tracker, inputs = Tracker(self._labels), inputs.clone()
+        self._batches += 1
+        tracker.label_rows(inputs, len(inputs), self._batches)
+        try:
+            with tracker:
+                rows: Tensor = self._rows(inputs)
+            label = tracker.rows(rows)
+        except NotApart as problem:
+            raise ValueError(f"the model before its head mixes examples: {problem}") from None
+        require_unwritten(self._rows, tracker, {})
+        if label is not None and (label.axis, label.inner, label.first) != (0, 1, 0):
+            raise ValueError("the model before its head does not give one row for each example, in their order")
+        self._labels.prune()
+        return rows
 
     @torch.no_grad()
     def __call__(
@@ -111,9 +122,7 @@ class SecondMoments:
         width, classes = self._head.in_features, self._head.out_features
         if len(inputs) == 0:
             return into.new_zeros(0, 1, dtype=torch.float64)
-        before = self._writes.versions()
-        rows = self._rows(inputs).double()
-        self._writes.require_unchanged(before, ())
+        rows = self._own_rows(inputs).double()
         labels = labels.long()  # a narrower type would wrap the number of classes
         known = (labels >= 0) & (labels < classes)
         targets = functional.one_hot(torch.where(known, labels, 0), classes).double() - 1 / classes

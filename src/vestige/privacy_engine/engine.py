@@ -25,19 +25,16 @@ from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.per_example.taps import floating
 from vestige.engines.planted import Canaries, check_count
-from vestige.engines.recorded.recording import sizes_of
-from vestige.engines.rehearsal.rehearsing import endings
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
-from vestige.mechanism.losses.criteria import batch_mean, counts_targets, of_torch
+from vestige.mechanism.losses.criteria import batch_mean
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import METHODS, build
 from vestige.optim.rules import OPTIMIZERS, Rule
 from vestige.privacy_engine.coverage import require_covered
-from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch, private_loader
+from vestige.privacy_engine.loaders import draws_per_epoch, private_loader
 from vestige.privacy_engine.optimizer_step import PrivateSteps, inner
-from vestige.privacy_engine.outputs import of_rows
 from vestige.privacy_engine.parts import (
     AnyRows,
     Parts,
@@ -269,8 +266,7 @@ class PrivacyEngine:
             loop.shards.lay_out(layout)
             loop.forget()
         each = max(1, people // group.size)
-        sizes = sizes_of(each, rate, largest) if poisson_sampling else [expected]
-        recorded = sizes if self._record and loop is None else ()
+        recorded: tuple[int, ...] = ()
         planted = None
         if self._audit is not None:
             planted = Canaries(self._audit, layout, next(module.parameters()).device, self._canary_key)
@@ -302,7 +298,6 @@ class PrivacyEngine:
                 parts,
                 self._audit or 0,
                 group,
-                endings(module)[-1],
             )
         return wrapper, optimizer, data_loader
 
@@ -406,8 +401,7 @@ class PrivacyEngine:
         Class weights and ignored targets then decide about their own example only; the divisor is public. Give it the
         model's outputs as they are. Of a function of your own it stays an assumption that it sees nothing but them.
         """
-        mean = batch_mean(loss)
-        return of_rows(mean, counts_targets(loss)) if of_torch(loss) else mean
+        return batch_mean(loss)
 
     def guarantee(self, delta: float) -> accounting.Guarantee:
         """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""
@@ -708,8 +702,7 @@ def _named(kind: type[Optimizer]) -> str:
 
 
 def _largest_part(module: nn.Module, loader: DataLoader[Any], method: Method) -> int:
-    collate = CollateEmpty(loader.dataset, loader.collate_fn or default_collate)
-    blank = collate([])
+    blank = (loader.collate_fn or default_collate)([loader.dataset[0]])
     if not (isinstance(blank, list | tuple) and len(blank) > 1 and all(isinstance(part, Tensor) for part in blank)):
         raise ValueError("max_physical_batch_size='auto' tries out batches (inputs..., targets): give a number")
     population = len(loader.dataset)  # type: ignore[arg-type]

@@ -7,7 +7,10 @@ everybody's divisor, and that is refused.
 
 from __future__ import annotations
 
-from vestige.engines.per_example.taps import Shapes
+from collections.abc import Iterable
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the tensors of a call, without the axis of examples."""
 
 
 class Lengths:
@@ -20,12 +23,15 @@ class Lengths:
     def vary(self) -> bool:
         return len(self._averaged) > 1
 
-    def met(self, shapes: Shapes, averaged: int | None) -> None:
-        """A loss of a batch of these shapes. Raises ValueError if its divisor is the batch's length."""
-        own = self._averaged.setdefault(shapes, set())
-        if averaged is None:
-            return
-        own.add(averaged)
+    def met(self, shapes: Shapes, averaged: Iterable[int]) -> None:
+        """A loss of a batch of these shapes, of means over so many numbers of a row. Raises ValueError if the divisor
+        is the batch's length."""
+        self._averaged.setdefault(shapes, set())
+        for each in averaged:
+            self._met(shapes, each)
+
+    def _met(self, shapes: Shapes, averaged: int) -> None:
+        self._averaged[shapes].add(averaged)
         others = [counts for each, counts in self._averaged.items() if each != shapes and counts]
         if others and not any(averaged in counts for counts in others):
             before = max(max(counts) for counts in others)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, Sampler
-from torch.utils.data import default_collate as torch_collate
+from torch.utils.data import DataLoader, Sampler
 
 from vestige.privacy_engine.parts import Part, Parts
 from vestige.processes.group import ALONE, Processes
@@ -82,8 +75,9 @@ class PrivateBatches(Sampler[list[int]]):
             pieces = [joined[i : i + size] for i in range(0, len(joined), size)] or [[]]
             for number, piece in enumerate(pieces):
                 last = number == len(pieces) - 1
-                self.parts.announce(Part(draw, number, last, len(piece), planted if last else ()))
-                yield piece
+                part = Part(draw, number, last, len(piece), planted if last else ())
+                self.parts.announce(part)
+                yield piece + [piece[0] if piece else 0] * (part.rows - len(piece))
 
 
 class PrivateLoader(DataLoader[Any]):
@@ -93,8 +87,9 @@ class PrivateLoader(DataLoader[Any]):
         batches: Any = self.batch_sampler
         with batches.parts.handed_out() as hand_out:
             for batch in super().__iter__():
-                hand_out()
+                hand_out(batch)
                 yield batch
+                batches.parts.pause()
 
 
 def draws_per_epoch(rate: float) -> int:
@@ -110,10 +105,9 @@ def private_loader(
     parts: Parts,
     planted: int = 0,
     group: Processes = ALONE,
-    ending: int | None = None,
 ) -> DataLoader[Any]:
     """The user's loader with private samples instead of its own batches; everything else as it was. Of several
-    processes each gets its own examples of every draw. `ending` is a token that sequences may have to end with."""
+    processes each gets its own examples of every draw."""
     dataset: Any = loader.dataset
     steps = draws_per_epoch(sampling.rate)
     batches = PrivateBatches(len(dataset), sampling, randomness, steps, physical_batch, parts, planted, group)
@@ -121,7 +115,7 @@ def private_loader(
         dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,
-        collate_fn=CollateEmpty(dataset, loader.collate_fn or torch_collate, ending),
+        collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
@@ -148,61 +142,3 @@ def _prepared(loader: DataLoader[Any]) -> DataLoader[Any]:
     from accelerate.state import PartialState
 
     return prepare_data_loader(loader, PartialState().device, num_processes=1, process_index=0, put_on_device=True)
-
-
-class CollateEmpty:
-    """Collates an empty sample into one made-up row: an example lends its shapes, and nothing else of it is kept."""
-
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[Any], Any], ending: int | None = None) -> None:
-        self.dataset, self.collate, self.ending = dataset, collate, ending
-
-    def __call__(self, rows: Any) -> Any:
-        if not _empty(rows):
-            return self.collate(rows)
-        several = getattr(self.dataset, "__getitems__", None)
-        made = made_up_row(self.collate(several([0]) if several else [self.dataset[0]]))
-        ids = made.get("input_ids") if isinstance(made, Mapping) else None
-        if self.ending is not None and isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1]:
-            ids[:, -1] = self.ending
-        return made
-
-
-def _empty(rows: Any) -> bool:
-    """Whether nothing was fetched: no rows, or, of a dataset that fetches several as one, tensors of none."""
-    if isinstance(rows, list):
-        return not rows
-    first = next(iter(rows.values() if type(rows) is dict else rows), None) if type(rows) in (dict, tuple) else None
-    if isinstance(first, Tensor) and first.ndim and len(first):
-        return False
-    leaves = tree_leaves(dict(rows) if isinstance(rows, Mapping) else rows)
-    parts = [part for part in leaves if isinstance(part, Tensor | np.ndarray) and part.ndim]
-    return bool(parts) and all(len(part) == 0 for part in parts)
-
-
-def made_up_row(batch: Any, name: str = "") -> Any:
-    """A batch of the same shapes without anything of its examples: zeros, and ones where masks are. What it cannot look
-    into is refused: it would be handed out as it is."""
-    if isinstance(batch, Tensor):
-        return torch.ones_like(batch) if "mask" in name else torch.zeros_like(batch)
-    if isinstance(batch, np.ndarray):
-        return np.ones_like(batch) if "mask" in name else np.zeros_like(batch)
-    if isinstance(batch, MutableMapping):  # a tokenizer's too
-        made = copy.copy(batch)
-        for key, value in batch.items():
-            made[key] = made_up_row(value, str(key))
-        return made
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(made_up_row(value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(made_up_row(value) for value in batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        other: Any = copy.copy(batch)  # type: ignore[arg-type]
-        for each in dataclasses.fields(batch):
-            object.__setattr__(other, each.name, made_up_row(getattr(batch, each.name), each.name))
-        return other
-    if batch is None or isinstance(batch, str | bytes | int | float | bool):
-        return None if batch is None else type(batch)()
-    raise ValueError(
-        f"nobody is in this sample, and of what the loader's collate_fn makes, a {type(batch).__name__}, no row can be "
-        "made up: let it return tensors, arrays, numbers and texts in lists, tuples, dicts or dataclasses"
-    )

@@ -11,9 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from vestige.privacy_engine.tracking import Tracking
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,9 @@ class Part:
 
     @property
     def rows(self) -> int:
-        """How many rows are handed out: an empty draw is one made-up row, which counts for nothing."""
-        return max(1, self.size)
+        """How many rows are handed out: at least two, so that an axis of examples can be told from one of a single
+        entry. Rows beyond the part's own are real ones of weight zero."""
+        return max(2, self.size)
 
 
 class Parts:
@@ -50,6 +54,8 @@ class Parts:
         self._steps, self._left = steps, steps
         self.listener: Callable[[], None] = lambda: None
         """Called whenever a part is drawn."""
+        self.tracking: Tracking | None = None
+        """Follows what is made of the batches that are handed out."""
         self.restart: Callable[[int], None] = lambda draw: None
         """Lets the loader go on with a draw; its sampler sets this."""
 
@@ -58,17 +64,25 @@ class Parts:
         self.listener()
 
     @contextmanager
-    def handed_out(self) -> Iterator[Callable[[], None]]:
+    def handed_out(self) -> Iterator[Callable[[Any], None]]:
         """Inside, parts are drawn ahead of their use: they wait until they are handed to the user, one by one."""
         self._ahead, self.over = deque(), False
         try:
             yield self._hand_out
         finally:
             self._ahead, self.over = None, True
+            self.pause()
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, batch: Any) -> None:
         if self._ahead:
             self._drawn.append(self._ahead.popleft())
+            if self.tracking is not None:
+                self.tracking.hand_out(batch, self._drawn[-1].rows)
+
+    def pause(self) -> None:
+        """Nothing of a batch is computed now: the next one is fetched."""
+        if self.tracking is not None:
+            self.tracking.stop()
 
     def forget(self) -> None:
         """The loader starts anew: what was drawn and not used never will be."""

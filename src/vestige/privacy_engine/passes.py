@@ -1,8 +1,8 @@
 """What do the user's own forward and backward passes leave? Every example's gradient, in factored form.
 
 For the length of the user's forward pass the model's trainable parameters are watched, so that `loss.backward()`
-computes the gradients of activations only. What cannot be watched, or is about examples that did not come through the
-private loader, is refused before anything is released.
+computes the gradients of activations only. What cannot be proved to keep examples apart, or is about examples that did
+not come through the private loader, is refused before anything is released.
 """
 
 from __future__ import annotations
@@ -21,32 +21,29 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
+from vestige.engines.example_axis import Mixed, NotApart, Rows, untracked
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.expressions import ANCHOR, Pass
 from vestige.engines.per_example.gradients import Gradient, change, combine
-from vestige.engines.per_example.taps import Shapes, floating
+from vestige.engines.per_example.taps import Taps, eagerly, require_unwritten
+from vestige.engines.per_example.uses import Misfit, Watched
 from vestige.engines.planted import TOGETHER, Canaries
-from vestige.engines.writes import Versions, Writes
+from vestige.engines.tracked_functions import ReadNumber
 from vestige.entrances import Entrance, stand_at
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
-from vestige.privacy_engine.calls import ONE_BY_ONE, Call, CallForm, flat, form_of
+from vestige.privacy_engine.calls import DIVISORS, ONE_BY_ONE, Call
 from vestige.privacy_engine.coverage import require_noised
-from vestige.privacy_engine.labels import Labelled, Labels
-from vestige.privacy_engine.lengths import Lengths
-from vestige.privacy_engine.outputs import End, Reduction, Rowless, watch_backward_passes
-from vestige.privacy_engine.parts import Part, Parts, require_known_processes, require_no_accumulation
-from vestige.privacy_engine.recorded.recorder import Asked, Recorder
-from vestige.privacy_engine.recorded.recordings import Replay, Uses
+from vestige.privacy_engine.lengths import Lengths, Shapes
+from vestige.privacy_engine.outputs import End, NotPerExample
+from vestige.privacy_engine.parts import AnyRows, Part, Parts, require_known_processes, require_no_accumulation
+from vestige.privacy_engine.tracking import Tracking
 from vestige.processes.loops import ShardedLoop
 from vestige.processes.plan import fsdp_in, silence_wrapper
 from vestige.processes.shards import ShardedSum
 
-Signals = Sequence[Tensor]
-UNCOMPILED = (
-    "the model is compiled, but its private passes run uncompiled: a compiled graph would run past the uses that are "
-    "watched"
-)
+Uses = dict[str, list[Gradient]]
+COMPILED = "per-example gradients need eager mode: torch.compile is ignored in private passes"
 
 
 @dataclass
@@ -56,35 +53,24 @@ class Pending:
     part: Part
     examples: int
     uses: Uses = field(default_factory=dict)
-    replay: Replay | None = None
-    """Where they were left instead, if the pass was a recorded one."""
 
     def add(self, uses: Uses) -> None:
         for name, gradients in uses.items():
             self.uses.setdefault(name, []).extend(gradients)
 
-    def unroll(self) -> None:
-        """Take the gradients out of the recordings' memory: more are to be added to them."""
-        if self.replay is not None:
-            replay, self.replay = self.replay, None
-            self.add(replay.unrolled())
-
 
 @dataclass
 class Open:
-    """A forward pass of the user's that is under way."""
+    """A forward pass of the user's."""
 
     now: Pass
-    form: CallForm
-    stack: ExitStack
-    buffers: Versions
     shapes: Shapes
     """Of what the model was called with, but for the rows."""
-    replay: Replay | None = None
-    """The recorded pass that takes its place."""
-    tasks: dict[int, Uses | None] = field(default_factory=dict)
-    """What each backward pass through it has brought so far; None if that is in the recordings' memory."""
-    dropped: bool = False
+    stack: ExitStack = field(default_factory=ExitStack)
+    tasks: dict[int, Uses] = field(default_factory=dict)
+    """What each backward pass through it has brought so far."""
+    expected: tuple[int, int] | None = None
+    """What public tensors were promoted to rows by, in the forward pass."""
 
 
 class PrivateEntrance(Entrance):
@@ -105,11 +91,11 @@ def private_call(passes: Passes, compiled: bool, args: Any, kwargs: Any) -> Any:
     """A call of a private module that gradients are asked of; also where it was to be `compiled`."""
     if (compiled or passes.compiled) and not passes.said_compiled:
         passes.said_compiled = True
-        warnings.warn(UNCOMPILED, stacklevel=2)
+        warnings.warn(COMPILED, stacklevel=2)
     module = passes.module
     attributes, forward = vars(module), module.forward
     own = attributes.get("forward")
-    attributes["forward"] = passes.entered(forward)
+    attributes["forward"] = partial(passes.run, forward)
     try:
         return module._call_impl(*args, **kwargs)
     finally:
@@ -143,10 +129,9 @@ class Passes:
         itself; `canaries` are those that draws name, added once a sum outside all passes. Of a `sharded` module this
         is about the twin that its passes run in."""
         self.module, self.layout, self.sharded = module, layout, sharded
-        self._recorder = Recorder(module, self.layout, clip, sizes, self.vector)
         self._vector: Tensor | None = None
-        self._labels = Labels(module, tokens)
-        self._labelled: tuple[Labelled, dict[str, Tensor]] | None = None
+        self.tracking = Tracking(tokens)
+        self._taps = Taps(module, layout)
         self._clip, self._said, self.parts, self.canaries = clip, reduction, parts, canaries
         self.total: RunningSum | ShardedSum | None = None
         """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
@@ -157,20 +142,15 @@ class Passes:
         self.lengths = Lengths()
         self.assumed = False
         """Whether a loss was met of which something must be assumed."""
-        self._writes = Writes(module)
         self._pending: list[Pending] = []
-        self._forms: dict[Any, CallForm] = {}
-        self._open: Open | None = None
-        self._forward = module.forward
         self._recomputing: list[ExitStack] = []
         self.busy = self.said_compiled = False
         self.compiled = compiled_in(module)
         """Whether it was when it became private."""
-        watch_backward_passes()
         parts.listener = self._uncompile
+        parts.tracking = self.tracking
         self.settle()
-        module.register_forward_pre_hook(self._before, with_kwargs=True)
-        module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(self._refuse_copies)
 
     def __deepcopy__(self, memo: Any) -> Passes:
         """A copy of the model, to be averaged or evaluated, does not copy the books: its hooks lead here."""
@@ -206,8 +186,8 @@ class Passes:
         return {name: p.detach() for name, p in found.items()}
 
     def settle(self) -> None:
-        """No pass is under way: close what was interrupted, and see that the next one reaches the hooks."""
-        self._abandon()
+        """No pass is under way: close what was interrupted, and see that the next one comes here."""
+        self.tracking.stop()
         for stack in self._recomputing:  # of backward passes that failed
             stack.close()
         self._recomputing = []
@@ -258,9 +238,6 @@ class Passes:
 
     def forget(self) -> None:
         """Nothing of the draw was added up, and no pass is left to be."""
-        for each in self._pending:
-            if each.replay is not None:
-                each.replay.over()
         self._pending, self.total, self._closed = [], None, None
 
     def _add_up(self, total: RunningSum | ShardedSum, draw: int, last: bool) -> None:
@@ -277,19 +254,18 @@ class Passes:
     def _shares(self, total: RunningSum | ShardedSum) -> Iterator[Callable[[], object]]:
         """What the passes since the last call of `step` left, few examples at once: each call adds some."""
         for each in self._pending:
-            if each.replay is not None:
-                if each.part.size:
-                    yield partial(each.replay.clip, each.examples, total)  # type: ignore[arg-type]
-                each.replay.over()
-            elif each.part.size and each.uses:
+            if each.part.size and each.uses:
                 gradients = {name: combine(parts) for name, parts in each.uses.items()}
+                real = torch.arange(each.examples, device=self.device) < each.part.size
                 for first in range(0, each.examples, LARGEST_SUM):
                     rows = min(LARGEST_SUM, each.examples - first)
-                    few = gradients
+                    few, own = gradients, real
                     if rows < each.examples:
                         cut = itemgetter(slice(first, first + rows))
                         few = {name: change(gradient, cut) for name, gradient in gradients.items()}
-                    yield partial(add_weighted, few, self._clip, self.layout, total.place(rows), rows)
+                        own = real[first : first + rows]
+                    blank = None if each.part.size == each.examples else own
+                    yield partial(add_weighted, few, self._clip, self.layout, total.place(rows), rows, blank)
 
     def _plant(self, numbers: Tensor) -> None:
         """Add the canaries of a draw to its sum, clipped like everybody's gradient."""
@@ -307,60 +283,37 @@ class Passes:
         self.total = self._closed = None
         return found
 
-    def _finished(self, part: Part, examples: int, uses: Uses | None, replay: Replay | None) -> None:
+    def _finished(self, part: Part, examples: int, uses: Uses) -> None:
         """A backward pass is complete. Several about one part add up before they are clipped: each example once."""
         self.parts.use(part)
         if not (self._pending and self._pending[-1].part is part):
-            self._pending.append(Pending(part, examples, replay=replay if uses is None else None))
-            uses = uses or {}
-        held = self._pending[-1]
-        if uses:
-            held.unroll()
-            held.add(uses)
-        elif uses is None and replay is not None:
-            held.add(replay.unrolled())
+            self._pending.append(Pending(part, examples))
+        self._pending[-1].add(uses)
 
-    # --- a forward pass begins ----------------------------------------------------------------------------------------
+    # --- forward ------------------------------------------------------------------------------------------------------
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        asked = asks(module)
-        if module is not self.module:
-            if asked:
-                raise ValueError("module is a copy of a private model: load its state_dict into a new one to train it")
-            return None
-        if self.busy:
-            return None
-        if self._open is not None:
-            self._abandon()
-            if module.training:
-                raise ValueError("a forward pass of the model began inside another, or after one that was interrupted")
-        if not asked:
-            return None
-        modules = modules_of(module)
-        self._require_usable(modules)
-        leaves, tree = flat(args, kwargs)
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            raise ValueError(
-                "an input of the private model requires a gradient: what comes before the model would be trained on "
-                "gradients of examples without noise. Make it part of the module, or detach the input; to train a "
-                "generator against a private discriminator, call the discriminator in eval mode"
-            )
-        labelled, labels = self._with_labels(args, kwargs)
-        if labelled is not None:
-            kwargs = labelled.given(kwargs)
-            leaves, tree = flat(args, kwargs)
-        call = Call(leaves, tree)
-        form = self._form(call)
-        self._begin(form, call, modules, labelled is not None)
-        self._labelled = None if labelled is None else (labelled, labels)
-        return args, kwargs
+    def _refuse_copies(self, module: nn.Module, args: Any) -> None:
+        if module is not self.module and asks(module):
+            raise ValueError("module is a copy of a private model: load its state_dict into a new one to train it")
 
-    def _with_labels(self, args: Any, kwargs: Any) -> tuple[Labelled | None, dict[str, Tensor]]:
-        self.busy = True
-        try:
-            return self._labels.of(args, kwargs)
-        finally:
-            self.busy = False
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass, with parameters watched and every operator followed."""
+        self._require_usable(modules_of(self.module))
+        call = Call.of(args, {name: value for name, value in kwargs.items() if name not in DIVISORS})
+        label = self._label(call)
+        draws = torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        for promoting in (True, False):
+            try:
+                return self._pass(forward, call, label, promoting)
+            except (NotApart, Misfit, TypeError) as problem:
+                if not (promoting and self.tracking.tracker.promoted):
+                    if isinstance(problem, TypeError):
+                        raise
+                    raise ValueError(f"the model cannot be made private in this loop: {problem}. {ONE_BY_ONE}") from None
+                torch.set_rng_state(draws[0])
+                if draws[1] is not None:
+                    torch.cuda.set_rng_state(draws[1], self.device)
+        raise AssertionError("without promotions nothing is tried again")
 
     def _require_usable(self, modules: Sequence[nn.Module]) -> None:
         require_no_accumulation()
@@ -380,149 +333,152 @@ class Passes:
                 "dtype=torch.bfloat16, which needs no GradScaler"
             )
 
-    def _form(self, call: Call) -> CallForm:
-        key = (self.module.training, call.kind)
-        found = self._forms.get(key)
-        if found is None:
-            rows = {part.rows for part in self.parts.waiting()}
-            candidates = [len(leaf) for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.dim()]
-            length = next((each for each in candidates if each in rows), candidates[0] if candidates else 0)
-            self.busy = True
-            try:
-                found = self._forms[key] = form_of(self.module, self.layout, call, length)
-            finally:
-                self.busy = False
+    def _label(self, call: Call) -> Rows:
+        """The label of the examples that a call is about. Raises ValueError where an argument is not a row's own."""
+        tracking, names = self.tracking, call.names
+        tensors = [(place, leaf) for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)]
+        if any(leaf.requires_grad for _, leaf in tensors):
+            raise ValueError(
+                "an input of the private model requires a gradient: what comes before the model would be trained on "
+                "gradients of examples without noise. Make it part of the module, or detach the input; to train a "
+                "generator against a private discriminator, call the discriminator in eval mode"
+            )
+        for place, leaf in enumerate(call.leaves):
+            named = f"argument {names.get(place, place)!r} of the private model"
+            if isinstance(leaf, ReadNumber):
+                raise ValueError(
+                    f"{named} is a value of the examples that was read at {leaf.where}: no noise covers what follows "
+                    "from it. Give the model tensors, row by row, or public numbers"
+                )
+            label = tracking.label(leaf) if isinstance(leaf, Tensor) else None
+            if isinstance(label, Mixed):
+                raise ValueError(f"{named} is not a row's own: {label}. Compute it of each example by itself")
+        known = [label for label in (tracking.label(leaf) for _, leaf in tensors) if isinstance(label, Rows)]
+        if not known:
+            rows = self._rows([leaf for _, leaf in tensors])
+            tracking.label_arguments(call.leaves, rows)
+            self.assumed = self.assumed or not isinstance(self.parts, AnyRows)
+            tracking.start()
+            known = [Rows(0, 1, rows, tracking.batches)]
+        if any(label.batch != known[0].batch for label in known):
+            raise ValueError("arguments of the private model are rows of different batches: each step is about one batch")
+        for _, leaf in tensors:  # public values of as many rows, such as drawn time steps, are given row by row
+            if tracking.label(leaf) is None and leaf.dim() and len(leaf) == known[0].count and not leaf.is_floating_point():
+                tracking.labels.set(leaf, known[0]._replace(axis=0, inner=1, first=0))
+        return known[0]
+
+    def _rows(self, tensors: Sequence[Tensor]) -> int:
+        """How many rows a call has whose arguments came from no labelled batch."""
+        waiting = {part.rows for part in self.parts.waiting()}
+        candidates = [len(leaf) for leaf in tensors if leaf.dim()]
+        found = next((each for each in candidates if each in waiting), candidates[0] if candidates else 0)
+        if not found:
+            raise ValueError("none of the arguments of the private model is a tensor with a row for each example")
         return found
 
-    def entered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for the module's forward pass in a call: a replay, where a recorded pass takes its place."""
-        self._forward = forward
-        return partial(self._passed, forward)
-
-    def _passed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        opened = self._open
-        return forward(*args, **kwargs) if opened is None or opened.replay is None else opened.replay.outputs()
-
-    def _begin(self, form: CallForm, call: Call, modules: Sequence[nn.Module], replaced: bool) -> None:
-        """`replaced` says whether the model's own loss will be."""
-        rows = form.rows(call)
-        if rows == 0:
-            raise ValueError("the tensors that the model was called with have different numbers of rows, or none")
+    def _pass(self, forward: Callable[..., Any], call: Call, label: Rows, promoting: bool) -> Any:
         opened: Open
-        shapes = call.shapes(form.batched)
-        replay = self._recorder.begin(Asked(self._forward, form, call, replaced), rows, modules)
-        if replay is None:
-            now = form.taps.start(rows, self.point(), lambda uses: self._deliver(opened, uses), shapes)
-        else:  # nothing is delivered, and nobody but the user's graph holds on to what is opened
-            now = form.taps.start(rows, {}, lambda uses: None, shapes)
-        now.inside = False
-        stack = ExitStack()
-        opened = self._open = Open(now, form, stack, self._writes.versions(), shapes, replay)
-        if replay is None:
-            stack.enter_context(form.taps.watching(now))
+        rows, args = label.count, call.with_leaves(call.leaves)
+        with self.tracking.model(rows, label.batch, promoting) as tracker:
+            now = Pass(rows, self.point(), tracker, lambda uses: self._deliver(opened, uses), inside=False)
+            opened = Open(now, self._shapes(call), expected=tracker.expected)
+            with self._taps.watching(now):
+                outputs = forward(*args[0], **args[1])
+            require_unwritten(self.module, tracker, now.environment)
+            return self._ended(opened, outputs)
 
-    # --- it ends ------------------------------------------------------------------------------------------------------
+    def _shapes(self, call: Call) -> Shapes:
+        """Of all tensors, without the axis of examples where there is one."""
+        tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+        return tuple(tuple(leaf.shape[isinstance(self.tracking.label(leaf), Rows) :]) for leaf in tensors)
 
-    def _abandon(self) -> None:
-        """Close a pass that was interrupted before its end."""
-        if self._open is not None:
-            self._open.dropped = True
-            self._open.stack.close()
-            self._open = None
-
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
-        if self.busy or self._open is None or module is not self.module:
-            return outputs
-        opened, self._open = self._open, None
-        opened.stack.close()
-        if outputs is None:  # the forward pass has failed
-            opened.dropped = True
-            return outputs
-        self._check(opened)
-        alone = type(outputs) is Tensor
-        found, shape = ([outputs], None) if alone else tree_flatten(outputs)
-        places, rows = opened.form.outputs, opened.now.examples
-        if not all(place < len(found) and _has_rows(found[place], rows) for place in places):
-            opened.dropped = True
-            raise ValueError(f"the model's outputs are not as rehearsed: each must have {rows} rows")
-        for place in floating(found):
-            if place not in places:
-                found[place] = Rowless.apply(ANCHOR, found[place].detach())
+    def _ended(self, opened: Open, outputs: Any) -> Any:
+        """The outputs as the user gets them: what has rows leads back to them, losses are means over the examples."""
+        tracker, rows = opened.now.tracker, opened.now.examples
+        found, shape = tree_flatten(outputs)
+        places, labels = [], []
+        for place, leaf in enumerate(found):
+            if isinstance(leaf, Watched):
+                leaf = found[place] = leaf.operand.value
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                continue
+            label = tracker.labels.get(leaf)
+            if isinstance(label, Rows) and (label.count, label.first) == (rows, 0):
+                places.append(place)
+                labels.append(label)
+            else:
+                why = str(label) if label is not None else "it depends on no example"
+                found[place] = NotPerExample.apply(ANCHOR, leaf.detach(), why)
+        if not places:
+            mixed = next((str(label) for label in map(tracker.labels.get, _tensors(found)) if label is not None), None)
+            raise NotApart(mixed or "no output of the model has a row for each example")
         part = self.parts.take(rows)
-        reached = partial(self._reached, opened, part)
-        ends = End.apply(reached, ANCHOR, rows, self._said, *(found[place] for place in places))
-        for place, tensor in zip(places, ends, strict=True):
-            found[place] = tensor
-        outputs = found[0] if shape is None else tree_unflatten(found, shape)
-        if self._labelled is not None:
-            labelled, labels = self._labelled
-            self._labelled = None
-            return labelled.with_loss(outputs, labels)
-        return outputs
+        reached = partial(self._reached, opened, part, labels)
+        factor = rows if self._said == "mean" else 1
+        ends = End.apply(reached, ANCHOR, factor, *(found[place] for place in places))
+        for place, end, label in zip(places, ends, labels, strict=True):
+            reduction = tracker.scalar(found[place])
+            tracker.labels.set(end, label)
+            found[place] = end if reduction is None else end.sum() if reduction == "sum" else end.mean()
+        return tree_unflatten(found, shape)
 
-    def _check(self, opened: Open) -> None:
-        """The pass was what the rehearsal said, and left nothing behind."""
-        if opened.now.doubt is not None:
-            opened.dropped = True
-            raise ValueError(f"this pass of the model cannot be made private: {opened.now.doubt}. {ONE_BY_ONE}")
-        try:
-            self._writes.require_unchanged(opened.buffers, opened.form.rehearsal.changing)
-        except ValueError:
-            opened.dropped = True
-            raise
+    # --- backward -----------------------------------------------------------------------------------------------------
 
-    # --- the way back -------------------------------------------------------------------------------------------------
-
-    def _reached(self, opened: Open, part: Part | None, reduction: Reduction) -> Callable[[Signals], None] | None:
-        """A backward pass has come to the outputs of the model; if the pass was recorded, what takes it on."""
-        if opened.dropped:
-            raise ValueError("this backward pass goes through a forward pass of the model that was broken off")
+    def _reached(self, opened: Open, part: Part | None, labels: Sequence[Rows], signals: Sequence[Tensor]) -> None:
+        """A backward pass has come to the outputs of the model."""
         if part is None or not self.parts.usable(part):
             raise ValueError(
                 f"this pass of the model is about {opened.now.examples} rows, but {self.parts.expected()}: train on "
                 "the batches of the loader that make_private returned, each in one step, in order and leaving none out"
             )
-        self.lengths.met(opened.shapes, reduction.averaged)
-        self.assumed = self.assumed or not reduction.seen
-        opened.now.going_back = True
+        for label, signal in zip(labels, signals, strict=True):
+            own = self.tracking.label(signal)
+            if isinstance(own, Mixed):
+                raise ValueError(f"the loss is not each row's own: {own}. {OWN_LOSS}")
+            if own is not None and own != label:
+                raise ValueError(f"what comes back to the model's outputs belongs to other rows. {OWN_LOSS}")
+        tracker = self.tracking.tracker
+        if tracker.reductions and self._said not in tracker.reductions:
+            kind = next(iter(tracker.reductions))
+            raise ValueError(
+                f"loss_reduction={self._said!r}, but the loss is a {kind} over the batch: say loss_reduction={kind!r}"
+            )
+        self.lengths.met(opened.shapes, tracker.averaged)
         task = torch._C._current_graph_task_id()
         opened.tasks[task] = {}
         if opened.now.recomputes:
-            opened.stack.enter_context(opened.form.taps.watching(opened.now))
+            tracker.strict, tracker.expected = True, opened.expected
+            opened.stack.enter_context(self._taps.watching(opened.now))
             self._recomputing.append(opened.stack)
         Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
             partial(self._finish, opened, part, task)
         )
-        return None if opened.replay is None else partial(self._back, opened, opened.replay, task)
-
-    def _back(self, opened: Open, replay: Replay, task: int, signals: Signals) -> None:
-        if replay.went_back:  # the recordings' memory is for one backward pass
-            for each in self._pending:
-                each.unroll()
-        opened.tasks[task] = replay.back(signals)
 
     def _deliver(self, opened: Open, uses: Mapping[str, Gradient]) -> None:
         """Sorted by backward pass; one that fails leaves nothing."""
         held = opened.tasks[torch._C._current_graph_task_id()]
-        assert held is not None, "a recorded pass delivers nothing"
         for name, gradient in uses.items():
             held.setdefault(name, []).append(gradient)
 
     def _finish(self, opened: Open, part: Part, task: int) -> None:
         opened.stack.close()
+        self.tracking.tracker.strict, self.tracking.tracker.expected = False, None
         self._recomputing = [stack for stack in self._recomputing if stack is not opened.stack]
-        self._finished(part, opened.now.examples, opened.tasks.pop(task), opened.replay)
+        self._finished(part, opened.now.examples, opened.tasks.pop(task))
 
 
-def _has_rows(output: Any, rows: int) -> bool:
-    return isinstance(output, Tensor) and output.dim() > 0 and len(output) == rows
+OWN_LOSS = (
+    "Take the loss of each row by itself, then a sum or a mean with a public divisor; of losses that cannot be written "
+    "so: criterion = privacy_engine.criterion(loss)"
+)
+
+
+def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Elsewhere:
     """What is left of the books in a model that was saved whole and loaded again: an ordinary model."""
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _refuse_copies(self, module: nn.Module, args: Any) -> None:
         return None
-
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
-        return outputs

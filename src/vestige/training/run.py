@@ -20,10 +20,9 @@ from vestige.balance import Constants
 from vestige.checks import check_steps
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
-from vestige.engines.recorded.cuda_graphs import Captured
-from vestige.engines.recorded.recording import sizes_of
+from vestige.engines.cuda_graphs import Captured, sizes_of
 from vestige.engines.registry import InBfloat16, engine_by_name
-from vestige.engines.second_moments import SecondMoments, check_labels, layout_of, require_rows_of_their_own
+from vestige.engines.second_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.sharded import Sharded
 from vestige.layout import Layout
 from vestige.mechanism.charges import Charges
@@ -397,7 +396,6 @@ class Training:
             _check_solvable(method, settings, self.group)
             check_labels(examples.blank())
             self._asked = layout_of(model)
-            require_rows_of_their_own(model, examples.blank())
         self.canaries = _canaries(settings, method, self.layout, examples.device, shared.canaries)
         """Made-up rows, for an audit of this run."""
         self._population = examples.population + (settings.audit or 0)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from vestige.engines.example_axis import NotApart, Tracker, untracked
 from vestige.engines.per_example.gradients import Gradient
 from vestige.engines.per_example.kernels import aligned
 
@@ -67,76 +68,34 @@ def value_of(argument: Any) -> Any:
 
 @dataclass(frozen=True)
 class Axis:
-    """Where the examples are in a tensor: along which axis, which they may share with positions.
-
-    Where it is shared, the positions of one example lie side by side, or (`minor`) the examples of one position do.
-    """
+    """Where the examples are in a tensor: entry r of axis `place` belongs to example (r // inner) % examples."""
 
     place: int = 0
-    minor: bool = False
-    views: int = 1
-    """How many rows of a batch, side by side, are views of one example: to each example, so many more positions."""
+    inner: int = 1
 
     def first(self, tensor: Tensor, examples: int) -> Tensor:
         """[examples, positions, ...], the other axes in their order."""
         moved = tensor.movedim(self.place, 0) if self.place else tensor
-        if self.minor:
-            return moved.unflatten(0, (-1, examples, self.views)).transpose(0, 1).flatten(1, 2)
-        return moved.unflatten(0, (examples, -1))
+        if len(moved) == examples * self.inner:
+            return moved.unflatten(0, (examples, self.inner))
+        return moved.unflatten(0, (-1, examples, self.inner)).transpose(0, 1).flatten(1, 2)
 
     def alone(self, tensor: Tensor, examples: int) -> Tensor:
         """[examples, ...]: each example's part of the tensor, with all of its axes in place."""
         return self.first(tensor, examples).movedim(1, 1 + self.place)
 
-    def owners(self, tensor: Tensor, examples: int) -> Tensor:
-        """Whose each place along the axis is, in a shape that goes with the tensor's."""
-        size = tensor.shape[self.place]
-        places = torch.arange(size, device=tensor.device)
-        found = places // self.views % examples if self.minor else places // (size // examples)
-        return found.reshape(-1, *[1] * (tensor.dim() - 1 - self.place))
-
-    def confined(self, tensor: Tensor, examples: int, example: int) -> bool:
-        """Whether only this example's part of the tensor is not zero."""
-        if tensor.dim() <= self.place or tensor.shape[self.place] % examples:
-            return False
-        others = [each for each in range(examples) if each != example]
-        return not bool(self.first(tensor, examples)[others].count_nonzero())
+    def in_order(self, tensor: Tensor, examples: int) -> bool:
+        """Whether the first axis is the examples', and all rows of one lie side by side."""
+        return self.place == 0 and len(tensor) == examples * self.inner
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a rehearsal found out about a use of parameters and examples: where the examples are."""
+    """Where the examples are in a use of parameters and examples: from the labels of its tensors."""
 
     outputs: tuple[Axis, ...] = (Axis(),)
     operands: tuple[Axis | None, ...] = ()
     """Of the other tensors among its arguments: None where they hold no examples."""
-    rows: tuple[int, ...] = field(default=(), compare=False)
-    """How many rows of each output an example has, where the inputs have the rehearsed shapes; empty if unknown."""
-
-    def seen(self, views: int) -> Kind:
-        """The same, where each example is so many rows of the batch."""
-        if views == 1:
-            return self
-        outputs = tuple(replace(axis, views=views) for axis in self.outputs)
-        return Kind(outputs, tuple(axis and replace(axis, views=views) for axis in self.operands))
-
-
-Key = tuple[str, tuple[str, ...], int]
-"""A use in a pass: the function, the parameters it takes, and how many such uses came before it."""
-Kinds = Mapping[Key, Kind | None]
-"""What is known of the uses of a model: None where there are no examples in it, so that it is an expression again.
-
-Place -1 stands for every further use of a function and parameters whose known uses are all alike: of a longer sequence.
-"""
-
-
-@dataclass
-class Observation:
-    """What a rehearsal sees of one use: the shapes of its outputs and operands, and the gradients of its outputs."""
-
-    outputs: list[tuple[int, ...]]
-    operands: list[tuple[int, ...]]
-    signals: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
@@ -145,28 +104,48 @@ class Pass:
 
     examples: int
     environment: Environment
-    kinds: Kinds
+    tracker: Tracker
     deliver: Callable[[Mapping[str, Gradient]], None]
-    observed: dict[Key, Observation] | None = None
-    """In a rehearsal: what is seen of each use, for the first time or again."""
-    counts: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
-    recounts: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
-    doubt: str | None = None
-    """Why the pass, though it ran, cannot be used."""
     recomputes: bool = False
     """Whether activations are recomputed in the backward pass (checkpointing), where uses must be seen again."""
     kept_elsewhere: bool = False
     """Whether somebody other than torch's checkpointing has hooks on what is saved."""
-    usual: bool = False
-    """Whether the inputs have the shapes that were rehearsed: an example then has as many rows as it had there."""
     inside: bool = True
     """Whether the engine itself runs the pass; not if its user does."""
-    going_back: bool = False
-    """Whether the backward pass is under way: a use seen now is one that is recomputed, and has been counted."""
-    views: int = 1
-    """Rows of the batch to an example."""
     holders: dict[int, list[weakref.ref[Tensor]]] = field(default_factory=dict)
     """Functions of parameters that are alive, by the memory in which they lie."""
+
+    def axis(self, tensor: Tensor) -> Axis | None:
+        """Where the examples are in a tensor; None if it is public. Raises `NotApart` where they are mixed."""
+        label = self.tracker.rows(tensor)
+        if label is None:
+            return None
+        if label.count != self.examples or label.first or tensor.shape[label.axis] % (label.inner * label.count):
+            raise NotApart("a use of parameters is about some rows of the batch only")
+        return Axis(label.axis, label.inner)
+
+    def kind(self, outputs: Sequence[Tensor], operands: Sequence[Tensor] = ()) -> Kind | None:
+        """Where the examples are in a use; None if it is about parameters and public values alone."""
+        found = [self.axis(each) for each in outputs]
+        if all(each is None for each in found):
+            return None
+        if any(each is None for each in found):
+            raise NotApart("a use of parameters has outputs with and without examples")
+        return Kind(tuple(found), tuple(self.axis(each) for each in operands))  # type: ignore[arg-type]
+
+    def promote(self, value: Tensor, output: Tensor) -> None:
+        """A parameter that was spread along an axis of as many entries as there are examples is given to each of them."""
+        rank = output.dim() - value.dim()
+        for place, size in enumerate(output.shape):
+            if size == self.examples and (place < rank or value.shape[place - rank] == 1):
+                self.tracker.promote(output, place)
+                return
+
+    def require_own(self, axis: Axis, signal: Tensor) -> None:
+        """What comes back to a row must be public or that row's own. Raises `NotApart`."""
+        label = self.tracker.rows(signal)
+        if label is not None and (label.axis, label.inner, label.first) != (axis.place, axis.inner, 0):
+            raise NotApart("what comes back to a use of parameters is not its row's own gradient")
 
     def hold(self, tensor: Tensor) -> None:
         self.holders.setdefault(_memory(tensor), []).append(weakref.ref(tensor))
@@ -176,31 +155,6 @@ class Pass:
         place = _memory(tensor)
         alive = [each for each in (ref() for ref in self.holders.get(place, ())) if each is not None]
         return [each for each in alive if _memory(each) == place] if place else []
-
-    def require_count(self) -> None:
-        """A forward pass is over. Where the uses of one function and its parameters are not all alike, the place of a
-        use tells which it is: so there must be as many as were rehearsed."""
-        if self.observed is not None or self.going_back:
-            return
-        for use, count in self.counts.items():
-            if count == 1 and (*use, 1) not in self.kinds:
-                continue
-            rehearsed: list[Kind | None] = []
-            while (*use, len(rehearsed)) in self.kinds:
-                rehearsed.append(self.kinds[*use, len(rehearsed)])
-            if count != len(rehearsed) and any(kind != rehearsed[0] for kind in rehearsed):
-                names = ", ".join(use[1])
-                self.doubt = self.doubt or f"{use[0]} of {names} is not used as often as in the rehearsal"
-
-    def key(self, function: str, names: tuple[str, ...]) -> Key:
-        use = function, names
-        if self.going_back:  # in their order again, as far as they are recomputed together
-            place = self.recounts.get(use, 0)
-            self.recounts[use] = place + 1
-            return *use, place % self.counts.get(use, 1)
-        place = self.counts.get(use, 0)
-        self.counts[use] = place + 1
-        return *use, place
 
 
 def _memory(tensor: Tensor) -> int:
@@ -237,40 +191,24 @@ ANCHOR = torch.zeros((), requires_grad=True)
 PRODUCTS = frozenset({"linear", "matmul", "addmm"})
 
 
-def tapped(now: Pass, key: Key, kind: Kind, outputs: Sequence[Tensor], saved: Sequence[Tensor], settle: Settle) -> Any:
+def tapped(now: Pass, name: str, kind: Kind, outputs: Sequence[Tensor], saved: Sequence[Tensor], settle: Settle) -> Any:
     """The outputs of a use as the model goes on with them; what comes back to them is settled and delivered."""
     if not torch.is_grad_enabled():
         return outputs[0] if len(outputs) == 1 else outputs  # nothing comes back, as in ordinary training
-    problem = _unfit(now, kind, outputs)
-    if problem is not None:
-        now.doubt = now.doubt or f"{key[0]} of {', '.join(key[1])} {problem}"
-        return outputs[0] if len(outputs) == 1 else outputs
     if recomputed():
         now.recomputes, now.kept_elsewhere = True, now.kept_elsewhere or not _by_checkpointing()
 
     def record(saved: Sequence[Tensor], signals: Sequence[Tensor]) -> None:
         """What a backward pass through this use leaves."""
-        if now.observed is not None and key in now.observed:
-            now.observed[key].signals += signals
-            return
-        with torch.no_grad(), full_precision(signals[0]):
-            for operand, gradient in settle(kind.seen(now.views), now.examples, saved, signals):
+        for axis, signal in zip(kind.outputs, signals, strict=True):
+            now.require_own(axis, signal)
+        with untracked(), torch.no_grad(), full_precision(signals[0]):
+            for operand, gradient in settle(kind, now.examples, saved, signals):
                 now.deliver(operand.expression.pull(gradient, now.environment))
 
     record.inside = now.inside  # type: ignore[attr-defined]
-    record.multiplies = key[0] in PRODUCTS  # type: ignore[attr-defined]
+    record.multiplies = name in PRODUCTS  # type: ignore[attr-defined]
     return Tap.apply(record, ANCHOR, len(outputs), *outputs, *saved)
-
-
-def _unfit(now: Pass, kind: Kind, outputs: Sequence[Tensor]) -> str | None:
-    if now.observed is None and not now.going_back:
-        rows = kind.rows if now.usual and kind.rows else (None,) * len(outputs)
-        for output, axis, usual in zip(outputs, kind.outputs, rows, strict=True):
-            size = output.shape[axis.place] if output.dim() > axis.place else 0
-            examples = now.examples * now.views
-            if size == 0 or size % examples or (usual is not None and size != usual * examples):
-                return "did not give every example as many rows as every other"
-    return None
 
 
 _top_hooks: Callable[[bool], object] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

@@ -154,7 +154,7 @@ def einsum(equation: Any, *operands: Any) -> Ruled:
             tensor = wide(tensor)
             if label in labels:  # [examples, positions, the others]: the positions take the label's place
                 place = labels.index(label)
-                tensor = Axis(place, axis.minor).alone(tensor, examples)
+                tensor = Axis(place, axis.inner).alone(tensor, examples)
                 labels = "Z" + labels
             parts.append(tensor)
             names.append(labels)
@@ -335,7 +335,8 @@ def _tuple(value: Any, rank: int) -> tuple[int, ...]:
 
 def _folded(kind: Kind, tensor: Tensor, examples: int) -> Tensor:
     """The rows of a batch axis, those of an example side by side."""
-    return kind.outputs[0].first(tensor, examples).flatten(0, 1) if kind.outputs[0] != Axis() else tensor
+    axis = kind.outputs[0]
+    return tensor if axis.in_order(tensor, examples) else axis.first(tensor, examples).flatten(0, 1)
 
 
 def _per_channel(signal: Tensor, examples: int) -> Tensor:
@@ -634,7 +635,7 @@ def repeat(input: Any, *counts: Any) -> Ruled:
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
         axis = kind.outputs[0]
         rows, own = axis.alone(wide(signals[0]), examples), shape[axis.place]
-        if rows.shape[1 + axis.place] % own or (axis.minor and own > 1):
+        if rows.shape[1 + axis.place] % own or (axis.inner == 1 and own > 1):
             raise TypeError(f"a parameter of shape {tuple(input.value.shape)} holds something of each example")
         for place, size in enumerate(shape):
             rows = rows.unflatten(1 + place, (-1, size)).sum(dim=1 + place)
@@ -650,8 +651,13 @@ def expand_as(input: Any, other: Any) -> Ruled:
 def _broadcast(parameter: Operand, axis: Axis, signal: Tensor, examples: int) -> Tensor:
     """Each example's gradient of what was broadcast to the shape of the signal: [examples, *shape]."""
     shape = (1,) * (signal.dim() - parameter.value.dim()) + tuple(parameter.value.shape)
-    if len(shape) > signal.dim() or shape[axis.place] != 1:
-        raise TypeError(f"a parameter of shape {tuple(parameter.value.shape)} holds something of each example")
+    own = shape[axis.place]
+    if own != 1:  # it has entries of its own for every example, whose gradients are the others' zeros
+        owners = torch.arange(own, device=signal.device) // axis.inner % examples
+        apart = owners == torch.arange(examples, device=signal.device)[:, None]
+        each = torch.where(apart.view(examples, *[1] * axis.place, own, *[1] * (signal.dim() - axis.place - 1)), signal, 0)
+        over = [1 + place for place, size in enumerate(shape) if size == 1 and signal.shape[place] != 1]
+        return (each.sum(dim=over) if over else each).reshape(examples, *parameter.value.shape)
     rest = [size for place, size in enumerate(shape) if place != axis.place]
     rows = axis.first(signal, examples)
     over = [1, *(2 + place for place, size in enumerate(rest) if size == 1 and rows.shape[2 + place] != 1)]

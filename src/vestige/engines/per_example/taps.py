@@ -10,55 +10,37 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vestige.engines.per_example.expressions import ANCHOR, Environment, Kinds, Pass, Whole, full_precision
+import vestige.engines.operator_rules  # noqa: F401  (installs the rules)
+from vestige.engines.example_axis import Labels, NotApart, Tracker
+from vestige.engines.per_example.expressions import ANCHOR, Environment, Pass, Whole, full_precision
 from vestige.engines.per_example.gradients import Gradient, combine
-from vestige.engines.per_example.recorded_ways import recording, told
 from vestige.engines.per_example.sequences import composite_of, registered
-from vestige.engines.per_example.uses import Watched
+from vestige.engines.per_example.uses import Misfit, Watched
 from vestige.layout import Layout
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of inputs, without the axis of examples."""
 Holder = tuple[dict[str, Any], str]
 """Where a module keeps a parameter: its dictionary, and the key there."""
+Rows = Sequence[Tensor]
 
 
 class Taps:
-    """A model whose uses of trainable parameters can be watched; `kinds` is what a rehearsal found out about them."""
+    """A model whose uses of trainable parameters can be watched."""
 
-    def __init__(self, model: nn.Module, layout: Layout, kinds: Kinds | None = None) -> None:
-        self.model, self.layout, self.kinds = model, layout, dict(kinds or {})
-        self.recorded: Kinds | None = self.kinds
-        """The same where the model is told that it is recorded; None if it must not be."""
-        self.shapes: Shapes | None = None
-        """Of the inputs that were rehearsed."""
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.model, self.layout = model, layout
         self._holders = _holders(model, layout)
         found = ((module, composite_of(module)) for module in model.modules())
         self.ruled = _under_rules(model, layout)
         """Parameters whose gradients a rule of the user's makes: by name, the class that has it."""
         self._spelled = [(vars(module), partial(forward, module)) for module, forward in found if forward is not None]
-
-    def start(
-        self,
-        examples: int,
-        environment: Environment,
-        deliver: Callable[[Mapping[str, Gradient]], None],
-        shapes: Shapes | None = None,
-        views: int = 1,
-    ) -> Pass:
-        usual = shapes is not None and shapes == self.shapes
-        kinds = self.recorded if told() else self.kinds
-        now = Pass(examples, environment, self.kinds if kinds is None else kinds, deliver, usual=usual, views=views)
-        if kinds is None:
-            now.doubt = "the model goes another way where it is told that it is recorded"
-        return now
 
     @contextmanager
     def watching(self, now: Pass) -> Iterator[None]:
@@ -67,7 +49,6 @@ class Taps:
         tensors = {name: Watched.of(Whole((name,)), now.environment[name], now) for name in self._holders}
         with self.installed(tensors):
             yield
-        now.require_count()
 
     @contextmanager
     def installed(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -92,53 +73,97 @@ class Taps:
                     attributes["forward"] = own
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """A forward pass at some point, and a backward pass from its outputs times `weight`; each example has so many rows,
-    side by side, whose gradients add up."""
+class Proved:
+    """Runs a model and its losses with every operator followed, and takes each example's gradients.
 
-    outputs: Callable[[], Tensor]
-    environment: Environment
-    shapes: Shapes | None = None
-    """Of the batch, but for its rows."""
-    views: int = 1
-    weight: float = 1.0
-
-
-def gradients(taps: Taps, sweeps: Sequence[Sweep], examples: int) -> dict[str, Gradient]:
-    """Each parameter's per-example gradients, added up over the sweeps.
-
-    Raises `Doubt` where a pass was not what the rehearsal said.
+    Formal guarantees: what is returned for an example is a function of that example, of public values and of random
+    draws; otherwise `NotApart` or `Misfit` is raised, whatever the examples are.
     """
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.model, self.taps, self.labels = model, Taps(model, layout), Labels()
+        self.tracker = Tracker(self.labels)
+        self._batches = 0
+        """Labels of earlier batches stay: what a model keeps of them is not this batch's own."""
+
+    def gradients(
+        self, losses: Callable[[Rows, Tracker], Tensor], rows: Rows, environment: Environment, views: int, weight: float
+    ) -> dict[str, list[Gradient]]:
+        """The gradients of `weight` times each example's losses, which has `views` rows side by side."""
+        tracker = self.tracker
+        for promoting in (True, False):
+            tracker.promoted = 0
+            try:
+                return self._gradients(tracker, promoting, losses, rows, environment, views, weight)
+            except (NotApart, Misfit, TypeError):
+                if not tracker.promoted:
+                    raise
+        raise AssertionError("without promotions nothing is tried again")
+
+    def _gradients(
+        self,
+        tracker: Tracker,
+        promoting: bool,
+        losses: Callable[[Rows, Tracker], Tensor],
+        rows: Rows,
+        environment: Environment,
+        views: int,
+        weight: float,
+    ) -> dict[str, list[Gradient]]:
+        found: dict[str, list[Gradient]] = {}
+
+        def deliver(uses: Mapping[str, Gradient]) -> None:
+            for name, gradient in uses.items():
+                found.setdefault(name, []).append(gradient)
+
+        self._batches += 1
+        examples = len(rows[0]) // views
+        rows = [part.clone() if part.untyped_storage().nbytes() != part.nbytes else part for part in rows]
+        for part in rows:
+            tracker.label_rows(part, examples, self._batches, views)
+        tracker.expected = (examples, self._batches) if promoting and views == 1 else None
+        now = Pass(examples, environment, tracker, deliver)
+        try:
+            with self.taps.watching(now), torch.enable_grad(), tracker:
+                outputs = losses(rows, tracker)
+                label = tracker.rows(outputs)
+                if label is not None and (label.axis, label.inner, label.first) != (0, views, 0):
+                    raise NotApart("the losses are not in the order of the examples")
+                require_unwritten(self.model, tracker, environment)
+                if outputs.requires_grad:
+                    seed = torch.full_like(outputs, weight)
+                    torch.autograd.grad(outputs, [ANCHOR], seed, allow_unused=True)
+                require_unwritten(self.model, tracker, environment)
+        finally:
+            self.labels.prune()
+        return found
+
+
+def require_unwritten(model: nn.Module, tracker: Tracker, environment: Environment) -> None:
+    """Raise ValueError if a pass has left something of its examples in a parameter or buffer."""
+    held = [("buffer", *each) for each in model.named_buffers()]
+    held += [("parameter", name, p) for name, p in model.named_parameters() if not isinstance(p, Watched)]
+    held += [("parameter", name, value) for name, value in environment.items()]
+    for kind, name, tensor in held:
+        if tracker.labels.get(tensor) is not None:
+            raise ValueError(
+                f"{kind} {name!r} was changed by the forward pass: it holds something of the examples without noise "
+                "(as max_norm of an embedding does). Keep it out of the model, or do not change it while training"
+            )
+
+
+def gradients(each: Sequence[dict[str, list[Gradient]]], like: Tensor) -> dict[str, Gradient]:
+    """Each parameter's per-example gradients, added up over several passes."""
     uses: dict[str, list[Gradient]] = {}
-
-    def deliver(found: Mapping[str, Gradient]) -> None:
-        for name, gradient in found.items():
-            uses.setdefault(name, []).append(gradient)
-
-    for sweep in sweeps:
-        now = taps.start(examples, sweep.environment, deliver, sweep.shapes, sweep.views)
-        with taps.watching(now), torch.enable_grad():
-            outputs = sweep.outputs()
-            now.require_count()
-            if now.doubt is not None:
-                raise Doubt(now.doubt)
-            if now.kept_elsewhere and recording():
-                raise Doubt("activations are kept elsewhere")
-            now.going_back = True
-            if outputs.requires_grad:
-                seed = torch.full_like(outputs, sweep.weight)
-                torch.autograd.grad(outputs, [ANCHOR], seed, allow_unused=True)
-    with torch.no_grad(), full_precision(outputs):
+    for found in each:
+        for name, parts in found.items():
+            uses.setdefault(name, []).extend(parts)
+    with torch.no_grad(), full_precision(like):
         return {name: combine(parts) for name, parts in uses.items()}
 
 
 def shapes_of(batch: Sequence[Tensor]) -> Shapes:
     return tuple(tuple(part.shape[1:]) for part in batch)
-
-
-class Doubt(Exception):
-    """A pass was not what the rehearsal said it would be."""
 
 
 def _holders(model: nn.Module, layout: Layout) -> dict[str, list[Holder]]:
@@ -164,7 +189,7 @@ def _under_rules(model: nn.Module, layout: Layout) -> dict[str, str]:
 
 
 def eagerly() -> AbstractContextManager[object]:
-    """Compiled models run uncompiled here: a compiled graph would run past the uses that are watched."""
+    """Per-example gradients need eager mode; torch.compile is ignored."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     backends = getattr(dynamo, "cached_backends", {0: dynamo})  # who has ever called torch.compile
     compiling = any(backend is not None for backend in backends.values())

@@ -5,6 +5,7 @@ Modules need not be known for that: an RMSNorm, a LayerScale or a tied head is r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,9 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from vestige.engines.per_example.expressions import (
     LARGEST,
     Expression,
-    Key,
     Kind,
-    Observation,
     Operand,
     Pass,
     Pulled,
@@ -35,7 +34,7 @@ from vestige.engines.per_example.expressions import (
 )
 from vestige.engines.per_example.forms import COPIES, Derived, View, expressed
 from vestige.engines.per_example.gradients import Dense, Place, contiguous_strides
-from vestige.engines.per_example.rules import RULES, Rule, Ruled
+from vestige.engines.per_example.rules import RULES, Rule, Ruled, routed
 from vestige.engines.per_example.standardised import batch_normed, standardised
 
 CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
@@ -51,6 +50,10 @@ VIEWS = frozenset(
 """The same numbers in another shape: there are examples in none of them."""
 
 
+GIVEN = frozenset({Tensor.expand, Tensor.repeat, torch.broadcast_to, Tensor.expand_as})
+"""Functions by which a parameter is given to each example."""
+SAME_ROWS = frozenset({F.group_norm, F.instance_norm, routed})
+"""Functions whose output has its rows where the input has them."""
 MOST_WAYS = 4096
 IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__idiv__": "div"}
 MADE_ANEW = {"zero_": torch.zeros_like, "fill_": torch.full_like}
@@ -71,8 +74,6 @@ class Watched(Tensor):
     def becomes(self, other: Any) -> None:
         """It was changed in place, and so was what it is a part of."""
         if not isinstance(other, Watched):
-            if self.now.observed is not None:
-                return  # of a use that is new, it is not yet known that there are no examples in it
             raise Misfit(f"something of each example is written into a function of {self.operand.expression.names[0]}")
         parts, made = self._parts(), other
         if self.part_of is not None:
@@ -213,9 +214,7 @@ def _put(into: Tensor, index: Any, given: Watched) -> None:
         raise Misfit(f"a function of {given.operand.expression.names[0]} is written into something smaller")
     everywhere = given.expand(shape)
     if isinstance(everywhere, Watched):
-        if given.now.observed is None:  # in a rehearsal it is not yet known that there are examples in it
-            raise Misfit(f"a function of {given.operand.expression.names[0]} is written into a tensor of no examples")
-        everywhere = everywhere.operand.value
+        raise Misfit(f"a function of {given.operand.expression.names[0]} is written into a tensor of no examples")
     into[index] = everywhere if part else everywhere[index]
 
 
@@ -235,7 +234,8 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         args, kwargs = (args[0], *_plain(args[1:])), _plain_named(kwargs)
         if not isinstance(args[0], Operand):
             return function(*args, **kwargs)
-    if name in CUT:
+    if name in CUT or not torch.is_grad_enabled():
+        require_no_reentrant_checkpoint()
         return function(*_plain(args), **_plain_named(kwargs))
     if name == "requires_grad":
         return True
@@ -246,14 +246,24 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ruled = None if rule is None else _ruled(rule, name, names, args, kwargs)
     if ruled is None:
         return _without_rule(function, name, names, args, kwargs, now)
-    key = now.key(name, names)
-    kind = known_kind(now, key, _has_tensors(args, kwargs))
     output, saved, settle = ruled
-    if now.observed is not None and not now.going_back:
-        now.observed[key] = Observation([tuple(output.shape)], [])
+    if function in GIVEN:
+        now.promote(args[0].value, output)
+    elif function in SAME_ROWS and isinstance(args[0], Tensor):
+        now.tracker.label_like(output, args[0])  # of a kernel of our own, whose inside is not followed
+    kind = now.kind((output,))
     if kind is None:
         return _expression(function, name, args, kwargs, now)
-    return tapped(now, key, kind, (output,), saved, settle)
+    return tapped(now, name, kind, (output,), saved, settle)
+
+
+def require_no_reentrant_checkpoint() -> None:
+    """Reentrant checkpointing runs the model without gradients first, and differentiates it where nobody watches."""
+    frame: Any = sys._getframe(1) if not torch.is_grad_enabled() else None
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            raise Misfit("activations are checkpointed with use_reentrant=True: say use_reentrant=False")
+        frame = frame.f_back
 
 
 def _ruled(rule: Rule, name: str, names: tuple[str, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Ruled:
@@ -301,14 +311,6 @@ def _written(whole: Any, part: Any, index: Any) -> Any:
     return made
 
 
-def _has_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether anything but parameters is among the arguments: examples, most likely."""
-    return any(
-        isinstance(each, Tensor) or (type(each) in (list, tuple) and _has_tensors(each, {}))
-        for each in (*args, *kwargs.values())
-    )
-
-
 def _name(function: Any) -> str:
     """A function's name, or a property's."""
     name: str = function.__name__
@@ -332,16 +334,6 @@ def _plain_named(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: _plain([argument])[0] for key, argument in kwargs.items()}
 
 
-def known_kind(now: Pass, key: Key, examples: bool) -> Kind | None:
-    """What is known of a use; in a rehearsal it may be new, and is taken to hold examples if it looks so."""
-    known = key if key in now.kinds else (*key[:2], -1)
-    if known in now.kinds:
-        return now.kinds[known]
-    if now.observed is None:
-        now.doubt = now.doubt or f"{key[0]} of {', '.join(key[1])} was not met in the rehearsal"
-    return Kind() if examples else None
-
-
 def _without_rule(
     function: Any, name: str, names: tuple[str, ...], args: Sequence[Any], kwargs: dict[str, Any], now: Pass
 ) -> Any:
@@ -352,17 +344,13 @@ def _without_rule(
     outputs = [place for place, leaf in enumerate(found) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     if not outputs:
         return result
-    key = now.key(name, names)
-    kind = known_kind(now, key, bool(tensors))
-    if now.observed is not None and not now.going_back:
-        shapes = [tuple(found[place].shape) for place in outputs], [tuple(leaves[place].shape) for place in tensors]
-        now.observed[key] = Observation(*shapes)
+    kind = now.kind([found[place] for place in outputs], [leaves[place] for place in tensors])
     if kind is None:
         return _expression(function, name, args, kwargs, now)
     saved = [leaves[place] for place in tensors]
     settle = partial(_settle, function, leaves, spec, tensors, outputs)
     cut = [found[place].clone() for place in outputs]
-    reached = tapped(now, key, kind, cut, saved, settle)
+    reached = tapped(now, name, kind, cut, saved, settle)
     for place, tensor in zip(outputs, (reached,) if len(outputs) == 1 else reached, strict=True):
         found[place] = tensor
     return tree_unflatten(found, shape)
@@ -395,23 +383,13 @@ def _settle(
         back: Callable[..., tuple[Tensor, ...]] = vjp(partial(outputs_of, others), *values)[1]
         return back(tuple(signals))
 
-    axes = kind.operands or (None,) * len(saved)
+    axes = kind.operands
     chunk = max(1, LARGEST // max(1, sum(each.numel() for each in values)))
+    others = [t if axis is None else axis.alone(t, examples) for t, axis in zip(saved, axes, strict=True)]
+    back = [axis.alone(signal, examples) for axis, signal in zip(kind.outputs, signals, strict=True)]
     with _drawing_nothing(function):
-        if any(axis is not None for axis in axes):
-            others = [t if axis is None else axis.alone(t, examples) for t, axis in zip(saved, axes, strict=True)]
-            back = [axis.alone(signal, examples) for axis, signal in zip(kind.outputs, signals, strict=True)]
-            each = vmap(pulled, in_dims=([None if axis is None else 0 for axis in axes], 0), chunk_size=chunk)
-            found = each(others, back)
-        else:  # each example's part of the outputs is made together with everyone's: it alone has a gradient
-            owners = [axis.owners(signal, examples) for axis, signal in zip(kind.outputs, signals, strict=True)]
-            chunk = min(chunk, max(1, LARGEST // max(1, sum(signal.numel() for signal in signals))))
-
-            def of_one(example: Tensor) -> tuple[Tensor, ...]:
-                alone = [torch.where(own == example, s, 0.0) for s, own in zip(signals, owners, strict=True)]
-                return pulled(saved, alone)
-
-            found = vmap(of_one, chunk_size=chunk)(torch.arange(examples, device=signals[0].device))
+        each = vmap(pulled, in_dims=([None if axis is None else 0 for axis in axes], 0), chunk_size=chunk)
+        found = each(others, back)
     for place, gradients in zip(operands, found, strict=True):
         yield leaves[place], Dense(gradients)
 

@@ -1,10 +1,8 @@
-"""What must stay as it is for a recorded step to be the same step? Modes, numbers, functions, places, and chance.
+"""What must stay as it is for a captured pass to be the same pass? Modes, numbers, functions and places of the module.
 
-What a model's forward pass decides in Python (which layer to skip, say) is frozen in a recording. So a model that draws
-random numbers on the host is never recorded, unless they decide nothing (a layer is skipped with a chance of zero), nor
-one that changes itself; and what the model and the loss hold in Python (`standing`) is part of what is recorded.
-Numbers that are drawn on the GPU itself are drawn anew in every replay, and Python cannot decide by them without
-waiting for them, which ends a recording.
+What a forward pass decides in Python is frozen in a CUDA graph. So what the module and the loss hold in Python is part
+of what a graph is known by (`state_fingerprint`), and a module that draws random numbers on the host is captured only
+if they decide nothing. Numbers that are drawn on the GPU are drawn anew in every replay.
 """
 
 from __future__ import annotations
@@ -21,62 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from vestige.devices import seed_draws
-from vestige.engines.rehearsal.drawn import LARGEST, LEAST, Drawn, unsaid_draws
-from vestige.engines.rehearsal.ways import NUMBERS, Way
+from vestige.engines.example_axis import Tracker
 from vestige.layout import modules_of
 
-
-class Unsteady(Exception):
-    """The model draws random numbers on the host, or is not after a pass what it was before."""
-
-
-def host_draws() -> tuple[Any, ...]:
-    """The state of every generator on the host that a forward pass may draw from without saying so."""
-    return torch.get_rng_state().numpy().tobytes(), *unsaid_draws()
-
-
-def restore_host_draws(states: tuple[Any, ...]) -> None:
-    cpu, python, key, position = states
-    torch.set_rng_state(torch.frombuffer(bytearray(cpu), dtype=torch.uint8))
-    random.setstate(python)
-    np.random.set_state(cast(Any, ("MT19937", np.frombuffer(key, dtype=np.uint32), position)))  # noqa: NPY002
-
-
-def require_steady(
-    run: Callable[[], Any], model: nn.Module, left: Tensor, loss: Callable[..., Any] | None = None
-) -> Any:
-    """What `run` gives; what it computes is `left`. Raises `Unsteady`, and has drawn nothing on the host, if the model
-    lets itself be decided by what it draws there, or changes."""
-    before, kept = host_draws(), standing(model, loss)
-    found = run()
-    if host_draws() != before:
-        restore_host_draws(before)
-        if not _idle(run, left):
-            raise Unsteady
-    if standing(model, loss) != kept:
-        raise Unsteady
-    return found
-
-
-def _idle(run: Callable[[], Any], left: Tensor) -> bool:
-    """Whether the numbers between 0 and 1 that are drawn on the host decide nothing: the least and the largest stand
-    for them, and the same operations must give the same."""
-    seen = []
-    with torch.random.fork_rng([left.device] if left.is_cuda else []):
-        for number in (LEAST, LARGEST):
-            seed_draws(left.device, 0)
-            before = host_draws()
-            with Drawn(number), Way() as way:
-                run()
-            if host_draws() != before:  # otherwise than by torch.rand
-                restore_host_draws(before)
-                return False
-            seen.append(([function for function, *_ in way.steps], left.clone()))
-    (functions, least), (others, most) = seen
-    return functions == others and bool((most - least).norm() <= 1e-2 * least.norm())
-
-
+NUMBERS = frozenset({bool, int, float, str, torch.dtype, torch.device})
 OWN = frozenset(vars(nn.Module()))
 """What every module holds."""
 PLAIN = NUMBERS | frozenset({type(None), FunctionType, BuiltinFunctionType, MethodType})
@@ -86,13 +32,49 @@ EVERYWHERE = (
     *(hooks._global_backward_hooks, hooks._global_backward_pre_hooks),
 )
 """Hooks of every module there is."""
+LEAST, MOST = 0.0, 1.0 - 2.0**-24
+"""The least and the largest number that `torch.rand` draws."""
 
 
-def standing(
+class NotCapturable(Exception):
+    """The pass draws on the host, waits for the GPU, or changes its module."""
+
+
+def host_draws() -> tuple[Any, ...]:
+    """The state of every generator on the host."""
+    numpy = cast(tuple[Any, ...], np.random.get_state())  # noqa: NPY002
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy[1].tobytes(), numpy[2]
+
+
+def restore_host_draws(states: tuple[Any, ...]) -> None:
+    cpu, python, key, position = states
+    torch.set_rng_state(torch.frombuffer(bytearray(cpu), dtype=torch.uint8))
+    random.setstate(python)
+    np.random.set_state(cast(Any, ("MT19937", np.frombuffer(key, dtype=np.uint32), position)))  # noqa: NPY002
+
+
+def require_same_on_any_draw(run: Callable[[], object], tracker: Tracker) -> None:
+    """Raise `NotCapturable` if what a pass draws on the host decides which operators run: the least and the largest
+    number stand for all (a layer that is skipped with probability zero)."""
+    before, seen = host_draws(), []
+    try:
+        for number in (LEAST, MOST):
+            tracker.draw, tracker.sequence = number, []
+            run()
+            seen.append(tracker.sequence)
+    finally:
+        tracker.draw = tracker.sequence = None
+        python = random.getstate() == before[1] and host_draws()[2:] == before[2:]
+        restore_host_draws(before)
+    if not python or seen[0] != seen[1]:
+        raise NotCapturable("the model draws random numbers on the host that decide what it computes")
+
+
+def state_fingerprint(
     model: nn.Module, loss: Callable[..., Any] | None = None, modules: Sequence[nn.Module] | None = None
 ) -> tuple[Hashable, ...]:
-    """Modes, numbers, functions and hooks of every module, and where its tensors lie: a step recorded under other
-    ones is another step. Of the loss also what it closes over, its defaults and the globals it names.
+    """Modes, numbers, functions and hooks of every module, and where its tensors lie: a graph captured under other ones
+    is another pass. Of the loss also what it closes over, its defaults and the globals it names.
 
     Of whatever else a module holds (a configuration, a dictionary) the numbers are seen, and so are those that its
     forward pass names; what is deeper is not. `modules` are the model's, where they are known already.

@@ -1,0 +1,340 @@
+"""How does a step shed its launches on a GPU? It is captured once as a CUDA graph, and replayed.
+
+Capturing runs the step's Python once more, with every operator followed: what is replayed is what was proved. A graph
+has a fixed shape, but a Poisson sample has none: a batch is padded to one of a few sizes by rows of weight zero, copies
+of its first row, and texts are padded to one of a few lengths.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from math import ceil, floor, sqrt
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vestige.devices import tf32_convolutions, tf32_products
+from vestige.engines.bookkeeping import BookKeeping, add_weighted
+from vestige.engines.capture_guards import (
+    NotCapturable,
+    host_draws,
+    require_same_on_any_draw,
+    restore_host_draws,
+    state_fingerprint,
+)
+from vestige.engines.example_axis import NotApart
+from vestige.engines.host_transfers import HostTransfers, Sent
+from vestige.engines.per_example.taps import gradients
+from vestige.engines.per_example.uses import Misfit
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
+from vestige.mechanism.losses.criteria import BY_PLACE, Form, of_torch
+from vestige.mechanism.transforms import Term, only_mean, terms_of
+
+SECONDS = 3.0
+"""How long sizes are captured ahead; a size that was not reached is padded to the next one."""
+MOST_SIZES, DEVIATIONS = 10, 3
+"""Sizes of batches, and how far from its mean, in standard deviations, a sample is still of one of them."""
+MOST_GRAPHS = 64
+LENGTHS = ((64, 16), (256, 32), (1024, 128))
+"""Up to this length, texts are padded to multiples of that; beyond, to multiples of 256."""
+
+
+def sizes_of(population: int, rate: float, part: int | None = None) -> list[int]:
+    """The sizes to capture for Poisson samples that are taken whole, or in parts of at most so many: largest first."""
+    mean, deviation = population * rate, sqrt(population * rate * (1 - rate))
+    low, high = max(2, floor(mean - DEVIATIONS * deviation)), min(population, ceil(mean + DEVIATIONS * deviation))
+    if part is not None and part < high:
+        low, high = 2, part  # what is left over of a sample is as likely to be small as large
+    high = max(low, high)
+    step = ceil((high - low + 1) / MOST_SIZES)
+    return list(range(high, low - 1, -step))
+
+
+def capturable(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def captured(work: Callable[[], object], pool: Any, device: torch.device) -> torch.cuda.CUDAGraph:
+    """The GPU's part of some work, to be replayed; nothing is run."""
+    graph = torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[device.index or 0]
+    spare, stream = generator.clone_state(), torch.cuda.current_stream(device)
+    # cuBLAS keeps a workspace for each stream. The graph's own must not outlive its memory pool, and the one that it
+    # replaces would lie idle.
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        with _no_collection(), torch.cuda.graph(graph, pool=pool):
+            work()
+    except BaseException:
+        # A capture that breaks off leaves the generator unusable, its own stream the current one, and, before torch
+        # 2.12, the allocator in the belief that it goes on, so that no cached memory is ever given back.
+        torch.cuda.set_stream(stream)
+        generator.graphsafe_set_state(spare)
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        raise
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+    return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What Python's collector frees while a step is captured, an older graph above all, would break it off."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def give_back(device: torch.device) -> None:
+    """What nobody needs any more; of cuBLAS too, whose workspaces would be missed where they are freed later."""
+    if device.type == "cuda":
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def precision() -> tuple[Hashable, ...]:
+    """What a graph takes for granted of torch's settings."""
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    return tf32_products(), tf32_convolutions(), autocast
+
+
+def fill_rows(buffer: Tensor, rows: Tensor) -> None:
+    """Put rows into a buffer; its further rows are copies of the first, so that predicates over all keep their value."""
+    count = len(rows)
+    buffer[:count].copy_(rows)
+    if count < len(buffer):
+        buffer[count:].copy_(buffer[:1].expand(len(buffer) - count, *buffer.shape[1:]))
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def rounded_length(length: int) -> int:
+    step = next((step for most, step in LENGTHS if length <= most), 256)
+    return -(-length // step) * step
+
+
+def padded_lengths(module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, int]:
+    """To which length each text among a call's arguments is padded; none, if its model may take notice of that.
+
+    Models of transformers (and peft's around them) leave out what a mask leaves out: where a mask is given for what is
+    read, texts are padded further, by the model's own padding token, masked, with labels that are ignored. Padding
+    already rests on that assumption.
+    """
+    if type(module).__module__.split(".")[0] not in ("transformers", "peft") or "attention_mask" not in named:
+        return {}
+    texts = {name: leaf for name, leaf in named.items() if leaf.dim() == 2 and not leaf.is_floating_point()}
+    read = named["attention_mask"].shape[1]
+    longest = _most_positions(module)
+    decoder = hasattr(getattr(module, "config", None), "is_encoder_decoder") and module.config.is_encoder_decoder  # type: ignore[union-attr]
+    found = {}
+    for name, leaf in texts.items():
+        own = leaf.shape[1]
+        if own != read and not (decoder and name in ("labels", "decoder_input_ids", "decoder_attention_mask")):
+            return {}
+        found[name] = max(own, min(rounded_length(own), longest))
+    return found
+
+
+def _most_positions(module: nn.Module) -> int:
+    """How long texts may be, as far as the model tells: beyond a table a GPU does not refuse, but fails for good."""
+    config = getattr(module, "config", None)
+    prompts = any(getattr(each, "is_prompt_learning", False) for each in getattr(module, "peft_config", {}).values())
+    named = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    known = [each for each in named if type(each) is int]
+    tables = [
+        each.num_embeddings - 2
+        for name, each in module.named_modules()
+        if isinstance(each, nn.Embedding) and ("position" in name or name.endswith("wpe"))
+    ]
+    return 0 if prompts else min([*known, *tables], default=1 << 30)
+
+
+def behind_the_end(module: nn.Module, name: str) -> int:
+    """What texts are padded with: the model's padding token, a label that is ignored, nothing where masks are."""
+    token = getattr(getattr(module, "config", None), "pad_token_id", None)
+    if name == "labels":
+        return -100
+    return token if type(token) is int and name.endswith("input_ids") else 0
+
+
+def lengthened(module: nn.Module, named: Mapping[str, Tensor], to: Mapping[str, int]) -> dict[str, Tensor]:
+    return {
+        name: F.pad(leaf, (0, to[name] - leaf.shape[1]), value=behind_the_end(module, name)) if name in to else leaf
+        for name, leaf in named.items()
+    }
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+class Captured:
+    """The fast engine; on a GPU its steps are captured and replayed.
+
+    Batches of the sizes that were announced (`expect`) are captured ahead, when the first of them comes; other forms
+    when they come for the second time.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
+        self.engine = BookKeeping(model, loss, layout, form)
+        self.model, self.layout = model, layout
+        self._sizes: tuple[int, ...] = ()
+        self._graphs: dict[tuple[int, Hashable], CapturedStep] = {}
+        self._met: Counter[Hashable] = Counter()
+        self._captures, self._pool = True, None
+
+    def expect(self, sizes: Sequence[int]) -> None:
+        """Batches will be at most of these sizes, mostly: capture steps for them, largest first."""
+        self._sizes = tuple(sizes)
+
+    def __call__(
+        self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
+    ) -> Tensor:
+        if not (self._captures and isinstance(into, Tensor) and capturable(into.device) and len(batch[0])):
+            return self.engine(batch, parameters, clip, into, transform)
+        most = self._sizes[0] if self._sizes else 0
+        if transform is None and 0 < most < len(batch[0]):
+            parts = zip(*(part.split(most) for part in batch), strict=True)  # more than was expected
+            return torch.cat([self(part, parameters, clip, into) for part in parts])
+        terms = terms_of(transform, parameters, batch)
+        mean = only_mean(terms or ())
+        step = None if mean is None else self._step(self._lengthened(mean), clip, into)
+        if step is None or mean is None:
+            return self.engine(batch, parameters, clip, into, transform, terms)
+        return step(self._lengthened(mean).batch, clip, into)
+
+    def _lengthened(self, mean: Term) -> Term:
+        names = self.engine.form.names
+        target = mean.batch[-1]
+        if names is None or (target.dim() > 1 and not of_torch(self.engine.loss)):
+            return mean  # a loss of the user's may not know labels that are ignored
+        named = dict(zip((*names, "labels"), mean.batch, strict=True))
+        to = padded_lengths(self.model, named)
+        return Term(mean.weight, mean.point, tuple(lengthened(self.model, named, to).values()), mean.views)
+
+    def _step(self, mean: Term, clip: Clip, into: Tensor) -> CapturedStep | None:
+        """The captured step for a batch like this one; None if it is to run as it is."""
+        own = self.layout.parameters(self.model)
+        places = tuple(p.data_ptr() for p in mean.point.values())
+        if clip.recording is None or places != tuple(own[name].data_ptr() for name in mean.point):
+            return None  # a point elsewhere than the model's own parameters lies at a new address every time
+        shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
+        form = mean.views, shapes, places, clip.recording
+        key = form, precision(), state_fingerprint(self.model, self.engine.loss)
+        rows = len(mean.batch[0]) // mean.views
+        sizes = self._sizes or (padded_size(rows),)
+        fitting = [size for size, known in self._graphs if known == key and size >= rows]
+        if fitting:
+            return self._graphs[min(fitting), key]
+        self._met[form] += 1
+        first = not self._graphs
+        if len(self._graphs) >= MOST_GRAPHS or (not first and self._met[form] < 2):
+            return None
+        try:
+            wanted = sizes if first else [next((size for size in reversed(sizes) if size >= rows), sizes[0])]
+            self._capture(key, wanted, mean, clip, into)
+        except (NotApart, Misfit, NotCapturable, RuntimeError) as problem:
+            line = (str(problem) or type(problem).__name__).splitlines()[0]
+            if isinstance(problem, RuntimeError):
+                warnings.warn(f"the step cannot be captured as a CUDA graph ({line}); it runs as it is", stacklevel=4)
+            self._captures = False
+            self._graphs.clear()
+            return None
+        return self._step(mean, clip, into)
+
+    def _capture(self, key: Hashable, sizes: Sequence[int], mean: Term, clip: Clip, into: Tensor) -> None:
+        start, largest = time.monotonic(), None
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.device_of(into):
+            for rows in sizes:
+                if largest is not None and time.monotonic() - start > SECONDS:
+                    break
+                step = CapturedStep(self.engine, mean, clip, rows, into.device, largest)
+                step.capture(mean.batch, self._pool)
+                largest = largest or step
+                self._graphs[rows, key] = step
+
+
+class CapturedStep:
+    """SENSITIVE: it keeps its last batch, sum and norms. Steps on batches of up to so many examples, all at the same
+    addresses; of several in one memory (`within` that of the largest) only one can be at work."""
+
+    def __init__(
+        self, engine: BookKeeping, mean: Term, clip: Clip, rows: int, device: torch.device, within: CapturedStep | None
+    ) -> None:
+        self.engine, self.mean, self.rows, self.views = engine, mean, rows, mean.views
+        count = rows * mean.views
+        self.clip, self.bound = clip, None
+        if within is not None:
+            self.batch = [part[:count] for part in within.batch]
+            self.place, self.count, self.total = within.place[:rows], within.count, within.total
+            self.clip, self.bound, self.holds = within.clip, within.bound, within.holds
+        else:
+            self.batch = [part.new_zeros(count, *part.shape[1:]) for part in mean.batch]
+            self.place, self.count = torch.arange(rows, device=device), torch.zeros((), device=device)
+            self.total, self.holds = torch.zeros(engine.layout.size, device=device), [1.0]
+            if clip.flat_bound is not None:
+                self.bound = torch.ones((), dtype=torch.float64, device=device)
+                self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
+        self.norms: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, batch: Batch, clip: Clip, into: Tensor) -> Tensor:
+        assert self.graph is not None
+        assert self.norms is not None
+        self._load(batch)
+        if self.bound is not None and clip.flat_bound is not None:
+            wanted = clip.flat_bound
+            if type(wanted) is not float or wanted != self.holds[0]:
+                self.bound.fill_(wanted)
+                self.holds[0] = float(wanted)
+        self.graph.replay()
+        into.add_(self.total)
+        return self.norms[: len(batch[0]) // self.views].clone()
+
+    def capture(self, batch: Batch, pool: Any) -> None:
+        """Run once, proved; then captured, proved again. Raises where that cannot be."""
+        device, sent, before = self.total.device, Sent(), host_draws()
+        self._load([part[: self.rows * self.views] for part in batch])
+        with HostTransfers(device, sent):
+            self._run()
+        if host_draws() != before:
+            restore_host_draws(before)
+            require_same_on_any_draw(self._run, self.engine.proved.tracker)
+        give_back(device)
+        with HostTransfers(device, sent, given=True):
+            self.graph = captured(self._run, pool, device)
+        restore_host_draws(before)
+
+    def _load(self, batch: Batch) -> None:
+        for mine, part in zip(self.batch, batch, strict=True):
+            fill_rows(mine, part)
+        self.count.fill_(len(batch[0]) // self.views)
+
+    def _run(self) -> None:
+        self.total.zero_()
+        term = Term(self.mean.weight, self.mean.point, tuple(self.batch), self.views)
+        found = gradients([self.engine.gradients_of(term)], self.total)
+        real = self.place < self.count
+        self.norms = add_weighted(found, self.clip, self.engine.layout, self.total, self.rows, real)
+
+
+def padded_size(examples: int) -> int:
+    """The next multiple of a power of two that is at most an eighth of it, so that there are few sizes."""
+    step = max(8, 1 << max(0, examples.bit_length() - 4))
+    return -(-examples // step) * step

@@ -1,0 +1,439 @@
+"""Which axis of a tensor counts the examples? Every tensor of a pass has a label, and one rule per operator moves it.
+
+A label says which example each number of a tensor depends on:
+
+- no label: public. It depends on no example: parameters, buffers, constants, positions, random draws.
+- `Rows`: entry r of one axis belongs to example (r // inner + first) % count, and depends on that example alone.
+- `Mixed`: it depends on several examples, or on an operator that has no rule. It remembers where that came about.
+
+Labels belong to memory, not to Python objects: a storage is cut into units of equal length that belong to the examples
+in turn, so that every view of it has a label without a rule of its own, and what is written through a view is known of
+the whole. Labels of earlier batches stay for as long as their memory is alive: rows of another batch are not this row's
+own.
+
+Formal guarantees: if every operator of a pass has a sound rule (`operator_rules`), then a tensor labelled `Rows` is a
+function of public values and, for each entry, of that entry's example. Backward passes run under the same rules.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Sizes of a tensor; its strides and its offset in its storage, in bytes."""
+OUTSIDE = tuple(os.path.dirname(module.__file__ or "") for module in (torch, sys.modules["vestige"]))
+"""Folders whose lines are never the user's."""
+
+
+class Rows(NamedTuple):
+    """Entry r of `axis` belongs to example (r // inner + first) % count of a batch; if axis is -1, all of it belongs to
+    example `first`."""
+
+    axis: int
+    inner: int
+    count: int
+    batch: int
+    first: int = 0
+
+    def at(self, axis: int) -> Rows:
+        return self._replace(axis=axis)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A value that depends on several examples."""
+
+    operator: str
+    where: str
+    """File and line of the first call outside torch and this package."""
+    why: str = "mixes examples"
+    unknown: bool = False
+    """Whether that is not known: the operator has no rule, or shows values to Python."""
+
+    def __str__(self) -> str:
+        return f"{self.operator} at {self.where} {self.why}"
+
+
+Label = Rows | Mixed
+
+
+class NotApart(Exception):
+    """A value that must be one example's own is not, or (`unknown`) cannot be proved to be."""
+
+    def __init__(self, problem: str | Mixed, unknown: bool = False) -> None:
+        super().__init__(str(problem))
+        self.unknown = problem.unknown if isinstance(problem, Mixed) else unknown
+
+
+class Region(NamedTuple):
+    """The number at address a of a storage belongs to example ((a - start) // unit) % count."""
+
+    start: int
+    unit: int
+    count: int
+    batch: int
+
+    def rows(self, geometry: Geometry) -> Rows | None:
+        """The label of a view with this geometry; None if its examples do not lie along one axis."""
+        sizes, strides, offset = geometry
+        start, unit, count, batch = self
+        period = unit * count
+        first, within = divmod(offset - start, unit)
+        axis, inner = -1, 1
+        for place in sorted(range(len(sizes)), key=strides.__getitem__):
+            size, stride = sizes[place], strides[place]
+            if size == 1:
+                if stride == unit and axis < 0 and (count == 1 or _none_wider(sizes, strides, unit, period)):
+                    axis, inner = place, 1
+                continue
+            if stride == 0 or stride % period == 0 or within + stride * (size - 1) < unit:
+                within += stride * (size - 1) if stride % period else 0
+                continue
+            if axis >= 0 and sizes[axis] > 1:
+                return None
+            if stride == unit:
+                axis, inner = place, 1
+            elif unit % stride == 0 and within < stride and size % (unit // stride) == 0:
+                axis, inner = place, unit // stride
+            else:
+                return None
+        if axis < 0 and count == 1 and sizes:
+            axis, inner = 0, sizes[0]  # of one example alone: every axis is its own
+        return Rows(axis, inner, count, batch, first % count)
+
+
+def _none_wider(sizes: Sequence[int], strides: Sequence[int], unit: int, period: int) -> bool:
+    """Whether no axis of more than one entry crosses units: then an axis of one entry holds the examples."""
+    return not any(n > 1 and s and s % period and s * (n - 1) >= unit for n, s in zip(sizes, strides, strict=True))
+
+
+@dataclass
+class Memory:
+    """What is known of one storage."""
+
+    ref: StorageWeakRef
+    """Keeps the storage's address from being used again while its label is kept."""
+    region: Region | Mixed | None
+    known: dict[Geometry, Label] = field(default_factory=dict)
+    """Labels of views; of those that no region describes, the only place where they are kept."""
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    width = tensor.element_size()
+    return tuple(tensor.size()), tuple([width * step for step in tensor.stride()]), width * tensor.storage_offset()
+
+
+class Labels:
+    """The labels of all memory that depends on examples."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, Memory] = {}
+        self.identity: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Storages that hold 0, 1, 2, ...: an index by them, entry by entry, is the identity."""
+
+    def get(self, tensor: Tensor) -> Label | None:
+        memory = self._memory.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        if memory is None:
+            return None
+        geometry = geometry_of(tensor)
+        found = memory.known.get(geometry)
+        if found is None:
+            found = memory.known[geometry] = self._derived(memory.region, geometry)
+        return found
+
+    @staticmethod
+    def _derived(region: Region | Mixed | None, geometry: Geometry) -> Label:
+        if isinstance(region, Mixed):
+            return region
+        found = None if region is None else region.rows(geometry)
+        return found or mixed("a view", "takes entries of several examples out of their order")
+
+    def set(self, tensor: Tensor, label: Label) -> None:
+        """Label memory that is new."""
+        storage, geometry = tensor.untyped_storage(), geometry_of(tensor)
+        region = self._region(label, geometry)
+        memory = self._memory[storage._cdata] = Memory(StorageWeakRef(storage), region)
+        memory.known[geometry] = label
+
+    @staticmethod
+    def _region(label: Label, geometry: Geometry) -> Region | Mixed | None:
+        if isinstance(label, Mixed):
+            return label
+        sizes, strides, offset = geometry
+        if label.axis < 0:
+            unit = max(1, offset + sum(max(n - 1, 0) * s for n, s in zip(sizes, strides, strict=True)) + 64)
+            return Region(-label.first * unit, unit, label.count, label.batch)
+        unit = strides[label.axis] * label.inner
+        region = Region(offset - label.first * unit, unit, label.count, label.batch)
+        return region if unit and (0 in sizes or region.rows(geometry) == label) else None
+
+    def write(self, tensor: Tensor, label: Label | None) -> None:
+        """Something with this label was written to a tensor; its storage may hold more than that."""
+        storage = tensor.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+        if whole or memory is None:
+            if label is not None:
+                self.set(tensor, label)
+            elif memory is not None:
+                del self._memory[storage._cdata]
+            return
+        if label is None or label == self.get(tensor):
+            return
+        where = label if isinstance(label, Mixed) else mixed("a write", "puts examples beside others")
+        memory.region, memory.known = where, {}
+
+    def prune(self) -> None:
+        """Forget memory that nobody holds any more."""
+        self._memory = {key: each for key, each in self._memory.items() if not each.ref.expired()}
+        self.identity = {key: each for key, each in self.identity.items() if not each[0].expired()}
+
+    def alive(self) -> bool:
+        """Whether somebody holds memory that depends on examples."""
+        self.prune()
+        return bool(self._memory)
+
+    def clear(self) -> None:
+        self._memory.clear()
+        self.identity.clear()
+
+
+def mixed(operator: str, why: str = "mixes examples", unknown: bool = False) -> Mixed:
+    return Mixed(operator, users_line(), why, unknown)
+
+
+def users_line() -> str:
+    """The nearest line that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(OUTSIDE) and not file.startswith("<"):
+            return f"{os.path.join(*file.split(os.sep)[-2:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a backward pass"
+
+
+@dataclass(frozen=True)
+class Read:
+    """A value of an example that Python looked at."""
+
+    operator: str
+    where: str
+
+
+SPARED = ("transformers/masking_utils.py",)
+"""Files whose questions about a mask only skip work: both answers give the same numbers, so "no" is answered."""
+
+
+def spared(function: Callable[..., Any]) -> bool:
+    """Whether the value is asked for in a place where the answer makes no difference to the result."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(OUTSIDE):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.endswith(SPARED)
+
+
+class Tracker(TorchDispatchMode):
+    """Follows the labels of all tensors through the operators that run inside.
+
+    `reads` lists what Python looked at. With `strict`, a look raises `NotApart`: inside a model it would decide for
+    everybody.
+    """
+
+    def __init__(self, labels: Labels | None = None, strict: bool = True) -> None:
+        super().__init__()
+        self.labels, self.strict = labels or Labels(), strict
+        self.reads: list[Read] = []
+        self.averaged: set[int] = set()
+        """Over how many numbers of an example means were taken."""
+        self.reductions: set[str] = set()
+        """How losses of a loop were reduced over the batch."""
+        self.scalars: dict[int, str] = {}
+        """Storages of losses that a model would have reduced to one number, and that have one for each example; and how
+        it would have reduced them."""
+        self.draw: float | None = None
+        """What is drawn on the host in place of a random number between 0 and 1, to see whether that decides anything."""
+        self.sequence: list[Any] | None = None
+        """The operators that have run, where somebody wants to know."""
+        self.answer: bool | None = None
+        """What is answered where a question only skips work (`SPARED`); None: the truth."""
+        self.expected: tuple[int, int] | None = None
+        """The number of examples, and the number of their batch: public tensors of as many rows are promoted to rows,
+        which is sound of any public value, so that parameters meet them row by row."""
+        self.promoted = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spares a wrapper around every operator: private passes are never compiled."""
+        return False
+
+    def label_rows(self, tensor: Tensor, count: int, batch: int, inner: int = 1) -> None:
+        """The tensor's first axis counts the examples, each with `inner` rows side by side."""
+        self.labels.set(tensor, Rows(0, inner, count, batch))
+
+    def promote(self, tensor: Tensor, axis: int | None = None) -> None:
+        """Take a new public tensor for rows, one for each example, along the first axis of as many entries."""
+        if self.expected is None or (axis is None and self.expected[0] not in tensor.shape):
+            return
+        self.promoted += 1
+        self.labels.set(tensor, Rows(tensor.shape.index(self.expected[0]) if axis is None else axis, 1, *self.expected))
+
+    def scalar(self, tensor: Tensor) -> str | None:
+        """How a model would have reduced this loss, which has a number for each example."""
+        return self.scalars.get(tensor.untyped_storage()._cdata) if self.scalars and tensor.dim() == 1 else None
+
+    def label_like(self, tensor: Tensor, other: Tensor) -> None:
+        """The tensor has its rows where the other one has them."""
+        label = self.labels.get(other)
+        if label is not None:
+            self.labels.set(tensor, label)
+
+    def rows(self, tensor: Tensor) -> Rows | None:
+        """The label of a tensor that may be public or rows. Raises `NotApart`."""
+        label = self.labels.get(tensor)
+        if isinstance(label, Mixed):
+            raise NotApart(label)
+        return label
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.sequence is not None:
+            self.sequence.append(func)
+            if self.draw is not None and func is RAND and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+                return func(*args, **kwargs).fill_(self.draw)
+        get = self.labels.get
+        for each in args:
+            if isinstance(each, Tensor):
+                if get(each) is not None:
+                    break
+            elif type(each) is list and any(isinstance(one, Tensor) and get(one) is not None for one in each):
+                break
+        else:
+            if not any(isinstance(each, Tensor) and get(each) is not None for each in kwargs.values()):
+                found = func(*args, **kwargs)
+                if func is ARANGE and isinstance(found, Tensor):
+                    storage = found.untyped_storage()
+                    self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
+                elif self.expected is not None and func in FACTORIES:
+                    self.promote(found)
+                return found
+        rule = rule_of(func)
+        if rule.of_one_example and (label := self._one_example(args, kwargs)) is not None:
+            found = func(*args, **kwargs)
+            outputs = found if isinstance(found, tuple | list) else (found,)
+            return self.finish(func, found, [label] * len(outputs), args, kwargs)
+        return rule(self, func, args, kwargs)
+
+    def _one_example(self, args: Any, kwargs: Any) -> Rows | None:
+        """The label of a function of one example alone, whatever the operator: that example's."""
+        flat = [one for each in (*args, *kwargs.values()) for one in (each if type(each) is list else (each,))]
+        labels = {self.labels.get(each) for each in flat if isinstance(each, Tensor)} - {None}
+        label = labels.pop() if len(labels) == 1 else None
+        return label if isinstance(label, Rows) and label.axis < 0 else None
+
+    # --- what rules use -----------------------------------------------------------------------------------------------
+
+    def finish(self, func: Any, found: Any, labels: Sequence[Label | None], args: Any, kwargs: Any) -> Any:
+        """Label what an operator gave: one label for each of its outputs."""
+        outputs = found if isinstance(found, tuple | list) else (found,)
+        written = written_by(func, args, kwargs)
+        for tensor in written:
+            self.labels.write(tensor, labels[0])
+        held = {tensor.untyped_storage()._cdata for tensor in written}
+        for tensor, label in zip(outputs, labels, strict=True):
+            if isinstance(tensor, Tensor) and label is not None and tensor.untyped_storage()._cdata not in held:
+                self.labels.set(tensor, label)
+        if self.scalars and isinstance(found, Tensor) and found.dim() == 1 and isinstance(labels[0], Rows):
+            made_of = [self.scalar(each) for each in args if isinstance(each, Tensor) and each.dim()]
+            if made_of and made_of[0] is not None and all(made_of):
+                self.scalars[found.untyped_storage()._cdata] = made_of[0]
+        return found
+
+    def read(self, func: Any) -> None:
+        """An operator shows Python a value of an example."""
+        self.note_read(Read(str(func).removeprefix("aten.").split(".")[0].strip("_"), users_line()))
+
+    def note_read(self, seen: Read) -> None:
+        if seen not in self.reads:
+            self.reads.append(seen)
+        if self.strict:
+            raise NotApart(f"{seen.operator} at {seen.where} looks at a value of the examples", unknown=True)
+
+
+ARANGE, RAND = torch.ops.aten.arange.default, torch.ops.aten.rand.default
+FACTORIES = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("zeros", "ones", "full", "rand", "randn", "randint", "empty")
+    for overload in getattr(torch.ops.aten, name).overloads()
+    if not overload.endswith("out")
+)
+
+@dataclass(frozen=True)
+class Rule:
+    """What an operator does to labels."""
+
+    apply: Callable[[Tracker, Any, Any, Any], Any]
+    """(tracker, operator, args, kwargs) -> what the operator gives, labelled."""
+    of_one_example: bool = True
+    """Whether its outputs are new values: of one example alone, they are that example's."""
+
+    def __call__(self, tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.apply(tracker, func, args, kwargs)
+
+
+_RULES: dict[Any, Rule] = {}
+_find_rule: list[Callable[[Any], Rule]] = []
+
+
+def rule_of(func: Any) -> Rule:
+    found = _RULES.get(func)
+    if found is None:
+        found = _RULES[func] = _find_rule[0](func)
+    return found
+
+
+def install_rules(find: Callable[[Any], Rule]) -> None:
+    """`find` gives the rule of an operator; one without a rule gives labels that say so."""
+    _find_rule[:] = [find]
+    _RULES.clear()
+
+
+_WRITES: dict[Any, tuple[tuple[int, str], ...]] = {}
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operator writes to, by its schema."""
+    places = _WRITES.get(func)
+    if places is None:
+        arguments = func._schema.arguments
+        places = _WRITES[func] = tuple(
+            (-1 if each.kwarg_only else place, each.name)
+            for place, each in enumerate(arguments)
+            if each.alias_info is not None and each.alias_info.is_write
+        )
+    if not places:
+        return []
+    given = [args[place] if 0 <= place < len(args) else kwargs.get(name) for place, name in places]
+    return [one for each in given for one in (each if isinstance(each, list | tuple) else (each,)) if one is not None]
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Inside, operators run without labels: for sums over examples, which a clip has bounded."""
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        yield
+
+
+def first_mixed(labels: Iterable[Label | None]) -> Mixed | None:
+    return next((label for label in labels if isinstance(label, Mixed)), None)

@@ -1,0 +1,823 @@
+"""What does each operator do to the examples? One rule each: from the labels of its arguments to those of its outputs.
+
+A rule says where the example axis goes, or that the operator mixes examples. Views need no rule (labels belong to
+memory), pointwise operators are known by torch's tag, and an operator that is not listed here gives a label that says
+so: it is never taken to be harmless.
+
+Rules are grouped by what they look at: axes that must not be the examples' (reductions, softmax, sorting), axes that
+are contracted (products), and operators that take each entry of the first axis by itself (convolutions, attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vestige.engines.example_axis import Label, Mixed, Rows, Rule, Tracker, first_mixed, install_rules, mixed, spared
+
+Labeller = Callable[["Op"], Any]
+"""From a call of an operator to the label of its output, or of each of its outputs."""
+
+
+class Op:
+    """One call of an operator: its arguments by name, what it gave, and the labels of its tensors."""
+
+    __slots__ = ("found", "func", "given", "tracker")
+
+    def __init__(self, tracker: Tracker, func: Any, given: dict[str, Any], found: Any) -> None:
+        self.tracker, self.func, self.given, self.found = tracker, func, given, found
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given[name]
+
+    def label(self, name: str) -> Rows | None:
+        """Of an argument that is public or rows: mixed ones never get here."""
+        tensor = self.given.get(name)
+        return self.tracker.labels.get(tensor) if isinstance(tensor, Tensor) else None  # type: ignore[return-value]
+
+    def mixed(self, why: str = "mixes examples", unknown: bool = False) -> Mixed:
+        return mixed(self.func.overloadpacket.__name__, why, unknown)
+
+    def meet(self, *named: tuple[str, Rows | None]) -> Label | None:
+        """One label for all: they must be the same."""
+        found: Rows | None = None
+        for _, label in named:
+            if label is not None and label.axis < 0:
+                return self.mixed("combines one example with others")
+            if label is None or label == found or (found is not None and found.count == label.count == 1):
+                continue
+            if found is not None:
+                return self.mixed(_difference(found, label))
+            found = label
+        return found
+
+    def broadcast(self, shape: Sequence[int], tensors: Sequence[Any]) -> Label | None:
+        """The label of a function of numbers in the same place."""
+        found: Rows | None = None
+        for tensor in tensors:
+            label = self.tracker.labels.get(tensor) if isinstance(tensor, Tensor) else None
+            if label is None or isinstance(label, Mixed):
+                continue
+            if label.axis < 0:
+                return self.mixed("combines one example with others")
+            axis = label.axis + len(shape) - tensor.dim()
+            if shape[axis] != tensor.shape[label.axis] and label.count > 1:
+                return self.mixed("spreads one example over the others")
+            moved = label.at(axis)
+            if found is None:
+                found = moved
+            elif moved != found and label.count > 1:
+                return self.mixed(_difference(found, moved))
+        return found
+
+
+def _difference(one: Rows, other: Rows) -> str:
+    if one.batch != other.batch:
+        return "combines rows of different batches"
+    return "combines rows of different examples"
+
+
+_NAMES: dict[Any, tuple[tuple[str, Any], ...]] = {}
+
+
+def bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by their names in the schema, with defaults."""
+    names = _NAMES.get(func)
+    if names is None:
+        schema = func._schema.arguments
+        names = _NAMES[func] = tuple((each.name, each.default_value if each.has_default_value() else None) for each in schema)
+    given = {name: args[place] if place < len(args) else default for place, (name, default) in enumerate(names)}
+    given.update(kwargs)
+    return given
+
+
+def labelled_tensors(tracker: Tracker, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Tensor, Label]]:
+    flat = [one for each in (*args, *kwargs.values()) for one in (each if isinstance(each, list | tuple) else (each,))]
+    found = [(each, tracker.labels.get(each)) for each in flat if isinstance(each, Tensor)]
+    return [(tensor, label) for tensor, label in found if label is not None]
+
+
+def ruled(labeller: Labeller) -> Rule:
+    """The rule of an operator whose labels `labeller` makes of those of its arguments. What is made of mixed values is
+    mixed."""
+
+    def rule(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+        found = func(*args, **kwargs)
+        problem = first_mixed(label for _, label in labelled_tensors(tracker, args, kwargs))
+        given = problem if problem is not None else labeller(Op(tracker, func, bound(func, args, kwargs), found))
+        several = len(found) if isinstance(found, tuple | list) else 1
+        labels = given if type(given) in (list, tuple) and not isinstance(given, Rows) else [given] * several
+        return tracker.finish(func, found, labels, args, kwargs)
+
+    return Rule(rule)
+
+
+def unlabelled(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+    """Views, whose labels belong to their memory, and operators that look at shapes alone."""
+    return func(*args, **kwargs)
+
+
+def unknown(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+    found = func(*args, **kwargs)
+    label = mixed(str(func).removeprefix("aten."), "is an operator without a rule", unknown=True)
+    outputs = found if isinstance(found, tuple | list) else (found,)
+    return tracker.finish(func, found, [label] * len(outputs), args, kwargs)
+
+
+def read(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+    """Python looks at a value, or at a size that depends on values."""
+    if func is torch.ops.aten._local_scalar_dense.default and spared(func):
+        return func(*args, **kwargs) if tracker.answer is None else tracker.answer
+    tracker.read(func)
+    found = func(*args, **kwargs)
+    outputs = found if isinstance(found, tuple | list) else (found,)
+    label = mixed(func.overloadpacket.__name__, "has a size that depends on the examples", unknown=True)
+    return tracker.finish(func, found, [label] * len(outputs), args, kwargs)
+
+
+# --- numbers in the same place ----------------------------------------------------------------------------------------
+
+
+def pointwise(op: Op) -> Any:
+    tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
+    outputs = op.found if isinstance(op.found, tuple) else (op.found,)
+    made = [op.broadcast(each.shape, tensors) if isinstance(each, Tensor) else None for each in outputs]
+    return made if isinstance(op.found, tuple) else made[0]
+
+
+def copied(op: Op) -> Label | None:
+    return op.broadcast(op["self"].shape, [op["src"]])
+
+
+def overwritten(op: Op) -> None:
+    """Filled with something public."""
+    return None
+
+
+def loss(op: Op) -> Any:
+    """A loss of numbers in the same place: rows without a reduction, everybody's with one."""
+    if op["reduction"] == 0:
+        return pointwise(op)
+    label = op.broadcast(op["self"].shape, [op["self"], op["target"]])
+    if op["reduction"] == 1 and isinstance(label, Rows):
+        op.tracker.averaged.add(op["self"].numel() // label.count)
+    return op.mixed("is a reduction over the batch")
+
+
+def loss_backward(op: Op) -> Label | None:
+    return op.broadcast(op.found.shape, [each for each in op.given.values() if isinstance(each, Tensor)])
+
+
+def nll(op: Op) -> Any:
+    """[rows, classes, ...] and targets [rows, ...]."""
+    label = op.meet(("self", op.label("self")), ("target", op.label("target")))
+    if isinstance(label, Rows) and (label.axis == 1 and op["self"].dim() > 1):
+        return op.mixed()
+    if op["reduction"] == 0 or not isinstance(label, Rows):
+        return label, None
+    return (op.mixed("is a reduction over the batch"),) * 2
+
+
+def nll_backward(op: Op) -> Label | None:
+    """A gradient for every target, or one for all; a mean divides by everybody's weights, which is a mixed argument."""
+    label = op.meet(("self", op.label("self")), ("target", op.label("target")))
+    own = op.label("grad_output")
+    return label if own is None else op.meet(("self", label if isinstance(label, Rows) else None), ("grad", own))
+
+
+def connectionist(op: Op) -> Any:
+    """Connectionist temporal classification of [time, rows, classes]; targets [rows, length]."""
+    label = op.label("log_probs")
+    targets = op.label("targets")
+    padded = label is not None and label.axis == 1 and label.inner == 1 and op["targets"].dim() == 2
+    if not padded or label is None or (targets is not None and targets != label.at(0)):
+        return op.mixed("is not known of targets that are joined", unknown=True)
+    if op.func.overloadpacket.__name__ == "_ctc_loss_backward":
+        own = op.label("grad")
+        return label if own is None or own == label.at(0) else op.mixed()
+    return label.at(0), label.at(0)
+
+
+# --- along axes -------------------------------------------------------------------------------------------------------
+
+
+def _dims(given: Any, rank: int) -> set[int]:
+    if given is None or (isinstance(given, list | tuple) and not given):
+        return set(range(rank))
+    return {each % max(rank, 1) for each in (given if isinstance(given, list | tuple) else [given])}
+
+
+def reduced(op: Op) -> Any:
+    """A reduction over some axes."""
+    label, tensor = op.label("self"), op["self"]
+    if label is None:
+        return None
+    dims = _dims(op.given.get("dim"), tensor.dim())
+    if label.axis in dims:
+        if op.func.overloadpacket is torch.ops.aten.mean:
+            op.tracker.averaged.add(tensor.numel() // label.count)
+        return op.mixed("is a reduction over the batch")
+    if op.given.get("keepdim"):
+        return label
+    return label.at(label.axis - sum(dim < label.axis for dim in dims))
+
+
+def along(op: Op) -> Any:
+    """Numbers along an axis are combined, and the axis stays."""
+    label = op.label("self") if "self" in op.given else op.meet(*((name, op.label(name)) for name in op.given))
+    if not isinstance(label, Rows):
+        return label
+    tensor = op["self"] if "self" in op.given else next(each for each in op.given.values() if isinstance(each, Tensor))
+    dims = op.given["dims"] if "dims" in op.given else op.given.get("dim")
+    return label if label.axis not in _dims(dims, tensor.dim()) else op.mixed()
+
+
+def along_backward(op: Op) -> Any:
+    """The same, of several tensors of one shape."""
+    tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
+    label = op.broadcast(op.found.shape, tensors)
+    dims = _dims(op["dim"], op.found.dim())
+    return label if not isinstance(label, Rows) or label.axis not in dims else op.mixed()
+
+
+def last_axes(count: int) -> Labeller:
+    """Each entry of the axes before the last `count` ones is taken by itself: pools, triangles, matrix functions."""
+
+    def labeller(op: Op) -> Any:
+        tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
+        label = op.meet(*(("", op.tracker.labels.get(each)) for each in tensors if each.dim() > 1))  # type: ignore[misc]
+        if not isinstance(label, Rows):
+            return label
+        rank = next(each.dim() for each in tensors if op.tracker.labels.get(each) is not None)
+        if label.axis >= rank - count:
+            return op.mixed()
+        outputs = op.found if isinstance(op.found, tuple) else (op.found,)
+        made = [label if isinstance(each, Tensor) and each.dim() > label.axis else None for each in outputs]
+        return made if isinstance(op.found, tuple) else made[0]
+
+    return labeller
+
+
+def first_axis(op: Op) -> Any:
+    """Each entry of the first axis is taken by itself, of all tensors that have examples."""
+    tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
+    label = op.meet(*(("", op.tracker.labels.get(each)) for each in tensors))  # type: ignore[misc]
+    if not isinstance(label, Rows):
+        return label
+    if label.axis:
+        return op.mixed()
+    rows = next(len(each) for each in tensors if op.tracker.labels.get(each) is not None)
+    outputs = op.found if isinstance(op.found, tuple) else (op.found,)
+    made = [label if isinstance(each, Tensor) and each.dim() and len(each) == rows else None for each in outputs]
+    return made if isinstance(op.found, tuple) else made[0]
+
+
+def padded(op: Op) -> Any:
+    label, pad = op.label("self"), op["pad"]
+    if label is None:
+        return None
+    behind = 2 * (op["self"].dim() - 1 - label.axis)
+    return label if not any(pad[behind : behind + 2]) else op.mixed()
+
+
+def repeated(op: Op) -> Any:
+    label, counts = op.label("self"), op["repeats"]
+    if label is None:
+        return None
+    axis = label.axis + len(counts) - op["self"].dim()
+    whole = op["self"].shape[label.axis] % (label.inner * label.count) == 0 and label.first == 0
+    return label.at(axis) if counts[axis] == 1 or whole else op.mixed()
+
+
+def _one_after_the_other(op: Op, tensors: Sequence[Tensor], dim: int, inner: int) -> Rows | None:
+    """Tensors of single examples, all of them in their order, side by side."""
+    labels = [op.tracker.labels.get(each) for each in tensors]
+    if not labels or any(not isinstance(label, Rows) or label.axis >= 0 for label in labels):
+        return None
+    first = labels[0]
+    in_order = all(label == first._replace(first=place) for place, label in enumerate(labels))  # type: ignore[union-attr]
+    return Rows(dim, inner, first.count, first.batch) if in_order and len(labels) == first.count else None  # type: ignore[union-attr]
+
+
+def joined(op: Op) -> Any:
+    """`cat` along another axis keeps rows; along the examples' own, whole batches follow each other."""
+    tensors, dim = op["tensors"], op.given.get("dim", 0)
+    sizes = {each.shape[dim] for each in tensors if each.dim() > 1 or len(each)}
+    alone = _one_after_the_other(op, tensors, dim % op.found.dim(), next(iter(sizes), 1)) if len(sizes) == 1 else None
+    if alone is not None:
+        return alone
+    pairs = [(each, op.tracker.labels.get(each)) for each in tensors if each.dim() > 1 or len(each)]
+    label = op.meet(*(("", label) for _, label in pairs))  # type: ignore[misc]
+    if not isinstance(label, Rows):
+        return label
+    if dim % op.found.dim() != label.axis:
+        return label
+    cycle = label.inner * label.count
+    return label if label.first == 0 and all(t.shape[label.axis] % cycle == 0 for t, _ in pairs[:-1]) else op.mixed()
+
+
+def stacked(op: Op) -> Any:
+    dim = op.given.get("dim", 0) % op.found.dim()
+    alone = _one_after_the_other(op, op["tensors"], dim, 1)
+    if alone is not None:
+        return alone
+    label = op.meet(*(("", op.tracker.labels.get(each)) for each in op["tensors"]))  # type: ignore[misc]
+    if not isinstance(label, Rows):
+        return label
+    return label.at(label.axis + (dim <= label.axis))
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def _product(op: Op, one: Rows | None, other: Rows | None, ranks: tuple[int, int]) -> Any:
+    """Of matrices, or of stacks of them: only axes that are not contracted may be the examples'."""
+    left, right = ranks
+    if one is not None and other is not None:
+        both = op.meet(("", one), ("", other))
+        stacks = isinstance(both, Rows) and one.axis < left - 2 and other.axis < right - 2
+        return both if stacks else op.mixed() if not isinstance(both, Mixed) else both
+    if one is not None:
+        return one if one.axis != left - 1 else op.mixed()
+    if other is not None:
+        contracted = other.axis == max(right - 2, 0)
+        if contracted:
+            return op.mixed()
+        return other.at(left - 1) if other.axis == right - 1 else other
+    return None
+
+
+def multiplied(op: Op) -> Any:
+    first, second = ("mat1", "mat2") if "mat1" in op.given else ("self", "mat2")
+    if "batch1" in op.given:
+        first, second = "batch1", "batch2"
+    elif "vec" in op.given:
+        first, second = ("mat" if "mat" in op.given else "self"), "vec"
+    elif "tensor" in op.given:
+        first, second = "self", "tensor"
+    one, other = op.label(first), op.label(second)
+    label = _product(op, one, other, (op[first].dim(), op[second].dim()))
+    if first == "self" or isinstance(label, Mixed):
+        return label
+    added = op.label("self")  # what is added to the product, broadcast
+    if added is None:
+        return label
+    axis = added.axis + op.found.dim() - op["self"].dim()
+    if op["self"].shape[added.axis] != op.found.shape[axis] and added.count > 1:
+        return op.mixed("spreads one example over the others")
+    return op.meet(("", label), ("", added.at(axis)))
+
+
+def linear(op: Op) -> Any:
+    """An input of any rank times a weight that is nobody's."""
+    label = op.label("input") if "input" in op.given else op.label("self")
+    tensor = op["input"] if "input" in op.given else op["self"]
+    if label is None or op.label("weight") is not None or label.axis == tensor.dim() - 1:
+        return op.mixed()
+    return label
+
+
+def outer_distances(op: Op) -> Any:
+    one, other = op.label("x1"), op.label("x2")
+    rank = op["x1"].dim()
+    if one is not None and other is None:
+        return one if one.axis <= rank - 2 else op.mixed()
+    label = op.meet(("", one), ("", other))
+    return label if not isinstance(label, Rows) or label.axis < rank - 2 else op.mixed()
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def convolution(op: Op) -> Any:
+    label = op.label("input") if "input" in op.given else op.label("self")
+    if op.label("weight") is not None or label is None or label.axis != 0:
+        return op.mixed()
+    return label
+
+
+def convolution_backward(op: Op) -> Any:
+    label = op.meet(("", op.label("grad_output")), ("", op.label("input")))
+    if isinstance(label, Mixed) or op.label("weight") is not None:
+        return [op.mixed()] * 3
+    own = label if label is None or label.axis == 0 else op.mixed()
+    return [own, op.mixed("is a sum over the batch"), op.mixed("is a sum over the batch")]
+
+
+def layer_norm(op: Op) -> Any:
+    label = op.label("input")
+    apart = label is None or label.axis < op["input"].dim() - len(op["normalized_shape"])
+    return [label if apart else op.mixed()] * len(op.found)
+
+
+def norm_backward(op: Op) -> Any:
+    """Gradients of the input, then of weight and bias, which are sums over the batch."""
+    gradient = op["grad_out"]
+    label = op.meet(("", op.label("grad_out")), ("", op.label("input")), )
+    if isinstance(label, Rows):
+        behind = len(op["normalized_shape"]) if "normalized_shape" in op.given else gradient.dim() - 1
+        label = label if label.axis < gradient.dim() - behind else op.mixed()
+    return [label] + [op.mixed("is a sum over the batch")] * (len(op.found) - 1)
+
+
+def batch_norm(op: Op) -> Any:
+    """By statistics of the batch only where each example has channels of its own, as in an instance norm."""
+    label = op.label("input")
+    training = op.given.get("training", op.given.get("train", True))
+    if label is None or (not training and label.axis != 1):
+        apart: Label | None = label
+        statistics: Label | None = None
+    elif label.axis == 1 and training and op.given.get("running_mean") is None:
+        apart, statistics = label, label.at(0)
+    else:
+        apart = statistics = op.mixed("normalises by statistics of the batch")
+        for name in ("running_mean", "running_var"):  # written to, though some schemas do not say so
+            if isinstance(op.given.get(name), Tensor):
+                op.tracker.labels.write(op[name], statistics)
+    return [apart, *[statistics] * (len(op.found) - 1)] if isinstance(op.found, tuple) else apart
+
+
+def batch_norm_backward(op: Op) -> Any:
+    label = op.meet(("", op.label("grad_out")), ("", op.label("input")))
+    train = op.given.get("train", True)
+    if isinstance(label, Rows) and (label.axis == 1) is not bool(train):
+        label = op.mixed("normalises by statistics of the batch")
+    return [label] + [op.mixed("is a sum over the batch")] * (len(op.found) - 1)
+
+
+def attention(op: Op) -> Any:
+    """Queries, keys, values, masks and what comes back: each entry of the first axis by itself."""
+    tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
+    label: Rows | None = None
+    for each in tensors:
+        own = op.tracker.labels.get(each)
+        if own is None or isinstance(own, Mixed):
+            continue
+        if own.axis or each.dim() < 3:
+            return op.mixed()
+        if label is not None and own != label:
+            return op.mixed(_difference(label, own))
+        label = own
+    rows = op["query"].shape[0]
+    made = [label if isinstance(each, Tensor) and each.dim() > 2 and len(each) == rows else None for each in op.found]
+    return made
+
+
+def recurrent(op: Op) -> Any:
+    """A frozen recurrent layer over [time, examples, width], or batch first."""
+    label = op.label("input")
+    first = bool(op.given.get("batch_first"))
+    if label is None or label.axis != (0 if first else 1):
+        return op.mixed()
+    made: list[Label | None] = [label]
+    made += [label.at(1) if isinstance(each, Tensor) and each.dim() == 3 else None for each in op.found[1:3]]
+    return made + [op.mixed() if isinstance(each, Tensor) else None for each in op.found[3:]]
+
+
+def fused_cell(op: Op) -> Any:
+    tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
+    label = op.meet(*(("", op.tracker.labels.get(each)) for each in tensors))  # type: ignore[misc]
+    return label if not isinstance(label, Rows) or label.axis == 0 else op.mixed()
+
+
+# --- gathers and scatters ---------------------------------------------------------------------------------------------
+
+
+def looked_up(op: Op) -> Any:
+    """Rows of a table that is nobody's, by indices of any rank."""
+    return op.mixed() if op.label("weight") is not None else op.label("indices")
+
+
+def gathered(op: Op) -> Any:
+    own, index, dim = op.label("self"), op.label("index"), op["dim"] % max(op["self"].dim(), 1)
+    if own is None:
+        return index
+    if own.axis == dim or op.found.shape[own.axis] != op["self"].shape[own.axis]:
+        return op.mixed()
+    return op.meet(("", own), ("", index))
+
+
+def scattered(op: Op) -> Any:
+    dim = op["dim"] % max(op["self"].dim(), 1)
+    named = [("", op.label(name)) for name in ("self", "index", "src", "source")]
+    label = op.meet(*named)
+    return label if not isinstance(label, Rows) or label.axis != dim else op.mixed()
+
+
+def selected(op: Op) -> Any:
+    own, index, dim = op.label("self"), op.label("index"), op["dim"] % max(op["self"].dim(), 1)
+    if own is None:
+        return None if index is None else index.at(dim)
+    return own if index is None and own.axis != dim else op.mixed()
+
+
+def added_at(op: Op) -> Any:
+    dim = op["dim"] % max(op["self"].dim(), 1)
+    label = op.meet(("", op.label("self")), ("", op.label("source")))
+    apart = op.label("index") is None and (not isinstance(label, Rows) or label.axis != dim)
+    return label if apart else op.mixed()
+
+
+def _index_shape(indices: Sequence[Any]) -> tuple[list[int], list[int], int, bool]:
+    """Places of the indices, the shape they are broadcast to, where it comes to lie, and whether they are adjacent."""
+    places = [place for place, each in enumerate(indices) if each is not None]
+    shape = list(torch.broadcast_shapes(*(indices[place].shape for place in places)))
+    adjacent = places == list(range(places[0], places[-1] + 1))
+    return places, shape, places[0] if adjacent else 0, adjacent
+
+
+def _indexed(op: Op, indices: Sequence[Any]) -> Any:
+    """Where the example axis lies in `self[indices]`."""
+    own = op.label("self")
+    if any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices):
+        if own is None or own.axis >= len(indices) or indices[own.axis] is None:
+            masks = [each for each in indices if each is not None]
+            public = all(op.tracker.labels.get(each) is None for each in masks)
+            alone = len(masks) == 1 and masks[0].dim() == 1
+            if own is None and public:
+                return None
+            if public and alone and own is not None:
+                return own
+        return op.mixed("chooses entries by a mask", unknown=True)
+    places, shape, start, adjacent = _index_shape(indices)
+    labels = {place: op.tracker.labels.get(indices[place]) for place in places}
+    if own is not None and own.axis in places:
+        where = _identity(op, indices[own.axis], own, op["self"].shape[own.axis])
+        if where is None:
+            return op.mixed("picks rows of other examples")
+        labels[own.axis] = own.at(where)
+    within: Rows | None = None
+    for place, label in labels.items():
+        if not isinstance(label, Rows):
+            continue
+        rank = shape_rank = len(shape)
+        behind = indices[place].dim() if place != (own.axis if own is not None else -1) else indices[place].dim()
+        moved = label.at(label.axis + shape_rank - behind)
+        if shape[moved.axis] != indices[place].shape[label.axis] and label.count > 1:
+            return op.mixed("spreads one example over the others")
+        if within is not None and moved != within:
+            return op.mixed(_difference(within, moved))
+        within = moved
+        del rank
+    if own is not None and own.axis not in places:
+        if within is not None:
+            return op.mixed("picks rows of other examples")
+        before = sum(place < own.axis for place in places)
+        if adjacent:
+            return own if own.axis < start else own.at(own.axis - before + len(shape))
+        return own.at(len(shape) + own.axis - before)
+    return None if within is None else within.at(start + within.axis)
+
+
+def _identity(op: Op, index: Tensor, own: Rows, size: int) -> int | None:
+    """The axis along which an index is 0, 1, 2, ... for all rows; None if it is not known to be that."""
+    known = op.tracker.labels.identity.get(index.untyped_storage()._cdata)
+    if known is None or index.storage_offset() or own.inner != 1 or size != own.count:
+        return None
+    axes = [place for place, (n, s) in enumerate(zip(index.shape, index.stride(), strict=True)) if n > 1 and s]
+    return axes[0] if len(axes) == 1 and index.stride(axes[0]) == 1 and index.shape[axes[0]] == size else None
+
+
+def indexed(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+    masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
+    if any(tracker.labels.get(each) is not None for each in masks):
+        return read(tracker, func, args, kwargs)
+    return _INDEX(tracker, func, args, kwargs)
+
+
+def written_at(op: Op) -> Any:
+    """`self[indices] = values`: values must come to the rows that they are of."""
+    indices, values = op["indices"], op["values"]
+    own, given = op.label("self"), op.label("values")
+    masks = [each for each in indices if each is not None and each.dtype in (torch.bool, torch.uint8)]
+    if masks:
+        mask = op.tracker.labels.get(masks[0])
+        if len(indices) == 1 and values.numel() == 1 and given is None:  # as masked_fill does
+            label = op.meet(("", own), ("", mask))  # type: ignore[arg-type]
+            return label if not isinstance(label, Rows) or label.axis < masks[0].dim() or mask is None else op.mixed()
+        return op.mixed("chooses entries by a mask", unknown=True)
+    target = _indexed(op, indices) if own is not None else _written_axis(op, indices)
+    if isinstance(target, Mixed):
+        return target
+    places, shape, start, adjacent = _index_shape(indices)
+    rank = op["self"].dim() - len(places) + len(shape)
+    if given is None:
+        return _home(op, own, target, indices)
+    at = given.at(given.axis + rank - values.dim())
+    if target is None and own is None:
+        free = [place for place in range(op["self"].dim()) if place not in places]
+        behind = at.axis - (start + len(shape)) if at.axis >= start + len(shape) else at.axis
+        kept = at.axis < start or at.axis >= start + len(shape)
+        if not kept:
+            return op.mixed("puts rows in places that are not their own")
+        return at.at(at.axis if adjacent and at.axis < start else free[behind + (start if adjacent else 0)])
+    if target != at:
+        return op.mixed("puts rows in places that are not their own")
+    return _home(op, own, target, indices)
+
+
+def _written_axis(op: Op, indices: Sequence[Any]) -> Any:
+    """Where rows would come to lie that are written into something public by indices: by `arange(B)` beside others."""
+    places, shape, start, _ = _index_shape(indices)
+    labels = [op.tracker.labels.get(indices[place]) for place in places]
+    rows = [label for label in labels if isinstance(label, Rows)]
+    if not rows:
+        return None
+    for place in places:
+        count = rows[0].count
+        where = _identity(op, indices[place], Rows(place, 1, count, rows[0].batch), op["self"].shape[place])
+        if where is not None and all(
+            label is None or (label.axis + len(shape) - indices[p].dim()) == where + len(shape) - indices[place].dim()
+            for p, label in zip(places, labels, strict=True)
+            if not isinstance(label, Mixed)
+        ):
+            return rows[0].at(start + where + len(shape) - indices[place].dim())
+    return op.mixed("puts rows in places that are not their own")
+
+
+def _home(op: Op, own: Rows | None, target: Rows | None, indices: Sequence[Any]) -> Any:
+    """The label of the whole after a write."""
+    if own is not None or target is None:
+        return own
+    places, shape, start, _ = _index_shape(indices)
+    for place in places:
+        at = _identity(op, indices[place], target.at(place), op["self"].shape[place])
+        if at is not None and start + at + len(shape) - indices[place].dim() == target.axis:
+            return target.at(place)
+    return op.mixed("puts rows in places that are not their own")
+
+
+def sliced_backward(op: Op) -> Any:
+    """The gradient of a part, within zeros of the shape of the whole."""
+    label = op.label("grad_output") if "grad_output" in op.given else op.label("grad")
+    if label is None:
+        return None
+    dim = op["dim"] % len(op["input_sizes"])
+    return label if dim != label.axis else op.mixed()
+
+
+def select_backward(op: Op) -> Any:
+    label = op.label("grad_output")
+    dim = op["dim"] % len(op["input_sizes"])
+    return None if label is None else label.at(label.axis + (dim <= label.axis))
+
+
+def put_in(op: Op) -> Any:
+    """A part of a tensor is replaced, along another axis than the examples'."""
+    dim, shift = op["dim"] % op["self"].dim(), op.func.overloadpacket.__name__ == "select_scatter"
+    own, given = op.label("self"), op.label("src")
+    if given is not None:
+        given = given.at(given.axis + (shift and dim <= given.axis))
+    label = op.meet(("", own), ("", given))
+    return label if not isinstance(label, Rows) or label.axis != dim else op.mixed()
+
+
+def renormed(op: Op) -> Any:
+    label = op.label("self")
+    return label if label is None or label.axis == op["dim"] % op["self"].dim() else op.mixed()
+
+
+def taken(op: Op) -> Any:
+    return op.label("index") if op.label("self") is None else op.mixed()
+
+
+def searched(op: Op) -> Any:
+    edges = op["sorted_sequence"] if "sorted_sequence" in op.given else op["boundaries"]
+    return op.label("self") if op.tracker.labels.get(edges) is None else op.mixed()
+
+
+# --- which operator has which rule ------------------------------------------------------------------------------------
+
+TABLE: dict[Labeller, str] = {
+    pointwise: "native_dropout _fused_dropout _to_copy bernoulli _prelu_kernel _prelu_kernel_backward prelu elu_backward "
+    "leaky_relu_backward hardtanh_backward log_sigmoid_forward log_sigmoid_backward softplus_backward hardswish_backward "
+    "hardsigmoid_backward hardshrink_backward softshrink_backward mish_backward celu rrelu_with_noise rrelu_with_noise_functional masked_fill masked_fill_ "
+    "polar complex where binary_cross_entropy_with_logits_backward logit_backward lerp_ addcmul_ addcdiv_ nan_to_num_ "
+    "normal poisson _conj_physical resolve_conj resolve_neg fill native_dropout_backward rrelu_with_noise_backward",
+    copied: "copy_ copy",
+    overwritten: "fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_",
+    loss: "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss binary_cross_entropy_with_logits",
+    loss_backward: "mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward "
+    "soft_margin_loss_backward",
+    nll: "nll_loss_forward nll_loss2d_forward",
+    nll_backward: "nll_loss_backward nll_loss2d_backward",
+    connectionist: "_ctc_loss _ctc_loss_backward",
+    reduced: "sum mean amax amin max min prod any all var var_mean std std_mean logsumexp argmax argmin norm median "
+    "nanmedian linalg_vector_norm kthvalue mode count_nonzero nansum aminmax",
+    along: "_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort topk flip roll glu _fft_r2c _fft_c2r "
+    "_fft_c2c cumsum_ cumprod_ _safe_softmax",
+    along_backward: "_softmax_backward_data _log_softmax_backward_data glu_backward",
+    last_axes(1): "avg_pool1d max_pool1d max_pool1d_with_indices _adaptive_avg_pool1d adaptive_max_pool1d reflection_pad1d "
+    "replication_pad1d reflection_pad1d_backward replication_pad1d_backward upsample_linear1d upsample_nearest1d "
+    "_upsample_nearest_exact1d upsample_linear1d_backward upsample_nearest1d_backward",
+    last_axes(2): "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d_backward "
+    "max_pool2d_with_indices_backward _adaptive_avg_pool2d_backward adaptive_max_pool2d_backward reflection_pad2d "
+    "replication_pad2d reflection_pad2d_backward replication_pad2d_backward upsample_bilinear2d upsample_nearest2d "
+    "upsample_bicubic2d _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+    "upsample_bilinear2d_backward upsample_nearest2d_backward upsample_bicubic2d_backward "
+    "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward _upsample_nearest_exact2d_backward triu tril "
+    "linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_solve_ex _linalg_svd linalg_qr _linalg_eigh "
+    "linalg_matrix_exp linalg_solve_triangular cholesky_solve linalg_lu_factor_ex linalg_cross triu_ tril_",
+    last_axes(3): "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_max_pool3d avg_pool3d_backward "
+    "max_pool3d_with_indices_backward _adaptive_avg_pool3d_backward adaptive_max_pool3d_backward upsample_trilinear3d "
+    "upsample_nearest3d upsample_trilinear3d_backward upsample_nearest3d_backward pixel_shuffle pixel_unshuffle "
+    "channel_shuffle reflection_pad3d replication_pad3d",
+    first_axis: "im2col col2im grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward "
+    "native_group_norm affine_grid_generator multinomial max_unpool2d max_unpool3d",
+    padded: "constant_pad_nd",
+    repeated: "repeat",
+    joined: "cat",
+    stacked: "stack",
+    multiplied: "mm addmm bmm baddbmm mv addmv dot addbmm addmm_ baddbmm_",
+    linear: "linear",
+    outer_distances: "_cdist_forward",
+    convolution: "convolution _convolution mkldnn_convolution cudnn_convolution convolution_overrideable "
+    "_slow_conv2d_forward thnn_conv2d",
+    convolution_backward: "convolution_backward",
+    layer_norm: "native_layer_norm _fused_rms_norm",
+    norm_backward: "native_layer_norm_backward native_group_norm_backward _fused_rms_norm_backward",
+    batch_norm: "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
+    "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update",
+    batch_norm_backward: "native_batch_norm_backward cudnn_batch_norm_backward",
+    attention: "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
+    "_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention_backward "
+    "_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward "
+    "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_fused_attention_overrideable_backward",
+    recurrent: "mkldnn_rnn_layer _cudnn_rnn",
+    fused_cell: "_thnn_fused_lstm_cell _thnn_fused_gru_cell",
+    looked_up: "embedding",
+    gathered: "gather",
+    scattered: "scatter scatter_add scatter_reduce scatter_ scatter_add_ scatter_reduce_ index_reduce",
+    selected: "index_select",
+    added_at: "index_add index_add_ index_copy index_copy_ index_fill index_fill_",
+    written_at: "index_put index_put_ _index_put_impl_ _unsafe_index_put",
+    sliced_backward: "slice_backward unfold_backward",
+    select_backward: "select_backward",
+    put_in: "slice_scatter select_scatter",
+    renormed: "renorm",
+    taken: "take",
+    searched: "searchsorted bucketize",
+}
+SHAPES = (
+    "is_same_size _fused_sdp_choice _unsafe_view _reshape_alias lift_fresh record_stream _has_same_storage_numel "
+    "_assert_tensor_metadata is_pinned dim numel size stride sym_size sym_stride sym_numel sym_storage_offset "
+    "_nested_tensor_size set_data _version output_nr"
+)
+"""Operators that look at shapes alone, or give another name to the same memory."""
+READS = (
+    "_local_scalar_dense item is_nonzero nonzero nonzero_numpy equal masked_select unique_dim _unique2 unique_consecutive "
+    "bincount histc allclose repeat_interleave masked_scatter"
+)
+"""Operators by which Python sees a value, or a size that depends on values."""
+
+LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
+"""Public tensors in the shape of another one: taken for rows where that has rows, which is sound of any public value."""
+NEW = "new_zeros new_ones new_empty new_full new_empty_strided"
+"""Public tensors of any shape."""
+
+
+def like(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+    found = func(*args, **kwargs)
+    label = tracker.labels.get(args[0])
+    if isinstance(label, Rows) and found.shape == args[0].shape:
+        tracker.labels.set(found, label)
+    return found
+
+
+def new(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+    found = func(*args, **kwargs)
+    tracker.promote(found)
+    return found
+
+
+_INDEX = ruled(lambda op: _indexed(op, op["indices"]))
+_BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() for name in names.split()}
+VIEW, UNKNOWN = Rule(unlabelled, of_one_example=False), Rule(unknown)
+_BY_NAME |= {name: VIEW for name in SHAPES.split()}
+_BY_NAME |= {name: Rule(read, of_one_example=False) for name in READS.split()}
+_BY_NAME |= {name: Rule(like, of_one_example=False) for name in LIKE.split()}
+_BY_NAME |= {name: Rule(new, of_one_example=False) for name in NEW.split()}
+_BY_NAME |= {"index": Rule(indexed), "_unsafe_index": Rule(indexed)}
+
+
+def find_rule(func: Any) -> Rule:
+    """The rule of an operator of ATen: listed by name, a view by its schema, or pointwise by torch's tag."""
+    if func.namespace not in ("aten", "prims", "prim"):
+        return UNKNOWN
+    listed = _BY_NAME.get(func.overloadpacket.__name__)
+    if listed is not None:
+        return listed
+    schema = func._schema
+    returned = [each for each in schema.returns if each.alias_info is not None]
+    if returned and not any(each.alias_info.is_write for each in (*schema.returns, *schema.arguments) if each.alias_info):
+        return VIEW
+    if torch.Tag.pointwise in func.tags:
+        return ruled(pointwise)
+    return UNKNOWN
+
+
+install_rules(find_rule)

@@ -1,1 +1,0 @@
-"""How does a step shed its launches on a GPU? It is recorded once, and replayed."""

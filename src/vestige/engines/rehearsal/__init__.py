@@ -1,1 +1,0 @@
-"""Can a model be watched? It is tried on made-up examples, once."""

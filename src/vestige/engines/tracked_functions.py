@@ -1,0 +1,170 @@
+"""What must be seen before it reaches the dispatcher? Losses that reduce over the batch, and reads that dispatch nothing.
+
+- A loss of torch's own over rows is taken of each example by itself: a mean over targets that count becomes each
+  example's mean over its own, so that no divisor is everybody's. Inside a model, what it returns as its loss then has a
+  number for each example; in a loop, the loss is their mean.
+- `tolist`, `numpy`, `str` and the like show values to Python without an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from vestige.engines.example_axis import Read, Rows, Tracker, untracked, users_line
+
+Losses = Callable[..., Tensor]
+CLASSES = (F.cross_entropy, F.nll_loss)
+NUMBERS = (
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.kl_div, F.poisson_nll_loss),
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.gaussian_nll_loss, F.hinge_embedding_loss),
+    *(F.multilabel_soft_margin_loss, F.margin_ranking_loss, F.triplet_margin_loss, F.cosine_embedding_loss),
+    *(F.multi_margin_loss, F.multilabel_margin_loss, F.triplet_margin_with_distance_loss, F.ctc_loss),
+)
+LEGACY = ("size_average", "reduce")
+READS = (
+    *(Tensor.tolist, Tensor.numpy, Tensor.__repr__, Tensor.__array__, Tensor.__format__, Tensor.__deepcopy__),
+    *(Tensor.__dlpack__, Tensor.data_ptr, Tensor.__reduce_ex__),
+)
+
+
+class TrackedFunctions(TorchFunctionMode):
+    """Stands beside a tracker. `inside` a model, reduced losses have a number for each example."""
+
+    def __init__(self, tracker: Tracker, inside: bool, tokens: int | None = None) -> None:
+        super().__init__()
+        self.tracker, self.inside, self.tokens = tracker, inside, tokens
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(function)
+        if handler is not None:
+            return handler(self, function, args, kwargs)
+        for each in args:
+            if type(each) is ReadNumber:
+                raise ValueError(
+                    f"a value of the examples that was read at {each.where} is used again at {users_line()}: no noise "
+                    "covers what follows from it. Compute with tensors, row by row, or with public numbers"
+                )
+        return function(*args, **kwargs)
+
+
+class ReadNumber(float):
+    """A number that Python read of the examples. It may be shown; in a computation of tensors it is refused."""
+
+    where = ""
+
+    @classmethod
+    def of(cls, value: float, where: str) -> ReadNumber:
+        made = cls(value)
+        made.where = where
+        return made
+
+    def _with(self, value: Any) -> Any:
+        return ReadNumber.of(value, self.where) if isinstance(value, float) else value
+
+
+def _arithmetic(name: str) -> Any:
+    def method(self: ReadNumber, *others: Any) -> Any:
+        return self._with(getattr(float, name)(self, *others))
+
+    return method
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
+    setattr(ReadNumber, f"__{_name}__", _arithmetic(f"__{_name}__"))
+
+
+def _rows(mode: TrackedFunctions, *tensors: Any) -> Rows | None:
+    """The label of the first tensor that has one, if it is rows."""
+    labels = [mode.tracker.labels.get(each) for each in tensors if isinstance(each, Tensor)]
+    found = next((label for label in labels if label is not None), None)
+    return found if isinstance(found, Rows) else None
+
+
+def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Each example's own loss, or the mean of them."""
+    reduction, label = kwargs.get("reduction", "mean"), _rows(mode, *args, *kwargs.values())
+    if reduction not in ("mean", "sum") or label is None or any(kwargs.get(name) is not None for name in LEGACY):
+        return function(*args, **kwargs)
+    with mode:
+        each = function(*args, **{**kwargs, "reduction": "none"})
+    own = mode.tracker.labels.get(each)
+    if not isinstance(own, Rows) or each.dim() == 0 or own.first:
+        return function(*args, **kwargs)
+    losses = by_example(each, own)
+    if reduction == "mean":
+        losses = _averaged(mode, function, args, kwargs, each, losses, own)
+    if mode.inside:
+        mode.tracker.scalars[losses.untyped_storage()._cdata] = reduction
+        return losses
+    mode.tracker.reductions.add(reduction)
+    return losses.mean() if reduction == "mean" else losses.sum()
+
+
+def by_example(each: Tensor, label: Rows) -> Tensor:
+    """The sum over all numbers of an example: [examples]."""
+    moved = each.movedim(label.axis, 0)
+    shaped = moved.reshape(-1, label.count, label.inner, *moved.shape[1:])
+    return shaped.sum(dim=[place for place in range(shaped.dim()) if place != 1])
+
+
+def _averaged(
+    mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any], each: Tensor, losses: Tensor, own: Rows
+) -> Tensor:
+    """Over how many numbers an example's loss is a mean: those of its targets that count, or all."""
+    if function is F.ctc_loss:
+        lengths = args[3] if len(args) > 3 else kwargs["target_lengths"]
+        return losses / torch.as_tensor(lengths, device=losses.device).clamp(min=1)
+    if function not in CLASSES:
+        mode.tracker.averaged.add(each.numel() // own.count)
+        return losses / (each.numel() // own.count)
+    target = args[1] if len(args) > 1 else kwargs["target"]
+    weight = args[2] if len(args) > 2 else kwargs.get("weight")
+    per_target = each.numel() // own.count
+    if not target.is_floating_point() and per_target > 1:
+        counted = target != kwargs.get("ignore_index", -100)
+        count = by_example(counted, mode.tracker.labels.get(counted) or own).clamp(min=1)  # type: ignore[arg-type]
+        losses = losses / count if mode.tokens is None else losses / mode.tokens
+    elif per_target > 1:
+        losses = losses / per_target
+    return losses if weight is None else losses / weight.mean()
+
+
+def _read(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tracker = mode.tracker
+    if tracker.labels.get(args[0]) is None:
+        return function(*args, **kwargs)
+    tracker.note_read(Read(function.__name__.strip("_"), users_line()))
+    with untracked():
+        return function(*args, **kwargs)
+
+
+def _item(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if mode.inside or mode.tracker.labels.get(args[0]) is None:
+        return function(*args, **kwargs)
+    value = function(*args, **kwargs)
+    return ReadNumber.of(value, users_line()) if isinstance(value, float) else value
+
+
+def _one_hot(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Without looking whether all indices are in range."""
+    index = args[0] if args else kwargs["tensor"]
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if classes < 0 or mode.tracker.labels.get(index) is None:
+        return function(*args, **kwargs)
+    return (index.unsqueeze(-1) == torch.arange(classes, device=index.device)).long()
+
+
+HANDLERS: dict[Any, Callable[[TrackedFunctions, Any, Any, dict[str, Any]], Any]] = {
+    **{function: _loss for function in (*CLASSES, *NUMBERS)},
+    **{function: _read for function in READS},
+    Tensor.item: _item,
+    F.one_hot: _one_hot,
+    torch._C._nn.one_hot: _one_hot,
+}

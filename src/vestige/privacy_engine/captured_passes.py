@@ -1,0 +1,449 @@
+"""How does a pass of the user's shed its launches? On a GPU it is captured at a few sizes, ahead, and replayed.
+
+The model's forward pass, its backward pass and the clipping that follows are a CUDA graph each, because what lies
+between them is the user's. Capturing runs the model's Python with every operator followed, so what is replayed is what
+was proved. All graphs of a module work in the same memory, so only one pass at a time can be in it; while one is,
+others run as they are.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from vestige.engines.bookkeeping import add_weighted
+from vestige.engines.capture_guards import (
+    NotCapturable,
+    host_draws,
+    require_same_on_any_draw,
+    restore_host_draws,
+    state_fingerprint,
+)
+from vestige.engines.cuda_graphs import (
+    MOST_GRAPHS,
+    SECONDS,
+    captured,
+    capturable,
+    fill_rows,
+    give_back,
+    lengthened,
+    padded_lengths,
+    precision,
+)
+from vestige.engines.example_axis import NotApart, Rows, untracked
+from vestige.engines.host_transfers import HostTransfers, Sent
+from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
+from vestige.engines.per_example.gradients import Gradient, change, combine
+from vestige.engines.per_example.kernels import blanked
+from vestige.engines.per_example.taps import Taps, require_unwritten
+from vestige.engines.per_example.uses import Misfit, Watched
+from vestige.layout import Layout, device_of
+from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
+from vestige.privacy_engine.calls import Call
+from vestige.privacy_engine.tracking import Tracking
+
+Uses = dict[str, list[Gradient]]
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class Withheld:
+    """Stands for an output that is neither a tensor nor plain, such as a cache: a replayed pass has none of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name!r} of an output that is no tensor: a captured pass does not keep it. Say "
+            "PrivacyEngine(cuda_graphs=False) to train without CUDA graphs"
+        )
+
+
+@dataclass(frozen=True)
+class Ending:
+    """An output that holds the examples: which buffer it is in, its label, how a loss was to be reduced, and the name
+    of the argument whose length its second axis has, if any."""
+
+    buffer: int
+    label: Rows
+    reduction: str | None
+    along: str | None
+
+
+@dataclass
+class Graphs:
+    """The graphs of one size."""
+
+    rows: int
+    forward: Any
+    backward: Any
+    clip: Any
+    outputs: list[Any]
+    """What the pass gave, flat; an `Ending` where examples are."""
+    tree: TreeSpec
+
+
+@dataclass(eq=False)
+class Replay:
+    """SENSITIVE: one pass of the user's in the memory of the graphs, from its forward pass until it is clipped."""
+
+    owner: CapturedForm
+    graphs: Graphs
+    rows: int
+    lengths: Mapping[str, int]
+    draws: Tensor
+    """The state of the GPU's generator before it."""
+    went_back: bool = False
+
+    def outputs(self) -> tuple[list[Any], TreeSpec]:
+        """What the forward pass gives, flat, of the examples alone and in memory of their own; beside each `Ending`."""
+        self.graphs.forward.replay()
+        return [self._own(leaf).clone() if isinstance(leaf, Ending) else leaf for leaf in self.graphs.outputs], self.graphs.tree  # fmt: skip
+
+    def endings(self) -> list[tuple[int, Ending]]:
+        return [(place, leaf) for place, leaf in enumerate(self.graphs.outputs) if isinstance(leaf, Ending)]
+
+    def _own(self, ending: Ending) -> Tensor:
+        end = self.owner.ends[ending.buffer][: self.rows]
+        return end if ending.along is None else end[:, : self.lengths[ending.along]]
+
+    def back(self, signals: Sequence[Tensor]) -> Uses | None:
+        """Take on what came back to the outputs; None if the gradients stay in the graphs' memory."""
+        if self.owner.room.within is not self:
+            raise ValueError("this backward pass goes through a forward pass of the model that is over")
+        for (_, ending), signal in zip(self.endings(), signals, strict=True):
+            self.owner.ends[ending.buffer][: self.graphs.rows].zero_()
+            self._own(ending).copy_(signal)
+        if self.went_back:
+            return self.again()
+        self.went_back = True
+        self.graphs.backward.replay()
+        return None
+
+    def again(self) -> Uses:
+        """The same pass, run again as it is: its gradients in factored form, of the examples alone."""
+        return self.owner.again(self)
+
+    def clip(self, examples: int, into: RunningSum) -> None:
+        if self.owner.room.within is not self:
+            raise ValueError("this step is about a forward pass of the model that is over: run it again")
+        into.settle()
+        self.graphs.clip.replay()
+        into.lend(examples, self.owner.total)
+
+    def over(self) -> None:
+        if self.owner.room.within is self:
+            self.owner.room.within = None
+
+
+class Room:
+    """The memory in which all graphs of a module work, one pass at a time."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self._within: weakref.ref[Replay] | None = None
+
+    @property
+    def within(self) -> Replay | None:
+        """The pass that is in the memory, as long as somebody can come back to it."""
+        return None if self._within is None else self._within()
+
+    @within.setter
+    def within(self, replay: Replay | None) -> None:
+        self._within = None if replay is None else weakref.ref(replay)
+
+
+@dataclass
+class CapturedPasses:
+    """Which passes of a module are captured: none on a CPU, none where something speaks against it."""
+
+    module: nn.Module
+    layout: Layout
+    clip: Clip
+    sizes: Sequence[int]
+    """Of batches, largest first; none if nothing is to be captured."""
+    tracking: Tracking
+    taps: Taps
+    total: Callable[[], Tensor]
+    """Where passes leave their clipped sums, each until the next."""
+    _forms: dict[Hashable, CapturedForm | None] = field(default_factory=dict)
+    _met: Counter[Hashable] = field(default_factory=Counter)
+    _room: Room | None = None
+
+    def begin(self, forward: Callable[..., Any], call: Call, label: Rows, modules: Sequence[nn.Module]) -> Replay | None:
+        """This pass in the memory of graphs, captured if need be; None if it is to run as it is."""
+        device = device_of(self.module)
+        if not self.sizes or label.count > self.sizes[0] or not capturable(device) or self.sizes[0] > LARGEST_SUM:
+            return None
+        named = {name: call.leaves[place] for place, name in call.names.items() if isinstance(call.leaves[place], Tensor)}
+        lengths = {name: leaf.shape[1] for name, leaf in named.items() if leaf.dim() > 1}
+        to = padded_lengths(self.module, named)
+        longer = lengthened(self.module, named, to) if any(lengths[name] != own for name, own in to.items()) else named
+        leaves = list(call.leaves)
+        for place, name in call.names.items():
+            leaves[place] = longer.get(name, leaves[place])
+        form = self._form(forward, Call(leaves, call.tree), label, to, modules)
+        return None if form is None else form.begin(leaves, label.count, lengths)
+
+    def _form(
+        self,
+        forward: Callable[..., Any],
+        call: Call,
+        label: Rows,
+        to: Mapping[str, int],
+        modules: Sequence[nn.Module],
+    ) -> CapturedForm | None:
+        key = self._key(call, modules)
+        if key is None or (self._room is not None and self._room.within is not None):
+            return self._forms.get(key) if key is not None else None
+        known = self._forms.get(key)
+        if known is None and key not in self._forms:
+            self._met[key] += 1
+            first = not self._forms
+            if len(self._forms) >= MOST_GRAPHS or (not first and self._met[key] < 2 and not to):
+                return None
+            self._room = self._room or Room()
+            known = CapturedForm(self, forward, call, label, to, self._room)
+            self._forms[key] = known if self._captured(known, self.sizes if first else ()) else None
+        if known is not None and not known.reaches(label.count):
+            size = next(size for size in reversed(self.sizes) if size >= label.count)
+            if not self._captured(known, (size,)):
+                self._forms[key] = known = None
+        return known
+
+    def _captured(self, form: CapturedForm, sizes: Sequence[int]) -> bool:
+        """Whether a form could be captured at these sizes, as far as there is time."""
+        start = time.monotonic()
+        try:
+            for number, rows in enumerate(sizes):
+                if number and time.monotonic() - start > SECONDS:
+                    break
+                form.capture(rows)
+        except (NotApart, Misfit, NotCapturable, RuntimeError) as problem:
+            give_back(device_of(self.module))
+            if isinstance(problem, RuntimeError):
+                why = (str(problem) or type(problem).__name__).splitlines()[0]
+                warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=2)
+            return False
+        return True
+
+    def _key(self, call: Call, modules: Sequence[nn.Module]) -> Hashable | None:
+        """What a graph takes for granted; None if that cannot be told."""
+        device, kinds = device_of(self.module), list[Hashable]()
+        for leaf in call.leaves:
+            if isinstance(leaf, Tensor):
+                if leaf.device != device:
+                    return None  # what lies on the host is read there when a pass is captured, and not again
+                rows = isinstance(self.tracking.label(leaf), Rows)
+                kinds.append((leaf.shape[rows:], leaf.dtype, rows, _full(leaf) if rows else None))
+            elif isinstance(leaf, PLAIN):
+                kinds.append(leaf)
+            else:
+                return None
+        if _hooked(self.module):
+            return None
+        return call.tree, tuple(kinds), precision(), state_fingerprint(self.module, modules=modules)
+
+
+def _full(leaf: Tensor) -> bool | None:
+    """Whether a mask leaves nothing out: models then skip work, with the same result."""
+    return bool((leaf == 1).all()) if leaf.dim() == 2 and not leaf.is_floating_point() else None
+
+
+class CapturedForm:
+    """The graphs of one form of call."""
+
+    def __init__(
+        self, owner: CapturedPasses, forward: Callable[..., Any], call: Call, label: Rows, to: Mapping[str, int], room: Room
+    ) -> None:
+        self.owner, self.room, self._forward, self._to = owner, room, forward, to
+        self.total, self.device = owner.total(), device_of(owner.module)
+        most = owner.sizes[0]
+        self._rows = [p for p, leaf in enumerate(call.leaves) if isinstance(owner.tracking.label(leaf) if isinstance(leaf, Tensor) else None, Rows)]  # fmt: skip
+        self._leaves = list(call.leaves)
+        for place, leaf in enumerate(call.leaves):
+            if isinstance(leaf, Tensor):
+                shape = (most, *leaf.shape[1:]) if place in self._rows else leaf.shape
+                self._leaves[place] = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+        self._tree, self._batch = call.tree, label.batch
+        self._full = [_full(leaf) for leaf in call.leaves if isinstance(leaf, Tensor)]
+        self._load(call.leaves, label.count)
+        self.ends: list[Tensor] = []
+        self._count, self._places = torch.zeros((), device=self.device), torch.arange(most, device=self.device)
+        self._graphs: list[Graphs] = []
+        self._point = {name: p.detach() for name, p in owner.layout.parameters(owner.module).items()}
+        self._live: tuple[Pass, list[Tensor], Uses] | None = None
+
+    def reaches(self, rows: int) -> bool:
+        return any(graphs.rows >= rows for graphs in self._graphs)
+
+    def begin(self, leaves: Sequence[Any], rows: int, lengths: Mapping[str, int]) -> Replay | None:
+        fitting = [graphs for graphs in self._graphs if graphs.rows >= rows]
+        if not fitting or self.room.within is not None:
+            return None
+        self._load(leaves, rows)
+        self._count.fill_(rows)
+        draws = torch.cuda.get_rng_state(self.device)
+        replay = Replay(self, min(fitting, key=lambda graphs: graphs.rows), rows, lengths, draws)
+        self.room.within = replay
+        return replay
+
+    def _load(self, leaves: Sequence[Any], rows: int) -> None:
+        with untracked():
+            for place, leaf in enumerate(leaves):
+                if place in self._rows:
+                    fill_rows(self._leaves[place], leaf)
+                elif isinstance(leaf, Tensor):
+                    self._leaves[place].copy_(leaf)
+
+    # --- capturing ----------------------------------------------------------------------------------------------------
+
+    def capture(self, rows: int) -> None:
+        """Run once, proved; then captured, proved again. Raises where that cannot be."""
+        sent, before, draws = Sent(), host_draws(), torch.cuda.get_rng_state(self.device)
+        self._count.fill_(rows)
+        with untracked(), HostTransfers(self.device, sent):
+            self._run_all(rows)
+        if host_draws() != before:
+            restore_host_draws(before)
+            with untracked():
+                require_same_on_any_draw(lambda: self._run_all(rows), self.owner.tracking.tracker)
+        give_back(self.device)
+        shown: list[tuple[list[Any], TreeSpec]] = []
+        with untracked(), HostTransfers(self.device, sent, given=True):
+            forward = captured(lambda: shown.append(self._run_forward(rows)), self.room.pool, self.device)
+            backward = captured(lambda: self._run_backward(rows), self.room.pool, self.device)
+            clip = captured(lambda: self._run_clip(rows), self.room.pool, self.device)
+        self._live = None
+        restore_host_draws(before)
+        torch.cuda.set_rng_state(draws, self.device)
+        self._graphs.append(Graphs(rows, forward, backward, clip, *shown[0]))
+
+    def _run_all(self, rows: int) -> None:
+        self._run_forward(rows)
+        for end in self.ends:
+            end[:rows].fill_(1 / rows)
+        self._run_backward(rows)
+        self._run_clip(rows)
+        self._live = None
+
+    def _run_forward(self, rows: int) -> tuple[list[Any], TreeSpec]:
+        """The forward pass on the rows in the buffers; its outputs are copied into `ends`."""
+        tracking, uses = self.owner.tracking, Uses()
+        leaves = [leaf[:rows] if place in self._rows else leaf for place, leaf in enumerate(self._leaves)]
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for place in self._rows:
+            tracking.tracker.label_rows(leaves[place], rows, self._batch)
+
+        def deliver(found: Mapping[str, Gradient]) -> None:
+            for name, gradient in found.items():
+                uses.setdefault(name, []).append(gradient)
+
+        args, kwargs = tree_unflatten(leaves, self._tree)
+        tracking.tracker.answer = all(full is not False for full in self._full)
+        try:
+            with tracking.model(rows, self._batch, True, fresh=True) as tracker:
+                now = Pass(rows, self._point, tracker, deliver, inside=False)
+                with self.owner.taps.watching(now), torch.enable_grad(), _without_cache(self.device):
+                    outputs = self._forward(*args, **kwargs)
+                require_unwritten(self.owner.module, tracker, now.environment)
+                found, tree = tree_flatten(outputs)
+                kept = self._kept(found, now)
+        finally:
+            tracking.tracker.answer = None
+        held = [found[place] for place, leaf in enumerate(kept) if isinstance(leaf, Ending)]
+        most = len(self._places)
+        self.ends = self.ends or [each.new_zeros(most, *each.shape[1:]) for each in held]
+        for end, output in zip(self.ends, held, strict=True):
+            end[:rows].copy_(output.detach())
+        if now.kept_elsewhere:
+            raise NotCapturable("activations are kept elsewhere")
+        self._live = now, held, uses
+        return kept, tree
+
+    def _kept(self, found: Sequence[Any], now: Pass) -> list[Any]:
+        """What a replay gives of the outputs. Raises `NotCapturable` if one is a tensor without rows: padding would be
+        a part of it."""
+        kept: list[Any] = []
+        buffers = 0
+        for leaf in found:
+            if not isinstance(leaf, Tensor):
+                kept.append(leaf if isinstance(leaf, PLAIN) else Withheld())
+                continue
+            label = now.tracker.labels.get(leaf)
+            first = isinstance(label, Rows) and (label.axis, label.inner, label.first) == (0, 1, 0)
+            if isinstance(leaf, Watched) or not first or not leaf.is_floating_point():
+                raise NotCapturable("an output of the model has no row for each example")
+            assert isinstance(label, Rows)
+            along = next((name for name, own in self._to.items() if leaf.dim() > 1 and leaf.shape[1] == own), None)
+            kept.append(Ending(buffers, label, now.tracker.scalar(leaf), along))
+            buffers += 1
+        if not buffers:
+            raise NotCapturable("no output of the model has a row for each example")
+        return kept
+
+    def _run_backward(self, rows: int) -> Uses:
+        assert self._live is not None
+        now, held, uses = self._live
+        padding = self._places[:rows] >= self._count
+        signals = [blanked(end[:rows], padding, in_place=True) for end in self.ends]
+        tracker = now.tracker
+        for held_output, signal in zip(held, signals, strict=True):
+            tracker.labels.set(signal, Rows(0, 1, rows, self._batch)) if held_output.dim() else None
+        reached = [(output, signal) for output, signal in zip(held, signals, strict=True) if output.requires_grad]
+        with self.owner.tracking.model(rows, self._batch, True, fresh=True):
+            with self.owner.taps.watching(now) if now.recomputes else nullcontext():
+                torch.autograd.grad(*map(list, zip(*[(o, s) for o, s in reached], strict=True))[:0] or ([o for o, _ in reached], [ANCHOR], [s for _, s in reached]), allow_unused=True)  # fmt: skip
+        return uses
+
+    def _run_clip(self, rows: int) -> None:
+        assert self._live is not None
+        self.total.zero_()
+        with torch.no_grad(), full_precision(self.total):
+            gradients = {name: combine(parts) for name, parts in self._live[2].items()}
+        real = self._places[:rows] < self._count
+        add_weighted(gradients, self.owner.clip, self.owner.layout, self.total, rows, real)
+
+    def again(self, replay: Replay) -> Uses:
+        with torch.random.fork_rng([self.device]), untracked():
+            torch.cuda.set_rng_state(replay.draws, self.device)
+            signals = [end.clone() for end in self.ends]
+            self._run_forward(replay.graphs.rows)
+            for end, signal in zip(self.ends, signals, strict=True):
+                end.copy_(signal)
+            found = self._run_backward(replay.graphs.rows)
+            self._live = None
+        few = itemgetter(slice(replay.rows))
+        return {name: [change(gradient, few) for gradient in uses] for name, uses in found.items()}
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether submodules have hooks, which a replay would skip."""
+    stores = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    inner = (each for each in module.modules() if each is not module)
+    return any(not _harmless(hook) for each in inner for store in stores for hook in getattr(each, store).values())
+
+
+def _harmless(hook: Any) -> bool:
+    """transformers' own hooks hand activations to the outputs, where those are asked for, and make what frozen
+    embeddings give part of the graph, for checkpointing; so do peft's."""
+    module, name = getattr(hook, "__module__", None) or "", getattr(hook, "__name__", "")
+    requires = name.startswith("make_inputs_require_grad") and module.split(".")[0] in ("transformers", "peft")
+    return requires or module == "transformers.utils.output_capturing"
+
+
+def _without_cache(device: torch.device) -> Any:
+    """Autocast as it is, but no copy of a weight made before the capture is read in it."""
+    stack = ExitStack()
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        stack.enter_context(torch.autocast(device.type, dtype=dtype, cache_enabled=False))
+    return stack

@@ -1,1 +1,0 @@
-"""Passes of the user's that are recorded ahead on a GPU, and replayed."""

@@ -1,0 +1,108 @@
+"""Is every gradient of a loop public, released, or that row's own? Labels travel with a batch from loader to backward.
+
+The private loader labels each batch that it hands out, and every operator that runs until the step is followed
+(`engines.example_axis`): through other modules, losses, weights and hooks, forward and backward. What a loop reads of
+its examples is returned, and noted with file and line.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+from vestige.engines.example_axis import Labels, Mixed, Read, Rows, Tracker, mixed
+from vestige.engines.tracked_functions import TrackedFunctions
+
+
+class Tracking:
+    """The labels of a loop's batches, and the modes that carry them; on from a batch until its step."""
+
+    def __init__(self, tokens: int | None = None) -> None:
+        self.labels = Labels()
+        self.tracker = Tracker(self.labels, strict=False)
+        self._functions = TrackedFunctions(self.tracker, inside=False, tokens=tokens)
+        self._inside = TrackedFunctions(self.tracker, inside=True, tokens=tokens)
+        self.batches = 0
+        self.handed_out = False
+        """Whether the batch in use came labelled from the loader."""
+        self._on: int | None = None
+        """The thread in which modes are on."""
+
+    @property
+    def reads(self) -> list[Read]:
+        return self.tracker.reads
+
+    def hand_out(self, batch: Any, rows: int) -> None:
+        """Label a batch of the private loader, and follow what is made of it. A tensor without a row for each example
+        was made by a collate_fn that saw all of them."""
+        self.batches += 1
+        self.handed_out = True
+        leaves = [leaf for leaf in tree_leaves(_open(batch)) if isinstance(leaf, Tensor)]
+        for leaf in leaves:
+            if leaf.dim() and len(leaf) == rows:
+                self.tracker.label_rows(leaf, rows, self.batches)
+            elif leaf.numel():
+                self.labels.set(leaf, mixed("collate_fn", "made a tensor that has no row for each example"))
+        self.start()
+
+    def label_arguments(self, leaves: list[Any], rows: int) -> None:
+        """Label the arguments of a model's call that came from no labelled batch."""
+        self.batches += 1
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows and self.labels.get(leaf) is None:
+                self.tracker.label_rows(leaf, rows, self.batches)
+
+    def start(self) -> None:
+        self.tracker.reductions.clear()
+        self.tracker.averaged.clear()
+        if self._on is None:
+            self._functions.__enter__()
+            self.tracker.__enter__()
+            self._threads = torch.autograd.is_multithreading_enabled()
+            torch._C._set_multithreading_enabled(False)  # type: ignore[attr-defined]
+            self._on = threading.get_ident()
+
+    def stop(self) -> None:
+        """A step begins, or the loader is left. A mode of the user's that is still on stays above ours until it ends."""
+        if self._on == threading.get_ident() and _get_current_dispatch_mode() is self.tracker:
+            self.tracker.__exit__(None, None, None)
+            self._functions.__exit__(None, None, None)
+            torch._C._set_multithreading_enabled(self._threads)  # type: ignore[attr-defined]
+            self._on = None
+        self.labels.prune()
+
+    @contextmanager
+    def model(self, rows: int, batch: int, promoting: bool) -> Iterator[Tracker]:
+        """Inside a private model: a look at a value is refused, and its losses are taken of each example."""
+        tracker = self.tracker
+        here = self._on == threading.get_ident()
+        if not here:
+            tracker.__enter__()
+        tracker.strict, tracker.expected, tracker.promoted = True, (rows, batch) if promoting else None, 0
+        tracker.scalars.clear()
+        try:
+            with self._inside:
+                yield tracker
+        finally:
+            tracker.strict, tracker.expected = False, None
+            if not here:
+                tracker.__exit__(None, None, None)
+
+    def label(self, tensor: Tensor) -> Rows | Mixed | None:
+        return self.labels.get(tensor)
+
+
+def _open(batch: Any) -> Any:
+    """A batch whose tensors `tree_leaves` finds: mappings and objects of other libraries opened."""
+    if isinstance(batch, dict | list | tuple | Tensor):
+        return batch
+    if hasattr(batch, "items"):
+        return dict(batch.items())
+    return vars(batch) if hasattr(batch, "__dict__") else batch
