@@ -89,7 +89,7 @@ def privacy_engine(other: Other, model: nn.Module, data: Batch, name: str, recor
     optimizer = optimizer_of(model, name)
     rows = Rows(data, other.longest)
     loader = DataLoader(rows, batch_size=len(rows) // TIMES, collate_fn=as_fetched)
-    _, _, loader = PrivacyEngine(record=record).make_private(
+    _, _, loader = PrivacyEngine(cuda_graphs=record).make_private(
         module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
     )
     return _loop(other, model, optimizer, loader)
@@ -182,7 +182,7 @@ LOOPS: dict[str, Build] = {
     "Opacus hooks": opacus("hooks"),
     "Opacus ghost": opacus("ghost"),
     "ours, PrivacyEngine": privacy_engine,
-    "ours, PrivacyEngine(record=False)": unrecorded,
+    "ours, PrivacyEngine(cuda_graphs=False)": unrecorded,
     "ours, vestige.train": whole,
 }
 

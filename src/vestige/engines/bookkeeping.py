@@ -29,7 +29,7 @@ from vestige.engines.per_example.uses import Misfit
 from vestige.engines.reference import Reference, placed
 from vestige.engines.tracked_functions import CLASSES, NUMBERS, TrackedFunctions
 from vestige.layout import Layout, compiled_in
-from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform, usable_norms, weights
+from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
 from vestige.mechanism.transforms import Term, terms_of
 from vestige.processes.shards import ShardedSum

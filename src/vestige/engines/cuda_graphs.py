@@ -13,7 +13,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from math import ceil, floor, sqrt
 from typing import Any, cast
 
@@ -97,6 +96,23 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def new_pool() -> Any:
+    """Memory for graphs."""
+    return torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
+
+
+def device_draws(device: torch.device) -> Tensor:
+    """The state of the generator that draws there."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def restore_device_draws(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 def give_back(device: torch.device) -> None:
@@ -250,8 +266,7 @@ class Captured:
             self._capture(key, wanted, mean, clip, into)
         except (NotApart, Misfit, NotCapturable, RuntimeError) as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
-            if isinstance(problem, RuntimeError):
-                warnings.warn(f"the step cannot be captured as a CUDA graph ({line}); it runs as it is", stacklevel=4)
+            warnings.warn(f"the step cannot be captured as a CUDA graph ({line}); it runs as it is", stacklevel=4)
             self._captures = False
             self._graphs.clear()
             return None
@@ -259,7 +274,7 @@ class Captured:
 
     def _capture(self, key: Hashable, sizes: Sequence[int], mean: Term, clip: Clip, into: Tensor) -> None:
         start, largest = time.monotonic(), None
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._pool = self._pool or new_pool()
         with torch.cuda.device_of(into):
             for rows in sizes:
                 if largest is not None and time.monotonic() - start > SECONDS:
@@ -313,7 +328,7 @@ class CapturedStep:
         self._load([part[: self.rows * self.views] for part in batch])
         with HostTransfers(device, sent):
             self._run()
-        if host_draws() != before:
+        if device.type == "cuda" and host_draws() != before:
             restore_host_draws(before)
             require_same_on_any_draw(self._run, self.engine.proved.tracker)
         give_back(device)

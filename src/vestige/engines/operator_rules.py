@@ -696,7 +696,7 @@ TABLE: dict[Labeller, str] = {
     "leaky_relu_backward hardtanh_backward log_sigmoid_forward log_sigmoid_backward softplus_backward hardswish_backward "
     "hardsigmoid_backward hardshrink_backward softshrink_backward mish_backward celu rrelu_with_noise rrelu_with_noise_functional masked_fill masked_fill_ "
     "polar complex where binary_cross_entropy_with_logits_backward logit_backward lerp_ addcmul_ addcdiv_ nan_to_num_ "
-    "normal poisson _conj_physical resolve_conj resolve_neg fill native_dropout_backward rrelu_with_noise_backward",
+    "hardswish hardsigmoid gelu normal poisson _conj_physical resolve_conj resolve_neg fill native_dropout_backward rrelu_with_noise_backward",
     copied: "copy_ copy",
     overwritten: "fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_",
     loss: "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss binary_cross_entropy_with_logits",
@@ -725,7 +725,8 @@ TABLE: dict[Labeller, str] = {
     "max_pool3d_with_indices_backward _adaptive_avg_pool3d_backward adaptive_max_pool3d_backward upsample_trilinear3d "
     "upsample_nearest3d upsample_trilinear3d_backward upsample_nearest3d_backward pixel_shuffle pixel_unshuffle "
     "channel_shuffle reflection_pad3d replication_pad3d",
-    first_axis: "im2col col2im grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward "
+    first_axis: "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward "
+    "multilabel_margin_loss_backward im2col col2im grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward "
     "native_group_norm affine_grid_generator multinomial max_unpool2d max_unpool3d",
     padded: "constant_pad_nd",
     repeated: "repeat",
@@ -763,6 +764,7 @@ TABLE: dict[Labeller, str] = {
     searched: "searchsorted bucketize",
 }
 SHAPES = (
+    "as_strided transpose squeeze unsqueeze t swapaxes swapdims detach "
     "is_same_size _fused_sdp_choice _unsafe_view _reshape_alias lift_fresh record_stream _has_same_storage_numel "
     "_assert_tensor_metadata is_pinned dim numel size stride sym_size sym_stride sym_numel sym_storage_offset "
     "_nested_tensor_size set_data _version output_nr"
@@ -808,7 +810,8 @@ def find_rule(func: Any) -> Rule:
     """The rule of an operator of ATen: listed by name, a view by its schema, or pointwise by torch's tag."""
     if func.namespace not in ("aten", "prims", "prim"):
         return UNKNOWN
-    listed = _BY_NAME.get(func.overloadpacket.__name__)
+    name = func.overloadpacket.__name__
+    listed = _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_"))
     if listed is not None:
         return listed
     schema = func._schema

@@ -80,9 +80,14 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
     setattr(ReadNumber, f"__{_name}__", _arithmetic(f"__{_name}__"))
 
 
+in_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one of vmap's or grad's, which has no memory of its own."""
+
+
 def _rows(mode: TrackedFunctions, *tensors: Any) -> Rows | None:
     """The label of the first tensor that has one, if it is rows."""
-    labels = [mode.tracker.labels.get(each) for each in tensors if isinstance(each, Tensor)]
+    plain = [each for each in tensors if isinstance(each, Tensor) and not in_transform(each)]
+    labels = [mode.tracker.labels.get(each) for each in plain]
     found = next((label for label in labels if label is not None), None)
     return found if isinstance(found, Rows) else None
 
@@ -138,7 +143,7 @@ def _averaged(
 
 def _read(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tracker = mode.tracker
-    if tracker.labels.get(args[0]) is None:
+    if in_transform(args[0]) or tracker.labels.get(args[0]) is None:
         return function(*args, **kwargs)
     tracker.note_read(Read(function.__name__.strip("_"), users_line()))
     with untracked():
@@ -146,7 +151,7 @@ def _read(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
 
 
 def _item(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if mode.inside or mode.tracker.labels.get(args[0]) is None:
+    if mode.inside or in_transform(args[0]) or mode.tracker.labels.get(args[0]) is None:
         return function(*args, **kwargs)
     value = function(*args, **kwargs)
     return ReadNumber.of(value, users_line()) if isinstance(value, float) else value
@@ -156,7 +161,7 @@ def _one_hot(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str,
     """Without looking whether all indices are in range."""
     index = args[0] if args else kwargs["tensor"]
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    if classes < 0 or mode.tracker.labels.get(index) is None:
+    if classes < 0 or in_transform(index) or mode.tracker.labels.get(index) is None:
         return function(*args, **kwargs)
     return (index.unsqueeze(-1) == torch.arange(classes, device=index.device)).long()
 

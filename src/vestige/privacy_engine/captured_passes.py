@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
@@ -33,13 +34,16 @@ from vestige.engines.capture_guards import (
 from vestige.engines.cuda_graphs import (
     MOST_GRAPHS,
     SECONDS,
-    captured,
     capturable,
+    captured,
+    device_draws,
     fill_rows,
     give_back,
     lengthened,
+    new_pool,
     padded_lengths,
     precision,
+    restore_device_draws,
 )
 from vestige.engines.example_axis import NotApart, Rows, untracked
 from vestige.engines.host_transfers import HostTransfers, Sent
@@ -148,7 +152,7 @@ class Room:
     """The memory in which all graphs of a module work, one pass at a time."""
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool = new_pool()
         self._within: weakref.ref[Replay] | None = None
 
     @property
@@ -229,9 +233,8 @@ class CapturedPasses:
                 form.capture(rows)
         except (NotApart, Misfit, NotCapturable, RuntimeError) as problem:
             give_back(device_of(self.module))
-            if isinstance(problem, RuntimeError):
-                why = (str(problem) or type(problem).__name__).splitlines()[0]
-                warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=2)
+            why = (str(problem) or type(problem).__name__).splitlines()[0]
+            warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=2)
             return False
         return True
 
@@ -291,7 +294,7 @@ class CapturedForm:
             return None
         self._load(leaves, rows)
         self._count.fill_(rows)
-        draws = torch.cuda.get_rng_state(self.device)
+        draws = device_draws(self.device)
         replay = Replay(self, min(fitting, key=lambda graphs: graphs.rows), rows, lengths, draws)
         self.room.within = replay
         return replay
@@ -308,23 +311,26 @@ class CapturedForm:
 
     def capture(self, rows: int) -> None:
         """Run once, proved; then captured, proved again. Raises where that cannot be."""
-        sent, before, draws = Sent(), host_draws(), torch.cuda.get_rng_state(self.device)
+        with _disable_current_modes():  # those of the loop
+            self._capture(rows)
+
+    def _capture(self, rows: int) -> None:
+        sent, before, draws = Sent(), host_draws(), device_draws(self.device)
         self._count.fill_(rows)
-        with untracked(), HostTransfers(self.device, sent):
+        with HostTransfers(self.device, sent):
             self._run_all(rows)
-        if host_draws() != before:
+        if self.device.type == "cuda" and host_draws() != before:
             restore_host_draws(before)
-            with untracked():
-                require_same_on_any_draw(lambda: self._run_all(rows), self.owner.tracking.tracker)
+            require_same_on_any_draw(lambda: self._run_all(rows), self.owner.tracking.tracker)
         give_back(self.device)
         shown: list[tuple[list[Any], TreeSpec]] = []
-        with untracked(), HostTransfers(self.device, sent, given=True):
+        with HostTransfers(self.device, sent, given=True):
             forward = captured(lambda: shown.append(self._run_forward(rows)), self.room.pool, self.device)
             backward = captured(lambda: self._run_backward(rows), self.room.pool, self.device)
             clip = captured(lambda: self._run_clip(rows), self.room.pool, self.device)
         self._live = None
         restore_host_draws(before)
-        torch.cuda.set_rng_state(draws, self.device)
+        restore_device_draws(draws, self.device)
         self._graphs.append(Graphs(rows, forward, backward, clip, *shown[0]))
 
     def _run_all(self, rows: int) -> None:
@@ -395,13 +401,15 @@ class CapturedForm:
         now, held, uses = self._live
         padding = self._places[:rows] >= self._count
         signals = [blanked(end[:rows], padding, in_place=True) for end in self.ends]
-        tracker = now.tracker
-        for held_output, signal in zip(held, signals, strict=True):
-            tracker.labels.set(signal, Rows(0, 1, rows, self._batch)) if held_output.dim() else None
-        reached = [(output, signal) for output, signal in zip(held, signals, strict=True) if output.requires_grad]
-        with self.owner.tracking.model(rows, self._batch, True, fresh=True):
-            with self.owner.taps.watching(now) if now.recomputes else nullcontext():
-                torch.autograd.grad(*map(list, zip(*[(o, s) for o, s in reached], strict=True))[:0] or ([o for o, _ in reached], [ANCHOR], [s for _, s in reached]), allow_unused=True)  # fmt: skip
+        signals = [signal.to(output.dtype, copy=True) for output, signal in zip(held, signals, strict=True)]
+        for signal in signals:
+            now.tracker.label_rows(signal, rows, self._batch)
+        reached = [place for place, output in enumerate(held) if output.requires_grad]
+        outputs, back = [held[place] for place in reached], [signals[place] for place in reached]
+        recomputing = self.owner.taps.watching(now) if now.recomputes else nullcontext()
+        with self.owner.tracking.model(rows, self._batch, True, fresh=True), recomputing:
+            torch.autograd.grad(outputs, [ANCHOR], back, allow_unused=True)
+            now.settle()
         return uses
 
     def _run_clip(self, rows: int) -> None:
@@ -413,8 +421,8 @@ class CapturedForm:
         add_weighted(gradients, self.owner.clip, self.owner.layout, self.total, rows, real)
 
     def again(self, replay: Replay) -> Uses:
-        with torch.random.fork_rng([self.device]), untracked():
-            torch.cuda.set_rng_state(replay.draws, self.device)
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), _disable_current_modes():
+            restore_device_draws(replay.draws, self.device)
             signals = [end.clone() for end in self.ends]
             self._run_forward(replay.graphs.rows)
             for end, signal in zip(self.ends, signals, strict=True):

@@ -22,6 +22,7 @@ from vestige import accounting
 from vestige.accounting.ledger import Ledger, LedgerError, read
 from vestige.checks import check_delta, check_multiplier, check_number, check_steps, renamed
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.cuda_graphs import sizes_of
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.per_example.taps import floating
 from vestige.engines.planted import Canaries, check_count
@@ -101,7 +102,7 @@ class PrivacyEngine:
         reproducible: int | None = None,
         accountant: str = "pld",
         secure_mode: bool = True,
-        record: bool = True,
+        cuda_graphs: bool = True,
         nonprivate_outputs: bool = False,
         audit: int | None = None,
     ) -> None:
@@ -111,7 +112,7 @@ class PrivacyEngine:
         - `reproducible=seed` makes noise and samples predictable, for tests: such a run has no epsilon.
         - `accountant` is "pld" ("prv" is read as that) or "rdp", which is faster and never below it.
         - `secure_mode=False` adds noise in float32 instead of integers, which rests on one more assumption.
-        - `record=False` runs the model's passes on a GPU launch by launch.
+        - `cuda_graphs=False` runs the model's passes on a GPU launch by launch.
         - `nonprivate_outputs=True` says that the loop writes out values without noise (losses): no epsilon is stated.
         - `audit=1000` plants so many made-up canaries, each there or not by a coin: gradients that join samples as rows
           do and are added to the sums before the noise. `audit()` then says how large epsilon is at least. No person's
@@ -135,7 +136,7 @@ class PrivacyEngine:
         self._steps: PrivateSteps | None = None
         self._loop: ShardedLoop | None = None
         """How a module that is sharded among processes is trained."""
-        self._record = record
+        self._cuda_graphs = cuda_graphs
         self._collates = False
         self._population = 0
         """All rows that samples are drawn from: the examples, and canaries if there are any."""
@@ -266,7 +267,8 @@ class PrivacyEngine:
             loop.shards.lay_out(layout)
             loop.forget()
         each = max(1, people // group.size)
-        recorded: tuple[int, ...] = ()
+        sizes = sizes_of(each, rate, largest) if poisson_sampling else [expected]
+        recorded = sizes if self._cuda_graphs and loop is None else ()
         planted = None
         if self._audit is not None:
             planted = Canaries(self._audit, layout, next(module.parameters()).device, self._canary_key)

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.example_axis import Mixed, NotApart, Rows, untracked
+from vestige.engines.example_axis import Mixed, NotApart, Rows
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.expressions import ANCHOR, Pass
 from vestige.engines.per_example.gradients import Gradient, change, combine
-from vestige.engines.per_example.taps import Taps, eagerly, require_unwritten
+from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import Misfit, Watched
 from vestige.engines.planted import TOGETHER, Canaries
 from vestige.engines.tracked_functions import ReadNumber
@@ -33,6 +34,7 @@ from vestige.entrances import Entrance, stand_at
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.calls import DIVISORS, ONE_BY_ONE, Call
+from vestige.privacy_engine.captured_passes import CapturedPasses, Replay
 from vestige.privacy_engine.coverage import require_noised
 from vestige.privacy_engine.lengths import Lengths, Shapes
 from vestige.privacy_engine.outputs import End, NotPerExample
@@ -53,10 +55,18 @@ class Pending:
     part: Part
     examples: int
     uses: Uses = field(default_factory=dict)
+    replay: Replay | None = None
+    """Where they were left instead, if the pass was a captured one."""
 
     def add(self, uses: Uses) -> None:
         for name, gradients in uses.items():
             self.uses.setdefault(name, []).extend(gradients)
+
+    def take_out(self) -> None:
+        """Take the gradients out of the graphs' memory: more are to be added to them."""
+        if self.replay is not None:
+            replay, self.replay = self.replay, None
+            self.add(replay.again())
 
 
 @dataclass
@@ -67,8 +77,9 @@ class Open:
     shapes: Shapes
     """Of what the model was called with, but for the rows."""
     stack: ExitStack = field(default_factory=ExitStack)
-    tasks: dict[int, Uses] = field(default_factory=dict)
-    """What each backward pass through it has brought so far."""
+    tasks: dict[int, Uses | None] = field(default_factory=dict)
+    """What each backward pass through it has brought so far; None if that is in the graphs' memory."""
+    replay: Replay | None = None
     expected: tuple[int, int] | None = None
     """What public tensors were promoted to rows by, in the forward pass."""
 
@@ -132,6 +143,7 @@ class Passes:
         self._vector: Tensor | None = None
         self.tracking = Tracking(tokens)
         self._taps = Taps(module, layout)
+        self._captured = CapturedPasses(module, layout, clip, sizes, self.tracking, self._taps, self.vector)
         self._clip, self._said, self.parts, self.canaries = clip, reduction, parts, canaries
         self.total: RunningSum | ShardedSum | None = None
         """SENSITIVE: the clipped sum of the parts of a draw that steps have closed."""
@@ -238,6 +250,9 @@ class Passes:
 
     def forget(self) -> None:
         """Nothing of the draw was added up, and no pass is left to be."""
+        for each in self._pending:
+            if each.replay is not None:
+                each.replay.over()
         self._pending, self.total, self._closed = [], None, None
 
     def _add_up(self, total: RunningSum | ShardedSum, draw: int, last: bool) -> None:
@@ -254,7 +269,11 @@ class Passes:
     def _shares(self, total: RunningSum | ShardedSum) -> Iterator[Callable[[], object]]:
         """What the passes since the last call of `step` left, few examples at once: each call adds some."""
         for each in self._pending:
-            if each.part.size and each.uses:
+            if each.replay is not None:
+                if each.part.size:
+                    yield partial(each.replay.clip, each.part.size, total)  # type: ignore[arg-type]
+                each.replay.over()
+            elif each.part.size and each.uses:
                 gradients = {name: combine(parts) for name, parts in each.uses.items()}
                 real = torch.arange(each.examples, device=self.device) < each.part.size
                 for first in range(0, each.examples, LARGEST_SUM):
@@ -283,12 +302,18 @@ class Passes:
         self.total = self._closed = None
         return found
 
-    def _finished(self, part: Part, examples: int, uses: Uses) -> None:
+    def _finished(self, part: Part, examples: int, uses: Uses | None, replay: Replay | None) -> None:
         """A backward pass is complete. Several about one part add up before they are clipped: each example once."""
         self.parts.use(part)
         if not (self._pending and self._pending[-1].part is part):
-            self._pending.append(Pending(part, examples))
-        self._pending[-1].add(uses)
+            self._pending.append(Pending(part, examples, replay=replay if uses is None else None))
+            uses = uses or {}
+        held = self._pending[-1]
+        if uses:
+            held.take_out()
+            held.add(uses)
+        elif uses is None and replay is not None:
+            held.add(replay.again())
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -298,9 +323,13 @@ class Passes:
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with parameters watched and every operator followed."""
-        self._require_usable(modules_of(self.module))
+        modules = modules_of(self.module)
+        self._require_usable(modules)
         call = Call.of(args, {name: value for name, value in kwargs.items() if name not in DIVISORS})
         label = self._label(call)
+        replay = self._captured.begin(forward, call, label, modules)
+        if replay is not None:
+            return self._replayed(replay, call, label)
         draws = torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         for promoting in (True, False):
             try:
@@ -387,6 +416,16 @@ class Passes:
             require_unwritten(self.module, tracker, now.environment)
             return self._ended(opened, outputs)
 
+    def _replayed(self, replay: Replay, call: Call, label: Rows) -> Any:
+        """The outputs of a captured pass, as `_ended` gives them of others."""
+        now = Pass(label.count, {}, self.tracking.tracker, lambda uses: None, inside=False)
+        opened = Open(now, self._shapes(call), replay=replay)
+        found, shape = replay.outputs()
+        endings = replay.endings()
+        labels = [ending.label._replace(count=label.count, batch=label.batch) for _, ending in endings]
+        reductions = [ending.reduction for _, ending in endings]
+        return tree_unflatten(self._with_ends(opened, found, [place for place, _ in endings], labels, reductions), shape)
+
     def _shapes(self, call: Call) -> Shapes:
         """Of all tensors, without the axis of examples where there is one."""
         tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
@@ -412,20 +451,31 @@ class Passes:
         if not places:
             mixed = next((str(label) for label in map(tracker.labels.get, _tensors(found)) if label is not None), None)
             raise NotApart(mixed or "no output of the model has a row for each example")
-        part = self.parts.take(rows)
-        reached = partial(self._reached, opened, part, labels)
-        factor = rows if self._said == "mean" else 1
-        ends = End.apply(reached, ANCHOR, factor, *(found[place] for place in places))
-        for place, end, label in zip(places, ends, labels, strict=True):
-            reduction = tracker.scalar(found[place])
-            tracker.labels.set(end, label)
+        reductions = [tracker.scalar(found[place]) for place in places]
+        return tree_unflatten(self._with_ends(opened, found, places, labels, reductions), shape)
+
+    def _with_ends(
+        self,
+        opened: Open,
+        found: list[Any],
+        places: Sequence[int],
+        labels: Sequence[Rows],
+        reductions: Sequence[str | None],
+    ) -> list[Any]:
+        rows = opened.now.examples
+        reached = partial(self._reached, opened, self.parts.take(rows), labels)
+        ends = End.apply(reached, ANCHOR, rows if self._said == "mean" else 1, *(found[place] for place in places))
+        for place, end, label, reduction in zip(places, ends, labels, reductions, strict=True):
+            self.tracking.labels.set(end, label)
             found[place] = end if reduction is None else end.sum() if reduction == "sum" else end.mean()
-        return tree_unflatten(found, shape)
+        return found
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
-    def _reached(self, opened: Open, part: Part | None, labels: Sequence[Rows], signals: Sequence[Tensor]) -> None:
-        """A backward pass has come to the outputs of the model."""
+    def _reached(
+        self, opened: Open, part: Part | None, labels: Sequence[Rows], signals: Sequence[Tensor]
+    ) -> Callable[[Sequence[Tensor]], None] | None:
+        """A backward pass has come to the outputs of the model; if the pass was captured, what takes it on."""
         if part is None or not self.parts.usable(part):
             raise ValueError(
                 f"this pass of the model is about {opened.now.examples} rows, but {self.parts.expected()}: train on "
@@ -453,18 +503,34 @@ class Passes:
         Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
             partial(self._finish, opened, part, task)
         )
+        return None if opened.replay is None else partial(self._back, opened, opened.replay, task)
+
+    def _back(self, opened: Open, replay: Replay, task: int, signals: Sequence[Tensor]) -> None:
+        if replay.went_back:  # the graphs' memory is for one backward pass
+            for each in self._pending:
+                each.take_out()
+        with _disable_current_modes():
+            opened.tasks[task] = replay.back(signals)
 
     def _deliver(self, opened: Open, uses: Mapping[str, Gradient]) -> None:
         """Sorted by backward pass; one that fails leaves nothing."""
-        held = opened.tasks[torch._C._current_graph_task_id()]
+        self._add(opened, torch._C._current_graph_task_id(), uses)
+
+    def _add(self, opened: Open, task: int, uses: Mapping[str, Gradient]) -> None:
+        held = opened.tasks[task]
+        assert held is not None, "a captured pass delivers nothing"
         for name, gradient in uses.items():
             held.setdefault(name, []).append(gradient)
 
     def _finish(self, opened: Open, part: Part, task: int) -> None:
+        if opened.replay is None:
+            delivers, opened.now.deliver = opened.now.deliver, partial(self._add, opened, task)
+            opened.now.settle()
+            opened.now.deliver = delivers
         opened.stack.close()
         self.tracking.tracker.strict, self.tracking.tracker.expected = False, None
         self._recomputing = [stack for stack in self._recomputing if stack is not opened.stack]
-        self._finished(part, opened.now.examples, opened.tasks.pop(task))
+        self._finished(part, opened.now.examples, opened.tasks.pop(task), opened.replay)
 
 
 OWN_LOSS = (

@@ -79,10 +79,11 @@ class Tracking:
         self.labels.prune()
 
     @contextmanager
-    def model(self, rows: int, batch: int, promoting: bool) -> Iterator[Tracker]:
-        """Inside a private model: a look at a value is refused, and its losses are taken of each example."""
+    def model(self, rows: int, batch: int, promoting: bool, fresh: bool = False) -> Iterator[Tracker]:
+        """Inside a private model: a look at a value is refused, and its losses are taken of each example. `fresh`:
+        whatever modes the loop has on are off here."""
         tracker = self.tracker
-        here = self._on == threading.get_ident()
+        here = self._on == threading.get_ident() and not fresh
         if not here:
             tracker.__enter__()
         tracker.strict, tracker.expected, tracker.promoted = True, (rows, batch) if promoting else None, 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vestige.engines.example_axis import NotApart, Tracker, untracked
-from vestige.engines.per_example.gradients import Gradient
+from vestige.engines.per_example.gradients import Gradient, combine
 from vestige.engines.per_example.kernels import aligned
 
 Environment = Mapping[str, Tensor]
@@ -39,6 +39,58 @@ class Expression(Protocol):
         ...
 
 
+class Values(dict[str, Tensor]):
+    """The parameters' values in a pass, the values of functions of them, and gradients of those that wait.
+
+    A function of parameters may reach others on many ways (through residual layers, say). Its gradients are added up
+    before they are pulled back, once, when nothing that was made of it waits any more.
+    """
+
+    def __init__(self, values: Environment) -> None:
+        super().__init__(values)
+        self.known: dict[Expression, Tensor] = {}
+        self.waiting: dict[Expression, list[Gradient]] = {}
+
+    def pull(self, expression: Expression, gradient: Gradient) -> dict[str, Gradient]:
+        """The gradients of parameters that this gives at once: of a parameter itself, or of a part of it."""
+        if isinstance(expression, Whole):
+            return {expression.names[0]: gradient}
+        if depth(expression) == 1:
+            return expression.pull(gradient, self)
+        self.waiting.setdefault(expression, []).append(gradient)
+        return {}
+
+    def settled(self) -> Iterator[dict[str, Gradient]]:
+        """Pull back all that waits."""
+        while self.waiting:
+            expression = max(self.waiting, key=depth)
+            yield expression.pull(combine(self.waiting.pop(expression)), self)
+
+
+def depth(expression: Expression) -> int:
+    """How many functions lie between an expression and its parameters, at most."""
+    known: int | None = expression.__dict__.get("_depth")
+    if known is None:
+        form = getattr(expression, "form", None)
+        parts = [form] if form is not None else [value for key, value in vars(expression).items() if key != "_depth"]
+        below = [one for each in parts for one in (each if isinstance(each, tuple) else (each,)) if hasattr(one, "pull")]
+        known = 0 if isinstance(expression, Whole) else (form is None) + max(map(depth, below), default=0)
+        expression.__dict__["_depth"] = known
+    return known
+
+
+def descend(expression: Expression, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
+    """Pull a gradient back through what an expression was made of."""
+    if isinstance(environment, Values):
+        return environment.pull(expression, gradient)
+    return expression.pull(gradient, environment)
+
+
+def valued(expression: Expression, environment: Environment) -> Tensor:
+    known = environment.known.get(expression) if isinstance(environment, Values) else None
+    return expression.value(environment) if known is None else known
+
+
 @dataclass(frozen=True)
 class Whole:
     """A parameter itself."""
@@ -58,8 +110,6 @@ class Operand:
 
     expression: Expression
     value: Tensor
-    ways: int = 1
-    """How many ways lead from it to parameters: so often a gradient is pulled back."""
 
 
 def value_of(argument: Any) -> Any:
@@ -112,8 +162,19 @@ class Pass:
     """Whether somebody other than torch's checkpointing has hooks on what is saved."""
     inside: bool = True
     """Whether the engine itself runs the pass; not if its user does."""
+    like: Tensor | None = None
+    """What a parameter is to have its rows like, where that is known."""
     holders: dict[int, list[weakref.ref[Tensor]]] = field(default_factory=dict)
     """Functions of parameters that are alive, by the memory in which they lie."""
+
+    def __post_init__(self) -> None:
+        self.environment = Values(self.environment)
+
+    def settle(self) -> None:
+        """A backward pass is over: pull back what waits."""
+        with untracked(), torch.no_grad():
+            for found in self.environment.settled():  # type: ignore[attr-defined]
+                self.deliver(found)
 
     def axis(self, tensor: Tensor) -> Axis | None:
         """Where the examples are in a tensor; None if it is public. Raises `NotApart` where they are mixed."""
@@ -135,6 +196,10 @@ class Pass:
 
     def promote(self, value: Tensor, output: Tensor) -> None:
         """A parameter that was spread along an axis of as many entries as there are examples is given to each of them."""
+        label = None if self.like is None else self.tracker.rows(self.like)
+        if label is not None and self.like is not None and output.shape[label.axis] == self.like.shape[label.axis]:
+            self.tracker.labels.set(output, label)
+            return
         rank = output.dim() - value.dim()
         for place, size in enumerate(output.shape):
             if size == self.examples and (place < rank or value.shape[place - rank] == 1):
@@ -204,7 +269,7 @@ def tapped(now: Pass, name: str, kind: Kind, outputs: Sequence[Tensor], saved: S
             now.require_own(axis, signal)
         with untracked(), torch.no_grad(), full_precision(signals[0]):
             for operand, gradient in settle(kind, now.examples, saved, signals):
-                now.deliver(operand.expression.pull(gradient, now.environment))
+                now.deliver(descend(operand.expression, gradient, now.environment))
 
     record.inside = now.inside  # type: ignore[attr-defined]
     record.multiplies = name in PRODUCTS  # type: ignore[attr-defined]

@@ -16,7 +16,16 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from vestige.engines.per_example.expressions import LARGEST, Environment, Expression, Operand, quietly, value_of
+from vestige.engines.per_example.expressions import (
+    LARGEST,
+    Environment,
+    Expression,
+    Operand,
+    descend,
+    quietly,
+    value_of,
+    valued,
+)
 from vestige.engines.per_example.gradients import (
     Deferred,
     Dense,
@@ -48,20 +57,20 @@ class View:
         return self.root.names
 
     def value(self, environment: Environment) -> Tensor:
-        return self.function(self.of.value(environment))
+        return self.function(valued(self.of, environment))
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
         if self.place == Place(self.shape, contiguous_strides(self.shape)):
-            return self.root.pull(gradient, environment)
+            return descend(self.root, gradient, environment)
         if isinstance(gradient, Outer) and self.place == Place(self.shape[::-1], (1, self.shape[-1])):
-            return self.root.pull(Outer(gradient.right, gradient.left), environment)
+            return descend(self.root, Outer(gradient.right, gradient.left), environment)
         if isinstance(gradient, Within):
             if not self.place.contiguous:
                 gradient = Dense(gradient.dense())
             else:
                 inner = replace(gradient.place, offset=gradient.place.offset + self.place.offset)
-                return self.root.pull(Within(gradient.of, inner, self.shape), environment)
-        return self.root.pull(Within(gradient, self.place, self.shape), environment)
+                return descend(self.root, Within(gradient.of, inner, self.shape), environment)
+        return descend(self.root, Within(gradient, self.place, self.shape), environment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +85,13 @@ class Rows:
         return self.of.names
 
     def value(self, environment: Environment) -> Tensor:
-        return torch.nn.functional.embedding(self.index, self.of.value(environment))
+        return torch.nn.functional.embedding(self.index, valued(self.of, environment))
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
         rows = gradient.dense()
         rows = rows.reshape(len(rows), -1, rows.shape[-1])
         index = self.index.reshape(1, -1).expand(len(rows), -1)
-        return self.of.pull(Lookup(index, rows, len(self.of.value(environment))), environment)
+        return descend(self.of, Lookup(index, rows, len(valued(self.of, environment))), environment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +112,7 @@ class Joined:
         return [each for each in self.of if not isinstance(each, Tensor)]
 
     def value(self, environment: Environment) -> Tensor:
-        return self.function(*(each.value(environment) for each in self._expressions()))
+        return self.function(*(valued(each, environment) for each in self._expressions()))
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
         """By the slices that come from each; factors are cut along their own axis."""
@@ -118,7 +127,7 @@ class Joined:
             slices = gradient.dense().split(sizes, dim=1 + self.axis)
             cut = [Dense(part.squeeze(1 + self.axis) if self.stacked else part) for part in slices]
         pairs = [(each, part) for each, part in zip(self.of, cut, strict=True) if not isinstance(each, Tensor)]
-        return _added(each.pull(part, environment) for each, part in pairs)
+        return _added(descend(each, part, environment) for each, part in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,17 +150,17 @@ class Product:
         if isinstance(gradient, Outer):
             one, other = wide(gradient.left), wide(gradient.right)
             if not isinstance(self.left, Tensor):
-                found.append(self.left.pull(Outer(one, other @ right.t()), environment))
+                found.append(descend(self.left, Outer(one, other @ right.t()), environment))
             if not isinstance(self.right, Tensor):
-                found.append(self.right.pull(Outer(one @ left, other), environment))
+                found.append(descend(self.right, Outer(one @ left, other), environment))
             return _added(found)
         numbers = left.shape[0] * right.shape[1]
         if not isinstance(self.left, Tensor):
             back = carried(gradient, lambda dense: wide(dense) @ right.t(), numbers, left.numel())
-            found.append(self.left.pull(back, environment))
+            found.append(descend(self.left, back, environment))
         if not isinstance(self.right, Tensor):
             back = carried(gradient, lambda dense: left.t() @ wide(dense), numbers, right.numel())
-            found.append(self.right.pull(back, environment))
+            found.append(descend(self.right, back, environment))
         return _added(found)
 
 
@@ -167,10 +176,10 @@ class Elementwise:
         return _names(self.of)
 
     def value(self, environment: Environment) -> Tensor:
-        return self.function(*(each.value(environment) for each in self.of))
+        return self.function(*(valued(each, environment) for each in self.of))
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        values = [each.value(environment) for each in self.of]
+        values = [valued(each, environment) for each in self.of]
         shape = torch.broadcast_shapes(self.function(*values).shape)
         with torch.enable_grad():
             leaves = [value.expand(shape).detach().requires_grad_() for value in values]
@@ -179,7 +188,7 @@ class Elementwise:
         found = []
         for each, value, slope in zip(self.of, values, slopes, strict=True):
             back = partial(_slope_times, slope, value.shape)
-            found.append(each.pull(carried(gradient, back, slope.numel(), value.numel()), environment))
+            found.append(descend(each, carried(gradient, back, slope.numel(), value.numel()), environment))
         return _added(found)
 
 
@@ -210,19 +219,19 @@ class Scaled:
         return self.of.names
 
     def value(self, environment: Environment) -> Tensor:
-        return self.function(self.of.value(environment))
+        return self.function(valued(self.of, environment))
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
         factor = self.factor
         if not isinstance(gradient, Outer):
-            numbers = self.of.value(environment).numel()
-            return self.of.pull(carried(gradient, lambda dense: wide(dense) * factor, numbers, numbers), environment)
+            numbers = valued(self.of, environment).numel()
+            return descend(self.of, carried(gradient, lambda dense: wide(dense) * factor, numbers, numbers), environment)
         if not isinstance(factor, Tensor) or factor.numel() == 1:
             number = factor if not isinstance(factor, Tensor) else factor.reshape(())
-            return self.of.pull(Outer(wide(gradient.left) * number, gradient.right), environment)
+            return descend(self.of, Outer(wide(gradient.left) * number, gradient.right), environment)
         if factor.dim() == 2 and factor.shape[1] == 1:
-            return self.of.pull(Outer(wide(gradient.left) * factor[:, 0], gradient.right), environment)
-        return self.of.pull(Outer(gradient.left, wide(gradient.right) * factor.reshape(-1)), environment)
+            return descend(self.of, Outer(wide(gradient.left) * factor[:, 0], gradient.right), environment)
+        return descend(self.of, Outer(gradient.left, wide(gradient.right) * factor.reshape(-1)), environment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,10 +250,10 @@ class WeightNorm:
         return _names((self.direction, self.length))
 
     def value(self, environment: Environment) -> Tensor:
-        return torch._weight_norm(self.direction.value(environment), self.length.value(environment), self.axis)
+        return torch._weight_norm(valued(self.direction, environment), valued(self.length, environment), self.axis)
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
-        direction, length = self.direction.value(environment), self.length.value(environment)
+        direction, length = valued(self.direction, environment), valued(self.length, environment)
         over = [place for place in range(direction.dim()) if place != self.axis]
         size = torch.linalg.vector_norm(direction, dim=over, keepdim=True) if over else direction.abs()
         unit = direction / size
@@ -258,8 +267,8 @@ class WeightNorm:
 
         return _added(
             (
-                self.direction.pull(carried(gradient, across, direction.numel(), direction.numel()), environment),
-                self.length.pull(carried(gradient, along, direction.numel(), length.numel()), environment),
+                descend(self.direction, carried(gradient, across, direction.numel(), direction.numel()), environment),
+                descend(self.length, carried(gradient, along, direction.numel(), length.numel()), environment),
             )
         )
 
@@ -283,14 +292,14 @@ class Derived:
         return _names(self.of)
 
     def value(self, environment: Environment) -> Tensor:
-        return self.function(*(each.value(environment) for each in self.of))
+        return self.function(*(valued(each, environment) for each in self.of))
 
     def pull(self, gradient: Gradient, environment: Environment) -> dict[str, Gradient]:
         if self.form is not None:
             return self.form.pull(gradient, environment)
         if self.same:
-            return self.of[0].pull(gradient, environment)
-        values = [each.value(environment).detach() for each in self.of]
+            return descend(self.of[0], gradient, environment)
+        values = [valued(each, environment).detach() for each in self.of]
         result, back = vjp(self.function, *values)[:2]
 
         def pulled(place: int, dense: Tensor) -> Tensor:
@@ -301,7 +310,7 @@ class Derived:
         found = []
         for place, (each, value) in enumerate(zip(self.of, values, strict=True)):
             carried_on = carried(gradient, partial(pulled, place), result.numel(), value.numel())
-            found.append(each.pull(carried_on, environment))
+            found.append(descend(each, carried_on, environment))
         return _added(found)
 
 
@@ -320,7 +329,7 @@ def _names(expressions: Iterable[Expression]) -> tuple[str, ...]:
 
 
 def _valued(each: Expression | Tensor, environment: Environment) -> Tensor:
-    return each if isinstance(each, Tensor) else each.value(environment)
+    return each if isinstance(each, Tensor) else valued(each, environment)
 
 
 def _added(found: Iterable[Mapping[str, Gradient]]) -> dict[str, Gradient]:
@@ -397,7 +406,7 @@ def expressed(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
             form = _form(name, one, operands, args, kwargs, leaf)
             parents = tuple(operand.expression for operand in operands)
             made = Derived(parents, one, form=form, name=name, shape=tuple(leaf.shape))
-            found[place] = Operand(made, leaf, sum(operand.ways for operand in operands))
+            found[place] = Operand(made, leaf)
     return found, shape
 
 

@@ -133,6 +133,7 @@ class Proved:
                 if outputs.requires_grad:
                     seed = torch.full_like(outputs, weight)
                     torch.autograd.grad(outputs, [ANCHOR], seed, allow_unused=True)
+                    now.settle()
                 require_unwritten(self.model, tracker, environment)
         finally:
             self.labels.prune()

@@ -54,7 +54,6 @@ GIVEN = frozenset({Tensor.expand, Tensor.repeat, torch.broadcast_to, Tensor.expa
 """Functions by which a parameter is given to each example."""
 SAME_ROWS = frozenset({F.group_norm, F.instance_norm, routed})
 """Functions whose output has its rows where the input has them."""
-MOST_WAYS = 4096
 IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__idiv__": "div"}
 MADE_ANEW = {"zero_": torch.zeros_like, "fill_": torch.full_like}
 
@@ -116,11 +115,12 @@ class Watched(Tensor):
         return [] if self.part_of is None else [self.part_of[0], *self.part_of[0]._wholes()]
 
     @classmethod
-    def of(cls, expression: Expression, value: Tensor, now: Pass, ways: int = 1) -> Watched:
+    def of(cls, expression: Expression, value: Tensor, now: Pass) -> Watched:
         made: Watched = Tensor._make_subclass(cls, value.detach(), require_grad=False)
-        made.operand, made.now = Operand(expression, value.detach(), ways), now
+        made.operand, made.now = Operand(expression, value.detach()), now
         if not isinstance(expression, Whole):
             now.hold(made)
+            now.environment.known[expression] = made.operand.value  # type: ignore[attr-defined]
         return made
 
     @classmethod
@@ -165,7 +165,11 @@ def _given_to_each(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[An
     def given(each: Any) -> Any:
         if not isinstance(each, Watched) or not others or each.dim() != others[0].dim():
             return each
-        return each.expand(len(others[0]), *[-1] * (each.dim() - 1))
+        each.now.like = others[0]
+        try:
+            return each.expand(len(others[0]), *[-1] * (each.dim() - 1))
+        finally:
+            each.now.like = None
 
     return [given(each) for each in args], {key: given(each) for key, each in kwargs.items()}
 
@@ -413,7 +417,5 @@ def _expression(function: Any, name: str, args: Sequence[Any], kwargs: dict[str,
     found, shape = expressed(function, name, args, kwargs)
     for place, leaf in enumerate(found):
         if isinstance(leaf, Operand):
-            if leaf.ways > MOST_WAYS:
-                raise Misfit(f"a function of {leaf.expression.names[0]} is made in too many steps to be followed back")
-            found[place] = Watched.of(standardised(leaf.expression, now.environment), leaf.value, now, leaf.ways)
+            found[place] = Watched.of(standardised(leaf.expression, now.environment), leaf.value, now)
     return tree_unflatten(found, shape)

@@ -1,0 +1,44 @@
+"""How are captured passes tested without a GPU? A graph that runs its work again stands in for a CUDA graph.
+
+Everything around the graphs is the real thing: sizes, padding, buffers, guards, signals and sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from torch.utils._python_dispatch import _disable_current_modes
+
+from vestige.engines import cuda_graphs
+from vestige.privacy_engine import captured_passes
+
+
+class Rerun:
+    """Runs its work again."""
+
+    replays = 0
+
+    def __init__(self, work) -> None:
+        self._work = work
+
+    def replay(self) -> None:
+        Rerun.replays += 1
+        with _disable_current_modes():
+            self._work()
+
+
+def _captured(work, pool, device) -> Rerun:
+    work()
+    return Rerun(work)
+
+
+@contextmanager
+def captured_on_cpu() -> Iterator[type[Rerun]]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (cuda_graphs, captured_passes):
+            patch.setattr(module, "captured", _captured)
+            patch.setattr(module, "capturable", lambda device: True)
+        Rerun.replays = 0
+        yield Rerun

@@ -1,0 +1,115 @@
+"""Do captured passes give what the passes themselves give? Beside uncaptured ones, without a GPU and with one."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import vestige
+from captured_on_cpu import captured_on_cpu
+from other_models import calm
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import defaults
+
+sys.path.pop(0)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+def trained(name: str, device: str, captured: bool, steps: int = 4):
+    torch.manual_seed(0)
+    model = defaults.MODELS[name]
+    module = calm(model.build(True)).to(device).train()
+    module = module.float()
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.5)
+    engine = vestige.PrivacyEngine(reproducible=3, cuda_graphs=captured)
+    module, optimizer, loader = engine.make_private(
+        module=module, optimizer=optimizer, noise_multiplier=1e-6, max_grad_norm=1.0,
+        data_loader=DataLoader(defaults.Rows(model, True), batch_size=6, collate_fn=defaults.collate),
+    )  # fmt: skip
+    with captured_on_cpu() if device == "cpu" and captured else nullcontext() as graphs:
+        for number, batch in enumerate(defaults.batches(model, loader, torch.device(device))):
+            optimizer.zero_grad()
+            defaults.loss_of(model, module, batch).backward()
+            optimizer.step()
+            if number + 1 == steps:
+                break
+    return torch.cat([p.detach().cpu().double().flatten() for p in module.parameters() if p.requires_grad]), graphs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "name", ["GPT-2", *(pytest.param(each, marks=pytest.mark.slow) for each in defaults.MODELS if each not in ("GPT-2", "U-Net"))]
+)
+def test_a_captured_loop_trains_as_the_loop_itself(name: str, device: str):
+    plain, _ = trained(name, device, captured=False)
+    replayed, graphs = trained(name, device, captured=True)
+    if device == "cpu":
+        assert graphs.replays > 0
+    assert (plain - replayed).norm() <= 1e-4 * plain.norm()
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def loop(change=None, backward=lambda loss, model, x, y: loss.backward(), captured=True):
+    """A loop of six steps; `change(step, model)` comes before each."""
+    torch.manual_seed(1)
+    model = Tiny()
+    x, y = torch.randn(60, 5), torch.randint(3, (60,))
+    engine = vestige.PrivacyEngine(reproducible=5, cuda_graphs=captured)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), noise_multiplier=1e-6, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
+    )  # fmt: skip
+    with captured_on_cpu() if captured else nullcontext() as graphs:
+        for step, (inputs, targets) in enumerate(loader):
+            if change is not None:
+                change(step, model)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets)
+            backward(loss, model, inputs, targets)
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), graphs
+
+
+def test_two_backward_passes_about_one_batch_add_up_before_the_clip():
+    def twice(loss, model, x, y):
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+
+    plain, _ = loop(backward=twice, captured=False)
+    replayed, graphs = loop(backward=twice)
+    assert graphs.replays > 0
+    assert torch.allclose(plain, replayed, atol=1e-6)
+
+
+def test_two_forward_passes_about_one_batch_add_up():
+    def again(loss, model, x, y):
+        loss.backward()
+        F.cross_entropy(model(x) * 2, y).backward()
+
+    plain, _ = loop(backward=again, captured=False)
+    assert torch.allclose(plain, loop(backward=again)[0], atol=1e-6)
+
+
+def test_a_replay_ends_where_the_model_becomes_another():
+    def scaled(step, model):
+        model.second.register_forward_hook(lambda *given: given[2] * 3) if step == 3 else None
+
+    plain, _ = loop(scaled, captured=False)
+    replayed, _ = loop(scaled)
+    assert torch.allclose(plain, replayed, atol=1e-6)
