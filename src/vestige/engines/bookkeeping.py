@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,10 @@ from vestige.engines.per_example.gradients import Gradient, change
 from vestige.engines.per_example.taps import Proved, eagerly, gradients
 from vestige.engines.per_example.uses import Misfit
 from vestige.engines.reference import Reference, placed
-from vestige.engines.tracked_functions import CLASSES, NUMBERS, TrackedFunctions
+from vestige.engines.tracked_functions import TrackedFunctions
 from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
-from vestige.mechanism.losses.criteria import BY_PLACE, Form, example_losses
+from vestige.mechanism.losses.criteria import BY_PLACE, Form, counts_targets, example_losses
 from vestige.mechanism.transforms import Term, terms_of
 from vestige.processes.shards import ShardedSum
 
@@ -85,11 +86,19 @@ class BookKeeping:
         args, named, targets = self.form.split(batch)
         with TrackedFunctions(tracker, inside=True):
             outputs = self.model(*args, **named)
-            if takes_rows(self.loss, outputs):
-                found = self.loss(outputs, targets)
+            if not counts_targets(self.loss):
+                found = self._rowwise(outputs, targets)
                 if isinstance(found, Tensor) and found.dim() == 1 and isinstance(tracker.labels.get(found), Rows):
                     return found
         return example_losses(self.loss, outputs, targets)
+
+    def _rowwise(self, outputs: Any, targets: Tensor) -> Any:
+        """What the loss makes of the whole batch, where reductions are taken of each example; None if it cannot be
+        called so, as a loss that expects one number."""
+        try:
+            return self.loss(outputs, targets)
+        except (NotApart, RuntimeError, ValueError, TypeError, IndexError):
+            return None
 
     def _say_compiled(self) -> None:
         if compiled_in(self.model) and not self._said_compiled:
@@ -104,13 +113,6 @@ class BookKeeping:
                 "which runs them one by one, exact but slow",
                 stacklevel=4,
             )
-
-
-def takes_rows(loss: Loss, outputs: object) -> bool:
-    """Whether a loss is one of torch's of numbers, which `tracked_functions` takes of each example."""
-    inner = loss.func if isinstance(loss, partial) else type(loss) if isinstance(loss, nn.Module) else loss
-    named = getattr(inner, "__module__", "") == "torch.nn.modules.loss"
-    return isinstance(outputs, Tensor) and (named or inner in NUMBERS) and inner not in (*CLASSES, nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def add_weighted(

@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from math import ceil, floor, sqrt
+from math import ceil, inf, sqrt
 from typing import Any, cast
 
 import torch
@@ -38,11 +38,14 @@ from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Tran
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, of_torch
 from vestige.mechanism.transforms import Term, only_mean, terms_of
 
-SECONDS = 3.0
-"""How long sizes are captured ahead; a size that was not reached is padded to the next one."""
-MOST_SIZES, DEVIATIONS = 10, 3
-"""Sizes of batches, and how far from its mean, in standard deviations, a sample is still of one of them."""
-MOST_GRAPHS = 64
+SECONDS = 1.5
+"""How long sizes are captured ahead, after the first; a size that was not reached is padded to the next one."""
+MOST_SIZES, DEVIATIONS = 8, (2.5, 1.2, 0.5, -0.1, -0.8, -1.6)
+"""Sizes of batches that are parts of samples; and of whole samples, how far from the mean, in standard deviations."""
+MOST_GRAPHS, OFTEN = 64, 3
+"""Graphs that are kept; and how often a size is met before it is captured, where a larger one serves meanwhile."""
+DECODED = ("labels", "decoder_input_ids", "decoder_attention_mask")
+"""What a decoder writes."""
 LENGTHS = ((64, 16), (256, 32), (1024, 128))
 """Up to this length, texts are padded to multiples of that; beyond, to multiples of 256."""
 
@@ -50,12 +53,16 @@ LENGTHS = ((64, 16), (256, 32), (1024, 128))
 def sizes_of(population: int, rate: float, part: int | None = None) -> list[int]:
     """The sizes to capture for Poisson samples that are taken whole, or in parts of at most so many: largest first."""
     mean, deviation = population * rate, sqrt(population * rate * (1 - rate))
-    low, high = max(2, floor(mean - DEVIATIONS * deviation)), min(population, ceil(mean + DEVIATIONS * deviation))
-    if part is not None and part < high:
-        low, high = 2, part  # what is left over of a sample is as likely to be small as large
-    high = max(low, high)
-    step = ceil((high - low + 1) / MOST_SIZES)
-    return list(range(high, low - 1, -step))
+    sizes = {min(population, max(2, ceil(mean + each * deviation))) for each in DEVIATIONS}
+    if part is not None and part < max(sizes):  # what is left over of a sample is as likely to be small as large
+        sizes = {max(2, ceil(part * place / MOST_SIZES)) for place in range(1, MOST_SIZES + 1)}
+    return sorted(sizes, reverse=True)
+
+
+def ahead(sizes: Sequence[int]) -> list[int]:
+    """The order in which sizes are captured: the largest, in whose memory the others find room, then the middle ones."""
+    middle = len(sizes) // 2
+    return [sizes[0], *sorted(sizes[1:], key=lambda size: abs(sizes.index(size) - middle))]
 
 
 def capturable(device: torch.device) -> bool:
@@ -148,23 +155,20 @@ def rounded_length(length: int) -> int:
 def padded_lengths(module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, int]:
     """To which length each text among a call's arguments is padded; none, if its model may take notice of that.
 
-    Models of transformers (and peft's around them) leave out what a mask leaves out: where a mask is given for what is
-    read, texts are padded further, by the model's own padding token, masked, with labels that are ignored. Padding
-    already rests on that assumption.
+    Models of transformers (and peft's around them) leave out what a mask leaves out, and a decoder what comes later:
+    texts are padded further by the model's own padding token, masked, with labels that are ignored. Padding already
+    rests on that assumption.
     """
-    if type(module).__module__.split(".")[0] not in ("transformers", "peft") or "attention_mask" not in named:
+    if type(module).__module__.split(".")[0] not in ("transformers", "peft"):
         return {}
+    written = DECODED if getattr(getattr(module, "config", None), "is_encoder_decoder", False) else ()
     texts = {name: leaf for name, leaf in named.items() if leaf.dim() == 2 and not leaf.is_floating_point()}
-    read = named["attention_mask"].shape[1]
+    masked = "attention_mask" in texts
+    read = texts["attention_mask"].shape[1] if masked else 0
+    if any(name not in written and (not masked or leaf.shape[1] != read) for name, leaf in texts.items()):
+        return {}
     longest = _most_positions(module)
-    decoder = hasattr(getattr(module, "config", None), "is_encoder_decoder") and module.config.is_encoder_decoder  # type: ignore[union-attr]
-    found = {}
-    for name, leaf in texts.items():
-        own = leaf.shape[1]
-        if own != read and not (decoder and name in ("labels", "decoder_input_ids", "decoder_attention_mask")):
-            return {}
-        found[name] = max(own, min(rounded_length(own), longest))
-    return found
+    return {name: max(leaf.shape[1], min(rounded_length(leaf.shape[1]), longest)) for name, leaf in texts.items()}
 
 
 def _most_positions(module: nn.Module) -> int:
@@ -255,14 +259,16 @@ class Captured:
         rows = len(mean.batch[0]) // mean.views
         sizes = self._sizes or (padded_size(rows),)
         fitting = [size for size, known in self._graphs if known == key and size >= rows]
-        if fitting:
+        best = next((size for size in reversed(sizes) if size >= rows), sizes[0])
+        self._met[form, best] += 1
+        if fitting and (best in fitting or self._met[form, best] != OFTEN):
             return self._graphs[min(fitting), key]
         self._met[form] += 1
         first = not self._graphs
         if len(self._graphs) >= MOST_GRAPHS or (not first and self._met[form] < 2):
             return None
         try:
-            wanted = sizes if first else [next((size for size in reversed(sizes) if size >= rows), sizes[0])]
+            wanted = sizes if first else [best]
             self._capture(key, wanted, mean, clip, into)
         except (NotApart, Misfit, NotCapturable, RuntimeError) as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
@@ -273,16 +279,17 @@ class Captured:
         return self._step(mean, clip, into)
 
     def _capture(self, key: Hashable, sizes: Sequence[int], mean: Term, clip: Clip, into: Tensor) -> None:
-        start, largest = time.monotonic(), None
+        start, largest = inf, None
         self._pool = self._pool or new_pool()
         with torch.cuda.device_of(into):
-            for rows in sizes:
-                if largest is not None and time.monotonic() - start > SECONDS:
+            for rows in ahead(sizes):
+                if time.monotonic() - start > SECONDS:
                     break
                 step = CapturedStep(self.engine, mean, clip, rows, into.device, largest)
-                step.capture(mean.batch, self._pool)
+                step.capture(mean.batch, self._pool, warm=bool(self._graphs))
                 largest = largest or step
                 self._graphs[rows, key] = step
+                start = min(start, time.monotonic())
 
 
 class CapturedStep:
@@ -322,10 +329,16 @@ class CapturedStep:
         into.add_(self.total)
         return self.norms[: len(batch[0]) // self.views].clone()
 
-    def capture(self, batch: Batch, pool: Any) -> None:
-        """Run once, proved; then captured, proved again. Raises where that cannot be."""
+    def capture(self, batch: Batch, pool: Any, warm: bool) -> None:
+        """Captured while it is proved; before that it is run once, proved too, unless one like it was (`warm`) and
+        capturing works at once. Raises where that cannot be."""
         device, sent, before = self.total.device, Sent(), host_draws()
         self._load([part[: self.rows * self.views] for part in batch])
+        if warm:
+            with suppress(NotCapturable, RuntimeError), HostTransfers(device, sent, given=True):
+                self.graph = captured(self._run, pool, device)
+                restore_host_draws(before)
+                return
         with HostTransfers(device, sent):
             self._run()
         if device.type == "cuda" and host_draws() != before:

@@ -13,8 +13,9 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from math import inf
 from operator import itemgetter
 from typing import Any
 
@@ -33,7 +34,9 @@ from vestige.engines.capture_guards import (
 )
 from vestige.engines.cuda_graphs import (
     MOST_GRAPHS,
+    OFTEN,
     SECONDS,
+    ahead,
     capturable,
     captured,
     device_draws,
@@ -181,6 +184,8 @@ class CapturedPasses:
     _forms: dict[Hashable, CapturedForm | None] = field(default_factory=dict)
     _met: Counter[Hashable] = field(default_factory=Counter)
     _room: Room | None = None
+    warm: bool = False
+    """Whether a pass was captured."""
 
     def begin(self, forward: Callable[..., Any], call: Call, label: Rows, modules: Sequence[nn.Module]) -> Replay | None:
         """This pass in the memory of graphs, captured if need be; None if it is to run as it is."""
@@ -208,7 +213,7 @@ class CapturedPasses:
         key = self._key(call, modules)
         if key is None or (self._room is not None and self._room.within is not None):
             return self._forms.get(key) if key is not None else None
-        known = self._forms.get(key)
+        known, sizes = self._forms.get(key), self.sizes
         if known is None and key not in self._forms:
             self._met[key] += 1
             first = not self._forms
@@ -216,21 +221,26 @@ class CapturedPasses:
                 return None
             self._room = self._room or Room()
             known = CapturedForm(self, forward, call, label, to, self._room)
-            self._forms[key] = known if self._captured(known, self.sizes if first else ()) else None
-        if known is not None and not known.reaches(label.count):
-            size = next(size for size in reversed(self.sizes) if size >= label.count)
-            if not self._captured(known, (size,)):
-                self._forms[key] = known = None
+            enough = sizes[1] if len(sizes) > 1 and label.count <= sizes[1] else sizes[0]
+            self._forms[key] = known if self._captured(known, ahead(sizes) if first else (enough,)) else None
+            known = self._forms[key]
+        if known is not None:
+            best = next(size for size in reversed(sizes) if size >= label.count)
+            self._met[key, best] += 1
+            if not known.reaches(label.count) or (self._met[key, best] == OFTEN and not known.has(best)):
+                if not self._captured(known, (best,)):
+                    self._forms[key] = known = None
         return known
 
     def _captured(self, form: CapturedForm, sizes: Sequence[int]) -> bool:
         """Whether a form could be captured at these sizes, as far as there is time."""
-        start = time.monotonic()
+        start = inf
         try:
-            for number, rows in enumerate(sizes):
-                if number and time.monotonic() - start > SECONDS:
+            for rows in sizes:
+                if time.monotonic() - start > SECONDS:
                     break
                 form.capture(rows)
+                start = min(start, time.monotonic())  # the first one loads and compiles kernels
         except (NotApart, Misfit, NotCapturable, RuntimeError) as problem:
             give_back(device_of(self.module))
             why = (str(problem) or type(problem).__name__).splitlines()[0]
@@ -285,6 +295,9 @@ class CapturedForm:
         self._point = {name: p.detach() for name, p in owner.layout.parameters(owner.module).items()}
         self._live: tuple[Pass, list[Tensor], Uses] | None = None
 
+    def has(self, rows: int) -> bool:
+        return any(graphs.rows == rows for graphs in self._graphs)
+
     def reaches(self, rows: int) -> bool:
         return any(graphs.rows >= rows for graphs in self._graphs)
 
@@ -317,20 +330,30 @@ class CapturedForm:
     def _capture(self, rows: int) -> None:
         sent, before, draws = Sent(), host_draws(), device_draws(self.device)
         self._count.fill_(rows)
+        if self.owner.warm:  # kernels are loaded: capturing mostly works at once
+            with suppress(NotCapturable, RuntimeError):
+                self._capture_graphs(rows, sent)
+                restore_host_draws(before)
+                restore_device_draws(draws, self.device)
+                return
         with HostTransfers(self.device, sent):
             self._run_all(rows)
         if self.device.type == "cuda" and host_draws() != before:
             restore_host_draws(before)
             require_same_on_any_draw(lambda: self._run_all(rows), self.owner.tracking.tracker)
         give_back(self.device)
+        self._capture_graphs(rows, sent)
+        self.owner.warm = True
+        restore_host_draws(before)
+        restore_device_draws(draws, self.device)
+
+    def _capture_graphs(self, rows: int, sent: Sent) -> None:
         shown: list[tuple[list[Any], TreeSpec]] = []
         with HostTransfers(self.device, sent, given=True):
             forward = captured(lambda: shown.append(self._run_forward(rows)), self.room.pool, self.device)
             backward = captured(lambda: self._run_backward(rows), self.room.pool, self.device)
             clip = captured(lambda: self._run_clip(rows), self.room.pool, self.device)
         self._live = None
-        restore_host_draws(before)
-        restore_device_draws(draws, self.device)
         self._graphs.append(Graphs(rows, forward, backward, clip, *shown[0]))
 
     def _run_all(self, rows: int) -> None:
