@@ -1,6 +1,7 @@
 """What does private training cost with libraries' defaults? Dropout, masks, padding to the longest, `.loss`, checkpoints.
 
-usage: python bench/defaults.py [--device cuda|cpu] [--models NAME ...] [--steps N] [--small] [--loops loop train] [--json FILE]
+usage: python bench/defaults.py [--device cuda|cpu] [--models NAME ...] [--steps N] [--small]
+       [--tf32] [--json FILE]
 
 Each model is trained plainly and privately on batches of the same law (Poisson samples; texts padded to the longest of
 their batch). Set-up is everything until the first step is done; then the mean over the next steps, over the plain
@@ -325,12 +326,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--tf32", action="store_true", help="matrix products in TF32, as docs/benchmarks.md has them")
     parser.add_argument("--json")
     given = parser.parse_args()
     unknown = set(given.models) - set(MODELS)
     if unknown or given.steps < 1:
         parser.error(f"models are {', '.join(MODELS)}; steps from 1 up")
     device, rows = torch.device(given.device), {}
+    if given.tf32:
+        torch.set_float32_matmul_precision("high")
     print("| model | plain ms | private: mean over plain | median | worst step ms | memory | set-up s | said |\n" + "|---" * 8 + "|")
     for name in given.models:
         try:

@@ -38,7 +38,7 @@ from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Tran
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, of_torch
 from vestige.mechanism.transforms import Term, only_mean, terms_of
 
-SECONDS = 1.5
+SECONDS = 2.0
 """How long sizes are captured ahead, after the first; a size that was not reached is padded to the next one."""
 MOST_SIZES, DEVIATIONS = 8, (2.5, 1.2, 0.5, -0.1, -0.8, -1.6)
 """Sizes of batches that are parts of samples; and of whole samples, how far from the mean, in standard deviations."""

@@ -100,8 +100,8 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     with mode:
         each = function(*args, **{**kwargs, "reduction": "none"})
     own = mode.tracker.labels.get(each)
-    if not isinstance(own, Rows) or each.dim() == 0 or own.first:
-        return function(*args, **kwargs)
+    if not isinstance(own, Rows) or own.axis < 0 or own.first or each.shape[own.axis] % (own.count * own.inner):
+        return function(*args, **kwargs)  # of some of the examples alone
     losses = by_example(each, own)
     if reduction == "mean":
         losses = _averaged(mode, function, args, kwargs, each, losses, own)

@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -61,6 +61,9 @@ from vestige.privacy_engine.calls import Call
 from vestige.privacy_engine.tracking import Tracking
 
 Uses = dict[str, list[Gradient]]
+Lengths = tuple[int, ...]
+SHARE = 0.1
+"""Of a loop's time, for capturing sizes and lengths that are served by larger graphs meanwhile."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -181,60 +184,72 @@ class CapturedPasses:
     taps: Taps
     total: Callable[[], Tensor]
     """Where passes leave their clipped sums, each until the next."""
-    _forms: dict[Hashable, CapturedForm | None] = field(default_factory=dict)
-    _met: Counter[Hashable] = field(default_factory=Counter)
-    _room: Room | None = None
     warm: bool = False
     """Whether a pass was captured."""
+    _forms: dict[Hashable, dict[Lengths, CapturedForm | None]] = field(default_factory=dict)
+    """By what a form of call takes for granted, and the lengths of its texts; None if it could not be captured."""
+    _met: Counter[Hashable] = field(default_factory=Counter)
+    _room: Room | None = None
+    _begun, _spent = inf, 0.0
+    """When the first passes had been captured, and seconds that capturing took since."""
 
     def begin(self, forward: Callable[..., Any], call: Call, label: Rows, modules: Sequence[nn.Module]) -> Replay | None:
         """This pass in the memory of graphs, captured if need be; None if it is to run as it is."""
         device = device_of(self.module)
         if not self.sizes or label.count > self.sizes[0] or not capturable(device) or self.sizes[0] > LARGEST_SUM:
             return None
-        named = {name: call.leaves[place] for place, name in call.names.items() if isinstance(call.leaves[place], Tensor)}
-        lengths = {name: leaf.shape[1] for name, leaf in named.items() if leaf.dim() > 1}
+        if self._room is not None and self._room.within is not None:
+            return None
+        names = {name: place for place, name in call.names.items() if isinstance(call.leaves[place], Tensor)}
+        named = {name: call.leaves[place] for name, place in names.items()}
         to = padded_lengths(self.module, named)
-        longer = lengthened(self.module, named, to) if any(lengths[name] != own for name, own in to.items()) else named
+        own = {name: named[name].shape[1] for name in to}
+        masks = [leaf for name, leaf in named.items() if name.endswith("attention_mask")]
+        full = own == to and all(_full(leaf) for leaf in masks)
+        key = self._key(call, modules, {names[name] for name in to})
+        if key is None:
+            return None
+        known = self._forms.setdefault((key, full), {})
+        lengths = self._lengths(known, tuple(to.values()))
+        to = dict(zip(to, lengths, strict=True))
         leaves = list(call.leaves)
-        for place, name in call.names.items():
-            leaves[place] = longer.get(name, leaves[place])
-        form = self._form(forward, Call(leaves, call.tree), label, to, modules)
-        return None if form is None else form.begin(leaves, label.count, lengths)
-
-    def _form(
-        self,
-        forward: Callable[..., Any],
-        call: Call,
-        label: Rows,
-        to: Mapping[str, int],
-        modules: Sequence[nn.Module],
-    ) -> CapturedForm | None:
-        key = self._key(call, modules)
-        if key is None or (self._room is not None and self._room.within is not None):
-            return self._forms.get(key) if key is not None else None
-        known, sizes = self._forms.get(key), self.sizes
-        if known is None and key not in self._forms:
+        for name, leaf in lengthened(self.module, named, to).items():
+            leaves[names[name]] = leaf
+        longer = Call(leaves, call.tree)
+        if lengths not in known:
             self._met[key] += 1
-            first = not self._forms
-            if len(self._forms) >= MOST_GRAPHS or (not first and self._met[key] < 2 and not to):
+            first = self._begun == inf
+            if sum(map(len, self._forms.values())) >= MOST_GRAPHS or (not first and self._met[key] < 2 and not to):
                 return None
             self._room = self._room or Room()
-            known = CapturedForm(self, forward, call, label, to, self._room)
-            enough = sizes[1] if len(sizes) > 1 and label.count <= sizes[1] else sizes[0]
-            self._forms[key] = known if self._captured(known, ahead(sizes) if first else (enough,)) else None
-            known = self._forms[key]
-        if known is not None:
-            best = next(size for size in reversed(sizes) if size >= label.count)
-            self._met[key, best] += 1
-            if not known.reaches(label.count) or (self._met[key, best] == OFTEN and not known.has(best)):
-                if not self._captured(known, (best,)):
-                    self._forms[key] = known = None
-        return known
+            form = CapturedForm(self, forward, longer, label, names, to, full, self._room)
+            enough = self.sizes[1] if len(self.sizes) > 1 and label.count <= self.sizes[1] else self.sizes[0]
+            known[lengths] = form if self._captured(form, ahead(self.sizes) if first else (enough,)) else None
+        form = known[lengths]  # type: ignore[assignment]
+        if form is None:
+            return None
+        best = next(size for size in reversed(self.sizes) if size >= label.count)
+        self._met[key, lengths, best] += 1
+        often = self._met[key, lengths, best] >= OFTEN and self._may_capture() and not form.has(best)
+        if (often or not form.reaches(label.count)) and not self._captured(form, (best,)):
+            known[lengths] = None
+            return None
+        return form.begin(leaves, label.count, {name: leaf.shape[1] for name, leaf in named.items() if leaf.dim() > 1})
+
+    def _lengths(self, known: Mapping[Lengths, CapturedForm | None], wanted: Lengths) -> Lengths:
+        """To which lengths texts are padded: to those of graphs that are there, as long as capturing has to wait."""
+        if wanted in known or self._may_capture():
+            return wanted
+        longer = [each for each, form in known.items() if form and all(a >= b for a, b in zip(each, wanted, strict=True))]
+        return min(longer, key=sum, default=wanted)
+
+    def _may_capture(self) -> bool:
+        """Whether further graphs are worth their time: all of them together take a share of what the loop takes."""
+        return self._begun == inf or self._spent <= SHARE * (time.monotonic() - self._begun)
 
     def _captured(self, form: CapturedForm, sizes: Sequence[int]) -> bool:
         """Whether a form could be captured at these sizes, as far as there is time."""
-        start = inf
+        start, begun = inf, time.monotonic()
         try:
             for rows in sizes:
                 if time.monotonic() - start > SECONDS:
@@ -246,17 +261,23 @@ class CapturedPasses:
             why = (str(problem) or type(problem).__name__).splitlines()[0]
             warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=2)
             return False
+        finally:
+            if self._begun == inf:
+                self._begun = time.monotonic()
+            else:
+                self._spent += time.monotonic() - begun
         return True
 
-    def _key(self, call: Call, modules: Sequence[nn.Module]) -> Hashable | None:
-        """What a graph takes for granted; None if that cannot be told."""
+    def _key(self, call: Call, modules: Sequence[nn.Module], texts: Collection[int]) -> Hashable | None:
+        """What a graph takes for granted, but for the length of texts; None if that cannot be told."""
         device, kinds = device_of(self.module), list[Hashable]()
-        for leaf in call.leaves:
+        for place, leaf in enumerate(call.leaves):
             if isinstance(leaf, Tensor):
                 if leaf.device != device:
                     return None  # what lies on the host is read there when a pass is captured, and not again
                 rows = isinstance(self.tracking.label(leaf), Rows)
-                kinds.append((leaf.shape[rows:], leaf.dtype, rows, _full(leaf) if rows else None))
+                shape = () if place in texts else leaf.shape[rows:]
+                kinds.append((shape, leaf.dtype, rows))
             elif isinstance(leaf, PLAIN):
                 kinds.append(leaf)
             else:
@@ -266,28 +287,39 @@ class CapturedPasses:
         return call.tree, tuple(kinds), precision(), state_fingerprint(self.module, modules=modules)
 
 
-def _full(leaf: Tensor) -> bool | None:
+def _full(mask: Tensor) -> bool:
     """Whether a mask leaves nothing out: models then skip work, with the same result."""
-    return bool((leaf == 1).all()) if leaf.dim() == 2 and not leaf.is_floating_point() else None
+    return bool((mask == 1).all())
 
 
 class CapturedForm:
     """The graphs of one form of call."""
 
     def __init__(
-        self, owner: CapturedPasses, forward: Callable[..., Any], call: Call, label: Rows, to: Mapping[str, int], room: Room
+        self,
+        owner: CapturedPasses,
+        forward: Callable[..., Any],
+        call: Call,
+        label: Rows,
+        names: Mapping[str, int],
+        to: Mapping[str, int],
+        full: bool,
+        room: Room,
     ) -> None:
+        """`full`: no mask leaves anything out."""
         self.owner, self.room, self._forward, self._to = owner, room, forward, to
         self.total, self.device = owner.total(), device_of(owner.module)
         most = owner.sizes[0]
-        self._rows = [p for p, leaf in enumerate(call.leaves) if isinstance(owner.tracking.label(leaf) if isinstance(leaf, Tensor) else None, Rows)]  # fmt: skip
+        tensors = [(place, leaf) for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)]
+        padded = {names[name] for name in to}
+        self._rows = [p for p, leaf in tensors if p in padded or isinstance(owner.tracking.label(leaf), Rows)]
         self._leaves = list(call.leaves)
         for place, leaf in enumerate(call.leaves):
             if isinstance(leaf, Tensor):
                 shape = (most, *leaf.shape[1:]) if place in self._rows else leaf.shape
                 self._leaves[place] = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
         self._tree, self._batch = call.tree, label.batch
-        self._full = [_full(leaf) for leaf in call.leaves if isinstance(leaf, Tensor)]
+        self._full = full
         self._load(call.leaves, label.count)
         self.ends: list[Tensor] = []
         self._count, self._places = torch.zeros((), device=self.device), torch.arange(most, device=self.device)
@@ -377,7 +409,7 @@ class CapturedForm:
                 uses.setdefault(name, []).append(gradient)
 
         args, kwargs = tree_unflatten(leaves, self._tree)
-        tracking.tracker.answer = all(full is not False for full in self._full)
+        tracking.tracker.answer = self._full
         try:
             with tracking.model(rows, self._batch, True, fresh=True) as tracker:
                 now = Pass(rows, self._point, tracker, deliver, inside=False)
