@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import clip_and_sum, make_toy
@@ -31,6 +33,14 @@ def flat(model):
     return torch.cat([p.detach().ravel() for p in model.parameters() if p.requires_grad]).clone()
 
 
+@contextmanager
+def unwatched():
+    """Inside, nothing of a loop is followed: what tests compute of its batches is no part of it."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+@unwatched()
 def plain(model):
     """A copy that nobody watches."""
     model = copy.deepcopy(model)
@@ -40,6 +50,7 @@ def plain(model):
     return model
 
 
+@unwatched()
 def oracle(model, loss, examples, bound=BOUND):
     """The clipped sum, one example at a time in float64; `loss(model, *example)` of a batch of one."""
     model = plain(model).double()
