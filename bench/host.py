@@ -1,6 +1,6 @@
-"""What does a private step cost the host? Small models, and recordings whose replays cost nothing.
+"""What does a private step cost the host? Small models, and CUDA graphs whose replays cost nothing.
 
-On a GPU a small model's step is Python and launches. What is a launch there, a recording or the noise, is one here that
+On a GPU a small model's step is Python and launches. What is a launch there, a graph or the noise, is one here that
 does nothing: what is left is what the host does at every step. The numbers that come out are meaningless, and nothing
 is checked on them. The time is the processor's, the best of some rounds, the ways taken in turn.
 """
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vestige.engines.recorded import cuda_graphs
-from vestige.privacy_engine.recorded import recorder, recordings
+from vestige.engines import cuda_graphs
+from vestige.privacy_engine import captured_passes
 from vestige.randomness import lattice
 from vestige.randomness.streams import Stream
 
@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int, int]] = {
 
 
 class Still:
-    """Stands for a recording: a replay runs the work until all are `still`, and leaves what is there from then on."""
+    """Stands for a CUDA graph: a replay runs the work until all are `still`, and leaves what is there from then on."""
 
     still = False
 
@@ -55,12 +55,12 @@ def always(*_: object) -> bool:
 
 
 @contextmanager
-def recorded_still() -> Iterator[None]:
-    """Inside, steps are recorded as they are on a GPU, by `Still`."""
+def captured_still() -> Iterator[None]:
+    """Inside, steps are captured as they are on a GPU, by `Still`."""
     with ExitStack() as stack:
-        for place, asked in ((recordings, recorder), (cuda_graphs, cuda_graphs)):
-            stack.enter_context(mock.patch.object(place, "recorded", Still))
-            stack.enter_context(mock.patch.object(asked, "can_record", always))
+        for place in (captured_passes, cuda_graphs):
+            stack.enter_context(mock.patch.object(place, "captured", Still))
+            stack.enter_context(mock.patch.object(place, "capturable", always))
         stack.enter_context(mock.patch.object(lattice, "add_steps", launched))
         stack.enter_context(mock.patch.object(Still, "still", False))
         yield
@@ -88,7 +88,7 @@ def table(
 def measured(ways: dict[str, Build], model: str, rounds: int, steps: int) -> dict[str, list[float]]:
     """Each way's microseconds a step, round by round."""
     build, shape, classes, batch = MODELS[model]
-    with recorded_still(), warnings.catch_warnings():
+    with captured_still(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made: dict[str, Step] = {}
         for name, way in ways.items():

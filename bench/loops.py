@@ -237,18 +237,12 @@ def _wait(device: str) -> None:
 
 @contextmanager
 def set_up(device: str) -> Iterator[list[float]]:
-    """What trying out and recording take, in seconds: functions that run once are timed."""
-    from vestige.engines import bookkeeping
-    from vestige.engines.recorded import cuda_graphs
-    from vestige.privacy_engine import passes
-    from vestige.privacy_engine.recorded import recorder
+    """What capturing takes, in seconds."""
+    from vestige.engines import cuda_graphs
+    from vestige.privacy_engine import captured_passes
 
     spent, nested = [0.0], [0]
-    places = [
-        (passes, "form_of"), (passes.Labels, "_recognised"), (recorder.Recorder, "_recordings"),
-        (recorder, "stretched"), (recorder, "takes_no_notice"),
-        (bookkeeping.BookKeeping, "_rehearsed"), (cuda_graphs.Captured, "_record_ahead"),
-    ]  # fmt: skip
+    places = [(captured_passes.CapturedPasses, "_captured"), (cuda_graphs.Captured, "_capture")]
     before = [(place, key, getattr(place, key)) for place, key in places]
 
     def timed(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from vestige.engines.capture_guards import (
     restore_host_draws,
     state_fingerprint,
 )
-from vestige.engines.example_axis import NotApart
+from vestige.engines.example_axis import NotApart, untracked
 from vestige.engines.host_transfers import HostTransfers, Sent
 from vestige.engines.per_example.taps import gradients
 from vestige.engines.per_example.uses import Misfit
@@ -40,7 +40,7 @@ from vestige.mechanism.transforms import Term, only_mean, terms_of
 
 SECONDS = 2.0
 """How long sizes are captured ahead, after the first; a size that was not reached is padded to the next one."""
-MOST_SIZES, DEVIATIONS = 8, (2.5, 1.2, 0.5, -0.1, -0.8, -1.6)
+MOST_SIZES, DEVIATIONS = 8, (2.5, 1.6, 1.0, 0.6, 0.2, -0.2, -0.6, -1.0, -1.6)
 """Sizes of batches that are parts of samples; and of whole samples, how far from the mean, in standard deviations."""
 MOST_GRAPHS, OFTEN = 64, 3
 """Graphs that are kept; and how often a size is met before it is captured, where a larger one serves meanwhile."""
@@ -91,6 +91,25 @@ def captured(work: Callable[[], object], pool: Any, device: torch.device) -> tor
     finally:
         torch._C._cuda_clearCublasWorkspaces()
     return graph
+
+
+@contextmanager
+def mask_is_full(full: bool) -> Iterator[None]:
+    """Inside, where no mask leaves anything out, a model that asks whether it is captured hears that it is not:
+    transformers' models then look at the mask, which is answered, and skip work."""
+    asked = torch.cuda.is_current_stream_capturing
+    if full:
+        torch.cuda.is_current_stream_capturing = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+
+
+def is_full(mask: Tensor) -> bool:
+    """Whether a mask leaves nothing out: models then skip work, with the same result."""
+    with untracked():
+        return bool((mask == 1).all())
 
 
 @contextmanager
@@ -254,7 +273,10 @@ class Captured:
         if clip.recording is None or places != tuple(own[name].data_ptr() for name in mean.point):
             return None  # a point elsewhere than the model's own parameters lies at a new address every time
         shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
-        form = mean.views, shapes, places, clip.recording
+        names = self.engine.form.names or ()
+        masks = [part for name, part in zip(names, mean.batch, strict=False) if name.endswith("attention_mask")]
+        full = bool(masks) and all(map(is_full, masks))
+        form = mean.views, shapes, places, clip.recording, full
         key = form, precision(), state_fingerprint(self.model, self.engine.loss)
         rows = len(mean.batch[0]) // mean.views
         sizes = self._sizes or (padded_size(rows),)
@@ -269,7 +291,7 @@ class Captured:
             return None
         try:
             wanted = sizes if first else [best]
-            self._capture(key, wanted, mean, clip, into)
+            self._capture(key, wanted, mean, clip, into, full)
         except (NotApart, Misfit, NotCapturable, RuntimeError) as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
             warnings.warn(f"the step cannot be captured as a CUDA graph ({line}); it runs as it is", stacklevel=4)
@@ -278,14 +300,16 @@ class Captured:
             return None
         return self._step(mean, clip, into)
 
-    def _capture(self, key: Hashable, sizes: Sequence[int], mean: Term, clip: Clip, into: Tensor) -> None:
+    def _capture(
+        self, key: Hashable, sizes: Sequence[int], mean: Term, clip: Clip, into: Tensor, full: bool
+    ) -> None:
         start, largest = inf, None
         self._pool = self._pool or new_pool()
         with torch.cuda.device_of(into):
             for rows in ahead(sizes):
                 if time.monotonic() - start > SECONDS:
                     break
-                step = CapturedStep(self.engine, mean, clip, rows, into.device, largest)
+                step = CapturedStep(self.engine, mean, clip, rows, into.device, largest, full)
                 step.capture(mean.batch, self._pool, warm=bool(self._graphs))
                 largest = largest or step
                 self._graphs[rows, key] = step
@@ -297,8 +321,17 @@ class CapturedStep:
     addresses; of several in one memory (`within` that of the largest) only one can be at work."""
 
     def __init__(
-        self, engine: BookKeeping, mean: Term, clip: Clip, rows: int, device: torch.device, within: CapturedStep | None
+        self,
+        engine: BookKeeping,
+        mean: Term,
+        clip: Clip,
+        rows: int,
+        device: torch.device,
+        within: CapturedStep | None,
+        full: bool = False,
     ) -> None:
+        """`full`: no mask leaves anything out."""
+        self.full = full
         self.engine, self.mean, self.rows, self.views = engine, mean, rows, mean.views
         count = rows * mean.views
         self.clip, self.bound = clip, None
@@ -357,7 +390,13 @@ class CapturedStep:
     def _run(self) -> None:
         self.total.zero_()
         term = Term(self.mean.weight, self.mean.point, tuple(self.batch), self.views)
-        found = gradients([self.engine.gradients_of(term)], self.total)
+        tracker = self.engine.proved.tracker
+        tracker.answer = self.full
+        try:
+            with mask_is_full(self.full):
+                found = gradients([self.engine.gradients_of(term)], self.total)
+        finally:
+            tracker.answer = None
         real = self.place < self.count
         self.norms = add_weighted(found, self.clip, self.engine.layout, self.total, self.rows, real)
 

@@ -42,7 +42,9 @@ from vestige.engines.cuda_graphs import (
     device_draws,
     fill_rows,
     give_back,
+    is_full,
     lengthened,
+    mask_is_full,
     new_pool,
     padded_lengths,
     precision,
@@ -205,7 +207,7 @@ class CapturedPasses:
         to = padded_lengths(self.module, named)
         own = {name: named[name].shape[1] for name in to}
         masks = [leaf for name, leaf in named.items() if name.endswith("attention_mask")]
-        full = own == to and all(_full(leaf) for leaf in masks)
+        full = own == to and bool(masks) and all(map(is_full, masks))
         key = self._key(call, modules, {names[name] for name in to})
         if key is None:
             return None
@@ -285,11 +287,6 @@ class CapturedPasses:
         if _hooked(self.module):
             return None
         return call.tree, tuple(kinds), precision(), state_fingerprint(self.module, modules=modules)
-
-
-def _full(mask: Tensor) -> bool:
-    """Whether a mask leaves nothing out: models then skip work, with the same result."""
-    return bool((mask == 1).all())
 
 
 class CapturedForm:
@@ -413,7 +410,7 @@ class CapturedForm:
         try:
             with tracking.model(rows, self._batch, True, fresh=True) as tracker:
                 now = Pass(rows, self._point, tracker, deliver, inside=False)
-                with self.owner.taps.watching(now), torch.enable_grad(), _without_cache(self.device):
+                with self.owner.taps.watching(now), torch.enable_grad(), _without_cache(self.device), mask_is_full(self._full):
                     outputs = self._forward(*args, **kwargs)
                 require_unwritten(self.owner.module, tracker, now.environment)
                 found, tree = tree_flatten(outputs)
