@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+from vestige.assumptions import Stated, Status, check, merged
 from vestige.files import lock
 from vestige.questions import BudgetSpent, Question
 
 GENESIS = "0" * 64
-VERSION = 2
-READABLE = (1, 2)
-"""Version 1 had no `finish` rows."""
+VERSION = 3
+READABLE = (1, 2, 3)
+"""Version 1 had no `finish` rows, version 2 no `assumption` rows."""
 
 
 class LedgerError(ValueError):
@@ -57,9 +58,9 @@ class Ledger:
     """The charging side: asks are checked against the budget, made durable, and only then allowed to be answered.
 
     Rows: one `open` (the public facts of the run), then per question one `ask` (its step, and its place among that
-    step's questions); each continuation after an interruption adds a `resume`, the end of the run a `finish` with the
-    hashes of what it left. Every row holds the hash of the row before it. With `path=None` the ledger lives in memory;
-    a file is written by one process at a time.
+    step's questions), and an `assumption` when something new is known about one; each continuation after an
+    interruption adds a `resume`, the end of the run a `finish` with the hashes of what it left. Every row holds the
+    hash of the row before it. With `path=None` the ledger lives in memory; a file is written by one process at a time.
     """
 
     def __init__(self, path: Path | None, budget: Budget | None = None, *, replays_are_free: bool = False) -> None:
@@ -67,6 +68,8 @@ class Ledger:
         self.replays_are_free = replays_are_free
         self.head, self.rows, self.attempt = GENESIS, 0, 0
         self.spent: Counter[Question] = Counter()
+        self.assumptions: dict[str, Stated] = {}
+        """What is known about each assumption (`vestige.assumptions`); the others count as assumed."""
         self._paid: set[tuple[int, int]] = set()
         self._file: int | None = None
         self._process = os.getpid()
@@ -110,6 +113,7 @@ class Ledger:
         history = self.claim()
         self.head, self.rows, self.attempt = history.head, history.rows, history.attempts
         self.spent, self._paid = history.spent(self.replays_are_free), set(history.paid)
+        self.assumptions = dict(history.assumptions)
         self._append({"row": "resume", "from_step": from_step, "attempt": self.attempt})
 
     def rewind(self, from_step: int) -> None:
@@ -136,6 +140,14 @@ class Ledger:
             self.spent[question] += 1
         if self.replays_are_free:
             self._paid.add((step, part))
+
+    def assume(self, name: str, status: Status, detail: str) -> None:
+        """Write down what is known about an assumption, if it is new; call `vestige.assumptions.record`."""
+        before = self.assumptions.get(name)
+        after = merged(before, Stated(name, status, detail, True))
+        if after != before:
+            self._append({"row": "assumption", "name": name, "status": status, "detail": detail})
+            self.assumptions[name] = after
 
     def finish(self, files: Mapping[str, str]) -> None:
         """Say that the run is finished, and what it left: the hash of each file by its name."""
@@ -212,6 +224,8 @@ class LedgerHistory:
     paid: dict[tuple[int, int], Question] = field(default_factory=dict)
     last_step: int = -1
     """The last step that was asked about; where questions are about epochs, the last of its epoch."""
+    assumptions: dict[str, Stated] = field(default_factory=dict)
+    """What was recorded about each assumption."""
 
     @property
     def head(self) -> str:
@@ -266,6 +280,13 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
             history.files = dict(row["files"])  # the last one counts: a finished run may be saved again
         elif history.files is not None:
             raise LedgerError(f"{path}, line {number}: a row after the run had finished")
+        elif row.get("row") == "assumption":
+            try:
+                check(row.get("name"), row.get("status"), row.get("detail"))
+            except ValueError as error:
+                raise LedgerError(f"{path}, line {number}: {error}") from error
+            known = Stated(row["name"], row["status"], row["detail"], True)
+            history.assumptions[known.name] = merged(history.assumptions.get(known.name), known)
         elif row.get("row") == "ask":
             place = (row["step"], row["part"])
             if row["attempt"] != history.attempts - 1 or place not in due:
