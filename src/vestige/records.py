@@ -67,6 +67,8 @@ class Run:
     reproducible: bool
     physical_batch: int | None
     sampling: str = "poisson"
+    subset: tuple[int, int] | None = None
+    """How many training and test examples were cut from the dataset, the first of each class; None: it is whole."""
 
     @cached_property
     def id(self) -> str:
@@ -95,6 +97,8 @@ class Run:
         facts = asdict(self)
         if self.sampling == "poisson":
             del facts["sampling"]  # as until 0.2, when there was no choice
+        if self.subset is None:
+            del facts["subset"]  # as until 0.3
         return facts
 
     @classmethod

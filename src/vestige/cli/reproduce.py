@@ -48,6 +48,10 @@ def reproduce(
     name: Annotated[str, typer.Argument(help="A preset of `vestige presets`.")],
     data: Annotated[str | None, typer.Option(help="Folder with the datasets.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Few steps and seeds, to see that it works.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="Seeds of each run (default: as many as the paper's).")] = None,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="Fix noise and sampling. Protects nobody: for tests.")
+    ] = False,
     engine: EngineFlag = "local",
     ray_address: AddressFlag = None,
     workers: WorkersFlag = None,
@@ -58,7 +62,8 @@ def reproduce(
 ) -> None:
     """Make a table or figure of a paper again, and set ours beside the printed one.
 
-    Started again, it continues where it was.
+    The preset is the paper's protocol: it cuts the examples that the protocol takes from a whole dataset, and says
+    which rows these are. Started again, it continues where it was.
 
     Examples:
 
@@ -77,24 +82,30 @@ def reproduce(
     path = out or Path("runs") / (f"{name}-small" if small else name)
     if name == paper.NAME:
         why = f"{name} trains its shadow models one after another, in this process"
-        refuse_if_given(context, ("engine", "ray_address", "workers", "stack"), why)
+        refuse_if_given(context, ("engine", "ray_address", "workers", "stack", "seeds", "reproducible"), why)
         _membership(data, small, device, path, as_json)
         return
     preset = known.find(name)
-    specification = preset.specification(data, small=small)
+    specification = preset.specification(data, small=small, seeds=seeds, reproducible=reproducible)
     check_tasks(specification)
     execution = Execution(engine, ray_address, workers, stack, device, alone=preset.timed)
     execution.check()
+    taken = known.taken(preset, specification, small)
+    assumed = preset.assumed(specification, small)
     ComparisonFolder(path).create(specification)
-    write_json(path / "preset.json", {"preset": name, "small": small})
+    write_json(path / "preset.json", {"preset": name, "small": small, "assumed": assumed, "taken": taken})
+    if not as_json:
+        for each in taken.values():
+            stdout.print(f"rows: {each['line']}", markup=False)
     folder = make_runs(path, specification, execution, visible=not as_json)
     summary = summarised(folder)
     beside = known.beside(preset, folder.records().values())
     if as_json:
-        print_json({**summary, "preset": name, "small": small, "beside": beside, "notes": list(preset.notes)})
+        facts = {"preset": name, "small": small, "beside": beside, "notes": assumed, "taken": taken}
+        print_json({**summary, **facts})
     else:
         show(summary)
-        _show_paper(preset, beside, small)
+        _show_paper(preset, beside, assumed)
         stdout.print(f"written to {path}; for the whole story: vestige report {path}", markup=False)
     if summary["done"] == 0:
         sys.exit(1)
@@ -157,21 +168,19 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
     stdout.print(f"written to {path}; trained on these images again and again: not private", markup=False)
 
 
-def _show_paper(preset: Any, beside: Sequence[dict[str, Any]], small: bool) -> None:
-    """Print the paper's values beside ours, and what the paper does not specify."""
+def _show_paper(preset: Any, beside: Sequence[dict[str, Any]], assumed: Sequence[str]) -> None:
+    """Print the paper's values beside ours, and all that was assumed."""
     if beside:
         table = Table("quantity", "printed", "ours", "difference", "ours, lr auto", "ours, lr auto, one epsilon")
         table.title, table.title_justify = f"{preset.paper}: {preset.what}", "left"
         for row in beside:
             table.add_row(*(value if isinstance(value, str) else _plain(value) for value in row.values()))
         stdout.print(table)
-    for line in preset.notes:
+    for line in assumed:
         stdout.print(f"assumed: {line}", markup=False)
     missing = preset.missing()
     if missing:
         stdout.print(f"left out, because this version has no such method: {', '.join(missing)}", markup=False)
-    if small:
-        stdout.print("small: too few steps and seeds to compare with the paper", markup=False)
 
 
 def _plain(value: float | None) -> str:

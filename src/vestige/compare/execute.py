@@ -85,15 +85,16 @@ def stackable(run: Run, machine: Machine) -> tuple[Any, ...] | None:
         return None
     if run.sampling != "poisson":
         return None
-    if not _can_stack(run.task, machine.data.get(run.task), run.method, json.dumps(dict(run.options)), run.sample_rate):
+    if not _can_stack(_source(run, machine), run.method, json.dumps(dict(run.options)), run.sample_rate):
         return None
-    return (run.task, run.holdout, run.sample_rate, run.steps, run.delta, run.evaluations, run.reproducible)
+    common = (run.task, run.subset, run.holdout, run.sample_rate, run.steps, run.delta)
+    return (*common, run.evaluations, run.reproducible)
 
 
 @lru_cache(maxsize=1024)
-def _can_stack(task: str, data: str | None, method: str, options: str, rate: float) -> bool:
+def _can_stack(source: Source, method: str, options: str, rate: float) -> bool:
     try:
-        loaded = _initial(task, data, 0)
+        loaded = _initial(source, 0)
         built, expected = build(method, **json.loads(options)), rate * len(loaded.train[1])
         return stacked.why_not(loaded.model, loaded.loss, built, expected_batch=expected) is None
     except Exception:
@@ -103,7 +104,7 @@ def _can_stack(task: str, data: str | None, method: str, options: str, rate: flo
 def memory_in_stack(run: Run, machine: Machine) -> int:
     """Bytes that this run takes in a stack."""
     options = json.dumps(dict(run.options))
-    return _memory_in_stack(run.task, machine.data.get(run.task), run.method, options, _length(run), run.budget)
+    return _memory_in_stack(_source(run, machine), run.method, options, _length(run), run.budget)
 
 
 def _length(run: Run) -> planning.Request:
@@ -111,10 +112,8 @@ def _length(run: Run) -> planning.Request:
 
 
 @lru_cache(maxsize=1024)
-def _memory_in_stack(
-    task: str, data: str | None, method: str, options: str, length: planning.Request, budget: PrivacyTarget
-) -> int:
-    loaded = _initial(task, data, 0)
+def _memory_in_stack(source: Source, method: str, options: str, length: planning.Request, budget: PrivacyTarget) -> int:
+    loaded = _initial(source, 0)
     noise = None if budget.kind == "epsilon" else budget.value
     given = replace(length, epsilon=budget.amount("epsilon"), noise_multiplier=noise)
     built = planning.settled(build(method, **json.loads(options)), given)
@@ -145,38 +144,57 @@ def _alone_or_failed(run: Run, machine: Machine) -> RunRecord:
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the examples of a task come from on this machine, and how many are cut from them (None: all are taken)."""
+
+    task: str
+    data: str | None
+    subset: tuple[int, int] | None = None
+
+    @property
+    def named(self) -> bool:
+        """Whether it is one of our own tasks, whose data are the same at every seed."""
+        return self.task in tasks.names()
+
+
+def _source(run: Run, machine: Machine) -> Source:
+    return Source(run.task, machine.data.get(run.task), run.subset)
+
+
 @lru_cache(maxsize=64)
-def _initial(task: str, data: str | None, seed: int) -> tasks.Task:
-    """The task with the initial weights of a seed; a named task's data are cached once, whatever the seed."""
-    loaded = tasks.load(task, data, seed)
-    if task in tasks.names() and seed != 0:
-        first = _initial(task, data, 0)
-        return replace(loaded, train=first.train, test=first.test)
-    return loaded
+def _initial(source: Source, seed: int) -> tasks.Task:
+    """The task with the initial weights of a seed; a named task's data are read once, whatever the seed."""
+    if source.named and seed != 0:
+        return tasks.reinitialised(_initial(source, 0), seed)
+    return tasks.load(source.task, source.data, seed, subset=source.subset)
 
 
-def examples(task: str, machine: Machine) -> int | None:
+def task_of(source: Source) -> tasks.Task:
+    """The task, with the initial weights of seed 0; it is read once."""
+    return _initial(source, 0)
+
+
+def examples(task: str, machine: Machine, subset: tuple[int, int] | None = None) -> int | None:
     """The number of training examples of a named task; None for a user's own, which may make them anew each time."""
-    return len(_initial(task, machine.data.get(task), 0).train[1]) if task in tasks.names() else None
+    source = Source(task, machine.data.get(task), subset)
+    return len(task_of(source).train[1]) if source.named else None
 
 
 def _task(run: Run, machine: Machine) -> tasks.Task:
     """The run's task with weights of its own. With a holdout it is trained on a part of the training data and evaluated
     on the rest, so that tuning never sees the test set."""
-    data = machine.data.get(run.task)
-    loaded = _initial(run.task, data, run.seed)
+    source = _source(run, machine)
+    loaded = _initial(source, run.seed)
     if run.holdout:
-        named = run.task in tasks.names()
-        train, test = _held_out(run.task, data, 0 if named else run.seed, run.holdout)
+        train, test = _held_out(source, 0 if source.named else run.seed, run.holdout)
         loaded = replace(loaded, train=train, test=test)
     return replace(loaded, model=copy.deepcopy(loaded.model))
 
 
 @lru_cache(maxsize=2)
-def _held_out(
-    task: str, data: str | None, seed: int, share: float
-) -> tuple[tasks.LabelledTensors, tasks.LabelledTensors]:
-    inputs, targets = _initial(task, data, seed).train
+def _held_out(source: Source, seed: int, share: float) -> tuple[tasks.LabelledTensors, tasks.LabelledTensors]:
+    inputs, targets = _initial(source, seed).train
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(VALIDATION_SPLIT))
     count = round(share * len(targets))
     if not 0 < count < len(targets):

@@ -89,11 +89,12 @@ def compare(
 def _check_data(folder: ComparisonFolder, machine: Machine) -> None:
     """Refuse data with another number of examples than the folder's records, which share tables with the new ones."""
     counted: dict[str, float] = {}
+    subset = folder.specification().subset
     for record in completed(folder.records().values()):
         if not record.run.holdout:
             counted[record.run.task] = record.statement.expected_batch / record.run.sample_rate
     for task, there in counted.items():
-        here = examples(task, machine)
+        here = examples(task, machine, subset)
         if here is not None and round(there) != here:
             raise ValueError(
                 f"data={machine.data.get(task)!r} holds {here} training examples of {task}, and the runs on record in "

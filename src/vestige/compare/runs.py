@@ -65,6 +65,7 @@ class Cell:
             reproducible=specification.reproducible,
             physical_batch=specification.physical_batch,
             sampling=specification.sampling,
+            subset=specification.subset,
         )
         return replace(run, **{key: settings[key] for key in ("sample_rate", "steps", "delta") if key in settings})
 

@@ -2,12 +2,14 @@
 
 from vestige.tasks.reading import LabelledTensors, require_public
 from vestige.tasks.rows import read_columns
+from vestige.tasks.subsets import Rows
 from vestige.tasks.tables import bounded
-from vestige.tasks.task import Task, check, describe, load, load_table, names, subject
+from vestige.tasks.task import Task, check, describe, load, load_table, names, reinitialised, subject
 from vestige.tasks.text import bag_of_words
 
 __all__ = [
     "LabelledTensors",
+    "Rows",
     "Task",
     "bag_of_words",
     "bounded",
@@ -17,6 +19,7 @@ __all__ = [
     "load_table",
     "names",
     "read_columns",
+    "reinitialised",
     "require_public",
     "subject",
 ]
