@@ -126,6 +126,34 @@ class TruncatedGaussian(Question):
 
 
 @dataclass(frozen=True)
+class GroupedGaussian(Question):
+    """A noised sum over a Poisson sample of rows at `rate`, as it counts for a user who has at most `group` rows, each
+    of which is clipped by itself: `multiplier` is noise over one row's bound. With `cap`, at most so many of a user's
+    rows are kept in a step, drawn uniformly from those of that user that joined."""
+
+    kind: ClassVar[str] = "grouped-gaussian"
+    rate: float
+    multiplier: float
+    group: int
+    cap: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("rows_per_user", self.group), ("cap", self.cap)):
+            if not (value is None and name == "cap") and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name}={value} must be a whole number, at least 1")
+
+    @property
+    def most(self) -> int:
+        """The most rows of one user in a step."""
+        return self.group if self.cap is None else min(self.cap, self.group)
+
+    def to_json(self) -> dict[str, Any]:
+        row = super().to_json()
+        return row if self.cap is not None else {key: value for key, value in row.items() if key != "cap"}
+
+
+@dataclass(frozen=True)
 class Trial(Question):
     """A candidate update and a noisy test of it on a fresh sample; of a rejected one only the rejection is released.
 

@@ -14,11 +14,15 @@ from vestige.questions import (
     AllocatedGaussian,
     CyclicGaussian,
     Gaussian,
+    GroupedGaussian,
     Question,
     SampledGaussian,
     Trial,
     TruncatedGaussian,
 )
+from vestige.units import Users
+
+ADJACENCY = "add/remove one example"
 
 ARITHMETICS = {
     "lattice": "rounding in float32 moves a sum by less than 1/1024 of an example's bound, which is charged",
@@ -26,13 +30,16 @@ ARITHMETICS = {
 }
 """What is assumed of noise that is added in integers, and of noise that is not."""
 
+ONE_ROW = "one example is one row; a person with several rows is protected less"
+"""Not said where users are named."""
+
 ASSUMPTIONS = (
     ARITHMETICS["lattice"],
     "the random numbers are secret and not used twice",
     "the expected batch size and the size of the dataset are public",
     "hyper-parameters are public, or the search for them was priced separately (tuned_epsilon)",
     "the number of steps did not depend on the answers beyond the plan that is priced",
-    "one example is one row; a person with several rows is protected less",
+    ONE_ROW,
 )
 
 
@@ -84,6 +91,8 @@ class Facts:
     """Whether examples were padded to the longest of their batch, in a user's own loop."""
     rows_apart: bool = False
     """Whether several processes each read their rows one by one."""
+    users: Users | None = None
+    """Whose presence is hidden: all rows of a user; None: one row."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +105,15 @@ class Guarantee:
     epsilon_rdp: float | None
     reasons: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ASSUMPTIONS
-    adjacency: str = "add/remove one example"
+    adjacency: str = ADJACENCY
     epsilon_if_noise_were_secret: float | None = None
     asked: tuple[tuple[Question, int], ...] | None = field(default=None, compare=False, repr=False)
     """What was asked, and how often."""
+
+    @property
+    def unit(self) -> str:
+        """Whose presence is hidden: "example" or "user"."""
+        return "example" if self.adjacency == ADJACENCY else "user"
 
     @cached_property
     def meaning(self) -> Meaning | None:
@@ -111,7 +125,7 @@ class Guarantee:
 
 
 SAMPLING: dict[str, tuple[type[Question], ...]] = {
-    "poisson": (SampledGaussian, Gaussian, Trial),
+    "poisson": (SampledGaussian, Gaussian, GroupedGaussian, Trial),
     "cyclic-poisson": (CyclicGaussian, Gaussian),
     "every-example": (Gaussian,),
     "allocation": (AllocatedGaussian, Gaussian),
@@ -152,9 +166,12 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
         (NEGLECTED, neglected),
     )
     further = [text for text, holds in held if holds]
-    assumptions = (ARITHMETICS[facts.arithmetic], *ASSUMPTIONS[1:], *further)
+    whose = ONE_ROW if facts.users is None else facts.users.assumption
+    assumptions = (ARITHMETICS[facts.arithmetic], *ASSUMPTIONS[1:-1], whose, *further)
     accountant = "renyi filter" if filtered else "pld"
     result = Guarantee(spent, delta, accountant, proved, reasons, assumptions, asked=tuple(history.items()))
+    if facts.users is not None:
+        result = replace(result, adjacency=facts.users.adjacency)
     if not reasons:
         return result
     return replace(result, epsilon=None, epsilon_if_noise_were_secret=None if broken else spent)
@@ -178,6 +195,25 @@ def _reasons_of_noise(facts: Facts) -> tuple[str, ...]:
     return (f"noise={facts.noise!r} is neither secret nor seeded, and nothing is proved about it",)
 
 
+def _reasons_of_users(history: History, facts: Facts) -> list[str]:
+    """Where rows are sampled, a question must have been charged as it counts for a user with several of them; where no
+    users are named, nothing is known of a question about several rows."""
+    users = facts.users
+    if users is None:
+        grouped = any(isinstance(question, GroupedGaussian) for question in history)
+        return ["rows were charged as those of users, but no users are named"] if grouped else []
+    if users.sample == "users" or users.rows_per_user == 1:
+        return []
+    for question in history:
+        fits = isinstance(question, GroupedGaussian) and (question.group, question.cap) == (
+            users.rows_per_user,
+            users.cap,
+        )
+        if not (fits or isinstance(question, Gaussian)):
+            return [f"{type(question).__name__} questions were not charged for users with {users.rows_per_user} rows"]
+    return []
+
+
 def _reasons_but_noise(history: History, facts: Facts) -> tuple[str, ...]:
     reasons = []
     if facts.sampling not in SAMPLING:
@@ -188,6 +224,7 @@ def _reasons_but_noise(history: History, facts: Facts) -> tuple[str, ...]:
         for kind in dict.fromkeys(type(question) for question, count in history.items() if count):
             if not issubclass(kind, SAMPLING[facts.sampling]):
                 reasons.append(f"no theorem prices {kind.__name__} questions under {facts.sampling} sampling")
+    reasons += _reasons_of_users(history, facts)
     if not facts.examples_independent:
         reasons.append(
             "one example's gradient depended on others in the batch, so clipping does not bound its influence"

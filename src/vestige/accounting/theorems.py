@@ -11,11 +11,12 @@ import numpy as np
 from vestige.accounting import rdp, trials
 from vestige.accounting.profiles import Profile, replaced_gaussian, sampled_gaussian
 from vestige.accounting.rdp import Array
-from vestige.accounting.samplings import allocation, truncation
+from vestige.accounting.samplings import allocation, grouped, truncation
 from vestige.questions import (
     AllocatedGaussian,
     CyclicGaussian,
     Gaussian,
+    GroupedGaussian,
     Question,
     SampledGaussian,
     Trial,
@@ -75,6 +76,11 @@ THEOREMS: dict[type[Question], Theorem] = {
         "Ganesh 2025 (2508.15089); docs/sampling.md",
         truncation.profile,
         truncation.curves,
+    ),
+    GroupedGaussian: Theorem(
+        "Choquette-Choo et al. 2023 (2310.15526), Corollary 4.7; Charles et al. 2024 (2407.07737); docs/users.md",
+        grouped.profile,
+        grouped.curves,
     ),
     Trial: Theorem(
         "docs/theorems.md 4; a convex profile has a dominating pair: Zhu, Dong & Wang 2022",

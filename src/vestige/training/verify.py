@@ -14,6 +14,7 @@ from vestige.questions import Question
 from vestige.records import RunResult, Statement
 from vestige.training.results import meant
 from vestige.training.run_folder import RunFolder
+from vestige.units import Users
 
 FACTS = tuple(each.name for each in fields(accounting.Facts))
 
@@ -27,6 +28,8 @@ class Verdict:
     finished: bool
     unchecked: tuple[str, ...] = ()
     """Files that the ledger says nothing about: older versions did not seal them."""
+    for_user: accounting.Guarantee | None = None
+    """What the run means for a person with several rows, where that was asked."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -43,15 +46,29 @@ class Verdict:
             "attempts": self.attempts,
             "rows": self.rows,
             "unchecked": list(self.unchecked),
+            "adjacency": self.guarantee.adjacency,
+            **({} if self.for_user is None else {"user": _in_short(self.for_user)}),
         }
 
 
-def verify(path: str | Path, *, unfinished: bool = False) -> Verdict:
+def _in_short(promise: accounting.Guarantee) -> dict[str, Any]:
+    return {
+        "epsilon": promise.epsilon,
+        "delta": promise.delta,
+        "accountant": promise.accountant,
+        "adjacency": promise.adjacency,
+        "reasons": list(promise.reasons),
+        **meant(promise),
+    }
+
+
+def verify(path: str | Path, *, unfinished: bool = False, rows_per_user: int | None = None) -> Verdict:
     """Recompute a run's guarantee from its ledger, and check every file of its folder against it; raise `LedgerError`
     at the first contradiction.
 
     A run that is not finished is refused, unless `unfinished` asks for its cost so far: nothing in its folder could
-    tell it from a longer one whose ledger was cut.
+    tell it from a longer one whose ledger was cut. `rows_per_user` also asks what the run means for a person who has
+    at most so many rows.
     """
     folder = RunFolder(path)
     if not folder.path.is_dir():
@@ -80,7 +97,10 @@ def verify(path: str | Path, *, unfinished: bool = False) -> Verdict:
             f"{str(path)!r}: this run is not finished, so nothing tells whether rows were cut from its ledger; resume "
             "it, or see what it cost so far with --unfinished"
         )
-    return Verdict(promise, sum(spent.values()), history.attempts, history.rows, finished, unchecked)
+    for_user = None
+    if rows_per_user is not None:
+        for_user = accounting.guarantee_of_user(spent, promise.delta, facts_of(history.facts), rows_per_user)
+    return Verdict(promise, sum(spent.values()), history.attempts, history.rows, finished, unchecked, for_user)
 
 
 def _check_files(folder: RunFolder, history: LedgerHistory, has_result: bool) -> tuple[bool, tuple[str, ...]]:
@@ -148,14 +168,21 @@ def reprice(spent: accounting.History, delta: float, terms: Mapping[str, Any]) -
     A filtered run's epsilon is the filter's: every question is checked against the filter that the terms describe, and
     ValueError says what it would have refused.
     """
-    known = {"arithmetic": "float32"} | {key: terms[key] for key in FACTS if key in terms}  # what 0.1 had
     if terms.get("schedule") == "filtered":
         expected = {Question.from_json(row): 1 for row in terms["filter_expects"]}
         try:
             FilteredBudget(terms["filter_epsilon"], delta, expected).admit(spent)
         except ValueError as error:
             raise ValueError(f"asks what its filter refuses: {error}") from error
-    return accounting.guarantee(spent, delta, accounting.Facts(**known))
+    return accounting.guarantee(spent, delta, facts_of(terms))
+
+
+def facts_of(terms: Mapping[str, Any]) -> accounting.Facts:
+    """What the terms of a ledger or a record say about the run."""
+    known = {"arithmetic": "float32"} | {key: terms[key] for key in FACTS if key in terms}  # what 0.1 had
+    if known.get("users") is not None:
+        known["users"] = Users.from_json(known["users"])
+    return accounting.Facts(**known)
 
 
 def _contains(ledger: Path, heads: list[str], rows: int, head: str, what: str) -> None:
