@@ -20,6 +20,8 @@ ABOVE: dict[str, str] = {
     "accounting.meaning": "accounting accounting.samplings accounting.lower_bounds",
     "accounting.samplings": "accounting",
     "accounting.lower_bounds": "",
+    # What all runs on one dataset spend: it prices, and holds hashes of rows, never rows.
+    "budget": "accounting accounting.meaning",
     "randomness": "",
     # What processes tell each other; of the ledger only what they share of it.
     "processes": "accounting randomness",
@@ -162,7 +164,7 @@ def test_what_remembers_and_moves_never_sees_data(name):
     assert not any(each.startswith(("vestige.tasks", "vestige.training.run")) for each in seen)
 
 
-@pytest.mark.parametrize("name", ["questions", *inside("accounting"), "training.planning"])
+@pytest.mark.parametrize("name", ["questions", *inside("accounting"), *inside("budget"), "training.planning"])
 def test_what_prices_never_sees_data(name):
     seen = reach(name)
     assert not SENSITIVE & seen
@@ -191,6 +193,7 @@ def test_the_package_is_imported_without_torch_and_has_all_its_names():
         "assert 'torch' not in sys.modules\n"
         "assert set(vestige.__all__) <= set(dir(vestige))\n"
         "assert vestige.accounting.epsilon and 'torch' not in sys.modules\n"
+        "assert vestige.budget.Book and 'torch' not in sys.modules\n"
         "assert all(getattr(vestige, name) is not None for name in vestige.__all__)\n"
         "assert not hasattr(vestige, 'no_such_module') and not hasattr(vestige, '__path_to_nothing__')\n"
         "from vestige import *\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields, replace
+from math import inf
 from typing import Any, ClassVar
 
 
@@ -188,3 +189,16 @@ class Trial(Question):
             raise ValueError(
                 f'half_range={self.half_range} has no theorem with releases="yz"; release "y" or clip the mean'
             )
+
+
+@dataclass(frozen=True)
+class PureLoss(Question):
+    """An answer of somebody else's mechanism of which only its `epsilon` is known, with delta 0: Laplace noise, the
+    exponential mechanism, a query of another tool."""
+
+    kind: ClassVar[str] = "pure-loss"
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon < inf:
+            raise ValueError(f"epsilon={self.epsilon} must be a number, zero or more: the loss of one answer")

@@ -102,6 +102,17 @@ def _replaced(rate: float, multiplier: float, loss: Array) -> Array:
     return np.maximum(rate * (low - high) - held * ndtr(-start / multiplier), 0.0)
 
 
+def randomized_response(epsilon: float) -> Profile:
+    """A bit that is told truly with probability e^epsilon / (1 + e^epsilon): it dominates every epsilon-private answer
+    (Kairouz, Oh & Viswanath 2015)."""
+    truly = 1 / (1 + exp(-epsilon))
+
+    def heights(loss: Array) -> Array:
+        return np.maximum(-truly * np.expm1(loss - epsilon), 0.0)
+
+    return Profile(heights, heights, epsilon, epsilon)
+
+
 def connect_dots(profile: Profile, step: float) -> tuple[int, Array, float]:
     """A loss distribution on multiples of `step` whose removal profile connects the dots of the given one.
 

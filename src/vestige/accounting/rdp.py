@@ -48,6 +48,43 @@ def curves(rates: Sequence[float], multipliers: Sequence[float]) -> Array:
     return result
 
 
+def pure_curves(epsilons: Sequence[float]) -> Array:
+    """Renyi divergence at `ORDERS` of randomized response with each epsilon: [questions, orders]. Every epsilon-private
+    answer has at most that one's."""
+    epsilon = np.asarray(epsilons, dtype=float)[:, None]
+    truly, falsely = -np.log1p(np.exp(-epsilon)), -epsilon - np.log1p(np.exp(-epsilon))
+    moments = np.logaddexp(ORDERS * truly + (1 - ORDERS) * falsely, ORDERS * falsely + (1 - ORDERS) * truly)
+    rounding = 4e-16 * (1 + ORDERS * epsilon)
+    return np.asarray(np.clip((moments + rounding) / (ORDERS - 1), 0.0, epsilon))
+
+
+def replaced_curves(rates: Sequence[float], multipliers: Sequence[float]) -> Array:
+    """As `curves`, where an example is replaced by another: (1 - q) N(0, s^2) + q N(1, s^2) against (1 - q) N(0, s^2) +
+    q N(-1, s^2), the worst pair (`profiles.replaced_gaussian`).
+
+    By the trapezoidal rule up to order 64, and never above two Gaussians at distance 2, which bounds the others.
+    """
+    result = np.stack(
+        [2 * ORDERS / multiplier**2 if multiplier else np.full(len(ORDERS), np.inf) for multiplier in multipliers]
+    )
+    for place, (rate, multiplier) in enumerate(zip(rates, multipliers, strict=True)):
+        if rate == 0 or multiplier == np.inf:
+            result[place] = 0.0
+        elif rate < 1 and multiplier >= 0.2:
+            step = min(multiplier / 8, multiplier**2 / 16)
+            for column in np.flatnonzero(ORDERS <= 64):
+                order = ORDERS[column]
+                points = np.arange(-12 * multiplier, 2 * order + 12 * multiplier, step)
+                up, down = (
+                    np.logaddexp(np.log1p(-rate), np.log(rate) + (sign * points - 0.5) / multiplier**2)
+                    for sign in (1, -1)
+                )
+                density = np.log(step) - points**2 / (2 * multiplier**2) - np.log(multiplier * sqrt(2 * pi))
+                moment = float(logsumexp(density + order * up + (1 - order) * down))
+                result[place, column] = min(result[place, column], max(0.0, moment + 1e-13) / (order - 1))
+    return result
+
+
 def _sampled(rate: Array, multiplier: Array) -> Array:
     """The curves for 0 < rate < 1 and finite positive multipliers."""
     log_moments = np.empty((len(rate), len(ORDERS)))
