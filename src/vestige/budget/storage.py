@@ -25,8 +25,8 @@ TAIL = len(HASH) + 64 + 2
 PATIENCE = 60.0
 """Seconds that a process waits for the lock, which is held for the time of one write."""
 
-NETWORK = ("afs", "afpfs", "beegfs", "ceph", "cifs", "davfs", "gcsfuse", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
-           "osxfs", "panfs", "s3fs", "smb", "smb2", "smb3", "smbfs", "sshfs", "vboxsf", "webdav", "9p")  # fmt: skip
+NETWORK = ("afs", "afpfs", "beegfs", "ceph", "cifs", "davfs", "gcsfuse", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
+           "nfs4", "osxfs", "panfs", "s3fs", "smb", "smb2", "smb3", "smbfs", "sshfs", "vboxsf", "9p")  # fmt: skip
 """File systems where a lock may be local to one machine, or lost when the server restarts."""
 
 encoded = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
