@@ -16,6 +16,8 @@ STATUSES: tuple[Status, ...] = ("not needed", "checked", "assumed")
 
 ADJACENCY = "zero-out one row"
 """The short name of the neighbouring data that every price here is valid for."""
+EARLIER_ADJACENCY = "add/remove one example"
+"""What versions before 0.3 called it: the same prices, which hold for both."""
 NEIGHBOURS = (
     "zero-out: of two neighbouring datasets one has a row where the other has a blank in the same place, which "
     "contributes nothing; the number of rows is public"
@@ -138,14 +140,13 @@ _LIST = (
     Assumption(
         "noise",
         "noise is what was priced",
-        "the noise is as good as ideal Gaussian noise: drawn and added in integers on a public lattice, its distance "
-        "from the ideal charged to delta",
+        "the noise is as good as ideal Gaussian noise of the priced size",
         "the last bits of a release tell neighbouring sums apart (Mironov 2012)",
     ),
     Assumption(
         "rounding",
         "rounding of sums",
-        "rounding in float32 moves a sum by less than 1/1024 of an example's bound, which is charged",
+        "rounding in float32 moves a sum by less than 1/1024 of an example's bound when one row joins",
         "one row moves a sum by more than its bound, and epsilon is larger",
     ),
     Assumption(
@@ -240,11 +241,40 @@ def stated(recorded: Mapping[str, Stated], further: Iterable[Stated] = ()) -> tu
     known = dict(recorded)
     for each in further:
         known[each.name] = merged(known.get(each.name), each)
-    return tuple(known.get(name, Stated(name, detail="not recorded")) for name in ASSUMPTIONS)
+    return tuple(known.get(name, _unrecorded(each)) for name, each in ASSUMPTIONS.items())
 
 
-def lines(assumptions: Iterable[Stated]) -> list[str]:
-    """The list as plain lines: what is assumed first, then what was checked, then what was not needed."""
-    known = list(assumptions)
-    order = [each for status in reversed(STATUSES) for each in known if each.status == status]
-    return [str(each) for each in order]
+def _unrecorded(assumption: Assumption) -> Stated:
+    """Nobody said anything: where a run could have checked it, that is told."""
+    return Stated(assumption.name, detail="" if assumption.statuses == ONLY_ASSUMED else "not recorded")
+
+
+PRICE_ALONE: tuple[dict[str, Any], ...] = tuple(each.to_json() for each in stated({}))
+"""What an epsilon rests on that was computed for a plan: no run stands behind it, so nothing was checked."""
+
+
+def weakest(lists: Iterable[Iterable[Any]]) -> tuple[dict[str, Any], ...]:
+    """Of several runs, what holds for all of them; a list of an earlier version's sentences says nothing."""
+    known: dict[str, Stated] = {}
+    for run in lists:
+        said = {each["name"]: each for each in run if not isinstance(each, str)}
+        for name in ASSUMPTIONS:
+            each = said.get(name, {"status": "assumed", "detail": "not recorded"})
+            known[name] = merged(known.get(name), Stated(name, each["status"], each["detail"], True))
+    return tuple(each.to_json() for each in stated(known))
+
+
+def lines(assumptions: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The list for a terminal, of what `to_json` gives: each sentence that is assumed, then the titles of what was
+    checked and of what was not needed."""
+    known = {status: [each for each in assumptions if each["status"] == status] for status in STATUSES}
+    assumed = (ASSUMPTIONS[each["name"]].title + ": " + _explained(each) for each in known["assumed"])
+    titles = {status: ", ".join(ASSUMPTIONS[each["name"]].title for each in known[status]) for status in STATUSES}
+    return [
+        *(f"assumed: {line}" for line in assumed),
+        *(f"{status}: {titles[status]}" for status in ("checked", "not needed") if titles[status]),
+    ]
+
+
+def _explained(each: Mapping[str, Any]) -> str:
+    return f"{each['sentence']} ({each['detail']})" if each["detail"] else str(each["sentence"])

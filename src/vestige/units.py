@@ -52,7 +52,7 @@ class Users:
     @property
     def adjacency(self) -> str:
         most = "" if self.rows_per_user is None else f" (at most {self.rows_per_user})"
-        return f"add/remove all rows of one user{most}"
+        return f"zero-out all rows of one user{most}"
 
     @property
     def assumption(self) -> str:

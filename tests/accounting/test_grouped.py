@@ -194,9 +194,9 @@ def test_what_a_run_about_rows_means_for_a_person():
     for rows, expected in photographs.items():
         said = guarantee_of_user({SampledGaussian(0.04, 2.0355): 6250}, 1e-5, Facts(), rows)
         assert said.epsilon == pytest.approx(expected, abs=0.01)
-        assert said.adjacency == f"add/remove all rows of one user (at most {rows})"
+        assert said.adjacency == f"zero-out all rows of one user (at most {rows})"
         assert said.unit == "user"
-        assert not any("one example is one row" in text for text in said.assumptions)
+        assert "who owns which row" in said.assumption("unit").detail
     allocated = guarantee_of_user({AllocatedGaussian(98, 1.0): 3}, 1e-5, Facts(sampling="allocation"), 2)
     assert allocated.accountant == "group privacy of 2 rows"
     assert allocated.meaning is None

@@ -14,7 +14,7 @@ def test_account_prices_users():
     rows = as_json(*PLAN, "--unit", "user", "--rows-per-user", "4", "--noise-multiplier", "2")
     assert rows["epsilon"] == pytest.approx(2.8934, abs=1e-3)
     assert (rows["unit"], rows["rows_per_user"], rows["cap"], rows["sample"]) == ("user", 4, None, "rows")
-    assert rows["adjacency"] == "add/remove all rows of one user (at most 4)"
+    assert rows["adjacency"] == "zero-out all rows of one user (at most 4)"
     capped = as_json(*PLAN, "--unit", "user", "--rows-per-user", "4", "--cap", "1", "--noise-multiplier", "2")
     users = as_json(*PLAN, "--unit", "user", "--sample", "users", "--noise-multiplier", "2")
     plain = as_json(*PLAN, "--noise-multiplier", "2")

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from conftest import clip_and_sum
 from loops import flat
 from vestige import BudgetSpent, PrivacyEngine
-from vestige.accounting.guarantees import OPAQUE_LOSS
 from vestige.accounting.ledger import LedgerError, read
 from vestige.training.verify import verify
 
@@ -148,7 +147,7 @@ def test_a_step_is_the_clipped_sum_of_the_examples_own_gradients(name, accumulat
         assert max(len(batch["input_ids"]) for batch in watching.batches) <= BATCH // accumulation
     found = ((before - flat(model)) * BATCH / LR).double().numpy()
     np.testing.assert_allclose(found, oracle(twin, watching.batches), rtol=2e-3, atol=5e-5)
-    assert OPAQUE_LOSS not in trainer.guarantee().assumptions
+    assert trainer.guarantee().assumption("loss_per_example").status == "checked"
     assert read(tmp_path / "ledger.jsonl").asks.total() == 1
 
 
@@ -458,7 +457,7 @@ def test_a_trainers_own_loss_is_taken_with_an_assumption(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = trainer_of(tmp_path, model, cls=Private, more={"optimizers": (optimizer, None)})
     trainer.train()
-    assert OPAQUE_LOSS in trainer.guarantee().assumptions
+    assert trainer.guarantee().assumption("loss_per_example").status == "assumed"
 
 
 def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
@@ -557,7 +556,7 @@ def test_supervised_fine_tuning_of_trl(tmp_path):
     trainer.train()
     found = ((before - flat(trainer.model)) * BATCH / LR).double().numpy()
     np.testing.assert_allclose(found, oracle(twin, watching.batches), rtol=2e-3, atol=5e-5)
-    assert OPAQUE_LOSS not in trainer.guarantee().assumptions
+    assert trainer.guarantee().assumption("loss_per_example").status == "checked"
     assert not any((RAW | {"mean_token_accuracy"}) & entry.keys() for entry in trainer.state.log_history)
     for options in (
         {"packing": True},

@@ -13,7 +13,6 @@ import vestige
 from conftest import clip_and_sum
 from loops import BOUND, LR, flat
 from vestige import PrivacyEngine
-from vestige.accounting.guarantees import OPAQUE_LOSS, PADDED
 
 transformers = pytest.importorskip("transformers")
 
@@ -211,7 +210,7 @@ def test_the_loss_of_a_model_is_that_of_its_examples(name):
         assert next(iter(outputs)) == "loss"
         assert outputs[0] is outputs.loss
         assert engine._ledger.spent.total() == place + 1
-    assert OPAQUE_LOSS not in engine.guarantee(1e-3).assumptions
+    assert engine.guarantee(1e-3).assumption("loss_per_example").status == "checked"
     alone = [float(copy.deepcopy(model).eval()(**{k: v[[i]] for k, v in batch.items()}).loss) for i in range(3)]
     assert len(set(alone)) == 3
 
@@ -315,7 +314,7 @@ def test_sentences_padded_to_the_longest_of_their_batch():
         np.testing.assert_allclose(moved, expected, rtol=2e-3, atol=5e-5)
         seen.add(batch["input_ids"].shape[1])
     assert len(seen) > 1
-    assert PADDED in engine.guarantee(1e-3).assumptions
+    assert engine.guarantee(1e-3).assumption("padding").status == "assumed"
 
 
 def trained_on_lengths(model, loss, columns):
@@ -355,7 +354,7 @@ def test_whoever_collates_is_told_what_padding_must_not_do():
         engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=BOUND
         )
-        assert (PADDED in engine.guarantee(1e-3).assumptions) == said
+        assert (engine.guarantee(1e-3).assumption("padding").status == "assumed") == said
 
 
 def test_sentences_of_one_token_have_a_loss():

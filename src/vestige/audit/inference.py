@@ -19,6 +19,7 @@ from torch.func import functional_call, grad, vmap
 
 from vestige import tasks
 from vestige.accounting.lower_bounds.rates import Array, check_confidence
+from vestige.assumptions import PRICE_ALONE
 from vestige.audit import membership
 from vestige.audit.membership import Success
 from vestige.audit.stand_in import NAME, stand_in
@@ -135,7 +136,7 @@ class Inference:
         return self.task != NAME
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "nonprivate": self.nonprivate}
+        return {**asdict(self), "nonprivate": self.nonprivate, "assumptions": list(PRICE_ALONE)}
 
 
 def infer_membership(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vestige.assumptions import ADJACENCY, PRICE_ALONE
 from vestige.cli.errors import refuse_others
 from vestige.cli.terminal import Json, meant, print_json, stdout
 from vestige.units import Users
@@ -209,7 +210,7 @@ class Drawing:
 
     @property
     def adjacency(self) -> str:
-        return "add/remove one example" if self.users is None else self.users.adjacency
+        return ADJACENCY if self.users is None else self.users.adjacency
 
     def asked(self, multiplier: float) -> dict[Any, int]:
         """The questions of the plan, each with its count."""
@@ -318,6 +319,7 @@ def _price_steps(plan: StepPlan) -> dict[str, Any]:
         "sampling": plan.drawn.sampling,
         "unit": "row" if users is None else "user",
         **({} if by_group else asdict(accounting.meaning(asked(multiplier), delta))),
+        "assumptions": list(PRICE_ALONE),
     }
     if users is not None:
         result |= {"sample": users.sample, "rows_per_user": users.rows_per_user, "cap": users.cap}
@@ -369,6 +371,10 @@ def print_meaning(result: dict[str, Any]) -> None:
     """What an epsilon means, in words: upper bounds on any attacker, and the epsilon of replacing an example."""
     for line in meant(result, "user" if result.get("unit") == "user" else "example"):
         stdout.print(line, markup=False)
+    stdout.print(
+        f"it rests on {len(PRICE_ALONE)} assumptions, of which a run checks most: --json, or docs/privacy.md",
+        markup=False,
+    )
 
 
 def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str) -> dict[str, Any]:

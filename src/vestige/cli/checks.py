@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vestige.assumptions import lines
 from vestige.cli.errors import fail
 from vestige.cli.terminal import LARGEST_SEED, Json, meant, print_json, stderr, stdout
 
@@ -88,6 +89,8 @@ def _verify_run(run: Path, unfinished: bool, rows_per_user: int | None, as_json:
     _print_promise(promise)
     if verdict.for_user is not None:
         _print_promise(verdict.for_user)
+    for line in lines(promise.listed):
+        stdout.print(line, markup=False)
     if verdict.unchecked:
         stdout.print(f"unchecked, since the ledger says nothing about it: {', '.join(verdict.unchecked)}", markup=False)
 

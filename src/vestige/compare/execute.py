@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vestige import accounting, tasks
+from vestige.assumptions import Stated
 from vestige.checks import accounted_multiplier
 from vestige.compare import stacked
 from vestige.methods.base import Method
@@ -28,7 +29,7 @@ from vestige.records import CompletedRun, FailedRun, PrivacyTarget, Run, RunReco
 from vestige.training import planning
 from vestige.training.job import Job, complete, start
 from vestige.training.loop import Record as Step
-from vestige.training.results import last_diagnostics, statement
+from vestige.training.results import known_of_a_run, last_diagnostics, statement
 from vestige.training.run import Training
 from vestige.training.verify import reprice
 
@@ -313,7 +314,7 @@ def _alone(run: Run, machine: Machine) -> CompletedRun:
         seconds=result.seconds,
         stopped=result.stopped,
         diagnostics=result.diagnostics,
-        assumptions=training.guarantee().assumptions,
+        assumptions=training.guarantee().listed,
         charged=_charged(training.ledger.spent),
         terms=Terms.from_json(training.terms),
         pictures=trace.series,
@@ -377,7 +378,7 @@ def _stacked(runs: Sequence[Run], machine: Machine) -> Iterator[RunRecord]:
             seconds=round(seconds, 4),
             stopped="finished",
             diagnostics=last_diagnostics(Step(stack.step - 1, progress.diagnostics)),
-            assumptions=promise.assumptions,
+            assumptions=promise.listed,
             charged=_charged(progress.asked),
             terms=each.terms,
             pictures=trace.series,
@@ -434,7 +435,9 @@ def _calibrated(asking: tuple[Probe, Schedule, Noise], epsilon: float, rate: flo
 
 @lru_cache(maxsize=4096)
 def _guarantee(asked: tuple[tuple[Question, int], ...], delta: float, terms: Terms) -> accounting.Guarantee:
-    return reprice(dict(asked), delta, terms.to_json())
+    known = known_of_a_run(accounting.Facts(sampling=terms.sampling, noise=terms.noise))
+    known.append(Stated("fixed_steps", "checked", "all planned steps were taken"))
+    return reprice(dict(asked), delta, terms.to_json(), {each.name: replace(each, recorded=True) for each in known})
 
 
 @lru_cache(maxsize=65536)

@@ -29,7 +29,7 @@ from vestige.finetuning.checkpoints import (
 )
 from vestige.finetuning.quality import judged
 from vestige.finetuning.texts import Texts, class_names, numbers_of, tokenised
-from vestige.integrations.model_card import card
+from vestige.integrations.model_card import card, escaped
 from vestige.mechanism.losses.model_losses import next_token
 from vestige.methods.base import Method, written
 from vestige.methods.registry import build
@@ -297,10 +297,11 @@ def _readme(job: FineTuning, name: str, statement: str) -> str:
     what = "A model" if job.lora is None else f"Adapters of rank {job.lora} (LoRA)"
     aim = "to continue texts" if job.aim == "causal-lm" else "to tell texts apart"
     if job.labels is not None:
-        aim += f": {', '.join(job.labels)}"
+        aim += f": {escaped(', '.join(job.labels))}"
+    origin = escaped(Path(job.model).resolve().name)
     library = "transformers" if job.lora is None else "peft"
     return (
-        f"---\nlibrary_name: {library}\ntags:\n- differential-privacy\n---\n\n# {name}\n\n{what} made from "
-        f"`{Path(job.model).resolve().name}`, fine-tuned {aim}, by `vestige finetune`. Texts were cut and padded to "
+        f"---\nlibrary_name: {library}\ntags:\n- differential-privacy\n---\n\n# {escaped(name)}\n\n{what} made from "
+        f"{origin}, fine-tuned {aim}, by `vestige finetune`. Texts were cut and padded to "
         f"{job.max_length} tokens.\n\n{statement}"
     )

@@ -147,6 +147,7 @@ class PrivateTrainerMixin(Base):
             self._sealed = False
         output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
         self._seal()
+        self._say_guarantee()
         loss = output.training_loss if self.privacy_args.log_nonprivate_loss else nan
         return TrainOutput(output.global_step, loss, self._public(output.metrics))
 
@@ -334,6 +335,14 @@ class PrivateTrainerMixin(Base):
         if self._sealed and Path(output_dir or self.args.output_dir) == Path(self.args.output_dir):
             self._seal()
 
+    def _say_guarantee(self) -> None:
+        """The last entry of the logs: epsilon, and the assumptions that it rests on."""
+        found = self.guarantee()
+        listed = list(found.listed)
+        self.state.log_history.append({"epsilon": found.epsilon, "assumptions": listed, "step": self.state.global_step})
+        if self.is_world_process_zero() and not self.args.disable_tqdm:
+            print(found)
+
     def _seal(self) -> None:
         """Write down what may be said, and the hashes of it and of the weights into the ledger's last row."""
         if self.privacy_engine is None:
@@ -343,7 +352,8 @@ class PrivateTrainerMixin(Base):
             return
         folder = RunFolder(self.args.output_dir)
         asked = {**asdict(self.privacy_args), "max_grad_norm": self._bound}
-        promise = asdict(self.guarantee())
+        found = self.guarantee()
+        promise = {**asdict(found), "assumptions": found.listed}
         del promise["asked"]  # the ledger has it, row by row
         write_json(folder.path / RECORD, {"asked": asked, "guarantee": promise})
         left = folder.hashes()

@@ -5,6 +5,7 @@ The text is made of the ledger's public facts alone, after the run's folder was 
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 from vestige import accounting
 from vestige.accounting.ledger import LedgerHistory, read
+from vestige.assumptions import ASSUMPTIONS, NEIGHBOURS, Stated
 from vestige.checks import check_delta
 from vestige.questions import Question
 from vestige.records import Audited, RunResult
@@ -100,12 +102,12 @@ def _read(path: Path, delta: float | None) -> _Account:
 
 
 def _of_a_loop(ledger: Path, history: LedgerHistory, delta: float | None) -> _Account:
-    """A loop's ledger does not say which losses it met, or how batches were padded: so both are assumed."""
+    """A loop's ledger that names no delta: it is priced at the given one."""
     if delta is None:
         raise ValueError("delta=None: the ledger of a training loop does not say it; give one below 1/N, such as 1e-6")
     check_delta(delta, history.facts["population"])
     asked = history.spent(replays_are_free=False)
-    promise = reprice(asked, delta, {"opaque_loss": True, "padded": True, **history.facts})
+    promise = reprice(asked, delta, history.facts, history.assumptions)
     return _Account(ledger, history, asked, promise, None)
 
 
@@ -115,12 +117,37 @@ def _of_a_loop(ledger: Path, history: LedgerHistory, delta: float | None) -> _Ac
 def _lines(run: _Account) -> Iterator[str]:
     yield from ("## Differential privacy", "", _headline(run), "", "| | |", "|---|---|")
     yield from (f"| {name} | {words} |" for name, words in _rows(run))
-    if run.promise.epsilon is not None:
-        yield from ("", "### What it rests on", "")
-        yield from (f"- {line[0].upper()}{line[1:]}." for line in run.promise.assumptions)
+    yield from (
+        "",
+        "### What it rests on",
+        "",
+        "| | in this run | what | where it does not hold |",
+        "|---|---|---|---|",
+    )
+    yield from map(_assumption, run.promise.assumptions)
     yield from ("", "### What is not covered", "")
     yield from (f"- {line}" for line in NOT_COVERED)
     yield from ("", "### How to check it", "", _check(run))
+
+
+def _assumption(each: Stated) -> str:
+    detail = f" ({escaped(each.detail)})" if each.detail else ""
+    title, sentence = _begun(ASSUMPTIONS[each.name].title), _begun(each.sentence)
+    return f"| {title} | {each.status}{detail} | {sentence} | {each.if_false} |"
+
+
+def _begun(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}"
+
+
+def escaped(text: object) -> str:
+    """A string of a file as one line of Markdown that is nothing but text: no tag, link, heading, row or code."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
+    return "".join(ESCAPED.get(letter, letter) for letter in line)
+
+
+ESCAPED = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "\\": "&#92;", "`": "&#96;", "*": "&#42;"}
+ESCAPED |= {"[": "&#91;", "]": "&#93;", "#": "&#35;", "~": "&#126;"}
 
 
 def _headline(run: _Account) -> str:
@@ -128,12 +155,13 @@ def _headline(run: _Account) -> str:
     if promise.epsilon is None:
         would = promise.epsilon_if_noise_were_secret
         also = "" if would is None else f" Epsilon would be {would:.4g} if the noise were secret."
-        return f"**No epsilon holds for this model**: {'; '.join(promise.reasons)}.{also}"
+        return f"**No epsilon holds for this model**: {escaped('; '.join(promise.reasons))}.{also}"
     so_far = " The run is not finished: this is what it has cost so far." if run.finished is False else ""
     return (
         f"This model was trained with differential privacy: **epsilon {_upwards(promise.epsilon):g} at delta "
-        f"{promise.delta:g}**, for adding or removing one row of the training data. Whoever sees the model, and "
-        f"everything released on the way to it, learns almost the same as if that row had not been there.{so_far}"
+        f"{promise.delta:g}**, for one row of the training data, or a blank in its place (the number of rows is "
+        f"public). Whoever sees the model, and everything released on the way to it, learns almost the same as if that "
+        f"row had been blank.{so_far}"
     )
 
 
@@ -148,6 +176,7 @@ def _rows(run: _Account) -> Iterator[tuple[str, str]]:
     population, rate, planted = facts["population"], facts["sample_rate"], facts.get("canaries", 0)
     people = population - planted
     yield "What is protected", f"one example: one row of the training data, of {people:,} (their number is public)"
+    yield "Which change of the data", NEIGHBOURS
     yield "Mechanism", _mechanism(run)
     if promise.epsilon is not None:
         yield "Epsilon, delta", f"{_upwards(promise.epsilon):g}, {promise.delta:g}"
@@ -156,9 +185,9 @@ def _rows(run: _Account) -> Iterator[tuple[str, str]]:
         yield from _means(promise.meaning)
     if planted:
         yield "Audit", _audited(planted, run.audit)
-    yield "Sampling", f"{SAMPLING.get(facts['sampling'], facts['sampling'])}, rate {rate:.6g}"
-    arithmetic = ARITHMETIC[facts.get("arithmetic", "float32")]
-    yield "Noise", f"multiplier {facts['noise_multiplier']:.6g} of each row's bound, {facts['noise']}; {arithmetic}"
+    yield "Sampling", f"{SAMPLING.get(facts['sampling'], escaped(facts['sampling']))}, rate {rate:.6g}"
+    arithmetic, kind = ARITHMETIC[facts.get("arithmetic", "float32")], escaped(facts["noise"])
+    yield "Noise", f"multiplier {facts['noise_multiplier']:.6g} of each row's bound, {kind}; {arithmetic}"
     yield "Steps", _steps(run)
     yield "Expected batch", f"{rate * population:.6g} rows"
     yield "Method", _method(facts["method"])
@@ -210,16 +239,17 @@ def _steps(run: _Account) -> str:
 
 def _method(identity: Any) -> str:
     if not isinstance(identity, Mapping):
-        return str(identity)
+        return escaped(identity)
     settings = {**identity["options"], **identity.get("parts", {})}
     shown = ", ".join(f"{name}={value}" for name, value in settings.items())
-    return f"{identity['name']}" + (f" ({shown})" if shown else "")
+    return escaped(f"{identity['name']}" + (f" ({shown})" if shown else ""))
 
 
 def _check(run: _Account) -> str:
     history = run.history
     chain = f"The ledger has {history.rows:,} chained rows and ends with the hash `{history.head}`."
     if run.finished is None:
-        return f"{chain} `vestige card {run.where.name} --delta {run.promise.delta:g}` prices it again."
+        name = shlex.quote(escaped(run.where.name))
+        return f"{chain} `vestige card {name} --delta {run.promise.delta:g}` prices it again."
     files = " It holds the hash of the model's files." if history.files is not None else ""
     return f"{chain}{files} `vestige verify RUN` recomputes epsilon from it and fails on any edit."

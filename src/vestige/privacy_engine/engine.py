@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from vestige import accounting
+from vestige import accounting, assumptions
 from vestige.accounting.ledger import Ledger, LedgerError, read
 from vestige.checks import check_delta, check_multiplier, check_number, check_steps, renamed
 from vestige.engines.bookkeeping import BookKeeping
@@ -60,7 +60,7 @@ from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import choose_rate
-from vestige.training.results import OneRun, audited
+from vestige.training.results import OneRun, audited, known_of_a_run
 
 ACCOUNTANTS = {"pld": "pld", "prv": "pld", "rdp": "rdp"}
 ELSEWHERE = {
@@ -93,7 +93,7 @@ class PrivacyEngine:
     the file `ledger`, if given; `resume=True` continues it) before its release exists.
 
     Formal guarantees: after any number of steps, everything the optimizer did is (get_epsilon(delta), delta)-private
-    for adding or removing one example, under the assumptions of `guarantee(delta)`.
+    for one row or a blank in its place (the number of rows is public), under the assumptions of `guarantee(delta)`.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class PrivacyEngine:
         self._collates = data_loader.collate_fn not in (None, default_collate)
         size, expected = Layout.of(module).size, max(1, round(rate * people))
         read_one_by_one = group.size > 1 and not isinstance(data_loader.dataset, TensorDataset)
-        self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size, rows_apart=read_one_by_one)
+        self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size)
         self._delta = target_delta
         layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch, moves)
         largest = min(filter(None, (physical_batch, max_batch)), default=None)
@@ -291,6 +291,8 @@ class PrivacyEngine:
             Sums(group) if loop is None else ShardedSums(group, loop.shards),
         )
         self._steps.draws = begun
+        self._steps.before_asking = self._record_passes
+        self._record_assumptions(read_one_by_one)
         if wrapper is not user_module:
             wrapper.zero_grad = user_module.zero_grad  # type: ignore[method-assign]
         if poisson_sampling:
@@ -412,11 +414,32 @@ class PrivacyEngine:
     def guarantee(self, delta: float) -> accounting.Guarantee:
         """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""
         check_delta(delta, self._population or None)
-        facts = self._facts
-        if self._steps is not None:
-            passes = self._steps.passes
-            facts = replace(facts, opaque_loss=passes.assumed, padded=self._collates or passes.lengths.vary)
-        return accounting.guarantee(self._ledger.spent, delta, facts)
+        return accounting.guarantee(self._ledger.spent, delta, self._facts, self._ledger.assumptions)
+
+    def _record_assumptions(self, read_one_by_one: bool) -> None:
+        """Write down what is known of a loop before its first step."""
+        for each in known_of_a_run(self._facts, self._group.size, read_one_by_one):
+            if each.name not in ("loss_per_example", "padding", "divisor"):
+                assumptions.record(self._ledger, each.name, each.status, each.detail)
+        if self._collates:
+            assumptions.record(
+                self._ledger, "padding", "assumed", "a collate_fn of your own may pad rows to each other"
+            )
+        else:
+            assumptions.record(
+                self._ledger, "padding", "not needed", "torch's collation: rows of a batch have one shape"
+            )
+
+    def _record_passes(self) -> None:
+        """Write down what the passes of a step have shown, before it is charged."""
+        passes, ledger = self._private_steps().passes, self._ledger
+        seen = "torch's own loss of the model's outputs, or a loss by criterion()"
+        unseen = "a loss of your own was met that was not recognised"
+        status, detail = ("assumed", unseen) if passes.assumed else ("checked", seen)
+        assumptions.record(ledger, "loss_per_example", status, detail)  # type: ignore[arg-type]
+        assumptions.record(ledger, "divisor", status, detail)  # type: ignore[arg-type]
+        if passes.lengths.vary:
+            assumptions.record(ledger, "padding", "assumed", "batches had several lengths")
 
     def get_epsilon(self, delta: float) -> float:
         """What has been spent so far; an error, with the reason, where no epsilon holds."""
@@ -442,9 +465,9 @@ class PrivacyEngine:
         delta = self._delta if delta is None else delta
         if delta is None:
             raise ValueError("audit: give the delta that epsilon is stated at, audit(delta=1e-5)")
-        epsilon, path = self.guarantee(delta).epsilon, self._ledger.path
-        found = audited(steps.canaries, delta)
-        return OneRun("this loop" if path is None else str(path), steps.method.name, found, epsilon, delta)
+        promise, path = self.guarantee(delta), self._ledger.path
+        found, where = audited(steps.canaries, delta), "this loop" if path is None else str(path)
+        return OneRun(where, steps.method.name, found, promise.epsilon, delta, promise.listed)
 
     @property
     def history(self) -> list[tuple[float, float, int]]:

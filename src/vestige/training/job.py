@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from vestige import assumptions, tasks
 from vestige import balance as balances
-from vestige import tasks
 from vestige.checks import accounted_multiplier, check_epsilon, check_steps, renamed
 from vestige.devices import check_device
 from vestige.mechanism.augmentation import Augment
@@ -226,6 +226,9 @@ def _loaded(job: Job) -> tasks.Task:
 def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord | None = None) -> RunResult:
     """Run a prepared training to its end: evaluate on the public test set now and then, and write the result."""
     every = job.evaluate_every or max(1, training.plan.steps // 20)
+    if job.evaluate == "private" and training.settings.public is None:
+        how = "the model is judged by one charged question about private rows"
+        assumptions.record(training.ledger, "public_evaluation", "not needed", how)
     begin = time.perf_counter()
     interrupted = False
     for record in training.steps():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vestige.accounting.ledger import Ledger, LedgerError
+from vestige.assumptions import EARLIER_ADJACENCY
 from vestige.engines.planted import Canaries
 from vestige.mechanism.curator import Curator
 from vestige.processes import checkpoints
@@ -158,6 +159,8 @@ def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
         was = before.get(key, NEWER.get(key))
         if key in ("coordinates", "noise_strategy") and was is None:
             continue  # not written down before 0.2 and 0.3
+        if key == "adjacency" and was == EARLIER_ADJACENCY:
+            continue  # the same prices, which hold for it too
         if key == "method" and isinstance(was, str):
             # Before 0.2 a method was stored as its repr, with class names: only its own name can be compared.
             was = {**value, "name": (re.findall(r"name='([^']+)'", was) or [was])[0]}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from vestige import accounting
+from vestige import accounting, assumptions
 from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.balance import Constants
 from vestige.checks import check_steps
@@ -62,7 +62,7 @@ from vestige.training import persistence
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import Plan, Request, plan, questions, sampling_of, settled
-from vestige.training.results import audited, last_diagnostics, selection, statement
+from vestige.training.results import audited, known_of_a_run, last_diagnostics, selection, statement
 from vestige.training.run_folder import RunFolder, paced
 from vestige.training.transcript import Transcript
 
@@ -157,7 +157,8 @@ def train(
     True
 
     Formal guarantees: (epsilon, delta)-differential privacy of everything the iteration yields and of the final model,
-    for adding or removing one example, under the assumptions listed in `training.guarantee().assumptions`.
+    for one row or a blank in its place (the number of rows is public), under the assumptions listed in
+    `training.guarantee().assumptions`.
     """
     model = unwrapped(model)
     group = processes(next(model.parameters()).device)
@@ -433,7 +434,6 @@ class Training:
             arithmetic=self.curator.arithmetic,
             coordinates=self._asked.size,
             nonprivate_outputs=settings.transcript is not None or settings.nonprivate_logs,
-            rows_apart=self.group.size > 1 and examples.read_one_by_one,
             schedule="filtered" if adaptive else "fixed",
             filter_epsilon=self.plan.epsilon if adaptive else None,
         )
@@ -549,6 +549,8 @@ class Training:
                 )
         else:
             persistence.start(self, self.folder, self._facts_of_the_run(), request)
+        for each in known_of_a_run(self.facts, self.group.size, self._examples.read_one_by_one):
+            assumptions.record(self.ledger, each.name, each.status, each.detail)
         if self.plan.epsilon is not None:
             limit = FilteredBudget if self.method.gate.adaptive else accounting.Budget
             budget = limit(self.plan.epsilon, self.plan.delta, self._planned)
@@ -562,7 +564,7 @@ class Training:
             "method": self._identity,
             **self.terms,
             "groups": list(self.layout.group_names),
-            "adjacency": "add/remove one example",
+            "adjacency": assumptions.ADJACENCY,
             "max_batch": getattr(self._sampling, "most", None),
             "normalise": repr(self.settings.normalise),
             "evaluate": self.settings.evaluate and self.settings.evaluate.identity,
@@ -622,7 +624,7 @@ class Training:
 
     def guarantee(self) -> accounting.Guarantee:
         """The guarantee of everything released so far."""
-        return accounting.guarantee(self.ledger.spent, self.plan.delta, self.facts)
+        return accounting.guarantee(self.ledger.spent, self.plan.delta, self.facts, self.ledger.assumptions)
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -654,7 +656,6 @@ class Training:
     def _priced(self) -> bool:
         """Whether an epsilon holds at every step."""
         neutral = replace(self.facts, schedule="fixed", filter_epsilon=None, arithmetic="lattice", coordinates=0)
-        neutral = replace(neutral, rows_apart=False)
         return replace(neutral, sampling="poisson") == accounting.Facts() and neutral.sampling in PRICED
 
     def _charged(self) -> float:
@@ -671,10 +672,12 @@ class Training:
 
     def result(self, **more: Any) -> RunResult:
         """The result so far, with further facts in `more`: its `task`, its `accuracy` on public data."""
+        promise = self.guarantee()
         facts: dict[str, Any] = {
             "method": self.method.name,
+            "assumptions": promise.listed,
             "statement": statement(
-                self.guarantee(),
+                promise,
                 self.plan,
                 expected_batch=self.expected_batch,
                 groups=self.layout.groups,
@@ -733,6 +736,8 @@ class Training:
                 yield Record(record.step, record.diagnostics, self.spent(), record.accepted)
         with contextlib.suppress(BudgetSpent):
             self._evaluate()
+        ended = "all planned steps were taken" if self.state.step >= plan.steps else "the planned budget ended it"
+        assumptions.record(self.ledger, "fixed_steps", "checked", ended)
 
     def _evaluate(self) -> None:
         """Ask, once and after the last step, how many examples the model gets right."""

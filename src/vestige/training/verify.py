@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget
 from vestige.accounting.ledger import LedgerError, LedgerHistory, read
+from vestige.assumptions import EARLIER_ADJACENCY, Stated
 from vestige.questions import Question
 from vestige.records import RunResult, Statement
 from vestige.training.results import meant
@@ -42,6 +44,7 @@ class Verdict:
             **meant(self.guarantee),
             "epsilon_if_noise_were_secret": self.guarantee.epsilon_if_noise_were_secret,
             "reasons": list(self.guarantee.reasons),
+            "assumptions": list(self.guarantee.listed),
             "asked": self.asked,
             "attempts": self.attempts,
             "rows": self.rows,
@@ -82,7 +85,7 @@ def verify(path: str | Path, *, unfinished: bool = False, rows_per_user: int | N
         )
     spent = history.spent(replays_are_free=history.facts["noise"] == "seeded")
     try:
-        promise = reprice(spent, history.facts["delta"], history.facts)
+        promise = reprice(spent, history.facts["delta"], history.facts, history.assumptions)
     except ValueError as error:
         raise LedgerError(f"{folder.ledger}: {error}") from error
     if folder.checkpoint.exists():
@@ -148,13 +151,15 @@ def _check_result(
         lr=facts["lr"],
         lr_reason=facts["lr_reason"],
         asked=asked,
-        adjacency=facts["adjacency"],
+        adjacency=facts["adjacency"] if said.adjacency == EARLIER_ADJACENCY else promise.adjacency,
         reasons=promise.reasons,
         epsilon_if_noise_were_secret=promise.epsilon_if_noise_were_secret,
         **(meant(promise) if said.attacker_accuracy is not None else {}),
     )
     for each in fields(Statement):
         _same(each.name, getattr(said, each.name), getattr(expected, each.name))
+    if facts["version"] > 2 or history.assumptions:
+        _check_assumptions(result, promise)
     method = facts["method"]
     if isinstance(method, dict):
         _same("method", result.method, method["name"])
@@ -162,8 +167,22 @@ def _check_result(
         raise LedgerError(f"result.json says {result.steps} steps, the ledger planned {facts['steps']}")
 
 
-def reprice(spent: accounting.History, delta: float, terms: Mapping[str, Any]) -> accounting.Guarantee:
-    """The guarantee of what was charged, under the terms that a ledger or a record states (`Training.terms`).
+def _check_assumptions(result: RunResult, promise: accounting.Guarantee) -> None:
+    """The result must say of each assumption what the ledger does; sentences may be another version's."""
+    said = {each["name"]: (each["status"], each["detail"]) for each in result.assumptions}
+    for each in promise.assumptions:
+        if each.recorded or each.name in said:
+            _same(f"of the assumption {each.name}", said.get(each.name), (each.status, each.detail))
+
+
+def reprice(
+    spent: accounting.History,
+    delta: float,
+    terms: Mapping[str, Any],
+    recorded: Mapping[str, Stated] = MappingProxyType({}),
+) -> accounting.Guarantee:
+    """The guarantee of what was charged, under the terms that a ledger or a record states (`Training.terms`), with what
+    it recorded about assumptions.
 
     A filtered run's epsilon is the filter's: every question is checked against the filter that the terms describe, and
     ValueError says what it would have refused.
@@ -174,7 +193,7 @@ def reprice(spent: accounting.History, delta: float, terms: Mapping[str, Any]) -
             FilteredBudget(terms["filter_epsilon"], delta, expected).admit(spent)
         except ValueError as error:
             raise ValueError(f"asks what its filter refuses: {error}") from error
-    return accounting.guarantee(spent, delta, facts_of(terms))
+    return accounting.guarantee(spent, delta, facts_of(terms), recorded)
 
 
 def facts_of(terms: Mapping[str, Any]) -> accounting.Facts:

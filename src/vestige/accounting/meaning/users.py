@@ -9,8 +9,9 @@ from math import expm1, inf
 from scipy.optimize import brentq
 
 from vestige.accounting.composition import COARSE, FINE, epsilon_by_distribution
-from vestige.accounting.guarantees import LARGEST_LOSS, ONE_ROW, Facts, Guarantee, guarantee
+from vestige.accounting.guarantees import LARGEST_LOSS, Facts, Guarantee, guarantee
 from vestige.accounting.theorems import History
+from vestige.assumptions import Stated
 from vestige.checks import check_steps
 from vestige.questions import Gaussian, GroupedGaussian, Question, SampledGaussian
 from vestige.units import Users
@@ -92,6 +93,7 @@ def guarantee_of_user(history: History, delta: float, facts: Facts, rows: int) -
     mixed = history_of_user(history, users)
     if mixed is not None:
         return guarantee(mixed, delta, replace(facts, users=users))
+    whose = Stated("unit", "assumed", users.assumption, True)
     found = group_epsilon(history, (1 - LARGEST_LOSS) * delta, rows)
     shown, reasons = (found, ()) if found < inf else (None, ("group privacy gives no finite epsilon at this delta",))
     return replace(
@@ -100,7 +102,7 @@ def guarantee_of_user(history: History, delta: float, facts: Facts, rows: int) -
         epsilon_rdp=shown,
         accountant=f"group privacy of {rows} rows",
         reasons=reasons,
-        assumptions=(*(text for text in alone.assumptions if text != ONE_ROW), users.assumption),
+        assumptions=tuple(whose if each.name == "unit" else each for each in alone.assumptions),
         adjacency=users.adjacency,
         asked=None,
     )

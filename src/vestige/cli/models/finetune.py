@@ -222,7 +222,7 @@ def _summarise(result: Any, saved: str | None, pace: Pace) -> None:
         table.add_row("test accuracy", f"{result.accuracy:.1%}")
     if result.perplexity is not None:
         table.add_row("test perplexity", f"{result.perplexity:.4g}")
-    add_privacy(table, result.statement)
+    add_privacy(table, result.statement, result.assumptions)
     table.add_row("steps", f"{result.steps} ({result.stopped})")
     table.add_row("padded tokens", f"{pace.tokens:,.0f} a second")
     table.add_row("written to", str(result.run))

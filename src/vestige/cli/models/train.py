@@ -356,7 +356,7 @@ def _summarise(result: Any) -> None:
         table.add_row("private accuracy", f"{result.private_accuracy:.1%} ± {error:.1%} of the training examples")
     else:
         table.add_row("private accuracy", "not asked: the run was interrupted, or its budget was spent")
-    add_privacy(table, stated)
+    add_privacy(table, stated, result.assumptions)
     if result.audit is not None:
         found = result.audit
         table.add_row(
