@@ -27,6 +27,7 @@ ABOVE: dict[str, str] = {
     "processes": "accounting randomness",
     "mechanism.losses": "mechanism",
     "mechanism": "randomness mechanism.losses processes",
+    "mechanism.users": "randomness mechanism",
     "engines.per_example": "mechanism",
     "engines.rehearsal": "mechanism mechanism.losses engines.per_example",
     "engines": "processes mechanism mechanism.losses engines.per_example engines.rehearsal engines.recorded",
@@ -39,7 +40,7 @@ ABOVE: dict[str, str] = {
     "tasks": "mechanism mechanism.losses tasks.features",
     "tasks.features": "mechanism tasks",
     "training": "processes accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
-    "methods tasks tasks.features accounting.lower_bounds",
+    "methods tasks tasks.features accounting.lower_bounds mechanism.users",
     "privacy_engine": "processes accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
     "engines.recorded optim optim.optimizers methods training privacy_engine.recorded",
     "privacy_engine.recorded": "mechanism mechanism.losses engines engines.per_example engines.rehearsal engines.recorded "

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vestige.checks import check_steps
+from vestige.questions import Gaussian, GroupedGaussian, Question, SampledGaussian
 
 SAMPLES = ("rows", "users")
 
@@ -48,6 +49,17 @@ class Users:
                 f"{what}: not where a row has several owners: leaving out one owner's row would change what another "
                 "contributes; use sample='rows' with rows_per_user"
             )
+
+    def question(self, asked: Question) -> Question | None:
+        """What a question about sampled rows is for a user with several of them; None where no theorem says."""
+        assert self.rows_per_user is not None
+        if self.rows_per_user == 1:
+            return asked
+        if isinstance(asked, SampledGaussian):
+            return GroupedGaussian(asked.rate, asked.multiplier, self.rows_per_user, self.cap)
+        if isinstance(asked, Gaussian):  # all rows are in it
+            return Gaussian(asked.multiplier / self.rows_per_user)
+        return None
 
     @property
     def adjacency(self) -> str:

@@ -214,7 +214,6 @@ class Drawing:
 
     def asked(self, multiplier: float) -> dict[Any, int]:
         """The questions of the plan, each with its count."""
-        from vestige.accounting import question_of_user
         from vestige.questions import AllocatedGaussian, SampledGaussian, TruncatedGaussian
 
         if self.sampling == "allocation":
@@ -226,7 +225,7 @@ class Drawing:
         plain = SampledGaussian(self.sample_rate, multiplier)
         if self.users is None or self.users.sample == "users":
             return {plain: self.steps}
-        return {question_of_user(plain, self.users): self.steps}
+        return {self.users.question(plain): self.steps}
 
     def epsilon(self, multiplier: float, delta: float, accountant: str) -> float:
         from vestige import accounting

@@ -20,7 +20,8 @@ from vestige.checks import check_delta
 from vestige.questions import Question
 from vestige.records import Audited, RunResult
 from vestige.training.run_folder import RunFolder
-from vestige.training.verify import reprice, verify
+from vestige.training.verify import facts_of, reprice, verify
+from vestige.units import Users
 
 ACCOUNTANTS = {
     "pld": "privacy loss distributions, composed from above",
@@ -44,15 +45,20 @@ ANSWERS = {
     "cyclic-gaussian": "a sum over a sample of the part whose turn it is, with Gaussian noise correlated over steps",
     "allocated-gaussian": "an epoch of sums, each row in one of them and its part of it bounded, with Gaussian noise",
     "truncated-gaussian": "a sum over a truncated Poisson sample, each row's part of it bounded, with Gaussian noise",
+    "grouped-gaussian": "a sum over a Poisson sample of rows, each row's part of it bounded, with Gaussian noise, "
+    "as it counts for a user with several rows",
     "trial": "a noised candidate update with a noised test of it; of a rejected one only the rejection is seen",
 }
+SEVERAL_ROWS = (
+    "**A person with several rows** is protected less: with k rows, at most k times this epsilon, and a larger delta."
+)
 NOT_COVERED = (
     "**Other uses of the same rows.** Every further run on them, runs to choose hyper-parameters included, costs its "
     "own epsilon on top of this one, if it or anything chosen by it is released.",
     "**What was public before.** The weights that training began with, and the data behind them; the tokenizer; the "
     "names of labels; the number of rows; the model's structure; every hyper-parameter.",
     "**Test data.** Figures of quality are computed without noise, on data that must not need protection.",
-    "**A person with several rows** is protected less: with k rows, at most k times this epsilon, and a larger delta.",
+    SEVERAL_ROWS,
     "**What others' rows tell.** What holds for many rows can be learned, and applied to somebody who is in none.",
     "**Timings**, and whatever a program printed, logged or stored beside the run.",
 )
@@ -83,6 +89,10 @@ class _Account:
     @property
     def facts(self) -> Mapping[str, Any]:
         return self.history.facts
+
+    @property
+    def users(self) -> Users | None:
+        return facts_of(self.facts).users
 
 
 def _read(path: Path, delta: float | None) -> _Account:
@@ -126,7 +136,7 @@ def _lines(run: _Account) -> Iterator[str]:
     )
     yield from map(_assumption, run.promise.assumptions)
     yield from ("", "### What is not covered", "")
-    yield from (f"- {line}" for line in NOT_COVERED)
+    yield from (f"- {line}" for line in NOT_COVERED if run.users is None or line is not SEVERAL_ROWS)
     yield from ("", "### How to check it", "", _check(run))
 
 
@@ -152,6 +162,11 @@ ESCAPED |= {"[": "&#91;", "]": "&#93;", "#": "&#35;", "~": "&#126;"}
 
 def _headline(run: _Account) -> str:
     promise = run.promise
+    change = "one row of the training data, or a blank in its place (the number of rows is public)"
+    gone = "that row had been blank"
+    if run.users is not None:
+        change = "all rows of one user, or blanks in their place (who owns which row is public)"
+        gone = "those rows had been blank"
     if promise.epsilon is None:
         would = promise.epsilon_if_noise_were_secret
         also = "" if would is None else f" Epsilon would be {would:.4g} if the noise were secret."
@@ -159,9 +174,8 @@ def _headline(run: _Account) -> str:
     so_far = " The run is not finished: this is what it has cost so far." if run.finished is False else ""
     return (
         f"This model was trained with differential privacy: **epsilon {_upwards(promise.epsilon):g} at delta "
-        f"{promise.delta:g}**, for one row of the training data, or a blank in its place (the number of rows is "
-        f"public). Whoever sees the model, and everything released on the way to it, learns almost the same as if that "
-        f"row had been blank.{so_far}"
+        f"{promise.delta:g}**, for {change}. Whoever sees the model, and everything released on the way to it, "
+        f"learns almost the same as if {gone}.{so_far}"
     )
 
 
@@ -174,23 +188,39 @@ def _upwards(epsilon: float) -> float:
 def _rows(run: _Account) -> Iterator[tuple[str, str]]:
     facts, promise = run.facts, run.promise
     population, rate, planted = facts["population"], facts["sample_rate"], facts.get("canaries", 0)
-    people = population - planted
-    yield "What is protected", f"one example: one row of the training data, of {people:,} (their number is public)"
-    yield "Which change of the data", NEIGHBOURS
+    yield "What is protected", _protected(run, population, planted)
+    yield "Which change of the data", NEIGHBOURS if run.users is None else run.users.neighbours
     yield "Mechanism", _mechanism(run)
     if promise.epsilon is not None:
         yield "Epsilon, delta", f"{_upwards(promise.epsilon):g}, {promise.delta:g}"
         by_renyi = "" if promise.epsilon_rdp is None else f"; by Renyi divergences alone {promise.epsilon_rdp:.4g}"
         yield "Accountant", f"{ACCOUNTANTS.get(promise.accountant, promise.accountant)}: an upper bound{by_renyi}"
-        yield from _means(promise.meaning)
+        yield from _means(promise.meaning, "row" if run.users is None else "user")
     if planted:
         yield "Audit", _audited(planted, run.audit)
-    yield "Sampling", f"{SAMPLING.get(facts['sampling'], escaped(facts['sampling']))}, rate {rate:.6g}"
+    users = run.users is not None and run.users.sample == "users"
+    drawn, unit = SAMPLING.get(facts["sampling"], escaped(facts["sampling"])), "user" if users else "row"
+    yield "Sampling", f"{drawn.replace('row', 'user') if users else drawn}, rate {rate:.6g}"
     arithmetic, kind = ARITHMETIC[facts.get("arithmetic", "float32")], escaped(facts["noise"])
-    yield "Noise", f"multiplier {facts['noise_multiplier']:.6g} of each row's bound, {kind}; {arithmetic}"
+    yield "Noise", f"multiplier {facts['noise_multiplier']:.6g} of each {unit}'s bound, {kind}; {arithmetic}"
     yield "Steps", _steps(run)
-    yield "Expected batch", f"{rate * population:.6g} rows"
+    yield "Expected batch", f"{rate * population:.6g} {unit}s"
     yield "Method", _method(facts["method"])
+
+
+def _protected(run: _Account, population: int, planted: int) -> str:
+    if run.users is None:
+        people = population - planted
+        return f"one example: one row of the training data, of {people:,} (their number is public)"
+    users = run.users
+    owned = "several people may own a row; " if users.several_owners else ""
+    if users.sample == "users":
+        rows = "the mean of the rows" if users.cap is None else f"the mean of up to {users.cap} rows"
+        how = f"a step adds one vector of each user that it draws: {rows}, clipped once"
+    else:
+        most = "" if users.cap is None else f", at most {users.cap} of them in a step"
+        how = f"each user has at most {users.rows_per_user} rows{most}, each clipped by itself"
+    return f"one user: all rows of one, of {users.users:,} users ({owned}who owns which row is public); {how}"
 
 
 def _audited(planted: int, found: Audited | None) -> str:
@@ -203,12 +233,12 @@ def _audited(planted: int, found: Audited | None) -> str:
     )
 
 
-def _means(meaning: accounting.Meaning | None) -> Iterator[tuple[str, str]]:
+def _means(meaning: accounting.Meaning | None, unit: str) -> Iterator[tuple[str, str]]:
     if meaning is None:
         return
     yield (
         "An attacker, at most",
-        f"who sees all releases and knows all other rows is right about one row's presence "
+        f"who sees all releases and knows all other {unit}s is right about one {unit}'s presence "
         f"{meaning.attacker_accuracy:.1%} of the time at even odds, and detects {meaning.detection_at_1_percent:.1%} "
         "of those present at 1% false alarms",
     )
@@ -219,7 +249,7 @@ def _means(meaning: accounting.Meaning | None) -> Iterator[tuple[str, str]]:
         )
     if meaning.epsilon_replacing is not None:
         by = {"theorem": "", "group of two": ", as removing one and adding one"}[meaning.replacing_by]
-        yield "Replacing a row", f"epsilon {_upwards(meaning.epsilon_replacing):g} at the same delta{by}"
+        yield f"Replacing a {unit}", f"epsilon {_upwards(meaning.epsilon_replacing):g} at the same delta{by}"
 
 
 def _mechanism(run: _Account) -> str:

@@ -28,7 +28,7 @@ from vestige.mechanism.clipping import (
     sensitivity_on,
 )
 from vestige.mechanism.comparisons import Comparisons
-from vestige.mechanism.examples import Examples
+from vestige.mechanism.examples import Source
 from vestige.processes.shards import ShardedSum
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
 from vestige.questions import Gaussian, Question, SampledGaussian
@@ -64,7 +64,7 @@ class Curator:
 
     def __init__(
         self,
-        examples: Examples,
+        examples: Source,
         engine: GradientEngine,
         layout: Layout,
         sampling: Sampling,
@@ -361,5 +361,4 @@ class Curator:
             yield
 
     def _parts(self, indices: Tensor) -> Sequence[Tensor]:
-        most = min(self.physical_batch or LARGEST_SUM, LARGEST_SUM)
-        return [indices] if len(indices) <= most else indices.split(most)
+        return self._examples.parts(indices, min(self.physical_batch or LARGEST_SUM, LARGEST_SUM))

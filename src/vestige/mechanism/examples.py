@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,26 @@ dictionaries: a list, a map-style dataset, one of Hugging Face, or a DataLoader,
 Draw = Callable[[int], tuple[Sequence[Tensor], int | None]]
 """The sample of a question, in parts, and a seed for workers; see `Ahead`."""
 IN_PROCESS = Loading()
+
+
+class Source(Protocol):
+    """SENSITIVE: what samples are drawn from, by index: examples, or users with their rows."""
+
+    @property
+    def population(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def blank(self) -> Batch: ...
+
+    def parts(self, rows: Tensor, most: int) -> Sequence[Tensor]:
+        """A sample in parts that are computed one after the other."""
+        ...
+
+    def fetch(self, rows: Tensor) -> list[Batch]: ...
+
+    def ahead(self, draw: Draw) -> Callable[[int, Tensor], list[Batch]]: ...
 
 
 class Examples:
@@ -59,6 +79,10 @@ class Examples:
     def blank(self) -> Batch:
         """Tensors without rows, which carry only the shapes and dtypes of the examples."""
         return self.fetch(torch.zeros(0, dtype=torch.long))[0]
+
+    def parts(self, rows: Tensor, most: int) -> Sequence[Tensor]:
+        """A sample in parts that are computed one after the other."""
+        return [rows] if len(rows) <= most else rows.split(most)
 
     def fetch(self, rows: Tensor) -> list[Batch]:
         """These examples, read now."""

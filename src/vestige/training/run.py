@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -31,11 +33,13 @@ from vestige.mechanism.clipping import LARGEST_SUM, Loss, Parameters
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.evaluation import Evaluator, PrivateEvaluation
-from vestige.mechanism.examples import Data, Examples
+from vestige.mechanism.examples import Data, Examples, Source
 from vestige.mechanism.loading import Loading, check_loader, rate_of
 from vestige.mechanism.losses.criteria import check_shifted
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
 from vestige.mechanism.moments import PrivateMoments, fill
+from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
+from vestige.mechanism.users.views import KeptExamples, UserEngine, UserExamples
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import build
 from vestige.optim.rules import Scheduling, grouped
@@ -65,6 +69,7 @@ from vestige.training.planning import Plan, Request, plan, questions, sampling_o
 from vestige.training.results import audited, known_of_a_run, last_diagnostics, selection, statement
 from vestige.training.run_folder import RunFolder, paced
 from vestige.training.transcript import Transcript
+from vestige.units import Users
 
 CHECKED_EVERY = 256
 """Steps between two comparisons of the replicas of a model; the first steps are compared more often."""
@@ -88,6 +93,10 @@ def train(
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     sampling: str = "poisson",
     max_batch: int | None = None,
+    users: Any = None,
+    sample: Literal["rows", "users"] = "rows",
+    rows_per_user: int | Literal["median"] | None = None,
+    cap: int | None = None,
     noise: str = "lattice",
     physical_batch: PhysicalBatch = None,
     engine: str = "bookkeeping",
@@ -126,6 +135,12 @@ def train(
     - `sampling="allocation"` uses every example once an epoch, in one of its 1 / sample_rate steps, drawn uniformly: an
       epoch is one question, charged when it begins, and the budget stops between epochs. `sampling="truncated"` keeps
       at most `max_batch` examples of a Poisson sample. `sampling="shuffled"` trains too, without an epsilon.
+    - `users` hides all rows of one user instead of one row ([users](users.md)): an id for each row, a list of owners
+      for each row, or the name of a column, which the model is not given. `sample="rows"`: rows join by themselves, and
+      a user has at most `rows_per_user` of them (a number; "median" of the counts; None: the largest count), of which a
+      step keeps at most `cap`. `sample="users"`: each user joins with probability `sample_rate`, and the mean of the
+      user's rows (at most `cap`, drawn for each step) is clipped once; `sampling` then draws users. `delta` lies below
+      1 / users.
     - `noise="float32"` adds noise in floating point, which is faster on a CPU and rests on one more assumption.
     - `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds
       the largest that fits, on made-up examples. `engine` is "bookkeeping", "unrecorded" or "reference", which is slow.
@@ -185,6 +200,7 @@ def train(
         chosen = build(method) if isinstance(method, str) else method
         if not isinstance(chosen, Method):
             raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
+        rows, owned = _owned(data, users, sample, rows_per_user, cap)
         loading, rate = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory), sample_rate
         rate = 1.0 if rate is None and chosen.probe.solves else rate
         if isinstance(data, DataLoader):
@@ -207,6 +223,7 @@ def train(
             normalise=normalise,
             evaluate=_evaluation(evaluate),
             audit=audit,
+            users=owned,
             transcript=_transcript(nonprivate_transcript),
             nonprivate_logs=nonprivate_logs,
         )
@@ -223,7 +240,7 @@ def train(
         constants: Constants | None = None
         if begun is not None:
             wanted, constants = persistence.continued(wanted, begun), begun.get("balance")
-        return Training(model, loss, data, chosen, wanted, settings, folder, constants, shared)
+        return Training(model, loss, rows, chosen, wanted, settings, folder, constants, shared)
 
     training = group.together(prepared)
     if shards is not None:
@@ -303,7 +320,7 @@ def _evaluation(asked: Any) -> PrivateEvaluation | None:
     return PrivateEvaluation() if asked == "private" else asked
 
 
-def _canaries(settings: Settings, method: Method, layout: Layout, device: Any, key: int) -> Canaries | None:
+def _canaries(settings: Settings, method: Method, layout: Layout, device: Any, key: int, rows: int) -> Canaries | None:
     count = settings.audit
     if count is None:
         return None
@@ -315,7 +332,7 @@ def _canaries(settings: Settings, method: Method, layout: Layout, device: Any, k
             f"audit={count}: {method.name} publishes what its test accepts, and canaries are scored by all releases; "
             "leave audit out, or attack the method by `vestige audit`"
         )
-    return Canaries(count, layout, device, key)
+    return Canaries(count, layout, device, key, rows)
 
 
 def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None, sampling: str) -> tuple[Loading, float]:
@@ -339,6 +356,41 @@ def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None, samp
     return Loading.of(loader), rate
 
 
+@dataclass(frozen=True)
+class AskedUsers:
+    """What was asked for about users, before the data are there."""
+
+    ids: Any
+    sample: str
+    rows_per_user: int | str | None
+    cap: int | None
+
+
+def _owned(
+    data: Data, users: Any, sample: str, rows_per_user: int | str | None, cap: int | None
+) -> tuple[Data, AskedUsers | None]:
+    """The data without a column that names users, and what was asked for about them."""
+    if users is None:
+        asked = (("sample", sample, "rows"), ("rows_per_user", rows_per_user, None), ("cap", cap, None))
+        for name, value, usual in asked:
+            if value != usual:
+                raise ValueError(f"{name}={value!r} is about users: give users=, an id for each row")
+        return data, None
+    if isinstance(users, str) and isinstance(data, DataLoader):
+        raise ValueError(f"users={users!r} names a column, but data is a DataLoader: give the ids, one for each row")
+    rows, ids = with_users(data, users)
+    return rows, AskedUsers(ids, sample, rows_per_user, cap)
+
+
+def _check_users(settings: Settings, shards: Shards | None) -> None:
+    """Refuse what is not priced, or not there, for users."""
+    if settings.normalise is not None or settings.evaluate is not None:
+        name = "normalise" if settings.normalise is not None else "evaluate"
+        raise ValueError(f"{name}: asked about rows, and not priced for users with several; leave it out")
+    if shards is not None:
+        raise ValueError("users: not for a sharded model; train replicas (without fully_shard)")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a run is made, apart from its budget."""
@@ -356,6 +408,7 @@ class Settings:
     normalise: PrivateMoments | None = None
     evaluate: PrivateEvaluation | None = None
     audit: int | None = None
+    users: AskedUsers | None = None
     transcript: Path | None = None
     nonprivate_logs: bool = False
 
@@ -390,6 +443,8 @@ class Training:
         self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples, self._loss = examples, loss
+        key = shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
+        self.users, self._asked_examples, request = self._of_users(examples, request, key)
         if examples.form.names is not None:
             check_shifted(model, loss)
         self._asked = self.layout
@@ -399,9 +454,10 @@ class Training:
             check_labels(examples.blank())
             self._asked = layout_of(model)
             require_rows_of_their_own(model, examples.blank())
-        self.canaries = _canaries(settings, method, self.layout, examples.device, shared.canaries)
+        rows = 1 if self.users is None else self.users.rows_per_user or 1
+        self.canaries = _canaries(settings, method, self.layout, examples.device, shared.canaries, rows)
         """Made-up rows, for an audit of this run."""
-        self._population = examples.population + (settings.audit or 0)
+        self._population = self._asked_examples.population + (settings.audit or 0) * rows
         self.method = settled(replace(method, gate=method.gate.at(examples.population)), request)
         self.normalised = settings.normalise is None
         self._first: tuple[Question, ...] = () if settings.normalise is None else settings.normalise.questions
@@ -436,6 +492,7 @@ class Training:
             nonprivate_outputs=settings.transcript is not None or settings.nonprivate_logs,
             schedule="filtered" if adaptive else "fixed",
             filter_epsilon=self.plan.epsilon if adaptive else None,
+            users=self.users,
         )
         seen = partial(accuracy, sharded_model, settings.public) if settings.public is not None else None
         self._public = Public(self._charged, seen)
@@ -445,6 +502,28 @@ class Training:
         self._counted: Counter[Question] = Counter()
         self._last: Record | None = None
         self._finished = False
+
+    def _of_users(self, examples: Examples, request: Request, key: Randomness) -> tuple[Users | None, Source, Request]:
+        """Whose presence is hidden, what samples are drawn from, and the request that says so."""
+        self._owned_hash, asked = 0, self.settings.users
+        if asked is None:
+            return None, examples, request
+        _check_users(self.settings, self.shards)
+        owned = ownership(asked.ids, examples.population)
+        self._owned_hash = crc32(owned.owners.tobytes(), crc32(owned.rows.tobytes()))
+        users = facts_of_users(owned, asked.sample, asked.rows_per_user, asked.cap, request.delta)
+        if users.sample == "users":
+            return users, UserExamples(examples, owned, users.cap, key), replace(request, users=users)
+        assert users.rows_per_user is not None
+        kept = owned.bounded(users.rows_per_user, key)
+        if len(kept) == 0:
+            raise ValueError(f"rows_per_user={users.rows_per_user} leaves no row; allow more rows for each user")
+        owners = None if owned.several else owned.owners[kept]
+        if owners is not None and self.settings.audit:
+            planted = np.arange(self.settings.audit).repeat(users.rows_per_user)
+            owners = np.concatenate([owners, owned.users + planted])
+        rows = examples if len(kept) == examples.population else KeptExamples(examples, kept)
+        return users, rows, replace(request, users=users, owners=owners)
 
     def _judged(self, examples: Examples) -> Examples | None:
         """The examples of a private evaluation."""
@@ -479,14 +558,17 @@ class Training:
             most = getattr(self._sampling, "most", LARGEST_SUM)
             each = max(1, examples.population // self.group.size)
             engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
-        asked, answering = examples, InBfloat16(engine) if settings.bfloat16 else engine
+        asked: Source = self._asked_examples
+        answering: Any = InBfloat16(engine) if settings.bfloat16 else engine
+        if isinstance(asked, UserExamples):
+            answering = UserEngine(answering)
         sums, whole = Sums(self.group), _as_it_is
         if shards is not None:
-            answering = Sharded(engine, shards)  # type: ignore[arg-type,assignment]
+            answering = Sharded(engine, shards)
             sums, whole = ShardedSums(self.group, shards), partial(_filled_whole, shards)
         if self.canaries is not None:
-            asked = PlantedExamples(examples, self.canaries)  # type: ignore[assignment]
-            answering = PlantedEngine(answering, self.canaries)  # type: ignore[assignment]
+            asked = PlantedExamples(asked, self.canaries)
+            answering = PlantedEngine(answering, self.canaries)
         curator = Curator(
             asked,
             answering,
@@ -520,6 +602,7 @@ class Training:
             "bfloat16": self.settings.bfloat16,
             "out": self.folder and str(self.folder.path),
             "the loss": loss_of(self._loss),
+            "users": self._owned_hash,
         }
 
     def nonprivate_hash(self, key: bytes) -> int:
@@ -564,7 +647,7 @@ class Training:
             "method": self._identity,
             **self.terms,
             "groups": list(self.layout.group_names),
-            "adjacency": assumptions.ADJACENCY,
+            "adjacency": assumptions.ADJACENCY if self.users is None else self.users.adjacency,
             "max_batch": getattr(self._sampling, "most", None),
             "normalise": repr(self.settings.normalise),
             "evaluate": self.settings.evaluate and self.settings.evaluate.identity,
@@ -635,6 +718,8 @@ class Training:
             # A filter's orders and weights must be fixed before the first answer, and be known to whoever verifies it.
             terms["filter_epsilon"] = self.facts.filter_epsilon
             terms["filter_expects"] = [question.to_json() for question in self._planned]
+        if self.users is not None:
+            terms["users"] = self.users.to_json()
         return terms
 
     def spent(self) -> float | None:
@@ -656,6 +741,7 @@ class Training:
     def _priced(self) -> bool:
         """Whether an epsilon holds at every step."""
         neutral = replace(self.facts, schedule="fixed", filter_epsilon=None, arithmetic="lattice", coordinates=0)
+        neutral = replace(neutral, users=None)
         return replace(neutral, sampling="poisson") == accounting.Facts() and neutral.sampling in PRICED
 
     def _charged(self) -> float:

@@ -13,30 +13,18 @@ from vestige.accounting.guarantees import LARGEST_LOSS, Facts, Guarantee, guaran
 from vestige.accounting.theorems import History
 from vestige.assumptions import Stated
 from vestige.checks import check_steps
-from vestige.questions import Gaussian, GroupedGaussian, Question, SampledGaussian
+from vestige.questions import Question
 from vestige.units import Users
 
 LARGEST_EPSILON = 500.0
 """Of a group; beyond it nobody is protected."""
 
 
-def question_of_user(question: Question, users: Users) -> Question | None:
-    """What a question about sampled rows is for a user with several of them; None where no theorem says."""
-    assert users.rows_per_user is not None
-    if users.rows_per_user == 1:
-        return question
-    if isinstance(question, SampledGaussian):
-        return GroupedGaussian(question.rate, question.multiplier, users.rows_per_user, users.cap)
-    if isinstance(question, Gaussian):  # all rows are in it
-        return Gaussian(question.multiplier / users.rows_per_user)
-    return None
-
-
 def history_of_user(history: History, users: Users) -> History | None:
     """What a history of questions about sampled rows is for a user; None where no theorem says."""
     found: Counter[Question] = Counter()
     for question, count in history.items():
-        asked = question_of_user(question, users)
+        asked = users.question(question)
         if asked is None:
             return None
         found[asked] += count
