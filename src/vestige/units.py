@@ -67,6 +67,14 @@ class Users:
         return f"zero-out all rows of one user{most}"
 
     @property
+    def neighbours(self) -> str:
+        """The change of the data that is hidden, in a sentence."""
+        return (
+            "zero-out: of two neighbouring datasets one has blanks in the places of all rows of one user, which "
+            "contribute nothing; the number of rows, the number of users and who owns which row are public"
+        )
+
+    @property
     def assumption(self) -> str:
         """What is public, and hence not protected."""
         graph = "who owns which row (a row may have several owners: that they share it is not protected)"

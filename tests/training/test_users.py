@@ -192,8 +192,7 @@ def test_what_is_charged(options, expected):
     said = run.guarantee()
     assert said.epsilon is not None
     assert said.adjacency.startswith("zero-out all rows of one user")
-    assert any("who owns which row" in text for text in said.assumptions)
-    assert not any("one example is one row" in text for text in said.assumptions)
+    assert "who owns which row" in said.assumption("unit").detail
     users = options.get("sample") == "users"
     most = {None: 7, "median": 2}.get(options.get("rows_per_user"), options.get("rows_per_user"))
     rate = 1 / 3 if options.get("sampling") == "allocation" else 0.3
@@ -212,7 +211,7 @@ def test_correlated_noise_over_users():
 def test_without_users_one_row_per_person_is_assumed():
     run = training(users=None, reproducible=None)
     weights(run)
-    assert any("one example is one row" in text for text in run.guarantee().assumptions)
+    assert run.guarantee().assumption("unit").detail == "a row is a unit of its own"
 
 
 def test_epsilon_is_kept_and_verified(tmp_path):

@@ -3,7 +3,7 @@
 from vestige.accounting.budgets import Budget, Odometer, RenyiFilter, history_of_runs, within
 from vestige.accounting.calibration import calibrate
 from vestige.accounting.composition import epsilon
-from vestige.accounting.guarantees import ADJACENCY, Facts, Guarantee, guarantee
+from vestige.accounting.guarantees import Facts, Guarantee, guarantee
 from vestige.accounting.meaning.meaning import Meaning, meaning
 from vestige.accounting.meaning.tradeoff import Tradeoff, tradeoff
 from vestige.accounting.meaning.users import group_epsilon, guarantee_of_user, history_of_user
@@ -12,7 +12,6 @@ from vestige.accounting.theorems import History
 from vestige.accounting.tuning import composed_epsilon, tuned_epsilon
 
 __all__ = [
-    "ADJACENCY",
     "Budget",
     "Facts",
     "Guarantee",

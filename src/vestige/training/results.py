@@ -114,6 +114,11 @@ def known_of_a_run(facts: accounting.Facts, processes: int = 1, read_one_by_one:
         Stated("divisor", "checked", "sums are divided by the sampling rate times the number of rows"),
         Stated("processes", "not needed", "one process"),
     ]
+    if facts.users is not None:
+        found[0] = Stated("unit", "assumed", facts.users.assumption)
+        found[1] = Stated("adjacency", "checked", "blank rows keep their places; who owns which row is public")
+        if facts.users.sample == "users":
+            found[5] = Stated("divisor", "checked", "sums are divided by the sampling rate times the number of users")
     if facts.sampling != "shuffled":
         found.append(Stated("sampling", "checked", f"{facts.sampling}, drawn here from the secret key"))
     if facts.noise == "secret":
