@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -65,6 +65,15 @@ class Memory(Protocol):
     def noise_std(self, release: Release, state: MemoryState) -> float | Tensor:
         """The standard deviation per coordinate of the noise in the direction, after the step that filtered this
         release; only where `knows_noise`."""
+        ...
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A memory that can begin a step before its release is there."""
+
+    def prepare(self, state: MemoryState, parameters: Parameters, sample_rate: float) -> None:
+        """Start to compute what the next step needs of the parameters, which stay as they are until it is made."""
         ...
 
 

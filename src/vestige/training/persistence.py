@@ -145,12 +145,12 @@ def _open(run: Persistent, folder: RunFolder | None, public: dict[str, Any]) -> 
 
 NEWER = {"arithmetic": "float32"}
 """What runs did that were written before a key was: 0.1 added noise in float32."""
-NEWER_OPTIONS = {"sma-dp-sgd": {"spectrum_lag": 0}}
+NEWER_OPTIONS = {"sma-dp-sgd": {"spectrum_lag": 0, "shuffled": False, "clip_per_layer": False}}
 """The same for options of methods: until 0.2 every step waited for its spectrum."""
 
-CHANGED_DEFAULTS = {"dp-bandmf": ("bands",)}
+CHANGED_DEFAULTS = {"dp-bandmf": ("bands",), "sma-dp-sgd": ("refresh_spectrum", "spectrum_lag")}
 """Options whose default is another one now: a run that was started with the earlier one keeps it. Until 0.3 noise had 4
-bands."""
+bands, and SMA-DP-SGD took one spectrum an epoch."""
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
