@@ -57,13 +57,21 @@ ABOVE: dict[str, str] = {
     # It attacks what the others build: the curator and the stack themselves, and runs of the training loop.
     "audit": "processes accounting accounting.lower_bounds randomness mechanism mechanism.losses engines optim methods tasks training "
     "compare.stacked",
+    # It holds private rows in its curator alone, attacks what it makes, and draws pages of releases.
+    "synthesis": "accounting accounting.lower_bounds randomness mechanism mechanism.losses methods tasks training "
+    "integrations finetuning processes compare.report audit",
     "cli": "processes accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
-    "cli.models audit recipes",
-    "cli.models": "cli accounting methods training integrations finetuning recipes priors tasks.features",
+    "cli.models audit recipes synthesis",
+    "cli.models": "cli accounting methods training integrations finetuning recipes priors synthesis tasks.features",
 }
 """Which packages each package may import, beside itself and the modules of the root."""
 
-SENSITIVE = {"vestige.mechanism.examples", "vestige.mechanism.curator", "vestige.compare.stacked.curator"}
+SENSITIVE = {
+    "vestige.mechanism.examples",
+    "vestige.mechanism.curator",
+    "vestige.compare.stacked.curator",
+    "vestige.synthesis.curator",
+}
 """The modules that hold examples."""
 
 
@@ -130,7 +138,7 @@ def test_imports_go_downward(path):
 def test_every_package_has_its_place_and_few_files():
     assert {package(path) for path in FILES} == ABOVE.keys()
     for name in ABOVE:
-        assert len(inside(name)) <= 12, name
+        assert len(inside(name)) <= 15, name
 
 
 def test_there_is_no_circle():

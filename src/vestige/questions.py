@@ -62,6 +62,20 @@ class Gaussian(Question):
 
 
 @dataclass(frozen=True)
+class ExponentialMechanism(Question):
+    """A choice among public candidates by a score that every example moves by at most its sensitivity: each candidate
+    is drawn with probability proportional to exp(`choice_epsilon` score / (2 sensitivity)). Only the choice is seen."""
+
+    kind: ClassVar[str] = "exponential-mechanism"
+    choice_epsilon: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.choice_epsilon < inf:
+            raise ValueError(f"choice_epsilon={self.choice_epsilon} must be zero or more, and finite")
+
+
+@dataclass(frozen=True)
 class CyclicGaussian(Question):
     """One step of noise correlated over `bands` steps. The data are split once into `bands` parts, and step t takes a
     Poisson sample of part t mod bands with inclusion probability `rate`; `multiplier` is noise over the largest column

@@ -53,6 +53,14 @@ def epsilon(history: History, delta: float, accountant: str = "pld") -> float:
 
 
 def epsilon_by_distribution(history: History, delta: float, fineness: float) -> float:
+    """By loss distributions on a grid of this fineness. The last results are kept: noise that was calibrated is priced
+    again by the budget that it is for, and by whoever states what it cost."""
+    return _by_distribution(tuple(sorted(history.items(), key=repr)), delta, fineness)
+
+
+@lru_cache(maxsize=256)
+def _by_distribution(asked_for: tuple[tuple[Question, int], ...], delta: float, fineness: float) -> float:
+    history = dict(asked_for)
     by_renyi = rdp.tight_epsilon(total_curve(history), delta)
     asked = occasions(history)
     largest = largest_loss(asked)

@@ -17,6 +17,7 @@ from vestige.checks import check_delta
 from vestige.questions import (
     AllocatedGaussian,
     CyclicGaussian,
+    ExponentialMechanism,
     Gaussian,
     GroupedGaussian,
     Question,
@@ -120,7 +121,7 @@ class Guarantee:
 SAMPLING: dict[str, tuple[type[Question], ...]] = {
     "poisson": (SampledGaussian, Gaussian, GroupedGaussian, Trial),
     "cyclic-poisson": (CyclicGaussian, Gaussian),
-    "every-example": (Gaussian,),
+    "every-example": (Gaussian, ExponentialMechanism),
     "allocation": (AllocatedGaussian, Gaussian),
     "truncated": (TruncatedGaussian, Gaussian),
 }

@@ -25,6 +25,8 @@ SMALLEST_QUADRATURE_MULTIPLIER = 0.02
 """Below it a quadrature needs too many points; log-convexity bounds the curve from the integer orders instead."""
 QUADRATURE_DIGITS = 33.0
 """Nats of relative accuracy asked of the quadrature: exp(-33) = 5e-15."""
+SMALLEST_CHOICE, LARGEST_CHOICE = 0.01, 300.0
+"""Epsilons of one choice outside which simpler bounds are as good, and nothing cancels or overflows."""
 LARGEST_BLOCK = 500_000
 """Numbers held at once; larger requests are computed in pieces."""
 
@@ -184,6 +186,27 @@ def _chord_log_moments(rate: Array, multiplier: Array) -> Array:
     integers = np.arange(2.0, np.ceil(FRACTIONAL_ORDERS[-1]) + 1)
     heights = np.column_stack([np.zeros(len(rate)), integer_log_moments(rate, multiplier, integers)])
     return np.stack([np.interp(FRACTIONAL_ORDERS, [1.0, *integers], height) for height in heights])
+
+
+def exponential_mechanism(epsilons: Sequence[float]) -> Array:
+    """Renyi divergence at `ORDERS` of choices whose losses lie in an interval of length `epsilon`: [choices, orders].
+
+    The largest over the two-point distributions of `profiles.exponential_mechanism`: with x = e^t the moment is x^(a-1)
+    (A - B x) / (e^epsilon - 1), where A = e^epsilon - e^(-(a-1) epsilon) and B = 1 - e^(-(a-1) epsilon), and it is
+    largest at x = (a-1) A / (a B).
+    """
+    result = np.zeros((len(epsilons), len(ORDERS)))
+    for row, epsilon in zip(result, epsilons, strict=True):
+        simple = np.minimum(ORDERS * epsilon**2 / 8, epsilon)  # Cesar & Rogers 2021
+        if not SMALLEST_CHOICE < epsilon < LARGEST_CHOICE:
+            row[:] = simple
+        else:
+            shrunk = -np.expm1(-(ORDERS - 1) * epsilon)
+            grown = np.expm1(epsilon) + shrunk
+            log_x = np.clip(np.log1p(-1 / ORDERS) + np.log(grown) - np.log(shrunk), 0.0, epsilon)
+            log_moment = (ORDERS - 1) * log_x + np.log(grown - shrunk * np.exp(log_x)) - np.log(np.expm1(epsilon))
+            row[:] = np.clip(log_moment / (ORDERS - 1), 0.0, simple)
+    return result
 
 
 def tight_epsilon(curve: Array, delta: float) -> float:

@@ -9,12 +9,19 @@ from typing import Any
 import numpy as np
 
 from vestige.accounting import rdp, trials
-from vestige.accounting.profiles import Profile, randomized_response, replaced_gaussian, sampled_gaussian
+from vestige.accounting.profiles import (
+    Profile,
+    exponential_mechanism,
+    randomized_response,
+    replaced_gaussian,
+    sampled_gaussian,
+)
 from vestige.accounting.rdp import Array
 from vestige.accounting.samplings import allocation, grouped, truncation
 from vestige.questions import (
     AllocatedGaussian,
     CyclicGaussian,
+    ExponentialMechanism,
     Gaussian,
     GroupedGaussian,
     PureLoss,
@@ -67,6 +74,13 @@ THEOREMS: dict[type[Question], Theorem] = {
         replacing_curves=lambda questions: rdp.replaced_curves(
             [1.0] * len(questions), [q.multiplier for q in questions]
         ),
+    ),
+    ExponentialMechanism: Theorem(
+        "Dong, Durfee & Rogers 2020 (bounded range); a convex profile has a dominating pair: Zhu, Dong & Wang 2022",
+        lambda question: exponential_mechanism(question.choice_epsilon),
+        lambda questions: rdp.exponential_mechanism([q.choice_epsilon for q in questions]),
+        replacing=lambda question: exponential_mechanism(2 * question.choice_epsilon),  # a score moves by twice as much
+        replacing_curves=lambda questions: rdp.exponential_mechanism([2 * q.choice_epsilon for q in questions]),
     ),
     # Steps t and t + bands are independent given the strategy's bands, and one example belongs to one part.
     CyclicGaussian: Theorem(

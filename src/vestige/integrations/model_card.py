@@ -47,6 +47,7 @@ ANSWERS = {
     "truncated-gaussian": "a sum over a truncated Poisson sample, each row's part of it bounded, with Gaussian noise",
     "grouped-gaussian": "a sum over a Poisson sample of rows, each row's part of it bounded, with Gaussian noise, "
     "as it counts for a user with several rows",
+    "exponential-mechanism": "a choice among public candidates, likelier the more rows speak for it",
     "trial": "a noised candidate update with a noised test of it; of a rejected one only the rejection is seen",
 }
 SEVERAL_ROWS = (
@@ -172,9 +173,12 @@ def _headline(run: _Account) -> str:
         also = "" if would is None else f" Epsilon would be {would:.4g} if the noise were secret."
         return f"**No epsilon holds for this model**: {escaped('; '.join(promise.reasons))}.{also}"
     so_far = " The run is not finished: this is what it has cost so far." if run.finished is False else ""
+    what, whole = "This model was trained", "the model"
+    if run.facts.get("synthesis") is not None:
+        what, whole = f"These {run.facts['synthesis']} were made", "them"
     return (
-        f"This model was trained with differential privacy: **epsilon {_upwards(promise.epsilon):g} at delta "
-        f"{promise.delta:g}**, for {change}. Whoever sees the model, and everything released on the way to it, "
+        f"{what} with differential privacy: **epsilon {_upwards(promise.epsilon):g} at delta "
+        f"{promise.delta:g}**, for {change}. Whoever sees {whole}, and everything released on the way to it, "
         f"learns almost the same as if {gone}.{so_far}"
     )
 
@@ -257,7 +261,10 @@ def _mechanism(run: _Account) -> str:
     for question, count in run.asked.items():
         kinds[question.kind] = kinds.get(question.kind, 0) + count
     asked = "; ".join(f"{count:,} times {ANSWERS.get(kind, kind)}" for kind, count in kinds.items())
-    return f"{asked or 'nothing was asked'}. The model moves by the noised answers, and by nothing else of the data"
+    moved = "The model moves by the noised answers, and by nothing else of the data"
+    if run.facts.get("synthesis") is not None:
+        moved = "What was made follows from the noised answers, and from nothing else of the data"
+    return f"{asked or 'nothing was asked'}. {moved}"
 
 
 def _steps(run: _Account) -> str:

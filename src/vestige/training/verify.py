@@ -12,6 +12,7 @@ from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget
 from vestige.accounting.ledger import LedgerError, LedgerHistory, read
 from vestige.assumptions import EARLIER_ADJACENCY, Stated
+from vestige.files import read_json
 from vestige.questions import Question
 from vestige.records import RunResult, Statement
 from vestige.training.results import meant
@@ -94,6 +95,9 @@ def verify(path: str | Path, *, unfinished: bool = False, rows_per_user: int | N
     result = folder.result()
     if result is not None:
         _check_result(folder, history, result, promise, sum(spent.values()))
+    synthesis = folder.path / "synthesis.json"
+    if synthesis.exists():
+        _same("epsilon", read_json(synthesis).get("epsilon"), promise.epsilon, synthesis.name)
     finished, unchecked = _check_files(folder, history, result is not None)
     if not finished and not unfinished:
         raise LedgerError(
@@ -209,11 +213,11 @@ def _contains(ledger: Path, heads: list[str], rows: int, head: str, what: str) -
         raise LedgerError(f"{ledger}: does not contain the {rows} rows that {what} was written after: cut or replaced")
 
 
-def _same(key: str, written: Any, expected: Any) -> None:
+def _same(key: str, written: Any, expected: Any, file: str = "result.json") -> None:
     """Refuse another value than expected; a number may differ by the rounding of another version or machine."""
     if isinstance(written, float | int) and isinstance(expected, float | int):
         right = abs(written - expected) <= 1e-6 * max(1.0, abs(expected))
     else:
         right = written == expected
     if not right:
-        raise LedgerError(f"result.json says {key} {written}, the ledger says {expected}")
+        raise LedgerError(f"{file} says {key} {written}, the ledger says {expected}")

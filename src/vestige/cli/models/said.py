@@ -16,6 +16,8 @@ from vestige.assumptions import lines
 from vestige.cli.errors import INTERRUPTED, given, refuse_others
 from vestige.cli.terminal import meant, stderr
 
+NOT_PRIVATE = "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody"
+
 
 def continued(
     context: typer.Context,
@@ -39,10 +41,7 @@ def continued(
 def warn_of(job: Any) -> None:
     """Print on standard error what of a job is not private, or has no epsilon."""
     if job.reproducible:
-        stderr.print(
-            "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
-            markup=False,
-        )
+        stderr.print(NOT_PRIVATE, markup=False)
     if job.sampling == "shuffled":
         stderr.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
 
