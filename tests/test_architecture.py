@@ -37,30 +37,30 @@ ABOVE: dict[str, str] = {
     "optim.spectral": "randomness mechanism optim",
     "methods": "randomness mechanism optim optim.optimizers optim.spectral",
     # Features are made of examples by functions of one example, and kept beside the files that were read.
-    "tasks": "mechanism mechanism.losses tasks.features",
+    "tasks": "budget mechanism mechanism.losses tasks.features",
     "tasks.features": "mechanism tasks",
-    "training": "processes accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
+    "training": "budget processes accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
     "methods tasks tasks.features accounting.lower_bounds mechanism.users",
-    "privacy_engine": "processes accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
-    "engines.recorded optim optim.optimizers methods training privacy_engine.recorded",
+    "privacy_engine": "budget processes accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
+    "engines.recorded optim optim.optimizers methods tasks training privacy_engine.recorded",
     "privacy_engine.recorded": "mechanism mechanism.losses engines engines.per_example engines.rehearsal engines.recorded "
     "privacy_engine",
     "priors": "mechanism tasks tasks.features",
     # A recipe is a run's settings by name: it makes runs of the training loop, and plans them.
     "recipes": "accounting mechanism methods tasks tasks.features training",
     # Other libraries' wrappers around a model, and one voice of several processes.
-    "integrations": "processes accounting mechanism training privacy_engine",
-    "finetuning": "processes mechanism.losses methods tasks training integrations",
+    "integrations": "budget processes accounting mechanism training privacy_engine",
+    "finetuning": "budget processes mechanism.losses methods tasks training integrations",
     "compare.stacked": "randomness mechanism mechanism.losses optim methods",
     "compare.report": "",
-    "compare": "processes accounting randomness mechanism mechanism.losses optim methods tasks training compare.stacked compare.report",
+    "compare": "budget processes accounting randomness mechanism mechanism.losses optim methods tasks training compare.stacked compare.report",
     # It attacks what the others build: the curator and the stack themselves, and runs of the training loop.
-    "audit": "processes accounting accounting.lower_bounds randomness mechanism mechanism.losses engines optim methods tasks training "
+    "audit": "budget processes accounting accounting.lower_bounds randomness mechanism mechanism.losses engines optim methods tasks training "
     "compare.stacked",
     # It holds private rows in its curator alone, attacks what it makes, and draws pages of releases.
-    "synthesis": "accounting accounting.lower_bounds randomness mechanism mechanism.losses methods tasks training "
+    "synthesis": "budget accounting accounting.lower_bounds randomness mechanism mechanism.losses methods tasks training "
     "integrations finetuning processes compare.report audit",
-    "cli": "processes accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
+    "cli": "budget processes accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
     "cli.models audit recipes synthesis",
     "cli.models": "cli accounting methods training integrations finetuning recipes priors synthesis tasks.features",
 }

@@ -185,6 +185,11 @@ def _lost(spent: float, history: History, facts: Facts) -> float:
     return (1 + exp(min(spent, 500.0))) * DISTANCE * numbers
 
 
+def reasons_against(history: History, facts: Facts) -> tuple[str, ...]:
+    """Why no epsilon holds for such questions under these facts; nothing where one does."""
+    return (*_reasons_but_noise(history, facts), *_reasons_of_noise(facts))
+
+
 def _reasons_of_noise(facts: Facts) -> tuple[str, ...]:
     if facts.noise == "secret":
         return ()

@@ -32,6 +32,18 @@ class Budget(Protocol):
     def allows(self, spent: Mapping[Question, int], question: Question) -> bool: ...
 
 
+class Spending(Protocol):
+    """An account in a book that several runs share (`vestige.budget.account`)."""
+
+    def charge(self, question: Question, ledger: tuple[int, str]) -> None:
+        """Record a question in the book, durably, or raise `BudgetSpent` and record nothing."""
+        ...
+
+    def finish(self, ledger: tuple[int, str] | None = None) -> None:
+        """Say that nothing more will be asked."""
+        ...
+
+
 _held: WeakValueDictionary[Path, Ledger] = WeakValueDictionary()
 """The ledgers that this process writes."""
 
@@ -65,6 +77,8 @@ class Ledger:
 
     def __init__(self, path: Path | None, budget: Budget | None = None, *, replays_are_free: bool = False) -> None:
         self.path, self.budget = path, budget
+        self.spending: Spending | None = None
+        """The book that is charged before this ledger, if there is one."""
         self.replays_are_free = replays_are_free
         self.head, self.rows, self.attempt = GENESIS, 0, 0
         self.spent: Counter[Question] = Counter()
@@ -132,6 +146,8 @@ class Ledger:
                 f"the budget is spent: {sum(self.spent.values())} questions were asked, and one more would exceed it. "
                 "Nothing was asked or moved; stop training here (`except vestige.BudgetSpent: break`)"
             )
+        if self.spending is not None and not free:
+            self.spending.charge(question, (self.rows, self.head))
         if self.path is None:
             self._follow(asked, step, part, sensitivity)
         else:
@@ -152,8 +168,12 @@ class Ledger:
     def finish(self, files: Mapping[str, str]) -> None:
         """Say that the run is finished, and what it left: the hash of each file by its name."""
         self._append({"row": "finish", "files": dict(files)})
+        if self.spending is not None:
+            self.spending.finish((self.rows, self.head))
 
     def close(self) -> None:
+        if self.path is None and self.spending is not None:
+            self.spending.finish()  # nobody can go on with a ledger in memory
         if self._file is not None:
             os.close(self._file)
             self._file = None

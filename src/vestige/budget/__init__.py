@@ -1,7 +1,21 @@
 """What have all runs on one dataset spent together? A book beside the data: it needs no torch, and holds no example."""
 
+from vestige.budget.account import Account, Budget, attach, pay
 from vestige.budget.book import Book, Reading, Terms, terms
 from vestige.budget.filters import Slot, slots_of, usual
 from vestige.budget.storage import BookError
 
-__all__ = ["Book", "BookError", "Reading", "Slot", "Terms", "slots_of", "terms", "usual"]
+__all__ = [
+    "Account",
+    "Book",
+    "BookError",
+    "Budget",
+    "Reading",
+    "Slot",
+    "Terms",
+    "attach",
+    "pay",
+    "slots_of",
+    "terms",
+    "usual",
+]

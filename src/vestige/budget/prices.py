@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from vestige.accounting import rdp
+from vestige.accounting.meaning.users import history_of_user
 from vestige.accounting.rdp import Array
 from vestige.accounting.theorems import History, curves, occasions, theorem_for
-from vestige.questions import CyclicGaussian, Gaussian, GroupedGaussian, PureLoss, Question, SampledGaussian
+from vestige.questions import CyclicGaussian, Gaussian, PureLoss, Question, SampledGaussian
+from vestige.units import Users
 
 ADJACENCIES = {
     "add-remove": "add or remove one",
@@ -112,38 +115,44 @@ def _size(question: Question) -> float:
     return float(curves([question])[question][-1])
 
 
-def for_unit(run: History, own: str, wanted: str, rows_of_a_unit: int | None) -> Counter[Question]:
+def for_unit(run: History, users: Users | None, unit: str, rows_per_user: int | None) -> Counter[Question]:
     """A run's questions as they count for the book's unit.
 
-    A run that protects rows says, in a book of users, what it costs somebody who has up to `rows_of_a_unit` of them: a
-    Gaussian's sensitivity is so many times larger. A run that protects users protects each of their rows, too.
+    A run that protects rows says, in a book of users, what it costs somebody who has up to `rows_per_user` of them. The
+    other way has no price: a user's clipped mean may move by twice its bound when one of the rows is taken away.
     """
-    if own == wanted or wanted == "row":
-        return Counter(run)
-    if rows_of_a_unit is None:
+    if unit == "row" and users is not None:
         raise ValueError(
-            f"unit={own!r}: this run protects one {own} at a time, and the book protects one {wanted}; train with the "
-            f"{wanted}s named, or say how many rows one {wanted} has at most"
+            "budget: this run protects users, and the book rows: taking one row from a user is neither adding nor "
+            "removing that user; keep a book of users (vestige budget open --unit user)"
         )
-    if own != "row":
-        raise ValueError(f"unit={own!r}: no theorem turns its price into one for the book's unit, {wanted}")
-    return Counter({_grouped(question, rows_of_a_unit): count for question, count in run.items()})
+    if unit == "row" or users is not None:
+        return Counter(run)
+    if rows_per_user is None:
+        raise ValueError(
+            "rows_per_user=None: this run protects rows, and the book users; name the users, or say how many rows one "
+            "user has at most"
+        )
+    found = history_of_user(run, Users(rows_per_user=rows_per_user))
+    if found is None:
+        kinds = ", ".join(sorted({type(question).__name__ for question in run}))
+        raise ValueError(
+            f"rows_per_user={rows_per_user}: no theorem prices {kinds} for somebody with several rows; use Poisson "
+            "samples, or keep a book of rows"
+        )
+    return Counter(found)
 
 
-def _grouped(question: Question, rows: int) -> Question:
-    """The question as it is for somebody with up to so many rows."""
-    if rows == 1:
-        return question
-    if isinstance(question, Gaussian):
-        return Gaussian(question.multiplier / rows)
-    if isinstance(question, PureLoss):
-        return PureLoss(question.epsilon * rows)
-    if isinstance(question, SampledGaussian):
-        return GroupedGaussian(question.rate, question.multiplier, rows)
-    raise ValueError(
-        f"unit='row': no theorem prices {type(question).__name__} for somebody with {rows} rows; train with the users "
-        "named, or keep a book of rows"
-    )
+def repeated(run: History, times: int, beside: History) -> Counter[Question]:
+    """A run made several times, beside others. A strategy of correlated noise is another one each time."""
+    found: Counter[Question] = Counter()
+    for question, count in run.items():
+        if isinstance(question, CyclicGaussian):
+            others = sum(isinstance(each, CyclicGaussian) for each in beside)
+            found.update({replace(question, mechanism=others + turn): count for turn in range(times)})
+        else:
+            found[question] += times * count
+    return found
 
 
 def to_json(history: Mapping[Question, int]) -> list[list[object]]:

@@ -75,6 +75,13 @@ def audit(
     confidence: Annotated[float, typer.Option(help="Of the lower bound.")] = 0.95,
     minutes: Annotated[float, typer.Option(help="Stop starting runs after this long; what was made is judged.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Fixes the canary and the initial weights.", min=0, max=LARGEST_SEED)] = 0,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="The book of the task's data (`vestige budget open`): all runs are charged before the first of them.",
+            envvar="VESTIGE_BUDGET",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Also write the result, with the attacker's ROC, as JSON for `vestige report`.")
@@ -146,6 +153,7 @@ def audit(
                     device=where,
                     seed=seed,
                     data=data,
+                    budget=budget,
                     on_models=on_models,
                 ),
                 as_json,
@@ -167,6 +175,7 @@ def audit(
             method,
             task=task or "stand-in",
             data=data,
+            budget=budget,
             canary=canary,
             sees=sees,
             runs=runs,

@@ -71,6 +71,13 @@ def compare(
     reproducible: Annotated[
         bool, typer.Option("--reproducible", help="Fix noise and sampling. Protects nobody: for tests.")
     ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="The book of the dataset (`vestige budget open`): all runs are charged before the first of them.",
+            envvar="VESTIGE_BUDGET",
+        ),
+    ] = None,
     engine: EngineFlag = "local",
     ray_address: AddressFlag = None,
     workers: WorkersFlag = None,
@@ -104,7 +111,7 @@ def compare(
 
     execution = Execution(engine, ray_address, workers, stack, device)
     if resume is not None:
-        allowed = ("resume", "retry", "data", *EXECUTION)
+        allowed = ("resume", "retry", "data", "budget", *EXECUTION)
         refuse_others(context, allowed, "a comparison continues with the options it was started with")
         folder = ComparisonFolder(resume)
         agreed = folder.specification()
@@ -113,7 +120,7 @@ def compare(
         if retry:
             stderr.print(f"trying {len(folder.remove_failures())} failed runs again", markup=False)
         execution = replace(execution, alone=known.timed_in(resume))
-        finish(make_runs(resume, agreed, execution, visible=not as_json, data=elsewhere), as_json)
+        finish(make_runs(resume, agreed, execution, visible=not as_json, data=elsewhere, budget=budget), as_json)
         return
     if retry:
         raise ValueError("--retry goes with --resume FOLDER: it tries the failed runs of a comparison again")
@@ -122,7 +129,9 @@ def compare(
     budgets += [PrivacyTarget("paper_sigma", value) for value in paper_sigma or ()]
     if quick:
         refuse_others(
-            context, ("quick", "out", *EXECUTION), "--quick is one fixed comparison; leave --quick out for your own"
+            context,
+            ("quick", "out", "budget", *EXECUTION),
+            "--quick is one fixed comparison; leave --quick out for your own",
         )
         specification = quick_specification()
     else:
@@ -161,7 +170,7 @@ def compare(
     check_tasks(specification)
     _check_names(specification)
     path = out or Path("runs") / f"{'quick' if quick else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    finish(make_runs(path, specification, execution, visible=not as_json), as_json)
+    finish(make_runs(path, specification, execution, visible=not as_json, budget=budget), as_json)
 
 
 def quick_specification() -> Any:

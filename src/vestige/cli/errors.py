@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from vestige.processes.launch import followed
+from vestige.questions import BudgetSpent
 
 INTERRUPTED = 130
 
@@ -75,6 +76,8 @@ def one_line_errors() -> Iterator[None]:
         yield
     except typer.Abort:
         fail("interrupted", INTERRUPTED)
+    except BudgetSpent as error:
+        fail(str(error), 1)
     except ValueError as error:
         fail(str(error), 2)
     except OSError as error:

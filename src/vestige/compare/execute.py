@@ -262,6 +262,22 @@ def _peak_memory(machine: Machine) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def asked_by(run: Run, machine: Machine) -> accounting.History:
+    """What a run will ask, all of it known beforehand; ValueError where questions follow from earlier answers."""
+    if stackable(run, machine) is not None:
+        each = _prepared(run, machine)
+        return planning.questions(
+            each.member.method, each.plan.sample_rate, each.plan.noise_multiplier, each.plan.steps
+        )
+    _, training = start(_job(run, machine), None, task=_task(run, machine), budget=False)
+    if training.method.gate.adaptive:
+        raise ValueError(
+            f"budget: what {run.method} asks follows from earlier answers, so it cannot be charged before it is made; "
+            "leave it out of the comparison"
+        )
+    return training.planned
+
+
 # --- alone -----------------------------------------------------------------------------------------------------------
 
 
@@ -289,10 +305,10 @@ def _job(run: Run, machine: Machine) -> Job:
 
 def _alone(run: Run, machine: Machine) -> CompletedRun:
     job, task = _job(run, machine), _task(run, machine)
-    loaded, training = start(job, None, task=task)
+    loaded, training = start(job, None, task=task, budget=False)  # the whole comparison is paid for
     if run.lr is None and run.factor != 1.0:
         job = replace(job, lr=run.factor * training.plan.lr)
-        loaded, training = start(job, None, task=task)
+        loaded, training = start(job, None, task=task, budget=False)
     trace = _Trace(run)
 
     def on_record(training: Training, step: Step, accuracy: float | None) -> bool:

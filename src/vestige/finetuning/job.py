@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vestige import tasks
+from vestige.budget.account import Budget, account_of
 from vestige.checks import check_steps, renamed
 from vestige.devices import check_device
 from vestige.finetuning.checkpoints import (
@@ -81,6 +82,9 @@ class FineTuning:
     seed: int = 0
     reproducible: bool = False
     device: str = "cpu"
+    budget: str | None = None
+    """The book that pays; None: that of VESTIGE_BUDGET, if it is set."""
+    slot: str | None = None
 
     @property
     def aim(self) -> str:
@@ -136,9 +140,18 @@ def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoi
         reproducible=job.seed if job.reproducible else None,
         out=out,
         resume=resume,
+        budget=_account(job),
         request={"finetune": {**asdict(job), "options": {key: written(value) for key, value in job.options.items()}}},
     )
     return checkpoint, public, training
+
+
+def _account(job: FineTuning) -> Budget:
+    """Which book pays; tokens are known by the file that they were read from."""
+    found = account_of(job.budget)
+    if found is None and job.slot is not None:
+        raise ValueError(f"slot={job.slot!r} is of a book: give budget=BOOK, too")
+    return found and replace(found, slot=job.slot, source=tasks.source_of(None, job.data))
 
 
 def complete(

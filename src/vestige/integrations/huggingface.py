@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from math import ceil, nan
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from vestige.budget.account import Budget, account_of
 from vestige.files import read_tensors, write_json, write_tensors
 from vestige.integrations.privacy_arguments import PrivacyArguments
 from vestige.integrations.trainer_checks import (
@@ -185,7 +186,7 @@ class PrivateTrainerMixin(Base):
         *_, private = make(
             module=self.model, optimizer=self._optimizer, data_loader=loader, target_delta=asked.target_delta,
             max_grad_norm=self._bound, method=asked.method, max_physical_batch_size=self._part,
-            tokens_per_example=asked.tokens_per_example, **noise,
+            tokens_per_example=asked.tokens_per_example, budget=self._account(), **noise,
         )  # fmt: skip
         self.privacy_engine = engine
         if asked.lr == "auto":
@@ -195,6 +196,11 @@ class PrivateTrainerMixin(Base):
         if asked.log_nonprivate_loss and self.is_world_process_zero():
             warnings.warn("log_nonprivate_loss=True: raw losses are logged, so no epsilon is stated", stacklevel=2)
         return Draws(private)
+
+    def _account(self) -> Budget:
+        """Which book pays."""
+        found = account_of(self.privacy_args.budget)
+        return found and replace(found, derived_from=self.privacy_args.derived_from)
 
     def _plain_loader(self) -> DataLoader[Any]:
         """As the Trainer makes it, but for the sampler and for Accelerate's wrapper."""

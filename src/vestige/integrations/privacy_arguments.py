@@ -32,6 +32,10 @@ class PrivacyArguments:
     tokens_per_example: int | None = _option(
         None, "Divide the summed loss of an example's tokens by this number, not by how many it has."
     )
+    budget: str | None = _option(
+        None, "The book of the dataset that is charged before each step; `vestige budget open` makes it."
+    )
+    derived_from: str | None = _option(None, "The file that the rows were tokenised from, for the book to know them.")
     log_nonprivate_loss: bool = _option(
         False, "Log the raw training loss all the same. It is not private: no epsilon is then stated."
     )
@@ -51,5 +55,7 @@ class PrivacyArguments:
                 raise ValueError(f"{name}={value} must be positive")
         if self.target_delta >= 1:
             raise ValueError(f"target_delta={self.target_delta} must lie below 1")
+        if self.derived_from is not None and self.budget is None:
+            raise ValueError(f"derived_from={self.derived_from!r} is about a book: give budget=BOOK, too")
         if self.lr not in (None, "auto"):
             raise ValueError(f"lr={self.lr!r} must be 'auto'; a number is TrainingArguments(learning_rate=...)")

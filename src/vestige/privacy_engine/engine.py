@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from vestige import accounting, assumptions
-from vestige.accounting.ledger import Ledger, LedgerError, read
+from vestige.accounting.ledger import Ledger, LedgerError, LedgerHistory, read
+from vestige.budget.account import Budget, Provenance, attach, continued
 from vestige.checks import check_delta, check_multiplier, check_number, check_steps, renamed
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.independence import require_finite, require_independent
@@ -58,6 +59,7 @@ from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name
+from vestige.tasks import of_file
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import choose_rate
 from vestige.training.results import OneRun, audited, known_of_a_run
@@ -146,6 +148,8 @@ class PrivacyEngine:
             check_count(audit)
         self._audit = audit
         self._delta: float | None = None
+        self._plan: dict[Question, int] = {}
+        """What a loop with a target epsilon will ask."""
         self._run = secrets.token_hex(8)
 
     def make_private(
@@ -165,6 +169,7 @@ class PrivacyEngine:
         steps_per_batch: int = 1,
         tokens_per_example: int | None = None,
         target_delta: float | None = None,
+        budget: Budget = None,
         **others: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """Private training with a given noise multiplier; the memory of any method, the moves of your own optimizer.
@@ -187,6 +192,10 @@ class PrivacyEngine:
         - A loss that the model computes itself, `model(**batch).loss`, is the mean of its examples' losses. Of tokens,
           an example's loss is the mean over its own, or, with `tokens_per_example`, their sum over that public number.
         - `target_delta` is written into the ledger, so that `vestige verify` states an epsilon at it.
+        - `budget` is the book of the dataset (`vestige budget open`), or a `vestige.budget.Account`: every step is
+          charged there before it is taken, and raises `BudgetSpent` where the book does not hold it. Without it
+          VESTIGE_BUDGET names the book, if it is set. When the program ends, what was charged ahead comes back; with
+          `ledger=`, when `finish` is called, or somebody needs it.
 
         Of several processes (docs/distributed.md) each calls it alike, with a plain module, one in DDP, or one that
         `fully_shard` has divided; the optimizer is then made after that, of its parameters.
@@ -261,7 +270,10 @@ class PrivacyEngine:
         read_one_by_one = group.size > 1 and not isinstance(data_loader.dataset, TensorDataset)
         self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size)
         self._delta = target_delta
-        layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch, moves)
+        source = Provenance(data=data_loader.dataset, of_file=of_file)
+        layout, begun = self._open(
+            chosen, module, rate, noise_multiplier, target_delta, max_batch, moves, (budget, source)
+        )
         largest = min(filter(None, (physical_batch, max_batch)), default=None)
         if loop is not None:
             rounded = physical_batch if self._facts.arithmetic == "lattice" else None
@@ -395,7 +407,8 @@ class PrivacyEngine:
             return {drawn.question(each): -(-draws // drawn.period)}  # type: ignore[operator]
 
         noise_multiplier = accounting.calibrate(asked, target_epsilon, target_delta, self._accountant)
-        self._ledger.budget = accounting.Budget(target_epsilon, target_delta, asked(noise_multiplier))
+        self._plan = asked(noise_multiplier)
+        self._ledger.budget = accounting.Budget(target_epsilon, target_delta, self._plan)
         return self.make_private(
             module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm, method=chosen, steps_per_batch=steps_per_batch, target_delta=target_delta,
@@ -609,11 +622,13 @@ class PrivacyEngine:
         delta: float | None,
         max_batch: int | None,
         moves: Optimizer,
+        paid_by: tuple[Budget, Provenance],
     ) -> tuple[Layout, int]:
         """Open the ledger, and lay out the releases: where steps are balanced, by the constants of its beginning. Also
         how many draws it has seen."""
         history = self._ledger.claim() if self._resume else None
         layout = method.layout(module, None if history is None else history.facts.get("balance"))
+        entry = self._reserve(paid_by, history)
         facts = {
             "noise": self._facts.noise,
             "arithmetic": self._facts.arithmetic,
@@ -629,6 +644,7 @@ class PrivacyEngine:
             **({} if delta is None else {"delta": delta}),
             **({} if method.balance is None else {"balance": layout.constants_of_all}),
             **({} if max_batch is None else {"max_batch": max_batch}),
+            **({} if entry is None else {"budget": entry}),
         }
         settings = [{k: v for k, v in group.items() if k != "params"} for group in moves.param_groups]
         self._group.agree({"the optimizer": [type(moves).__name__, settings], **facts})
@@ -644,6 +660,27 @@ class PrivacyEngine:
                 )
         self._ledger.resume(history.last_step + 1)
         return layout, history.last_step + 1
+
+    def _reserve(self, paid_by: tuple[Budget, Provenance], history: LedgerHistory | None) -> dict[str, Any] | None:
+        """In the book of the dataset, if there is one: the plan where it is known, and nothing of a loop without one."""
+        budget, source = paid_by
+
+        def reserved() -> dict[str, Any] | None:
+            run = None if history is None else continued(history.facts, budget)
+            if history is not None and run is None:
+                return None
+            return attach(
+                self._ledger,
+                budget,
+                self._plan,
+                purpose="a training loop",
+                source=source,
+                facts=self._facts,
+                run=run,
+                spent=None if history is None else history.spent(replays_are_free=False),
+            )
+
+        return self._group.first(reserved)
 
     def _private_steps(self) -> PrivateSteps:
         if self._steps is None:

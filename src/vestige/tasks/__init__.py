@@ -6,6 +6,7 @@ from vestige.tasks.subsets import Rows
 from vestige.tasks.tables import bounded
 from vestige.tasks.task import Task, check, describe, load, load_table, names, reinitialised, subject
 from vestige.tasks.text import bag_of_words
+from vestige.tasks.whole_rows import of_file, of_task, source_of
 
 __all__ = [
     "LabelledTensors",
@@ -18,8 +19,11 @@ __all__ = [
     "load",
     "load_table",
     "names",
+    "of_file",
+    "of_task",
     "read_columns",
     "reinitialised",
     "require_public",
+    "source_of",
     "subject",
 ]

@@ -33,6 +33,47 @@ def read_columns(path: Path, columns: Mapping[str, str], blank: Collection[str] 
     return found
 
 
+def read_all(path: Path) -> dict[str, list[Any]]:
+    """All columns of a file by name, as they stand; where a row lacks one, nothing."""
+    if not path.is_file():
+        raise ValueError(f"data={str(path)!r}: there is no such file")
+    if path.suffix not in READERS:
+        raise ValueError(f"data={str(path)!r} must be one of {', '.join(READERS)}, or .npz")
+    try:
+        if path.suffix == ".parquet":
+            names = _parquet_names(path)
+            return _from_parquet(path, {name: name for name in names}, names)
+        rows = list(_lines(path) if path.suffix == ".jsonl" else _csv_rows(path))
+    except UnicodeDecodeError:
+        raise ValueError(f"data={str(path)!r} is not text in UTF-8") from None
+    if not rows:
+        raise ValueError(f"data={str(path)!r} holds no rows")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _parsed(path, number, line)
+
+
+def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8-sig", newline="") as lines, _long_fields():
+        reader = csv.DictReader(lines)
+        names = list(reader.fieldnames or ())
+        if len(set(names)) != len(names):
+            raise ValueError(f"data={str(path)!r} has two columns of one name; rename one of them")
+        try:
+            for number, row in enumerate(reader, 1):
+                if None in row:
+                    raise ValueError(f"data={str(path)!r}: row {number} has more fields than there are columns")
+                yield row
+        except csv.Error:
+            raise ValueError(f"data={str(path)!r}: line {reader.line_num} is not a line of a .csv") from None
+
+
 def _from_jsonl(path: Path, columns: Mapping[str, str], blank: Collection[str]) -> dict[str, list[Any]]:
     def rows() -> Iterator[tuple[str, Any]]:
         with path.open(encoding="utf-8") as lines:
@@ -74,9 +115,24 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _from_parquet(path: Path, columns: Mapping[str, str], blank: Collection[str]) -> dict[str, list[Any]]:
+def _parquet_names(path: Path) -> list[str]:
+    _require_pyarrow(path)
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return list(parquet.ParquetFile(path).schema_arrow.names)
+    except pyarrow.ArrowException:
+        raise ValueError(f"data={str(path)!r} is not a readable .parquet file") from None
+
+
+def _require_pyarrow(path: Path) -> None:
     if find_spec("pyarrow") is None:
         raise ValueError(f"data={str(path)!r} needs pyarrow, which is not installed: pip install pyarrow")
+
+
+def _from_parquet(path: Path, columns: Mapping[str, str], blank: Collection[str]) -> dict[str, list[Any]]:
+    _require_pyarrow(path)
     import pyarrow
     from pyarrow import parquet
 

@@ -13,6 +13,7 @@ import torch
 
 from vestige import assumptions, tasks
 from vestige import balance as balances
+from vestige.budget.account import Budget, account_of
 from vestige.checks import accounted_multiplier, check_epsilon, check_steps, renamed
 from vestige.devices import check_device
 from vestige.mechanism.augmentation import Augment
@@ -85,6 +86,10 @@ class Job:
     moments_noise: float = 8.0
     moments_bound: float = 2.5
     audit: int | None = None
+    budget: str | None = None
+    """The book that pays; None: that of VESTIGE_BUDGET, if it is set."""
+    derived_from: str | None = None
+    slot: str | None = None
     nonprivate_transcript: str | None = None
     nonprivate_logs: bool = False
 
@@ -144,10 +149,23 @@ def _divided(method: Method, job: Job) -> Method:
     return by_group(method, grouping, split, job.share or "equal")  # type: ignore[arg-type]
 
 
+def account(job: Job) -> Budget:
+    """Which book pays for a job; one of our own tasks is known by what it was read from."""
+    found = account_of(job.budget)
+    if found is None:
+        for name in ("derived_from", "slot"):
+            if getattr(job, name) is not None:
+                raise ValueError(f"{name}={getattr(job, name)!r} is about a book: give budget=BOOK, too")
+        return None
+    table = job.task if job.table is None else None
+    return replace(found, derived_from=job.derived_from, slot=job.slot, source=tasks.source_of(table, job.data))
+
+
 def start(
-    job: Job, out: Path | None, *, resume: bool = False, task: tasks.Task | None = None
+    job: Job, out: Path | None, *, resume: bool = False, task: tasks.Task | None = None, budget: Budget = None
 ) -> tuple[tasks.Task, Training]:
-    """Load the task (unless it is given) and prepare its training; no question is asked yet."""
+    """Load the task (unless it is given) and prepare its training; no question is asked yet. `budget` is another
+    account than the job's own: `False` where it is paid for already."""
     _check(job)
     method = method_of(job)
     multiplier = job.noise_multiplier
@@ -205,6 +223,7 @@ def start(
         normalise=moments,
         evaluate=_evaluation(job),
         audit=job.audit,
+        budget=account(job) if budget is None else budget,
         nonprivate_transcript=job.nonprivate_transcript,
         nonprivate_logs=job.nonprivate_logs,
     )

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from vestige import accounting, assumptions
 from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.balance import Constants
+from vestige.budget.account import Budget, Provenance, attach, continued
 from vestige.checks import check_steps
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
@@ -62,6 +63,7 @@ from vestige.randomness.correlated import ARITHMETICS, NoiseSequence
 from vestige.randomness.keys import Randomness
 from vestige.randomness.lattice import prepare
 from vestige.records import LedgerEnd, RunResult, Selection
+from vestige.tasks import of_file
 from vestige.training import persistence
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
@@ -113,6 +115,7 @@ def train(
     normalise: PrivateMoments | None = None,
     evaluate: PrivateEvaluation | Literal["private"] | None = None,
     audit: int | None = None,
+    budget: Budget = None,
     nonprivate_transcript: str | Path | None = None,
     nonprivate_logs: bool = False,
 ) -> Training:
@@ -160,6 +163,9 @@ def train(
     - `audit=1000` plants so many made-up canaries among the examples, each there or not by a coin, and the result says
       how large epsilon is at least: `training.result().audit`. No person's row is copied or left out; the sums hold
       about half as many made-up rows more, and are divided by so many more.
+    - `budget` is the book of the dataset (`vestige budget open`), or a `vestige.budget.Account`: the plan is reserved
+      there before the first step, every question is charged before it is asked, and what was not asked comes back.
+      Without it VESTIGE_BUDGET names the book, if it is set; `False` says that something else pays.
     - `nonprivate_transcript` (a file for raw sums) and `nonprivate_logs` void the guarantee.
 
     >>> import torch, vestige
@@ -224,6 +230,8 @@ def train(
             evaluate=_evaluation(evaluate),
             audit=audit,
             users=owned,
+            budget=budget,
+            source=Provenance(data=data, of_file=of_file),
             transcript=_transcript(nonprivate_transcript),
             nonprivate_logs=nonprivate_logs,
         )
@@ -409,6 +417,9 @@ class Settings:
     evaluate: PrivateEvaluation | None = None
     audit: int | None = None
     users: AskedUsers | None = None
+    budget: Budget = False
+    source: Provenance = field(default_factory=Provenance)
+    """For a book to recognise the rows."""
     transcript: Path | None = None
     nonprivate_logs: bool = False
 
@@ -502,6 +513,8 @@ class Training:
         self._counted: Counter[Question] = Counter()
         self._last: Record | None = None
         self._finished = False
+        self._book_entry: dict[str, Any] | None = None
+        """What the ledger says about the book of the dataset."""
 
     def _of_users(self, examples: Examples, request: Request, key: Randomness) -> tuple[Users | None, Source, Request]:
         """Whose presence is hidden, what samples are drawn from, and the request that says so."""
@@ -622,23 +635,53 @@ class Training:
         return self.method.noise.start(self.plan.sample_rate, left, self.settings.noise)
 
     def open(self, resume: bool, request: dict[str, Any]) -> None:
-        """Open the run's folder and ledger, new or where an interrupted run left them, and set its budget."""
+        """Open the run's folder and ledger, new or where an interrupted run left them, and set its budget. What a book
+        does not hold is refused before anything is written."""
         if resume and self.folder is not None:
+            begun = self.group.first(lambda: persistence.begun(self.folder))  # type: ignore[arg-type]
+            run, self._book_entry = continued(begun, self.settings.budget), begun.get("budget")
             persistence.resume(self, self.folder, self._facts_of_the_run())
             if self.method.probe.solves and not self.state.step and persistence.asked(self.folder):
                 raise ValueError(
                     f"resume={str(self.folder.path)!r}: the one answer of {self.method.name} was charged, and lost "
                     "with the process: the model is untrained. Begin another run, with a budget of its own"
                 )
+            if run is not None:
+                self._reserve(run)
         else:
-            persistence.start(self, self.folder, self._facts_of_the_run(), request)
+            self._book_entry = self._reserve(None)
+            try:
+                persistence.start(self, self.folder, self._facts_of_the_run(), request)
+            except BaseException:
+                if self.ledger.spending is not None:
+                    self.ledger.spending.finish()
+                raise
         for each in known_of_a_run(self.facts, self.group.size, self._examples.read_one_by_one):
             assumptions.record(self.ledger, each.name, each.status, each.detail)
         if self.plan.epsilon is not None:
             limit = FilteredBudget if self.method.gate.adaptive else accounting.Budget
-            budget = limit(self.plan.epsilon, self.plan.delta, self._planned)
+            budget = limit(self.plan.epsilon, self.plan.delta, self.planned)
             last = self._last_question
             self.ledger.budget = budget if last is None else Reserving(budget, last)
+
+    def _reserve(self, run: str | None) -> dict[str, Any] | None:
+        """In the book of the dataset, if there is one: process 0 does. A plan that follows from answers is charged
+        question by question."""
+        settings = self.settings
+        held_out = None if settings.evaluate is None else settings.evaluate.on
+        return self.group.first(
+            lambda: attach(
+                self.ledger,
+                settings.budget,
+                {} if self.method.gate.adaptive else self.planned,
+                purpose=f"train {self.method.name}",
+                source=settings.source,
+                beside=() if held_out is None else (Provenance(data=held_out, of_file=of_file),),
+                facts=self.facts,
+                run=run,
+                spent=self.ledger.spent,
+            )
+        )
 
     def _facts_of_the_run(self) -> dict[str, Any]:
         return {
@@ -654,6 +697,7 @@ class Training:
             **({} if self.method.balance is None else {"balance": self.layout.constants_of_all}),
             **({} if self.settings.audit is None else {"canaries": self.settings.audit}),
             **({"bfloat16": True} if self.settings.bfloat16 else {}),
+            **({} if self._book_entry is None else {"budget": self._book_entry}),
             **self._rates(),
         }
 
@@ -668,7 +712,8 @@ class Training:
         return {"lr_scheduler": None if scheduler is None else type(scheduler).__name__, "param_groups": groups}
 
     @property
-    def _planned(self) -> dict[Question, int]:
+    def planned(self) -> dict[Question, int]:
+        """All that the run will ask, unless its questions follow from answers."""
         plan = self.plan
         rate, multiplier = plan.sample_rate, plan.noise_multiplier
         return questions(self.method, rate, multiplier, plan.steps, self._besides, self._sampling)
@@ -717,7 +762,7 @@ class Training:
         if self.facts.schedule == "filtered":
             # A filter's orders and weights must be fixed before the first answer, and be known to whoever verifies it.
             terms["filter_epsilon"] = self.facts.filter_epsilon
-            terms["filter_expects"] = [question.to_json() for question in self._planned]
+            terms["filter_expects"] = [question.to_json() for question in self.planned]
         if self.users is not None:
             terms["users"] = self.users.to_json()
         return terms

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from vestige.cli.models.flags import (
     BalanceFlag,
+    BudgetFlag,
     DeltaFlag,
     DeviceFlag,
     EngineFlag,
@@ -23,6 +24,7 @@ from vestige.cli.models.flags import (
     ResumeFlag,
     SamplingFlag,
     SeedFlag,
+    SlotFlag,
     learning_rate,
     part_size,
 )
@@ -97,6 +99,8 @@ def finetune(
     engine: EngineFlag = "bookkeeping",
     seed: SeedFlag = 0,
     reproducible: ReproducibleFlag = False,
+    budget: BudgetFlag = None,
+    slot: SlotFlag = None,
     device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/MODEL-METHOD-TIME).")] = None,
     resume: ResumeFlag = None,
@@ -123,7 +127,7 @@ def finetune(
 
     if resume is not None:
         there: dict[str, Any] = {"data": data, "test": test, "device": device}
-        there |= {"physical_batch": part_size(physical_batch), "num_workers": num_workers}
+        there |= {"physical_batch": part_size(physical_batch), "num_workers": num_workers, "budget": budget}
         job = continued(context, resume, ("resume", "quiet", "as_json"), load, there)
     else:
         if model is None or data is None:
@@ -159,6 +163,8 @@ def finetune(
             num_workers=num_workers,
             seed=seed,
             reproducible=reproducible,
+            budget=budget,
+            slot=slot,
             device=device or default_device(),
         )
     path = resume or out or Path("runs") / f"{Path(job.model).name}-{job.method}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -54,6 +54,19 @@ ResumeFlag = Annotated[
 ]
 
 
+BudgetFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="The book of the dataset (`vestige budget open`), or BOOK#RESERVATION: charged before each question.",
+        envvar="VESTIGE_BUDGET",
+        rich_help_panel="Budget of the dataset",
+    ),
+]
+SlotFlag = Annotated[
+    str | None, typer.Option(help="Of a book of slots: which one.", rich_help_panel="Budget of the dataset")
+]
+
+
 def learning_rate(text: str) -> Any:
     if text == "auto":
         return "auto"

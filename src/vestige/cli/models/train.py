@@ -12,6 +12,7 @@ from rich.table import Table
 from vestige.cli.errors import given, refuse_if_given
 from vestige.cli.models.flags import (
     BalanceFlag,
+    BudgetFlag,
     DeltaFlag,
     DeviceFlag,
     EngineFlag,
@@ -24,6 +25,7 @@ from vestige.cli.models.flags import (
     ResumeFlag,
     SamplingFlag,
     SeedFlag,
+    SlotFlag,
     learning_rate,
     part_size,
 )
@@ -140,6 +142,15 @@ def train(
             "more they show; they take part in sums and change nobody's row."
         ),
     ] = None,
+    budget: BudgetFlag = None,
+    derived_from: Annotated[
+        str | None,
+        typer.Option(
+            help="The file whose rows the data were made of, where the book cannot know them by their own.",
+            rich_help_panel="Budget of the dataset",
+        ),
+    ] = None,
+    slot: SlotFlag = None,
     device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None,
     resume: ResumeFlag = None,
@@ -182,6 +193,7 @@ def train(
 
     if resume is not None:
         there = {"data": data, "features": features, "device": device, "physical_batch": part_size(physical_batch)}
+        there |= {"budget": budget}
         job = continued(context, resume, ("resume", "log_to", "as_json"), load, there)
     else:
         _refuse_table(context, recipe, task)
@@ -226,6 +238,9 @@ def train(
             moments_noise=moments_noise,
             moments_bound=moments_bound,
             audit=audit,
+            budget=budget,
+            derived_from=derived_from,
+            slot=slot,
             nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
             nonprivate_logs=nonprivate_logs,
         )
