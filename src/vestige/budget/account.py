@@ -107,7 +107,9 @@ class Spending:
 
     def reserve(self, path: Path | None, spent: History | None = None) -> None:
         """Reserve the plan, less what was spent of it before, or go on with what this run, or a person, reserved."""
-        facts = {"run": self.run, **({} if path is None else {"path": str(path.resolve())})}
+        facts: dict[str, Any] = {"run": self.run, **({} if path is None else {"path": str(path.resolve().parent)})}
+        if self.account.rows_per_user is not None:
+            facts["rows_per_user"] = self.account.rows_per_user
         book, wanted = self.book, self.account.reservation
         held = next((each for each in book.state.open.values() if each.facts.get("run") == self.run), None)
         if held is None and wanted is not None:

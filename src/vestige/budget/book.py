@@ -134,6 +134,8 @@ class Reservation:
     charged: Counter[Question] = field(default_factory=Counter)
     heads: list[tuple[int, str]] = field(default_factory=list)
     """Where the run's ledger stood at each charge: rows, and the hash of the last."""
+    blocks: list[tuple[int, Counter[Question]]] = field(default_factory=list, compare=False)
+    """Each charge, and how many rows the run's ledger had then; of a whole reading only."""
     asked: Counter[Question] | None = None
     """What was asked in all, once it is closed."""
     closed_at: str | None = None
@@ -241,8 +243,10 @@ class State:
         elif kind == "reserve":
             self._reserve(row)
         elif kind == "charge":
-            held = self._held(row)
-            held.charged.update(prices.from_json(row["asks"]))
+            held, asks = self._held(row), prices.from_json(row["asks"])
+            held.charged.update(asks)
+            if self.whole:
+                held.blocks.append((row["ledger"][0] if row.get("ledger") else 0, asks))
             if row.get("ledger"):
                 held.heads.append((row["ledger"][0], row["ledger"][1]))
         elif kind == "close":

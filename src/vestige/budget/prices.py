@@ -20,8 +20,8 @@ from vestige.questions import CyclicGaussian, Gaussian, PureLoss, Question, Samp
 from vestige.units import Users
 
 ADJACENCIES = {
-    "add-remove": "add or remove one",
-    "replace": "replace one by another",
+    "add-remove": "adding or removing one",
+    "replace": "replacing one by another",
 }
 WHOLE = (CyclicGaussian,)
 """Questions that are one mechanism over many steps: charged as a whole when the first step is asked."""

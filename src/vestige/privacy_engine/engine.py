@@ -662,7 +662,7 @@ class PrivacyEngine:
         return layout, history.last_step + 1
 
     def _reserve(self, paid_by: tuple[Budget, Provenance], history: LedgerHistory | None) -> dict[str, Any] | None:
-        """In the book of the dataset, if there is one: the plan where it is known, and nothing of a loop without one."""
+        """In the book of the dataset, if there is one: the plan where it is known, otherwise step by step."""
         budget, source = paid_by
 
         def reserved() -> dict[str, Any] | None:
