@@ -21,6 +21,7 @@ from vestige.questions import (
     AllocatedGaussian,
     BudgetSpent,
     CyclicGaussian,
+    ExponentialMechanism,
     Gaussian,
     GroupedGaussian,
     PureLoss,
@@ -181,6 +182,7 @@ QUESTIONS = [
     TruncatedGaussian(0.02, 1.5, 20, 500),
     Trial(0.02, 1.5, 0.02, 1.3, -0.5),
     GroupedGaussian(0.01, 2.0, 3),
+    ExponentialMechanism(0.1),
     PureLoss(0.1),
 ]
 
