@@ -6,6 +6,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from math import inf
 from typing import Any, ClassVar
 
+from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, check_number
+
 
 class BudgetSpent(Exception):
     """The next question would exceed the budget, so it was neither charged nor answered."""
@@ -23,10 +25,20 @@ class Question:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if name.endswith(("rate", "multiplier", "threshold", "half_range")):
+                check_number(name, value, finite=False)
             if name.endswith("rate") and not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be a probability: the chance that one example is included")
             if name.endswith("multiplier") and not value >= 0:
                 raise ValueError(f"{name}={value} must not be negative: it is noise over sensitivity")
+            if (
+                name.endswith("multiplier")
+                and 0 < value < inf
+                and not SMALLEST_MULTIPLIER <= value <= LARGEST_MULTIPLIER
+            ):
+                raise ValueError(
+                    f"{name}={value} must lie between {SMALLEST_MULTIPLIER:g} and {LARGEST_MULTIPLIER:g}, or be 0"
+                )
 
     def during(self, attempt: int) -> Question:
         """The question as it counts when it is asked after so many resumptions with fresh noise."""

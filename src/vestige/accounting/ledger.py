@@ -8,13 +8,14 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from vestige.assumptions import Stated, Status, check, merged
+from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 from vestige.files import lock
 from vestige.questions import BudgetSpent, Question
 
@@ -56,6 +57,50 @@ def _let_go() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
+
+
+def _number(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _method(value: Any) -> bool:
+    named = isinstance(value, dict) and _text(value.get("name")) and isinstance(value.get("options"), dict)
+    return _text(value) or (named and isinstance(value.get("parts", {}), dict))
+
+
+def _hashes(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for pair in value.items() for each in pair)
+
+
+FORMS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "open": {
+        "population": _whole(1),
+        "canaries": _whole(1),
+        "coordinates": _whole(0),
+        "steps": _whole(1),
+        "sample_rate": _number(0, 1),
+        "delta": _number(0, 1),
+        "noise_multiplier": _number(SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER),
+        "sampling": _text,
+        "noise": _text,
+        "arithmetic": _text,
+        "schedule": _text,
+        "nonprivate_outputs": lambda value: isinstance(value, bool),
+        "method": _method,
+    },
+    "ask": {"step": _whole(-1), "part": _whole(0), "attempt": _whole(0), "kind": _text},
+    "resume": {"from_step": _whole(0), "attempt": _whole(0)},
+    "finish": {"files": _hashes},
+}
+"""What rows hold, and what it must look like; an `open` row has some of it, the others all."""
 
 
 DIFFERING = re.compile(r'"\\u0000(seq|previous|step)"')
@@ -247,6 +292,12 @@ class LedgerHistory:
     assumptions: dict[str, Stated] = field(default_factory=dict)
     """What was recorded about each assumption."""
 
+    def require(self, path: Path, *names: str) -> None:
+        """Refuse a ledger whose first row does not say what is needed of it."""
+        for name in names:
+            if name not in self.facts:
+                raise LedgerError(f"{path}, line 1: the fact {name!r} is missing")
+
     @property
     def head(self) -> str:
         return self.heads[-1] if self.heads else GENESIS
@@ -280,12 +331,13 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
     epoch = 1
     for number, row in enumerate(_rows(path, text), start=1):
         _check_chain(path, number, row, history)
+        _check_form(path, number, row)
         if history is None:
             if row.get("row") != "open":
                 raise LedgerError(f"{path}, line 1: a ledger begins with an 'open' row, not {row.get('row')!r}")
             if row.get("version") not in READABLE:
                 raise LedgerError(
-                    f"{path}: ledger version {row.get('version')} is not {VERSION}; use the vestige that wrote it"
+                    f"{path}: ledger version {row.get('version')!r} is not {VERSION}; use the vestige that wrote it"
                 )
             history = LedgerHistory({k: v for k, v in row.items() if k not in ("seq", "previous", "hash", "row")})
         elif row.get("row") == "resume":
@@ -316,7 +368,7 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
                 raise LedgerError(
                     f"{path}, line {number}: step {place[0]}, part {place[1]} where {wanted} was due: a gap or a reuse"
                 )
-            question = Question.from_json(row)
+            question = _question(path, number, row)
             history.asks[question.during(row["attempt"])] += 1
             history.paid[place] = question
             epoch = getattr(question, "steps", 1)  # a question about a whole epoch is due again when that has ended
@@ -341,6 +393,24 @@ def _rows(path: Path, text: bytes) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise LedgerError(f"{path}, line {number}: not a ledger row")
         yield row
+
+
+def _check_form(path: Path, number: int, row: dict[str, Any]) -> None:
+    for name, fits in FORMS.get(str(row.get("row")), {}).items():
+        if name not in row and row["row"] != "open":
+            raise LedgerError(f"{path}, line {number}: {name!r} is missing")
+        if name in row and not fits(row[name]):
+            shown = repr(row[name])
+            shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
+            raise LedgerError(f"{path}, line {number}: {name} is {shown}, which no run writes")
+
+
+def _question(path: Path, number: int, row: dict[str, Any]) -> Question:
+    try:
+        return Question.from_json(row)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise LedgerError(f"{path}, line {number}: {what}") from error
 
 
 def _check_chain(path: Path, number: int, row: dict[str, Any], history: LedgerHistory | None) -> None:

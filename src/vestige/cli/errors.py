@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -101,6 +102,18 @@ def fail(message: str, code: int) -> None:
     if not followed():  # of several processes one says it
         print(f"vestige: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
+
+
+def require_trust(folder: Path, tasks: Iterable[str], trust: bool) -> None:
+    """Refuse to run programs that only a folder names, unless its reader trusts them: it may be a stranger's."""
+    programs = sorted({task for task in tasks if ".py:" in task})
+    if programs and not trust:
+        named = ", ".join(ascii(task)[1:-1] for task in programs)
+        raise ValueError(
+            f"resume={str(folder)!r} would run a program that the folder names, {named}: read it, then add --trust"
+        )
+    if trust and not programs:
+        raise ValueError(f"trust=True: {str(folder)!r} names no program; leave it out")
 
 
 def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) -> None:

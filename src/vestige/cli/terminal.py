@@ -24,6 +24,10 @@ stdout = Console(highlight=False, soft_wrap=True, quiet=followed())
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 
+Trust = Annotated[
+    bool, typer.Option("--trust", help="With --resume: run the program FILE.py:FUNCTION that the folder names.")
+]
+
 LARGEST_SEED = 2**63 - 1
 
 

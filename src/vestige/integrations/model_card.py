@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vestige import accounting
-from vestige.accounting.ledger import LedgerHistory, read
+from vestige.accounting.ledger import LedgerError, LedgerHistory, read
 from vestige.assumptions import ASSUMPTIONS, NEIGHBOURS, Stated
 from vestige.checks import check_delta
 from vestige.questions import Question
@@ -101,6 +101,7 @@ def _read(path: Path, delta: float | None) -> _Account:
     if not ledger.exists():
         raise ValueError(f"{str(path)!r} is no run: there is no ledger (ledger.jsonl) in it")
     history = read(ledger)
+    history.require(ledger, "population", "sample_rate", "sampling", "noise", "noise_multiplier", "method")
     if "delta" not in history.facts:
         return _of_a_loop(ledger, history, delta)
     if delta is not None:
@@ -118,7 +119,10 @@ def _of_a_loop(ledger: Path, history: LedgerHistory, delta: float | None) -> _Ac
         raise ValueError("delta=None: the ledger of a training loop does not say it; give one below 1/N, such as 1e-6")
     check_delta(delta, history.facts["population"])
     asked = history.spent(replays_are_free=False)
-    promise = reprice(asked, delta, history.facts, history.assumptions)
+    try:
+        promise = reprice(asked, delta, history.facts, history.assumptions)
+    except ValueError as error:
+        raise LedgerError(f"{ledger}: {error}") from error
     return _Account(ledger, history, asked, promise, None)
 
 

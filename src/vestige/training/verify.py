@@ -12,6 +12,7 @@ from vestige import accounting
 from vestige.accounting.budgets import FilteredBudget
 from vestige.accounting.ledger import LedgerError, LedgerHistory, read
 from vestige.assumptions import EARLIER_ADJACENCY, Stated
+from vestige.checks import check_delta
 from vestige.files import read_json
 from vestige.questions import Question
 from vestige.records import RunResult, Statement
@@ -84,8 +85,10 @@ def verify(path: str | Path, *, unfinished: bool = False, rows_per_user: int | N
         raise ValueError(
             f"{str(folder.ledger)!r} names no delta to state an epsilon at: make_private(target_delta=...)"
         )
+    history.require(folder.ledger, "noise", "sampling", "population")
     spent = history.spent(replays_are_free=history.facts["noise"] == "seeded")
     try:
+        check_delta(history.facts["delta"], history.facts["population"])
         promise = reprice(spent, history.facts["delta"], history.facts, history.assumptions)
     except ValueError as error:
         raise LedgerError(f"{folder.ledger}: {error}") from error
@@ -141,6 +144,8 @@ def _check_result(
             f"{folder.ledger}: {history.rows} rows, but the result was written after {result.ledger.rows}"
         )
     facts, said = history.facts, result.statement
+    history.require(folder.ledger, "sample_rate", "epsilon", "noise_multiplier", "groups", "steps", "method")
+    history.require(folder.ledger, "lr", "lr_reason", "adjacency")
     rate = facts["sample_rate"]
     expected = Statement(
         epsilon=promise.epsilon,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vestige.cli.errors import given, refuse_if_given
+from vestige.cli.errors import given, refuse_if_given, require_trust
 from vestige.cli.models.flags import (
     BalanceFlag,
     BudgetFlag,
@@ -31,7 +31,7 @@ from vestige.cli.models.flags import (
 )
 from vestige.cli.models.method_flags import with_method_options
 from vestige.cli.models.said import add_privacy, continued, leave_if_interrupted, warn_of
-from vestige.cli.terminal import Json, graceful_stop, print_json, stderr, stdout, step_progress
+from vestige.cli.terminal import Json, Trust, graceful_stop, print_json, stderr, stdout, step_progress
 
 
 @with_method_options
@@ -154,6 +154,7 @@ def train(
     device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None,
     resume: ResumeFlag = None,
+    trust: Trust = False,
     normalise: Annotated[
         str, typer.Option(help="Of scattering features: group (asks nothing), or private (noised moments, charged).")
     ] = "group",
@@ -194,8 +195,10 @@ def train(
     if resume is not None:
         there = {"data": data, "features": features, "device": device, "physical_batch": part_size(physical_batch)}
         there |= {"budget": budget}
-        job = continued(context, resume, ("resume", "log_to", "as_json"), load, there)
+        job = continued(context, resume, ("resume", "trust", "log_to", "as_json"), load, there)
+        require_trust(resume, [job.task], trust)
     else:
+        refuse_if_given(context, ("trust",), "it goes with --resume FOLDER")
         _refuse_table(context, recipe, task)
         settings = dict(
             task=task,
