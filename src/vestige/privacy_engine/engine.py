@@ -56,7 +56,7 @@ from vestige.processes.plan import follow_first, processes, require_same_rows, s
 from vestige.processes.shards import Shards, require_summable
 from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question, SampledGaussian
-from vestige.randomness.keys import Randomness
+from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name
 from vestige.tasks import of_file
@@ -86,7 +86,7 @@ ROWS = "-rows-"
 """In the names of folders in which processes keep their rows of a checkpoint."""
 
 
-class PrivacyEngine:
+class PrivacyEngine(HoldsKey):
     """Makes a model, an optimizer and a loader private, in place: `loss.backward(); optimizer.step()` as ever.
 
     The model keeps its class, its state_dict and its methods; the optimizer stays the same object; the loader draws

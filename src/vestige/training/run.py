@@ -60,7 +60,7 @@ from vestige.processes.shards import Shards, require_summable
 from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import ARITHMETICS, NoiseSequence
-from vestige.randomness.keys import Randomness
+from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare
 from vestige.records import LedgerEnd, RunResult, Selection
 from vestige.tasks import of_file
@@ -424,7 +424,7 @@ class Settings:
     nonprivate_logs: bool = False
 
 
-class Training:
+class Training(HoldsKey):
     """A private run: iterate over it for its records; its guarantee and result are available at any time."""
 
     def __init__(
