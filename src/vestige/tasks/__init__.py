@@ -1,6 +1,6 @@
 """What is trained on what? Datasets, the models for them, and a user's own task."""
 
-from vestige.tasks.reading import LabelledTensors, require_public
+from vestige.tasks.reading import LabelledTensors, require_public, users_of
 from vestige.tasks.rows import read_columns
 from vestige.tasks.subsets import Rows
 from vestige.tasks.tables import bounded
@@ -26,4 +26,5 @@ __all__ = [
     "require_public",
     "source_of",
     "subject",
+    "users_of",
 ]

@@ -70,6 +70,11 @@ class Job:
     head_lr: float | None = None
     table: dict[str, Any] | None = None
     """Of a task that is a table: its `columns`, `label_column`, `labels` and public `test`."""
+    user_column: str | None = None
+    """Whose each row is: a column of the table, or an array of the FILE.npz."""
+    sample: str = "rows"
+    rows_per_user: int | str | None = None
+    cap: int | None = None
     sampling: str = "poisson"
     max_batch: int | None = None
     noise: str = "lattice"
@@ -208,6 +213,10 @@ def start(
         lr=job.lr,
         sampling=job.sampling,
         max_batch=job.max_batch,
+        users=_users(job, task),
+        sample=job.sample,  # type: ignore[arg-type]
+        rows_per_user=job.rows_per_user,  # type: ignore[arg-type]
+        cap=job.cap,
         noise=job.noise,
         engine=job.engine,
         bfloat16=job.bfloat16,
@@ -228,6 +237,21 @@ def start(
         nonprivate_logs=job.nonprivate_logs,
     )
     return task, training
+
+
+def _users(job: Job, task: tasks.Task) -> Any:
+    """Whose each training row is."""
+    if job.user_column is None:
+        for name, usual in (("sample", "rows"), ("rows_per_user", None), ("cap", None)):
+            if getattr(job, name) != usual:
+                raise ValueError(f"{name}={getattr(job, name)} is about users: give user_column, too")
+        return None
+    if ".py:" in job.task:
+        raise ValueError(
+            f"user_column={job.user_column!r} is for a table or a FILE.npz, and {job.task} makes its own rows; in "
+            "Python: vestige.train(users=...)"
+        )
+    return tasks.users_of(job.data, job.user_column, len(task.train[1]))
 
 
 def _loaded(job: Job) -> tasks.Task:

@@ -54,7 +54,7 @@ def add_privacy(table: Table, stated: Any, assumptions: Sequence[Mapping[str, An
             f"epsilon {stated.epsilon:.4g} at delta {stated.delta:g} ({stated.accountant}; "
             f"by Renyi {stated.epsilon_rdp:.4g})",
         )
-        for line in meant(vars(stated)):
+        for line in meant(vars(stated), "user" if "user" in stated.adjacency else "example"):
             table.add_row("", line)
     else:
         table.add_row("privacy", "none: " + "; ".join(stated.reasons))

@@ -13,6 +13,7 @@ from vestige.cli.errors import given, refuse_if_given, require_trust
 from vestige.cli.models.flags import (
     BalanceFlag,
     BudgetFlag,
+    CapFlag,
     DeltaFlag,
     DeviceFlag,
     EngineFlag,
@@ -23,10 +24,14 @@ from vestige.cli.models.flags import (
     PhysicalBatchFlag,
     ReproducibleFlag,
     ResumeFlag,
+    RowsPerUserFlag,
+    SampleFlag,
     SamplingFlag,
     SeedFlag,
     SlotFlag,
+    UserColumnFlag,
     learning_rate,
+    most_rows,
     part_size,
 )
 from vestige.cli.models.method_flags import with_method_options
@@ -115,6 +120,10 @@ def train(
         str | None,
         typer.Option(help="A table that needs no protection, to judge the model by.", rich_help_panel="Tables"),
     ] = None,
+    user_column: UserColumnFlag = None,
+    sample: SampleFlag = "rows",
+    rows_per_user: RowsPerUserFlag = None,
+    cap: CapFlag = None,
     physical_batch: PhysicalBatchFlag = None,
     sampling: SamplingFlag = "poisson",
     max_batch: MaxBatchFlag = None,
@@ -184,6 +193,8 @@ def train(
         vestige train --recipe tabular --epsilon 3 --data people.csv --test public.csv --columns
         'age=0..100;work=office|field' --label-column rich --labels no,yes
 
+        vestige train --task svhn-mlp --data svhn.npz --user-column image_train --rows-per-user 2 --epsilon 8
+
         vestige train --task cifar10-mlp --data cifar10.npz --noise-multiplier 1.22 --sample-rate 0.04 --steps 6250
 
         vestige train --resume runs/digits-mlp-fo-dp-sgd-20260101-120000
@@ -225,6 +236,10 @@ def train(
             head_steps=head_steps,
             head_lr=head_lr,
             table=_table(columns, label_column, labels, test),
+            user_column=user_column,
+            sample=sample,
+            rows_per_user=most_rows(rows_per_user),
+            cap=cap,
             sampling=sampling,
             max_batch=max_batch,
             noise=noise,
@@ -344,6 +359,8 @@ def _announce(job: Any, training: Any) -> None:
         f"{plan.steps} steps, delta {plan.delta:g}",
         markup=False,
     )
+    if training.users is not None:
+        stderr.print(_of_users(training.users), markup=False)
     if plan.noise_strategy is not None:
         stderr.print(f"noise correlated over steps: {plan.noise_strategy}", markup=False)
     stderr.print(plan.lr_reason, markup=False)
@@ -362,6 +379,14 @@ def _announce(job: Any, training: Any) -> None:
         stderr.print("NOT PRIVATE: --nonprivate-transcript writes raw sums; the guarantee is void", markup=False)
     if job.nonprivate_logs:
         stderr.print("NOT PRIVATE: --nonprivate-logs logs numbers without noise; the guarantee is void", markup=False)
+
+
+def _of_users(users: Any) -> str:
+    if users.sample == "users":
+        rows = "all rows" if users.cap is None else f"up to {users.cap} rows"
+        return f"{users.users} users, of whom a step draws some: the mean of {rows} of each is clipped once"
+    most = "" if users.cap is None else f", at most {users.cap} of them in a step"
+    return f"{users.users} users, each with at most {users.rows_per_user} rows{most}; rows beyond are left out by coins"
 
 
 def _summarise(result: Any) -> None:
