@@ -105,9 +105,11 @@ class Spending:
     def _for_book(self, asks: History) -> Counter[Question]:
         return prices.for_unit(asks, self._users, self.book.terms.unit, self.account.rows_per_user)
 
-    def reserve(self, path: Path | None, spent: History | None = None) -> None:
+    def reserve(self, path: Path | None, spent: History | None = None, rows: str | None = None) -> None:
         """Reserve the plan, less what was spent of it before, or go on with what this run, or a person, reserved."""
         facts: dict[str, Any] = {"run": self.run, **({} if path is None else {"path": str(path.resolve().parent)})}
+        if rows is not None:
+            facts["rows"] = rows
         if self.account.rows_per_user is not None:
             facts["rows_per_user"] = self.account.rows_per_user
         book, wanted = self.book, self.account.reservation
@@ -200,11 +202,10 @@ def attach(
     book = Book(account.book)
     if facts is not None:
         _require_priced(planned, facts)
-    for each in (source, *beside):
-        require_identity(book, account, each)
+    known = [require_identity(book, account, each) for each in (source, *beside)]
     users = None if facts is None else facts.users
     spending = Spending(book, account, planned, purpose, users, run or secrets.token_hex(8))
-    spending.reserve(ledger.path, spent)
+    spending.reserve(ledger.path, spent, rows=known[0])
     ledger.spending = spending
     if ledger.path is None:  # nobody can go on with such a run
         atexit.register(spending.finish)
@@ -244,12 +245,14 @@ def pay(
     if account is None:
         return None
     book = Book(account.book)
-    require_identity(book, account, source)
+    rows = require_identity(book, account, source)
     paid: Counter[Question] = Counter()
     for asks, times in runs:
         each = prices.for_unit(asks, None, book.terms.unit, account.rows_per_user)
         paid.update(prices.repeated(each, times, paid))
-    name = book.reserve(paid, purpose=purpose, by=account.person, slot=account.slot, facts=facts)
+    name = book.reserve(
+        paid, purpose=purpose, by=account.person, slot=account.slot, facts={**(facts or {}), "rows": rows}
+    )
     book.charge(name, paid)
     book.close(name)
     return name
@@ -265,11 +268,11 @@ def _require_priced(planned: History, facts: Facts) -> None:
         )
 
 
-def require_identity(book: Book, account: Account, source: Provenance) -> None:
-    """Refuse rows that are not the book's."""
+def require_identity(book: Book, account: Account, source: Provenance) -> str | None:
+    """Refuse rows that are not the book's; otherwise say which of them they are."""
     told = book.terms.data
     if not told.get("root"):
-        return
+        return None
     source = account.source or source
     key = key_of(book, account)
     known = RowSet.read(rows_file(book.path), told["root"])
@@ -281,7 +284,8 @@ def require_identity(book: Book, account: Account, source: Provenance) -> None:
         found = source.read(key)
     else:
         found = [] if source.data is None else [("data", hashes_of(source.data, key))]
-    require_rows(known, found, str(book.path))
+    made_of = "made of " if account.derived_from is not None else ""
+    return made_of + require_rows(known, found, str(book.path))
 
 
 def key_of(book: Book, account: Account | None = None) -> bytes:

@@ -62,7 +62,9 @@ def hashes_of(data: Any, key: bytes) -> Hashes:
         some = max(1, AT_ONCE // max(1, sum(array.shape[1] for array in arrays)))
         found = np.empty(count, dtype=np.uint64)
         for first in range(0, count, some):
-            whole = np.concatenate([_numbers(array[first : first + some]) for array in arrays], axis=1)
+            whole = _numbers(
+                np.concatenate([array[first : first + some].astype(np.float64) for array in arrays], axis=1)
+            )
             for place, row in enumerate(whole, first):
                 found[place] = _hash(row.tobytes(), key)
         return found
@@ -266,7 +268,7 @@ def require_rows(known: RowSet, candidates: Sequence[tuple[str, Hashes]], name: 
     for _, hashes in candidates:
         missing = known.unknown(hashes)
         if not missing:
-            return "the book's rows" if len(hashes) == len(known.hashes) else f"{len(hashes)} of the book's rows"
+            return "all rows" if len(hashes) == len(known.hashes) else f"{len(hashes)} rows"
         if nearest is None or missing / len(hashes) < nearest[0] / nearest[1]:
             nearest = missing, len(hashes)
     if nearest is None:

@@ -91,8 +91,10 @@ def _plot(points: list[tuple[str, float, float]], epsilon: float) -> str:
         for value in ticks
     )
     some = sorted({0, len(points) // 2, len(points) - 1})
+    days = {at[:10] for at, *_ in points}
+    shown = slice(0, 10) if len(days) > 1 else slice(11, 16)  # the hours of one day
     dates = "".join(
-        f'<text x="{min(x(place), right - 60):.1f}" y="{HEIGHT - 10}">{text(points[place][0][:10])}</text>'
+        f'<text x="{min(x(place), right - 60):.1f}" y="{HEIGHT - 10}">{text(points[place][0][shown])}</text>'
         for place in some
     )
     marks = "".join(
@@ -124,6 +126,7 @@ def _row(run: dict[str, Any]) -> dict[str, Any]:
         "person": run["person"],
         "what": run["purpose"],
         "when": run["at"][:16].replace("T", " "),
+        "on": run["rows"] or "",
         "state": run["state"],
         "reserved": run["reserved"],
         "counted": run["counted"],

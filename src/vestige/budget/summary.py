@@ -98,6 +98,7 @@ def _run(book: Book, held: Reservation) -> dict[str, Any]:
         "counted": sum(held.counted.values()),
         "epsilon_alone": rdp.tight_epsilon(curve, book.terms.delta),
         "slot": None if held.slot is None else book.terms.slots[held.slot].name,
+        "rows": held.facts.get("rows"),
         "path": held.facts.get("path"),
         "assumes": held.facts.get("assumes"),
     }

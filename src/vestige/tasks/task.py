@@ -72,7 +72,7 @@ def load(
     `subset` takes that many training and test examples of a named task: the first of each class, in the file's order.
     """
     path = None if data is None else Path(data)
-    if standardise and (".py:" in name or not _find(name).dataset.images):
+    if standardise and (".py:" in name or not known(name).dataset.images):
         raise ValueError(
             f"standardise=True is for the image tasks of `vestige tasks`, and {name} is none; leave it out"
         )
@@ -133,7 +133,7 @@ def load_table(
 
 def check(name: str, data: str | Path | None = None, features: str | Path | None = None) -> None:
     """Refuse, before anything is read, a task that cannot be loaded: no such name, or no data where it needs some."""
-    frozen = ".py:" not in name and _find(name).encoded
+    frozen = ".py:" not in name and known(name).encoded
     if features is None and frozen:
         raise ValueError(
             f"features=None: task {name!r} is trained on features of a frozen encoder; give the checkpoint of one"
@@ -143,7 +143,7 @@ def check(name: str, data: str | Path | None = None, features: str | Path | None
     if ".py:" in name:
         python_file(name)
         return
-    dataset = _find(name).dataset
+    dataset = known(name).dataset
     if data is None and dataset.needs_data:
         raise ValueError(f"--data is missing: task {name!r} reads {dataset.title}; give --data FILE.npz or a folder")
     if data is not None and dataset.needs_data:
@@ -178,7 +178,8 @@ def describe() -> list[dict[str, str | bool]]:
     ]
 
 
-def _find(name: str) -> Definition:
+def known(name: str) -> Definition:
+    """The task of this name; ValueError suggests one that is near."""
     if name in DEFINITIONS:
         return DEFINITIONS[name]
     close = get_close_matches(name, DEFINITIONS, n=1)

@@ -14,6 +14,7 @@ from vestige.budget.account import Candidates, Provenance
 from vestige.budget.identity import Hashes, hashes_of
 from vestige.tasks.definitions import DEFINITIONS
 from vestige.tasks.rows import READERS, read_all
+from vestige.tasks.task import known, load
 
 SPLITS = (("x_train", "y_train"), ("train_x", "train_y"), ("x", "y"))
 """Names of the private part of an archive; what is called test is public."""
@@ -31,7 +32,10 @@ def of_task(task: str | None, data: str | None, key: bytes) -> Candidates:
     found: list[tuple[str, Hashes]] = []
     if data is not None and Path(data).is_file() and Path(data).suffix in (*READERS, ".npz"):
         found += of_file(data, key)
-    if task is not None and task in DEFINITIONS:
+    if task is not None and ".py:" in task:
+        found.append((task, hashes_of(load(task, data).train, key)))
+    elif task is not None:
+        known(task)
         rows = DEFINITIONS[task].dataset.rows(None if data is None else Path(data))
         found.append((task, hashes_of(rows, key)))
     if not found:
