@@ -133,6 +133,9 @@ def account(
             --validation-rate 0.00427 --sigma-v 1.37 --threshold -1.5 --accounting trial-level
     """
     if method is not None:
+        from vestige.accounting.selective import check_selective
+
+        check_selective(method)
         if sample_rate is None or steps is None:
             raise ValueError(f"{'sample_rate' if sample_rate is None else 'trials'}=None: {method} is priced by trials")
         allowed = (*ALWAYS, *TRIALS) if sigma_t is not None else (*ALWAYS, *TRIALS, "noise_multiplier")

@@ -24,15 +24,20 @@ from vestige.cli.progress import (
 )
 from vestige.cli.terminal import Json, graceful_stop, print_json, stdout, step_progress
 
+EXECUTION = ("engine", "ray_address", "workers", "stack", "seeds", "reproducible")
+"""Options of presets that are made of runs."""
+
 
 def presets(as_json: Json = False) -> None:
     """List the tables and figures of the papers that `vestige reproduce` makes again."""
     from vestige.audit import paper
+    from vestige.audit.claimed import STUDIES
     from vestige.compare.presets import PRESETS
 
     rows: list[dict[str, Any]]
     rows = [{"name": p.name, "what": p.what, "paper": p.paper, "missing": p.missing()} for p in PRESETS.values()]
-    rows.append({"name": paper.NAME, "what": paper.WHAT, "paper": "br", "missing": []})
+    rows.append({"name": paper.NAME, "what": paper.WHAT, "paper": paper.PAPER, "missing": []})
+    rows += [{"name": s.name, "what": s.what, "paper": s.paper, "missing": []} for s in STUDIES.values()]
     if as_json:
         print_json({"presets": rows})
         return
@@ -72,17 +77,25 @@ def reproduce(
         vestige reproduce fo-fig2 --data data/ --small
 
         vestige reproduce br-table3 --small
+
+        vestige reproduce br-lower-bound
     """
     from vestige.audit import paper
+    from vestige.audit.claimed import STUDIES
     from vestige.compare import presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.summary import summarised
     from vestige.files import write_json
 
+    if name in STUDIES:
+        why = f"{name} is computed from the paper's settings, without data or runs"
+        refuse_if_given(context, (*EXECUTION, "data", "small", "device", "out"), why)
+        _lower_bounds(STUDIES[name], as_json)
+        return
     path = out or Path("runs") / (f"{name}-small" if small else name)
     if name == paper.NAME:
         why = f"{name} trains its shadow models one after another, in this process"
-        refuse_if_given(context, ("engine", "ray_address", "workers", "stack", "seeds", "reproducible"), why)
+        refuse_if_given(context, EXECUTION, why)
         _membership(data, small, device, path, as_json)
         return
     preset = known.find(name)
@@ -109,6 +122,25 @@ def reproduce(
         stdout.print(f"written to {path}; for the whole story: vestige report {path}", markup=False)
     if summary["done"] == 0:
         sys.exit(1)
+
+
+def _lower_bounds(study: Any, as_json: bool) -> None:
+    """Print the epsilon that an adversary proves at a paper's own settings, beside the paper's claim."""
+    from vestige.compare.presets import published
+
+    rows = []
+    table = Table("dataset", "updates", "claimed", "at least", "at least, if all were kept", "verdict")
+    table.title, table.title_justify = f"{study.paper}: {study.what}", "left"
+    for row in study.rows(published()):
+        rows.append(row)
+        numbers = (f"{row[key]:.3f}" for key in ("claimed", "epsilon", "without_rejection"))
+        table.add_row(row["dataset"], str(row["updates"]), *numbers, "refuted" if row["refuted"] else "not refuted")
+    if as_json:
+        print_json({"preset": study.name, "paper": study.paper, "rows": rows, "notes": list(study.notes)})
+        return
+    stdout.print(table)
+    for line in study.notes:
+        stdout.print(f"assumed: {line}", markup=False)
 
 
 def _membership(data: str | None, small: bool, device: str | None, path: Path, as_json: bool) -> None:
@@ -151,7 +183,7 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
         )
         return
     table = Table("attack", "method", "epsilon", "printed", "ours", "95%")
-    table.title, table.title_justify = f"br: {paper.WHAT}; ours on {study.task}", "left"
+    table.title, table.title_justify = f"{paper.PAPER}: {paper.WHAT}; ours on {study.task}", "left"
     for row in rows:
         area = row["area"]
         ours, interval = f"{area['estimate']:.3f}", f"{area['low']:.3f} to {area['high']:.3f}"
