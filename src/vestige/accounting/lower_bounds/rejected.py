@@ -18,8 +18,6 @@ from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from vestige.accounting.selective import published_claim_epsilon
-
 Array = NDArray[np.float64]
 CELLS, DEEPEST = 2000, 8.0
 """The watched coordinate is rounded to so many cells, up to so many deviations of its noise."""
@@ -45,28 +43,12 @@ class Claimed:
         if self.buffer not in (1, 2):
             raise ValueError(f"buffer={self.buffer}: the adversary is worked out for 1 or 2 candidates")
 
-    def claim(self, updates: int, delta: float) -> float:
-        """What the paper claims for so many updates: no guarantee."""
-        facts = (self.rate, self.sigma_t, self.validation_rate, self.sigma_v)
-        return published_claim_epsilon(updates, *facts, delta)
-
-    def updates_for(self, epsilon: float, delta: float) -> int:
-        """As many updates as the paper's own accounting allows."""
-        low, high = 0, 1
-        while self.claim(high, delta) <= epsilon:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.claim(middle, delta) <= epsilon else (low, middle)
-        return low
-
 
 @dataclass(frozen=True)
 class Certificate:
-    """A lower bound on epsilon that the adversary proves, beside the paper's claim for the same updates."""
+    """A lower bound on epsilon that the adversary proves about so many updates."""
 
     updates: int
-    claimed: float
     epsilon: float
     without_rejection: float
     """What the same adversary proves if every candidate is kept: the noisy gradients alone."""
@@ -74,19 +56,16 @@ class Certificate:
     """Candidates count as having moved up beyond this, in units of the clipping bound."""
 
 
-def certify(claimed: Claimed, delta: float = 1e-5, epsilon: float = 1.0) -> Certificate:
-    """The adversary's epsilon after as many updates as the paper allows itself for `epsilon`.
+def certify(claimed: Claimed, updates: int, delta: float = 1e-5) -> Certificate:
+    """The adversary's epsilon after so many updates.
 
     Formal guarantees: no algorithm with these settings whose kept updates are released is (e, delta)-differentially
     private for any e below the result, for adding or removing one example.
     """
-    updates = claimed.updates_for(epsilon, delta)
     cuts = [step * claimed.sigma_t for step in (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5)]
     best = max(cuts, key=lambda cut: _proved(claimed, cut, updates, delta, COARSE))
-    proved = _proved(claimed, best, updates, delta, FINE)
-    return Certificate(
-        updates, claimed.claim(updates, delta), proved, _proved(claimed, None, updates, delta, FINE), best
-    )
+    proved, kept = (_proved(claimed, cut, updates, delta, FINE) for cut in (best, None))
+    return Certificate(updates, proved, kept, best)
 
 
 def laws(claimed: Claimed, cut: float | None) -> tuple[Array, Array, Array]:
