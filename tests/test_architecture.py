@@ -21,7 +21,7 @@ ABOVE: dict[str, str] = {
     "accounting.samplings": "accounting",
     "accounting.lower_bounds": "",
     # What all runs on one dataset spend: it prices, and holds hashes of rows, never rows.
-    "budget": "accounting accounting.meaning compare.report",
+    "budget": "accounting accounting.meaning",
     "randomness": "",
     # What processes tell each other; of the ledger only what they share of it.
     "processes": "accounting randomness",
@@ -62,7 +62,7 @@ ABOVE: dict[str, str] = {
     "integrations finetuning processes compare.report audit",
     "cli": "budget processes accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "
     "cli.models audit recipes synthesis",
-    "cli.books": "cli budget tasks",
+    "cli.books": "cli budget tasks compare.report",
     "cli.models": "cli accounting methods training integrations finetuning recipes priors synthesis tasks.features",
 }
 """Which packages each package may import, beside itself and the modules of the root."""

@@ -2,12 +2,13 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from commands import as_json, vestige
-from vestige.budget import Book, terms
-from vestige.budget.page import page
+from vestige.budget import Book, slots_of, terms
+from vestige.cli.books.page import page
 
 TRAIN = ("train", "--task", "digits-mlp", "--method", "dp-sgd", "--sample-rate", 0.05, "--steps", 10)
 COMPARE = ("compare", "--task", "digits-mlp", "--method", "dp-sgd", "--sample-rate", 0.05, "--steps", 5, "--seeds", 1,
@@ -192,3 +193,13 @@ def test_what_a_book_cannot_count_is_refused_by_other_commands(digits, monkeypat
 def test_a_page_of_an_empty_book_and_of_slots(tmp_path):
     book = Book.create(tmp_path / "b", terms(2, 1e-5))
     assert "Nobody has spent anything yet" in page(Book(book.path, whole=True))
+
+
+def test_the_page_of_the_documentation_says_what_happens(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "budget.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", text, flags=re.S)
+    exec(code, {})
+    assert capsys.readouterr().out == "5 0.0\n"
+    [slots] = re.findall(r"```json\n(.*?)```", text, flags=re.S)
+    assert [slot.name for slot in slots_of(json.loads(slots))][-2:] == ["nightly 5", "count"]

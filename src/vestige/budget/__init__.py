@@ -1,6 +1,6 @@
 """What have all runs on one dataset spent together? A book beside the data: it needs no torch, and holds no example."""
 
-from vestige.budget.account import Account, Budget, attach, pay
+from vestige.budget.account import Account, Budget, Provenance, attach, pay
 from vestige.budget.book import Book, Reading, Terms, terms
 from vestige.budget.filters import Slot, slots_of, usual
 from vestige.budget.storage import BookError
@@ -10,6 +10,7 @@ __all__ = [
     "Book",
     "BookError",
     "Budget",
+    "Provenance",
     "Reading",
     "Slot",
     "Terms",

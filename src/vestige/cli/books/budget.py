@@ -383,7 +383,7 @@ def report(
         vestige budget report people.book --out people.html
     """
     from vestige.budget import Book
-    from vestige.budget.page import page
+    from vestige.cli.books.page import page
 
     path = out or book.with_name(book.name + ".html")
     path.write_text(page(Book(book, whole=True), title), encoding="utf-8")
