@@ -19,7 +19,7 @@ from vestige.processes.launch import require_alone
 COMMANDS = {
     "train": ("models.train", "Train a model privately."),
     "finetune": ("models.finetune", "Fine-tune a language model of yours privately, on a file of texts."),
-    "synthesize": ("models.synthesize", "Make rows that may be shared, of private ones."),
+    "synthesize": ("models.synthesize", "Make rows or texts that may be shared, of private ones."),
     "account": ("account", "Price a plan without training: epsilon from noise, or noise from epsilon."),
     "plan": (
         "plan",

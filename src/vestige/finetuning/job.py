@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -92,16 +92,21 @@ class FineTuning:
         return self.task or ("causal-lm" if self.label_column is None else "classification")
 
 
-def prepared(job: FineTuning) -> tuple[Checkpoint, Texts, Texts | None]:
+Reader = Callable[[str, Any], Texts]
+"""Reads the texts of a file, with a tokenizer."""
+
+
+def prepared(job: FineTuning, read: Reader | None = None) -> tuple[Checkpoint, Texts, Texts | None]:
     """The model on its device, the texts, and those to test it by; all that can be wrong with them is refused here."""
     _check(job)
     config = read_configuration(job.model)
     tokenizer = read_tokenizer(job.model, job.pad_token)
     check_fits(job.model, config, tokenizer, job.max_length)
     names = _names(job, config) if job.aim == "classification" else {}
-    texts = _texts(job.data, job, tokenizer, names)
+    read = read or (lambda file, tokens: _texts(file, job, tokens, names))
+    texts = read(job.data, tokenizer)
     with renamed({"data": "test"}):
-        public = None if job.test is None else _texts(job.test, job, tokenizer, names)
+        public = None if job.test is None else read(job.test, tokenizer)
     _pace(job, len(texts))
     processes(job.device)  # of several, each has a GPU of its own
     check_device(job.device)
@@ -110,12 +115,23 @@ def prepared(job: FineTuning) -> tuple[Checkpoint, Texts, Texts | None]:
     return checkpoint, texts, public
 
 
-def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoint, Texts | None, Training]:
+def start(
+    job: FineTuning,
+    out: Path,
+    *,
+    resume: bool = False,
+    read: Reader | None = None,
+    settings: Mapping[str, Any] | None = None,
+    request: Mapping[str, Any] | None = None,
+) -> tuple[Checkpoint, Texts | None, Training]:
     """Read the checkpoint and the texts, and prepare the run; no question is asked yet, and all that can be wrong was
-    refused before anything is written."""
+    refused before anything is written.
+
+    `read` replaces how texts become examples, `settings` are further ones of `vestige.train`, and `request` is written
+    down beside the job."""
     method = build(job.method, **job.options)
     lr = _rate(job, method)
-    checkpoint, texts, public = prepared(job)
+    checkpoint, texts, public = prepared(job, read)
     _agree(job)
     batch, steps = _pace(job, len(texts))
     training = train(
@@ -141,7 +157,8 @@ def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoi
         out=out,
         resume=resume,
         budget=_account(job),
-        request={"finetune": {**asdict(job), "options": {key: written(value) for key, value in job.options.items()}}},
+        request=request_of(job) if request is None else dict(request),
+        **(settings or {}),
     )
     return checkpoint, public, training
 
@@ -152,6 +169,11 @@ def _account(job: FineTuning) -> Budget:
     if found is None and job.slot is not None:
         raise ValueError(f"slot={job.slot!r} is of a book: give budget=BOOK, too")
     return found and replace(found, slot=job.slot, source=tasks.source_of(None, job.data))
+
+
+def request_of(job: FineTuning) -> dict[str, Any]:
+    """What is written down of a job, to be resumed by."""
+    return {"finetune": {**asdict(job), "options": {key: written(value) for key, value in job.options.items()}}}
 
 
 def complete(

@@ -39,6 +39,9 @@ QUALITY = {
     "distinct_pairs_of_words": "distinct pairs of neighbouring words, of all pairs",
     "word_divergence": "divergence of words from the public texts' (Jensen-Shannon, 0 to 1)",
     "perplexity": "perplexity of the public texts under the generator",
+    "tokens_per_second": "tokens written in a second",
+    "training_seconds": "seconds of training",
+    "sampling_seconds": "seconds of writing",
 }
 """What is measured, in words."""
 

@@ -38,7 +38,7 @@ from vestige.mechanism.examples import Data, Examples, Source
 from vestige.mechanism.loading import Loading, check_loader, rate_of
 from vestige.mechanism.losses.criteria import check_shifted
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
-from vestige.mechanism.moments import PrivateMoments, fill
+from vestige.mechanism.moments import FirstSums
 from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
 from vestige.mechanism.users.views import KeptExamples, UserEngine, UserExamples
 from vestige.methods.base import Method, require_shardable
@@ -112,7 +112,7 @@ def train(
     resume: bool = False,
     request: dict[str, Any] | None = None,
     public: tuple[Tensor, Tensor] | None = None,
-    normalise: PrivateMoments | None = None,
+    normalise: FirstSums | None = None,
     evaluate: PrivateEvaluation | Literal["private"] | None = None,
     audit: int | None = None,
     budget: Budget = None,
@@ -413,7 +413,7 @@ class Settings:
     groups: list[dict[str, Any]] | None = None
     seed: int | None = None
     public: tuple[Tensor, Tensor] | None = None
-    normalise: PrivateMoments | None = None
+    normalise: FirstSums | None = None
     evaluate: PrivateEvaluation | None = None
     audit: int | None = None
     users: AskedUsers | None = None
@@ -884,10 +884,11 @@ class Training(HoldsKey):
             )
 
     def _ask_moments(self) -> None:
-        """Ask, once and before the first step, for the moments that standardise the model's inputs."""
+        """Ask, once and before the first step, for sums over all examples, such as the moments that standardise the
+        model's inputs."""
         moments = self.settings.normalise
         if self.normalised or moments is None:
             return
         totals = self.curator.sums(moments.of, moments.bounds, moments.multiplier, step=-1)
-        fill(self.model, totals, self.curator.population)
+        moments.receive(self.model, totals, self.curator.population)
         self.normalised = True
