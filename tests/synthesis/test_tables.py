@@ -221,11 +221,12 @@ def test_with_next_to_no_noise_rows_are_those_of_the_table():
 
 
 def test_columns_that_tell_nothing_of_each_other_are_not_paired():
-    columns = columns_of({"a": list("abcd"), "b": list("abcd"), "c": list("abcd")})
+    words = [f"w{place}" for place in range(30)]
+    columns = columns_of({"a": words, "b": words, "c": words})
     random = np.random.default_rng(0)
-    first = random.integers(0, 4, 4000)
-    rows = np.column_stack([first, first, random.integers(0, 4, 4000)])
-    found = fitted(curator(rows, columns), MarginalsPlan(3, 8.0))
+    first = random.integers(0, 30, 20_000)
+    rows = np.column_stack([first, first, random.integers(0, 30, 20_000)])
+    found = fitted(curator(rows, columns), MarginalsPlan(3, 30.0))
     assert list(found.edges) == [(0, 1)]
 
 

@@ -105,6 +105,17 @@ def test_writing_with_a_cache_is_as_likely_as_without(made):
     assert all(0 < len(text) <= 9 and 1 not in text for text in warm)
 
 
+def test_guidance_draws_away_from_what_other_labels_give(made):
+    model = AutoModelForCausalLM.from_pretrained(made / "lm").eval()
+    own, other = [0, 40], [0, 50, 60]
+    tokens = written(model, own, 2, Drawing(6, temperature=1e-4, guidance=3.0), None, None, 0, [other])[0]
+    said = list(tokens)
+    for place, token in enumerate(said):
+        logs = [model(torch.tensor([[*each, *said[:place]]])).logits[0, -1].log_softmax(-1) for each in (own, other)]
+        assert token == int((logs[0] + 3.0 * (logs[0] - (logs[0] + logs[1]) / 2)).argmax())
+    assert said != written(model, own, 2, Drawing(6, temperature=1e-4), None, None, 0, [other])[0]
+
+
 def test_the_likeliest_tokens_are_kept_and_no_others():
     shares = _likeliest(torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log(), 0.75)
     assert (shares > 0).tolist() == [[True, True, False, False]]

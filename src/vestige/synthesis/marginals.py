@@ -21,6 +21,9 @@ SHARES = {"columns": 0.25, "tree": 0.15, "pairs": 0.6}
 """Of the budget, counted in squares of mu: public, and chosen before any data."""
 RARE = 3.0
 """Cells with fewer rows than so many deviations of their noise are merged into one."""
+NOISE_COST = 0.25
+"""The share of a pair's own noise, in rows, that is taken off its score: the fit removes most of that noise. Chosen on
+public tables, bench/synthesize_tables.py's: with all of it, pairs with a label of ten classes are never chosen."""
 ROUNDS = 1000
 """Of the fit, at most."""
 
@@ -136,7 +139,7 @@ def _tree(curator: TableCurator, plan: MarginalsPlan, maps: Sequence[Codes], gue
     """Pairs that connect columns without a circle, chosen one after the other; a round may choose none."""
     errors: dict[Edge, float] = {}
     part, chosen = list(range(plan.columns)), []
-    cost = sqrt(2 / pi) * plan.pair_multiplier * sqrt(max(1, plan.columns - 1))
+    cost = NOISE_COST * sqrt(2 / pi) * plan.pair_multiplier * sqrt(max(1, plan.columns - 1))
     every = [(left, right) for left in range(plan.columns) for right in range(left + 1, plan.columns)]
     for _ in range(plan.columns - 1):
         left_over = [(left, right) for left, right in every if part[left] != part[right]]

@@ -27,6 +27,8 @@ class Drawing:
     """Of a text with its prompt, in tokens."""
     temperature: float = 1.0
     top_p: float = 0.95
+    guidance: float = 0.0
+    """How far a text is drawn away from what the other labels' prompts would give: 0, not at all."""
     batch: int = 256
     seed: int = 0
 
@@ -35,27 +37,45 @@ class Drawing:
             raise ValueError(f"temperature={self.temperature} must be positive")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
+        if not self.guidance >= 0:
+            raise ValueError(f"guidance={self.guidance} must be zero or more")
         if self.batch < 1:
             raise ValueError(f"sampling_batch={self.batch} must be 1 at least")
 
 
 @torch.inference_mode()
 def written(
-    model: nn.Module, prompt: Sequence[int], count: int, drawing: Drawing, end: int | None, pad: int | None, number: int
+    model: nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    drawing: Drawing,
+    end: int | None,
+    pad: int | None,
+    number: int,
+    others: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:
-    """So many texts after a prompt, as tokens without it. `number` tells batches apart: each has chance of its own."""
+    """So many texts after a prompt, as tokens without it. `number` tells batches apart: each has chance of its own.
+
+    With guidance g, the logits of a token are l + g (l - m), where l are those after this prompt and m the mean of
+    those after this one and the others: what tells the labels apart counts more.
+    """
     device = next(model.parameters()).device
     random = torch.Generator(device).manual_seed((drawing.seed * 1_000_003 + number) % 2**63)
-    step = torch.tensor(prompt, device=device).expand(count, -1)
-    cache: Any = None
+    told = [prompt, *others] if drawing.guidance > 0 else [prompt]
+    steps = [torch.tensor(each, device=device).expand(count, -1) for each in told]
+    caches: list[Any] = [None] * len(told)
     done = torch.zeros(count, dtype=torch.bool, device=device)
     found: list[Tensor] = []
     bfloat16 = torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
     for place in range(drawing.length - len(prompt)):
         with bfloat16:
-            outputs = model(input_ids=step, past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
-        logits = outputs.logits[:, -1].float() / drawing.temperature
+            outputs = [
+                model(input_ids=step, past_key_values=cache, use_cache=True)
+                for step, cache in zip(steps, caches, strict=True)
+            ]
+        caches = [each.past_key_values for each in outputs]
+        scores = torch.stack([each.logits[:, -1].float().log_softmax(dim=-1) for each in outputs])
+        logits = (scores[0] + drawing.guidance * (scores[0] - scores.mean(dim=0))) / drawing.temperature
         if pad is not None and pad != end:
             logits[:, pad] = -torch.inf
         drawn = torch.multinomial(_likeliest(logits, drawing.top_p), 1, generator=random)
@@ -65,7 +85,7 @@ def written(
             done |= drawn == end
             if place % LOOKED == LOOKED - 1 and bool(done.all()):
                 break
-        step = drawn[:, None]
+        steps = [drawn[:, None]] * len(told)
     rows = torch.stack(found, dim=1).tolist() if found else [[] for _ in range(count)]
     return [row[: row.index(end)] if end in row else row for row in rows]
 
@@ -108,9 +128,9 @@ def sampled(
         for number, label, count in batches(counts, drawing.batch):
             if number < len(done):
                 continue
-            found = written(
-                model, prompts[label], count, drawing, tokenizer.eos_token_id, tokenizer.pad_token_id, number
-            )
+            others = [prompt for name, prompt in prompts.items() if name != label]
+            end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+            found = written(model, prompts[label], count, drawing, end, pad, number, others)
             texts = tokenizer.batch_decode(found, skip_special_tokens=True)
             done.append([(label, text.strip()) for text in texts])
             lines.write(json.dumps(done[-1], ensure_ascii=False) + "\n")

@@ -97,8 +97,11 @@ class TableRun:
 
     def __init__(self, job: TableSynthesis, out: Path | None, *, resume: bool = False) -> None:
         self.columns = _checked(job)
-        # Public chance is written down: a run that is resumed varies its candidates as before.
-        self.job = job = job if job.seed is not None else replace(job, seed=secrets.randbits(32))
+        self.folder = None if out is None else RunFolder(out)
+        if job.seed is None:  # public chance is written down: a run that is resumed varies its candidates as before
+            begun = self.folder.request()["synthesize"] if resume and self.folder is not None else {}
+            job = replace(job, seed=begun.get("seed", secrets.randbits(32)))
+        self.job = job
         check_writable(_suffix(job.data))
         rows = read_table(job.data, self.columns)
         with renamed({"data": "test"}):
@@ -106,7 +109,6 @@ class TableRun:
         check_delta(job.delta, len(rows))
         self.samples = job.samples or len(rows)
         self.plan = plan_of(job, self.columns, self._calibrated())
-        self.folder = None if out is None else RunFolder(out)
         seeded = job.reproducible
         self.ledger = Ledger(None if self.folder is None else self.folder.ledger, replays_are_free=seeded)
         self.ledger.budget = accounting.Budget(job.epsilon, job.delta, self.plan.runs())

@@ -74,6 +74,7 @@ class TextSynthesis:
     audit: int | None = None
     temperature: float = 1.0
     top_p: float = 0.95
+    guidance: float = 0.0
     sampling_batch: int = 256
     seed: int = 0
     reproducible: bool = False
@@ -86,7 +87,7 @@ class TextRun:
     def __init__(self, job: TextSynthesis, out: Path, *, resume: bool = False) -> None:
         self.job = job
         _check(job)
-        self._drawing = Drawing(job.max_length, job.temperature, job.top_p, job.sampling_batch, job.seed)
+        self._drawing = Drawing(job.max_length, job.temperature, job.top_p, job.guidance, job.sampling_batch, job.seed)
         read_configuration(job.model)
         tokenizer = read_tokenizer(job.model, job.pad_token)
         self.prompts = Prompts.of(tokenizer, job.labels)

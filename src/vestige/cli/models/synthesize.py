@@ -38,7 +38,7 @@ OF_TEXTS: tuple[str, ...] = (
     "lora",
 )
 OF_TEXTS += ("lora_targets", "batch", "epochs", "steps", "lr", "physical_batch", "engine", "bfloat16", "audit")
-OF_TEXTS += ("temperature", "top_p", "sampling_batch")
+OF_TEXTS += ("temperature", "top_p", "guidance", "sampling_batch")
 
 
 def synthesize(
@@ -98,6 +98,9 @@ def synthesize(
     ] = None,
     temperature: Annotated[float, typer.Option(help="Texts: of the sampling.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Texts: sample among the likeliest tokens with this share.")] = 0.95,
+    guidance: Annotated[
+        float, typer.Option(help="Texts: draw away from what the other labels would give; 0 does not, 2 is a lot.")
+    ] = 0.0,
     sampling_batch: Annotated[int, typer.Option(help="Texts: how many are written at once.")] = 256,
     test: Annotated[
         str | None, typer.Option(help="A file with the same columns that needs no protection, to judge quality by.")
@@ -190,6 +193,7 @@ def synthesize(
                 audit=audit,
                 temperature=temperature,
                 top_p=top_p,
+                guidance=guidance,
                 sampling_batch=sampling_batch,
                 seed=seed or 0,
             )
