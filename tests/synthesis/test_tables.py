@@ -384,3 +384,23 @@ def test_the_command_makes_rows_and_its_errors_are_one_line(file, tmp_path):
         assert words in error
         assert error.count("\n") == 1
     assert "already finished" in command("synthesize", "--resume", out)[2]
+
+
+def test_a_book_pays_for_a_synthesis_and_refuses_the_one_too_many(file, tmp_path):
+    book = tmp_path / "people.book"
+    opened = command("budget", "open", book, "--data", file, "--epsilon", "1.3", "--delta", "1e-5", "--key", tmp_path / "k")
+    assert opened[0] == 0, opened[2]
+    base = ["synthesize", "--data", file, "--columns", COLUMNS, "--epsilon", "1", "--samples", "20", "--budget", book]
+    said = as_json(*base, "--out", tmp_path / "first")
+    assert read(tmp_path / "first" / "ledger.jsonl").facts["budget"]["run"]
+    assert command("verify", tmp_path / "first")[0] == 0
+    spent = as_json("budget", "show", book)
+    assert said["epsilon"] <= 1
+    code, _, error = command(*base, "--out", tmp_path / "second")
+    assert code != 0
+    assert "book" in error
+    assert not (tmp_path / "second").exists()
+    assert as_json("budget", "show", book) == spent
+    other = tmp_path / "others.csv"
+    other.write_text(file.read_text().replace("office", "field"))
+    assert command(*base[:1], "--data", other, *base[3:], "--out", tmp_path / "third")[0] == 2

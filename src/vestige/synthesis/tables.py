@@ -15,6 +15,7 @@ import numpy as np
 from vestige import accounting, tasks
 from vestige.accounting.ledger import Ledger
 from vestige.assumptions import ADJACENCY, Status, record
+from vestige.budget.account import Provenance, account_of, attach, continued
 from vestige.checks import check_delta, check_epsilon, check_number, check_steps, renamed
 from vestige.devices import check_device
 from vestige.files import write_json
@@ -70,6 +71,9 @@ class TableSynthesis:
     """Of public chance, such as which rows are sampled, never of noise; None: another one each time."""
     reproducible: bool = False
     device: str = "cpu"
+    budget: Any = None
+    """The book that pays; None: that of VESTIGE_BUDGET, if it is set."""
+    slot: str | None = None
 
 
 @dataclass(frozen=True)
@@ -135,22 +139,49 @@ class TableRun:
     def _open(self, population: int, resume: bool) -> None:
         """Open the folder and the ledger, new or where an interrupted run left them."""
         facts = self._public(population)
-        if self.folder is None:
-            self.ledger.open(facts)
-        elif resume:
+        if not resume or self.folder is None:
+            entry = self._reserve(None)
+            facts |= {} if entry is None else {"budget": entry}
+            try:
+                if self.folder is not None:
+                    self.folder.create({"synthesize": _request(self.job), "public": facts})
+                self.ledger.open(facts)
+            except BaseException:
+                if self.ledger.spending is not None:
+                    self.ledger.spending.finish()
+                raise
+        else:
             was = self.folder.request()["public"]
             for key in ("population", "columns", "epsilon", "delta", "method"):
                 if was.get(key) != facts[key]:
                     raise ValueError(f"resume: {key} is not what it was when the run began; give the same data")
             if (self.folder.path / "synthesis.json").exists():
                 raise ValueError(f"resume={str(self.folder.path)!r} is already finished; vestige verify checks it")
+            run = continued(was, self.job.budget)
             if self.folder.ledger.exists():
                 self.ledger.resume(len(InFile(self.folder.path / "answers.pt")))
             else:
-                self.ledger.open(facts)
-        else:
-            self.folder.create({"synthesize": _request(self.job), "public": facts})
-            self.ledger.open(facts)
+                self.ledger.open({**facts, **({"budget": was["budget"]} if "budget" in was else {})})
+            if run is not None:
+                self._reserve(run)
+
+    def _reserve(self, run: str | None) -> dict[str, Any] | None:
+        """In the book of the dataset, if there is one."""
+        job, account = self.job, account_of(self.job.budget)
+        if account is None and job.slot is not None:
+            raise ValueError(f"slot={job.slot!r} is of a book: give budget=BOOK, too")
+        in_file = isinstance(job.data, str | Path)
+        source = tasks.source_of(None, str(job.data)) if in_file else Provenance(data=job.data)
+        return attach(
+            self.ledger,
+            False if account is None else replace(account, slot=job.slot or account.slot),
+            accounting.history_of_runs(self.plan.runs()),
+            purpose=f"synthesize by {job.method}",
+            source=source or Provenance(),
+            facts=self._facts,
+            run=run,
+            spent=self.ledger.spent,
+        )
 
     def _public(self, population: int) -> dict[str, Any]:
         job, facts = self.job, self._facts
@@ -282,7 +313,8 @@ def _request(job: TableSynthesis) -> dict[str, Any]:
     """What is written down of a job; rows that were given in memory are not."""
     in_files = {name: str(value) if isinstance(value, str | Path) else None for name, value in _files(job).items()}
     columns = described(columns_of(job.columns, job.bins))
-    return {**asdict(replace(job, data=None, test=None, columns=None)), **in_files, "columns": columns}
+    paid = None if job.budget in (None, False) else str(getattr(job.budget, "book", job.budget))
+    return {**asdict(replace(job, data=None, test=None, columns=None, budget=paid)), **in_files, "columns": columns}
 
 
 def _files(job: TableSynthesis) -> dict[str, Any]:

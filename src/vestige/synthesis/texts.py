@@ -79,6 +79,9 @@ class TextSynthesis:
     seed: int = 0
     reproducible: bool = False
     device: str = "cpu"
+    budget: str | None = None
+    """The book that pays; None: that of VESTIGE_BUDGET, if it is set."""
+    slot: str | None = None
 
 
 class TextRun:
@@ -251,6 +254,8 @@ def _tuning(job: TextSynthesis) -> FineTuning:
         "seed",
         "reproducible",
         "device",
+        "budget",
+        "slot",
     )
     epochs = job.epochs or (None if job.steps is not None else USUAL_EPOCHS)
     return FineTuning(

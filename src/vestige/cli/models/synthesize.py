@@ -14,6 +14,7 @@ from rich.table import Table
 from vestige.assumptions import lines
 from vestige.cli.errors import INTERRUPTED, given, refuse_if_given, refuse_others
 from vestige.cli.models.flags import (
+    BudgetFlag,
     DeltaFlag,
     DeviceFlag,
     EngineFlag,
@@ -21,6 +22,7 @@ from vestige.cli.models.flags import (
     PhysicalBatchFlag,
     ReproducibleFlag,
     ResumeFlag,
+    SlotFlag,
     part_size,
 )
 from vestige.cli.models.said import NOT_PRIVATE
@@ -118,6 +120,8 @@ def synthesize(
     ] = None,
     reproducible: ReproducibleFlag = False,
     device: DeviceFlag = None,
+    budget: BudgetFlag = None,
+    slot: SlotFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for what is made (default: runs/synth-TIME).")] = None,
     resume: ResumeFlag = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only: no plan, no progress.")] = False,
@@ -147,7 +151,7 @@ def synthesize(
     where = device or default_device()
     path = resume or out or Path("runs") / f"synth-{time.strftime('%Y%m%d-%H%M%S')}"
     if resume is not None:
-        job = _continued(context, resume, data, device)
+        job = _continued(context, resume, {"data": data, "device": device, "budget": budget})
     else:
         if model is not None and columns is not None:
             raise ValueError(f"model={model!r} and columns={columns!r}: give one of them, for texts or for rows")
@@ -162,6 +166,7 @@ def synthesize(
         )
         shared: dict[str, Any] = {"data": data, "epsilon": epsilon, "delta": delta, "samples": samples, "test": test}
         shared |= {"label_column": label_column, "reproducible": reproducible, "device": where}
+        shared |= {"budget": budget, "slot": slot}
         if model is None:
             from vestige.synthesis.tables import TableSynthesis
 
@@ -207,18 +212,18 @@ def synthesize(
         _summarise(made)
 
 
-def _continued(context: typer.Context, resume: Path, data: str | None, device: str | None) -> Any:
+def _continued(context: typer.Context, resume: Path, elsewhere: dict[str, Any]) -> Any:
     """The job of an interrupted synthesis, with its data elsewhere or on another device, if that is given."""
     from vestige.synthesis import tables, texts
     from vestige.training.run_folder import RunFolder
 
     why = "a run continues with the options it was started with"
-    refuse_others(context, ("resume", "quiet", "as_json", "data", "device"), why)
+    refuse_others(context, ("resume", "quiet", "as_json", *elsewhere), why)
     folder = RunFolder(resume)
     if (resume / "synthesis.json").exists() and folder.ledger.exists() and b'"finish"' in folder.ledger.read_bytes():
         raise ValueError(f"resume={str(resume)!r} is already finished; verify it with: vestige verify {resume}")
     kind = texts if "model" in folder.request().get("synthesize", {}) else tables
-    there = {name: value for name, value in (("data", data), ("device", device)) if given(context, name)}
+    there = {name: value for name, value in elsewhere.items() if given(context, name)}
     return replace(kind.load(folder), **there)  # type: ignore[attr-defined]
 
 
