@@ -388,7 +388,9 @@ def test_the_command_makes_rows_and_its_errors_are_one_line(file, tmp_path):
 
 def test_a_book_pays_for_a_synthesis_and_refuses_the_one_too_many(file, tmp_path):
     book = tmp_path / "people.book"
-    opened = command("budget", "open", book, "--data", file, "--epsilon", "1.3", "--delta", "1e-5", "--key", tmp_path / "k")
+    opened = command(
+        "budget", "open", book, "--data", file, "--epsilon", "1.3", "--delta", "1e-5", "--key", tmp_path / "k"
+    )
     assert opened[0] == 0, opened[2]
     base = ["synthesize", "--data", file, "--columns", COLUMNS, "--epsilon", "1", "--samples", "20", "--budget", book]
     said = as_json(*base, "--out", tmp_path / "first")
