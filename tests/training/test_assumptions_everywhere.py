@@ -19,6 +19,7 @@ from vestige.training.verify import reprice, verify
 
 LOSS = nn.functional.cross_entropy
 CHECKED = {
+    "bad_rows",
     "adjacency",
     "divisor",
     "fixed_steps",

@@ -29,6 +29,7 @@ from vestige.engines.registry import InBfloat16, engine_by_name
 from vestige.engines.second_moments import SecondMoments, check_labels, layout_of, require_rows_of_their_own
 from vestige.engines.sharded import Sharded
 from vestige.layout import Layout
+from vestige.mechanism.bad_rows import made_up_pass
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import LARGEST_SUM, Loss, Parameters
 from vestige.mechanism.comparisons import Comparisons
@@ -66,7 +67,7 @@ from vestige.records import LedgerEnd, RunResult, Selection
 from vestige.tasks import of_file
 from vestige.training import persistence
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
-from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
+from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, made_up, part_of_a_run
 from vestige.training.planning import Plan, Request, plan, questions, sampling_of, settled
 from vestige.training.results import audited, known_of_a_run, last_diagnostics, selection, statement
 from vestige.training.run_folder import RunFolder, paced
@@ -484,6 +485,8 @@ class Training(HoldsKey):
         if shards is not None:
             rounded = self.curator.physical_batch if self.curator.arithmetic == "lattice" else None
             require_summable(self.plan.sample_rate * self._population, rounded, self.group)
+        self._shielded = self._shield(examples, loss)
+        self.curator.shielded = self._shielded
         self.private_accuracy: float | None = None
         """The noised share of right answers, once it was asked."""
         groups, scheduling = settings.groups, settings.scheduling
@@ -537,6 +540,20 @@ class Training(HoldsKey):
             owners = np.concatenate([owners, owned.users + planted])
         rows = examples if len(kept) == examples.population else KeptExamples(examples, kept)
         return users, rows, replace(request, users=users, owners=owners)
+
+    def _shield(self, examples: Examples, loss: Loss) -> bool:
+        """Whether rows that cannot be read or computed are left out, because a made-up row went through: then an error
+        later on is a row's, and not the program's."""
+        if self.group.several or isinstance(self._asked_examples, UserExamples) or self.method.probe.solves:
+            return False
+        row = made_up(examples.blank(), 1, examples.device)
+        admissible = made_up_pass(self.model, loss, examples.form, row)
+        if admissible is None:
+            return False
+        for each in (examples, self._judged_examples):
+            if each is not None:
+                each.shield(admissible)
+        return True
 
     def _judged(self, examples: Examples) -> Examples | None:
         """The examples of a private evaluation."""
@@ -656,6 +673,8 @@ class Training(HoldsKey):
                 if self.ledger.spending is not None:
                     self.ledger.spending.finish()
                 raise
+        if self._shielded:
+            assumptions.record(self.ledger, "bad_rows", "checked", "such rows contribute nothing, and nobody is told")
         for each in known_of_a_run(self.facts, self.group.size, self._examples.read_one_by_one):
             assumptions.record(self.ledger, each.name, each.status, each.detail)
         if self.plan.epsilon is not None:

@@ -369,6 +369,12 @@ def _announce(job: Any, training: Any) -> None:
             f"physical batch {training.physical_batch}: the most that fits, or that a sample has", markup=False
         )
     warn_of(job)
+    if training.guarantee().assumption("bad_rows").status == "checked":
+        stderr.print(
+            "rows that cannot be read or computed, or whose label the loss cannot take, contribute nothing, and nobody "
+            "is told; vestige doctor shows them to their owner",
+            markup=False,
+        )
     if job.audit:
         stderr.print(
             f"audit: {job.audit} made-up rows are planted, each by a coin; nobody's row is copied or left out, and "
