@@ -41,15 +41,15 @@ ABOVE: dict[str, str] = {
     "tasks.features": "mechanism tasks",
     "training": "budget processes accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
     "methods tasks tasks.features accounting.lower_bounds mechanism.users",
-    "privacy_engine": "budget processes accounting randomness mechanism mechanism.losses engines engines.per_example engines.rehearsal "
-    "engines.recorded optim optim.optimizers methods tasks training privacy_engine.recorded",
+    "privacy_engine": "budget processes accounting randomness mechanism mechanism.users mechanism.losses engines "
+    "engines.per_example engines.rehearsal engines.recorded optim optim.optimizers methods tasks training privacy_engine.recorded",
     "privacy_engine.recorded": "mechanism mechanism.losses engines engines.per_example engines.rehearsal engines.recorded "
     "privacy_engine",
     "priors": "mechanism tasks tasks.features",
     # A recipe is a run's settings by name: it makes runs of the training loop, and plans them.
     "recipes": "accounting mechanism methods tasks tasks.features training",
     # Other libraries' wrappers around a model, and one voice of several processes.
-    "integrations": "budget processes accounting mechanism training privacy_engine",
+    "integrations": "budget processes accounting mechanism mechanism.users training privacy_engine",
     "finetuning": "budget processes mechanism.losses methods tasks training integrations",
     "compare.stacked": "randomness mechanism mechanism.losses optim methods",
     "compare.report": "",

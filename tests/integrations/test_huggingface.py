@@ -566,3 +566,21 @@ def test_supervised_fine_tuning_of_trl(tmp_path):
     ):
         with pytest.raises(ValueError, match="is refused in private|several examples in one row|is the training data"):
             sft(tmp_path / "b", **options)
+
+
+def test_a_user_column_is_priced_and_not_given_to_the_model(tmp_path):
+    named = [{**row, "author": f"a{place // 3}"} for place, row in enumerate(sentences())]
+    users = -(-ROWS // 3)
+    trainer = trainer_of(tmp_path, data=named, privacy=asked(user_column="author"), max_steps=2)
+    trainer.train()
+    said = trainer.guarantee()
+    assert said.adjacency == "zero-out all rows of one user (at most 3)"
+    alone = trainer_of(tmp_path / "rows", max_steps=2)
+    alone.train()
+    assert said.epsilon > alone.guarantee().epsilon
+    opened = json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])
+    assert opened["users"]["users"] == users
+    with pytest.raises(ValueError, match="users='writer' is no column"):
+        trainer_of(tmp_path / "wrong", data=named, privacy=asked(user_column="writer")).train()
+    with pytest.raises(ValueError, match="cap=2 is about users"):
+        asked(cap=2)

@@ -275,5 +275,5 @@ def test_mistakes_name_argument_and_value(options, message):
 
 def test_the_page_about_users_runs(capsys):
     page = Path(__file__).parent.parent.parent / "docs" / "users.md"
-    exec(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)[0], {})
+    exec("".join(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)), {})
     assert "zero-out all rows of one user (at most 4)" in capsys.readouterr().out

@@ -73,6 +73,11 @@ class FineTuning:
     epochs: int | None = None
     steps: int | None = None
     lr: float | Literal["auto"] | None = None
+    user_column: str | None = None
+    """The column that names whose each text is."""
+    sample: str = "rows"
+    rows_per_user: int | str | None = None
+    cap: int | None = None
     sampling: str = "poisson"
     max_batch: int | None = None
     noise: str = "lattice"
@@ -148,6 +153,10 @@ def start(
         lr=lr,
         sampling=job.sampling,
         max_batch=job.max_batch,
+        users=None if job.user_column is None else tasks.users_of(job.data, job.user_column, len(texts)),
+        sample=job.sample,  # type: ignore[arg-type]
+        rows_per_user=job.rows_per_user,  # type: ignore[arg-type]
+        cap=job.cap,
         noise=job.noise,
         engine=job.engine,
         physical_batch=job.physical_batch,
@@ -240,6 +249,9 @@ def _check(job: FineTuning) -> None:
         for name in ("label_column", "labels"):
             if getattr(job, name) is not None:
                 raise ValueError(f"{name}={getattr(job, name)!r} goes with task='classification'")
+    for name, usual in (("sample", "rows"), ("rows_per_user", None), ("cap", None)):
+        if job.user_column is None and getattr(job, name) != usual:
+            raise ValueError(f"{name}={getattr(job, name)} is about users: give user_column, too")
     for name in ("max_length", "tokens_per_example", "batch", "epochs", "steps"):
         if getattr(job, name) is not None:
             check_steps(getattr(job, name), name)

@@ -30,6 +30,7 @@ from vestige.integrations.trainer_checks import (
     refuse_training_data,
 )
 from vestige.mechanism.loading import rate_of
+from vestige.mechanism.users.ownership import with_users
 from vestige.privacy_engine.engine import PrivacyEngine
 from vestige.privacy_engine.loaders import draws_per_epoch
 from vestige.training.run_folder import RunFolder
@@ -186,7 +187,8 @@ class PrivateTrainerMixin(Base):
         *_, private = make(
             module=self.model, optimizer=self._optimizer, data_loader=loader, target_delta=asked.target_delta,
             max_grad_norm=self._bound, method=asked.method, max_physical_batch_size=self._part,
-            tokens_per_example=asked.tokens_per_example, budget=self._account(), **noise,
+            tokens_per_example=asked.tokens_per_example, budget=self._account(), users=self._users(),
+            rows_per_user=asked.rows_per_user, cap=asked.cap, **noise,
         )  # fmt: skip
         self.privacy_engine = engine
         if asked.lr == "auto":
@@ -202,11 +204,18 @@ class PrivateTrainerMixin(Base):
         found = account_of(self.privacy_args.budget)
         return found and replace(found, derived_from=self.privacy_args.derived_from)
 
+    def _users(self) -> Any:
+        """Whose each row is, by the column that was named."""
+        name = self.privacy_args.user_column
+        return None if name is None else with_users(self.train_dataset, name)[1]
+
     def _plain_loader(self) -> DataLoader[Any]:
         """As the Trainer makes it, but for the sampler and for Accelerate's wrapper."""
         args, dataset, collate = self.args, self.train_dataset, self.data_collator
         if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ValueError("train_dataset must have rows with indices: a Poisson sample picks some of a known number")
+        if self.privacy_args.user_column is not None:
+            dataset = with_users(dataset, self.privacy_args.user_column)[0]
         if type(dataset).__module__.startswith("datasets."):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -309,7 +318,7 @@ class PrivateTrainerMixin(Base):
         """What is spent, computed once for each number of steps."""
         if self.privacy_engine is None:
             return None
-        asked = sum(count for *_, count in self.privacy_engine.history)
+        asked = self.privacy_engine.asked
         if self._priced is None or self._priced[0] != asked:
             self._priced = asked, self.guarantee().epsilon
         return self._priced[1]

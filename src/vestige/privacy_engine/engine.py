@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
 from vestige.mechanism.losses.criteria import batch_mean, counts_targets, of_torch
+from vestige.mechanism.users.loops import LoaderOfUsers, of_users
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import METHODS, build
 from vestige.optim.rules import OPTIMIZERS, Rule
@@ -165,6 +166,10 @@ class PrivacyEngine(HoldsKey):
         poisson_sampling: bool = True,
         sampling: str = "poisson",
         max_batch: int | None = None,
+        users: Any = None,
+        sample: str = "rows",
+        rows_per_user: int | Literal["median"] | None = None,
+        cap: int | None = None,
         max_physical_batch_size: PhysicalBatch = None,
         steps_per_batch: int = 1,
         tokens_per_example: int | None = None,
@@ -185,6 +190,8 @@ class PrivacyEngine(HoldsKey):
         - `sampling="allocation"` makes every pass over the loader an epoch: each example is in one of its
           examples / batch_size batches, drawn uniformly, and the whole epoch is charged at its first step, however
           many follow. `sampling="truncated"` keeps at most `max_batch` examples of a Poisson sample.
+        - `users` hides all rows of one user: an id for each row of the dataset, or a list of owners for each. A user
+          has at most `rows_per_user` rows (None: the largest count), and a step keeps at most `cap` of them.
         - `poisson_sampling=False` keeps your loader, and has no epsilon.
         - `max_physical_batch_size` splits each sampled batch: keep calling `optimizer.step()` after every part, and
           only the last one moves; "auto" finds the largest that fits, for batches (inputs..., targets).
@@ -210,6 +217,9 @@ class PrivacyEngine(HoldsKey):
         user_module = module
         if loop is not None:  # what is looked at, and what passes run in, are whole
             module = loop.skeleton
+
+        owned = group.together(lambda: of_users(data_loader, users, sample, rows_per_user, cap, target_delta))
+        data_loader = owned.loader
 
         def checked() -> tuple[Method, Optimizer, int | None, Sampling, Parts]:
             check_number("noise_multiplier", noise_multiplier, finite=False)
@@ -243,7 +253,12 @@ class PrivacyEngine(HoldsKey):
                 chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
             if loop is not None:
                 self._check_shardable(chosen)
-            drawn, parts = self._sampling(data_loader, sampling, max_batch), Parts(steps_per_batch)
+            drawn, parts = self._sampling(owned, sampling, max_batch), Parts(steps_per_batch)
+            if owned.users is not None and (self._audit is not None or not poisson_sampling):
+                raise ValueError(
+                    "users: canaries (audit=) and batches of your own (poisson_sampling=False) have no users here; "
+                    "leave them out, or use vestige.train(users=..., audit=...)"
+                )
             if not poisson_sampling:
                 if self._audit is not None:
                     raise ValueError(
@@ -268,7 +283,7 @@ class PrivacyEngine(HoldsKey):
         self._collates = data_loader.collate_fn not in (None, default_collate)
         size, expected = Layout.of(module).size, max(1, round(rate * people))
         read_one_by_one = group.size > 1 and not isinstance(data_loader.dataset, TensorDataset)
-        self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size)
+        self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size, users=owned.users)
         self._delta = target_delta
         source = Provenance(data=data_loader.dataset, of_file=of_file)
         layout, begun = self._open(
@@ -382,6 +397,10 @@ class PrivacyEngine(HoldsKey):
         steps_per_batch: int = 1,
         sampling: str = "poisson",
         max_batch: int | None = None,
+        users: Any = None,
+        sample: str = "rows",
+        rows_per_user: int | Literal["median"] | None = None,
+        cap: int | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """As `make_private`, with the noise that spends `target_epsilon` in `epochs` passes over the loader, or in as
@@ -394,7 +413,8 @@ class PrivacyEngine(HoldsKey):
             raise ValueError("give epochs, or draws: over how many batches the budget is spent")
         check_loader(data_loader)
         check_delta(target_delta, self._rows(data_loader))
-        drawn = self._sampling(data_loader, sampling, max_batch)
+        owned = of_users(data_loader, users, sample, rows_per_user, cap, target_delta)
+        drawn = self._sampling(owned, sampling, max_batch)
         if draws is None:
             assert epochs is not None
             check_steps(epochs, "epochs")
@@ -412,7 +432,8 @@ class PrivacyEngine(HoldsKey):
         return self.make_private(
             module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm, method=chosen, steps_per_batch=steps_per_batch, target_delta=target_delta,
-            sampling=sampling, max_batch=max_batch, **options,
+            sampling=sampling, max_batch=max_batch, users=users, sample=sample, rows_per_user=rows_per_user, cap=cap,
+            **options,
         )  # fmt: skip
 
     def criterion(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -481,6 +502,11 @@ class PrivacyEngine(HoldsKey):
         promise, path = self.guarantee(delta), self._ledger.path
         found, where = audited(steps.canaries, delta), "this loop" if path is None else str(path)
         return OneRun(where, steps.method.name, found, promise.epsilon, delta, promise.listed)
+
+    @property
+    def asked(self) -> int:
+        """How many questions were charged so far."""
+        return sum(self._ledger.spent.values())
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
@@ -603,11 +629,12 @@ class PrivacyEngine(HoldsKey):
         if heads[rows - 1 : rows] != [saved.get("ledger_head")]:
             raise LedgerError(f"{self._ledger.path} does not contain what the checkpoint was trained on")
 
-    def _sampling(self, loader: DataLoader[Any], name: str, max_batch: int | None) -> Sampling:
+    def _sampling(self, owned: LoaderOfUsers, name: str, max_batch: int | None) -> Sampling:
         """How a loader's samples are drawn."""
+        loader = owned.loader
         if name == "shuffled":
             raise ValueError("sampling='shuffled': poisson_sampling=False keeps your own batches, without an epsilon")
-        return sampling_by_name(name, rate_of(loader), self._rows(loader), max_batch)
+        return owned.sampling(sampling_by_name(name, rate_of(loader), self._rows(loader), max_batch), name)
 
     def _rows(self, loader: DataLoader[Any]) -> int:
         """How many rows samples are drawn from: the loader's, and the canaries."""
@@ -644,6 +671,7 @@ class PrivacyEngine(HoldsKey):
             **({} if delta is None else {"delta": delta}),
             **({} if method.balance is None else {"balance": layout.constants_of_all}),
             **({} if max_batch is None else {"max_batch": max_batch}),
+            **({} if self._facts.users is None else {"users": self._facts.users.to_json()}),
             **({} if entry is None else {"budget": entry}),
         }
         settings = [{k: v for k, v in group.items() if k != "params"} for group in moves.param_groups]

@@ -142,7 +142,7 @@ def bound_of(asked: int | str | None, owned: Ownership) -> int:
 
 
 def facts_of_users(
-    owned: Ownership, sample: str, rows_per_user: int | str | None, cap: int | None, delta: float
+    owned: Ownership, sample: str, rows_per_user: int | str | None, cap: int | None, delta: float | None
 ) -> Users:
     """What is public of these users, and how steps draw from them; ValueError where no theorem covers it."""
     bound: int | None = bound_of(rows_per_user, owned) if sample != "users" else None
@@ -153,8 +153,9 @@ def facts_of_users(
         )
     several = owned.several
     found = Users(sample=sample, rows_per_user=bound, cap=cap, users=owned.users, several_owners=several)
-    check_delta(delta)
-    if delta >= 1 / owned.users:
+    if delta is not None:
+        check_delta(delta)
+    if delta is not None and delta >= 1 / owned.users:
         raise ValueError(
             f"delta={delta} is not below 1/U = {1 / owned.users:.3g} for {owned.users} users: it would allow "
             f"publishing all rows of one; choose a smaller delta, such as {0.1 / owned.users:.0e}"
