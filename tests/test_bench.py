@@ -466,3 +466,34 @@ def test_results_of_selective_updates_are_of_cells(selective, tmp_path, rows):
         selective.results_of(file)
     file.write_text(json.dumps([row]))
     assert selective.results_of(file) == [row]
+
+
+@pytest.mark.slow
+def test_the_study_of_synthetic_reviews_goes_on_where_it_stopped(bench, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft")
+    study = bench("synthesize_imdb")
+    reviews = [
+        {"text": f"film {number} is {('dull', 'fine')[number % 2]}", "label": number % 2} for number in range(240)
+    ]
+    with gzip.open(tmp_path / "imdb.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(review) + "\n" for review in reviews)
+    out = tmp_path / "out"
+    words = ["--smoke", "--device", "cpu", "--data", str(tmp_path), "--out", str(out), "--seeds", "1"]
+    monkeypatch.setattr(sys, "argv", ["synthesize_imdb.py", *words, "--epsilons", "8"])
+    study.main()
+    before = json.loads((out / "results.json").read_text())
+    assert 7.9 < before[0]["verified_epsilon"] <= 8
+    monkeypatch.setattr(sys, "argv", ["synthesize_imdb.py", *words, "--epsilons", "8", "none"])
+    study.main()
+    found = json.loads((out / "results.json").read_text())
+    assert found[0] == before[0]
+    assert [row["epsilon"] for row in found] == ["8", "none"]
+    assert "| none | 0 | 1 |" in capsys.readouterr().out
+
+
+def test_the_table_of_synthetic_rows_has_means_over_seeds(bench):
+    study = bench("synthesize_tables")
+    row = {"set": "s", "method": "m", "epsilon": 1.0, "pair_error": 0.1, "seconds": 2.0}
+    found = [{**row, "seed": seed, "accuracy": 0.5 + seed / 10} for seed in range(3)]
+    assert "| s | 1 | m | 60.0 ± 10.0 | 0.100 | 2.0 |" in study.table(found)
+    assert "| failed |" in study.table([{"set": "s", "method": "m", "epsilon": 1.0, "seed": 0, "error": "slow"}])

@@ -102,7 +102,7 @@ class TextRun:
         if job.test is not None:
             texts, numbers = read_texts(job.test, job.text_column, job.label_column, self.prompts.names)
             self._test = texts, [self.prompts.names[number] for number in numbers] if job.labels else None
-        tuning = _tuning(job)
+        tuning = tuning_of(job)
         self._counts: LabelCounts | None = None
         settings: dict[str, Any] = {"audit": job.audit, "bfloat16": job.bfloat16}
         if job.labels and job.label_shares is None:
@@ -229,7 +229,7 @@ def _check(job: TextSynthesis) -> None:
         tasks.require_public(job.test, job.data)
 
 
-def _tuning(job: TextSynthesis) -> FineTuning:
+def tuning_of(job: TextSynthesis) -> FineTuning:
     """The fine-tuning that a synthesis is made of."""
     population = len(tasks.read_columns(Path(job.data), {"text_column": job.text_column})["text_column"])
     shared: tuple[str, ...] = (
