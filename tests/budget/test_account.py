@@ -384,12 +384,18 @@ def test_a_reservation_made_by_hand_is_used_by_name(tmp_path):
     book = book_on(tmp_path)
     name = book.reserve(usual(0.05, 2.0, 24), purpose="for ann", by="ann", held=False)
     assert account_of(f"{book.path}#{name}") == Account(str(book.path), reservation=name)
-    for _ in train(f"{book.path}#{name}"):
+    with pytest.raises(ValueError, match="does not hold this run: it fits with at most the rate"):
+        train(f"{book.path}#{name}", noise_multiplier=1.9)
+    for _ in train(f"{book.path}#{name}", noise_multiplier=2.5, steps=20):
         pass
-    [held] = whole(book).state.reservations.values()
-    assert (held.id, held.person, held.why) == (name, "ann", "finished")
+    by_hand, used = whole(book).state.reservations.values()
+    assert (by_hand.why, sum(by_hand.asked.values())) == ("used by a run", 0)
+    assert (used.person, used.why, used.asked) == ("ann", "finished", usual(0.05, 2.5, 20))
     with pytest.raises(ValueError, match="is not open in"):
         train(f"{book.path}#{name}")
+    running = book.reserve(usual(0.05, 2.0, 24), purpose="a run")
+    with pytest.raises(ValueError, match="is a run's"):
+        train(f"{book.path}#{running}")
 
 
 def test_a_grant_limits_a_person(tmp_path, monkeypatch):

@@ -121,6 +121,8 @@ def test_rows_of_a_book_are_found_whole_and_in_part_and_others_are_not(tmp_path)
         require_rows(again, [("x", other)], "book")
     with pytest.raises(ValueError, match="100 of 200 rows .* open a book for all of them"):
         require_rows(again, [("x", np.concatenate([hashes, other]))], "book")
+    with pytest.raises(ValueError, match="100 of 101 rows"):
+        require_rows(again, [("x", np.concatenate([hashes, hashes[:1]]))], "book")
     with pytest.raises(ValueError, match="none to compare"):
         require_rows(again, [], "book")
     with pytest.raises(BookError, match="edited or replaced"):
@@ -151,8 +153,11 @@ def test_a_task_is_known_by_its_own_rows(tmp_path):
     assert np.isin(found, everything).all()
     x, y = digits.images.astype(np.uint8), digits.target
     np.savez(tmp_path / "digits.npz", x_train=x[:50], y_train=y[:50], x_test=x[50:], y_test=y[50:])
-    both = of_task("digits-mlp", str(tmp_path / "digits.npz"), KEY)
-    assert [hashes.tolist() for _, hashes in both] == [everything[:50].tolist()] * 2
+    for [(_, hashes)] in (
+        of_task("digits-mlp", str(tmp_path / "digits.npz"), KEY),
+        of_task(None, str(tmp_path / "digits.npz"), KEY),
+    ):
+        assert hashes.tolist() == everything[:50].tolist()
 
 
 @pytest.mark.parametrize(

@@ -112,18 +112,15 @@ class Spending:
             facts["rows"] = rows
         if self.account.rows_per_user is not None:
             facts["rows_per_user"] = self.account.rows_per_user
-        book, wanted = self.book, self.account.reservation
+        book = self.book
         held = next((each for each in book.state.open.values() if each.facts.get("run") == self.run), None)
-        if held is None and wanted is not None:
-            held = book.state.open.get(wanted)
-            if held is None:
-                raise ValueError(f"reservation={wanted!r} is not open in {book.path}: vestige budget show {book.path}")
-            if held.holder is not None and held.charged:
-                raise ValueError(f"reservation={wanted!r} is in use by another run")
         if held is not None and book.take_over(held.id, facts):
             self.reservation, self._asked, self._charged = held.id, Counter(held.charged), Counter(held.charged)
             return
         plan = self._for_book(self._plan - Counter(spent or {}))
+        if self.account.reservation is not None and not spent:
+            self.reservation = book.use(self.account.reservation, plan, purpose=self.purpose, facts=facts)
+            return
         self.reservation = book.reserve(
             plan, purpose=self.purpose, by=self.account.person, slot=self.account.slot, facts=facts
         )

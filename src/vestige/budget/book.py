@@ -375,7 +375,7 @@ class Book:
     """A book that is open: read it, reserve in it, charge, refund.
 
     Formal guarantees: all that was answered after a charge of this book is (epsilon, delta)-private together, for
-    adding or removing one unit of the data (or replacing one, as the book says), whoever asked and whatever depended on
+    leaving out one unit of the data (or replacing one, as the book says), whoever asked and whatever depended on
     earlier answers. Each charge is on disk before its answer exists; a crash never gives anything back.
     """
 
@@ -444,20 +444,25 @@ class Book:
         who, wanted = by or person(), Counter(plan)
         with self._held() as writer:
             place = writer.admit(wanted, who, slot)
-            name = f"r{self.state.made + 1}-{secrets.token_hex(3)}"
-            writer.write(
-                {
-                    "row": "reserve",
-                    "id": name,
-                    "by": who,
-                    "purpose": purpose,
-                    "plan": prices.to_json(wanted),
-                    **({"holder": this_process()} if held else {}),
-                    **({} if place is None else {"slot": place}),
-                    **({} if facts is None else {"facts": dict(facts)}),
-                }
-            )
-        return name
+            return writer.reserve(wanted, who, purpose, place, facts, held)
+
+    def use(self, name: str, plan: History, *, purpose: str, facts: Mapping[str, Any]) -> str:
+        """Make a run's own reservation of one that was made by hand, in which it fits: with at most its rate and steps
+        and at least its noise. What the run does not need comes back."""
+        wanted = Counter(plan)
+        with self._held() as writer:
+            by_hand = self.state.open.get(name)
+            if by_hand is None:
+                raise ValueError(f"reservation={name!r} is not open in {self.path}: vestige budget show {self.path}")
+            if by_hand.holder is not None or by_hand.charged:
+                raise ValueError(f"reservation={name!r} is a run's: resume that run, or reserve another")
+            if not prices.fits(wanted, by_hand.plan):
+                raise ValueError(
+                    f"reservation={name!r} does not hold this run: it fits with at most the rate and steps, and at "
+                    "least the noise, that were reserved"
+                )
+            writer.close(by_hand, None, None, "used by a run")
+            return writer.reserve(wanted, by_hand.person, purpose, by_hand.slot, facts, True)
 
     def take_over(self, name: str, facts: Mapping[str, Any] | None = None) -> bool:
         """Go on with a reservation in this process, as a resumed run does; False where it was closed."""
@@ -560,6 +565,31 @@ class Writer:
 
     def write(self, row: Row) -> None:
         self._state.take(self._file.append({"at": now(), **row}))
+
+    def reserve(
+        self,
+        plan: Counter[Question],
+        who: str,
+        purpose: str,
+        slot: int | None,
+        facts: Mapping[str, Any] | None,
+        held: bool,
+    ) -> str:
+        """Write a reservation that was admitted; its id."""
+        name = f"r{self._state.made + 1}-{secrets.token_hex(3)}"
+        self.write(
+            {
+                "row": "reserve",
+                "id": name,
+                "by": who,
+                "purpose": purpose,
+                "plan": prices.to_json(plan),
+                **({"holder": this_process()} if held else {}),
+                **({} if slot is None else {"slot": slot}),
+                **({} if facts is None else {"facts": dict(facts)}),
+            }
+        )
+        return name
 
     def close(self, held: Reservation, asked: History | None, ledger: tuple[int, str] | None, why: str) -> None:
         final = Counter(held.charged if asked is None else asked)

@@ -254,8 +254,11 @@ class RowSet:
         return found
 
     def unknown(self, hashes: Hashes) -> int:
-        """How many of these rows are not the book's."""
-        return int((~np.isin(hashes, self.hashes)).sum())
+        """How many of these rows are not the book's: a row that is there more often than in the book is somebody
+        else's, however alike."""
+        theirs, often = np.unique(hashes, return_counts=True)
+        ours = np.searchsorted(self.hashes, theirs, "right") - np.searchsorted(self.hashes, theirs, "left")
+        return int(np.maximum(often - ours, 0).sum())
 
 
 def require_rows(known: RowSet, candidates: Sequence[tuple[str, Hashes]], name: str) -> str:

@@ -20,9 +20,11 @@ from vestige.questions import CyclicGaussian, Gaussian, PureLoss, Question, Samp
 from vestige.units import Users
 
 ADJACENCIES = {
-    "add-remove": "adding or removing one",
-    "replace": "replacing one by another",
+    "add-remove": "leaving out one {unit} (zero-out: its place is blank, and the number of rows is public)",
+    "replace": "replacing one {unit} by another",
 }
+"""Which change of the data each kind of book is about, in words; the prices of "add-remove" hold for adding or removing
+a {unit}, and for leaving its place blank."""
 WHOLE = (CyclicGaussian,)
 """Questions that are one mechanism over many steps: charged as a whole when the first step is asked."""
 

@@ -60,7 +60,7 @@ def guarantee(book: Book) -> str:
     told = book.terms
     return (
         f"all that is charged to this book, together, is ({told.epsilon:g}, {told.delta:g})-differentially private for "
-        f"{prices.ADJACENCIES[told.adjacency].replace('one', f'one {told.unit}', 1)}"
+        f"{prices.ADJACENCIES[told.adjacency].format(unit=told.unit)}"
     )
 
 
@@ -138,7 +138,7 @@ def registry(book: Book) -> dict[str, Any]:
             "epsilon": told.epsilon,
             "delta": told.delta,
             "privacy_unit": told.unit,
-            "neighbours": prices.ADJACENCIES[told.adjacency],
+            "neighbours": prices.ADJACENCIES[told.adjacency].format(unit=told.unit),
             "data_domain": "rows of one dataset",
             "unprotected_quantities": ["the number of rows", "the sampling rates and numbers of steps of all runs"],
             "model": "central: a trusted curator holds the rows",
@@ -186,7 +186,7 @@ def nist(book: Book) -> str:
         f"So far {reading.epsilon_spent:.3f} is spent: {ODOMETER}.",
         "",
         "## Unit of privacy",
-        f"One {told.unit}; neighbouring datasets: {prices.ADJACENCIES[told.adjacency]}.",
+        f"One {told.unit}; neighbouring datasets: {prices.ADJACENCIES[told.adjacency].format(unit=told.unit)}.",
         "",
         "## Algorithms, correctness and composition",
         f"Mechanisms: {kinds}. Composition: {_composition(book)}. {book.state.made} runs and "

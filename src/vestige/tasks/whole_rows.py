@@ -30,7 +30,8 @@ def source_of(task: str | None, data: str | None) -> Provenance | None:
 def of_task(task: str | None, data: str | None, key: bytes) -> Candidates:
     """The training rows of a task, as its dataset keeps them; and those of the file, if it is a table."""
     found: list[tuple[str, Hashes]] = []
-    if data is not None and Path(data).is_file() and Path(data).suffix in (*READERS, ".npz"):
+    files = READERS if task is not None else (*READERS, ".npz")  # a task reads an archive as it stands, too
+    if data is not None and Path(data).is_file() and Path(data).suffix in files:
         found += of_file(data, key)
     if task is not None and ".py:" in task:
         found.append((task, hashes_of(load(task, data).train, key)))

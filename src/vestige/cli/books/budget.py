@@ -45,7 +45,7 @@ def open_(
     task: Annotated[str | None, typer.Option(help="A task of `vestige tasks`, whose training rows they are.")] = None,
     unit: Annotated[str, typer.Option(help="What is protected: row, or user (all rows of one).")] = "row",
     adjacency: Annotated[
-        str, typer.Option(help="Neighbours: add-remove (one more or less), or replace (one by another).")
+        str, typer.Option(help="Neighbours: add-remove (one there, or its place blank), or replace (one by another).")
     ] = "add-remove",
     slots: Annotated[
         Path | None,
@@ -99,8 +99,8 @@ def open_(
         "key": fingerprint(secret),
         "key_file": str(place.resolve()),
     }
-    rows.write(rows_file(book))
     made = Book.create(book, terms(epsilon, delta, data=identity, **told))
+    rows.write(rows_file(book))
     _show(made.path, as_json)
 
 
