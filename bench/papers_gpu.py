@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,15 +188,20 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return [_row(record) for record in completed(ComparisonFolder(out).records().values())]
 
 
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
 def _row(record: CompletedRun) -> dict[str, Any]:
     made, curve = record.run, record.curve or ()
     best = max([record.score, *(float(point[1]) for point in curve if point[1] is not None)])
     row = {
+        "id": made.without_curve.id if record.stacked > 1 or curve else f"timed {made.id}",
         "task": made.task, "label": made.label, "method": made.method, "options": dict(made.options),
         "budget": str(made.budget), "stage": made.stage, "seed": made.seed, "steps": record.steps,
         "accuracy": record.score, "best": best, "epsilon": record.statement.epsilon, "lr": record.statement.lr,
         "seconds": record.seconds, "stacked": record.stacked,
-        "curve": [[point[0], point[1], point[2]] for point in curve],
+        "curve": [[step, _short(score), _short(spent)] for step, score, spent in curve] if _paper(made) else [],
     }  # fmt: skip
     means = {}
     for name in ("effective_depth", "memory_ratio"):
@@ -220,8 +225,9 @@ def plan(arguments: argparse.Namespace) -> None:
     print("\n".join(planned(chosen(arguments), arguments.out)))
 
 
-def planned(pieces: Sequence[Piece], out: Path | None) -> list[str]:
-    """Every piece as a row of a table: runs that no earlier piece has, seconds, and how many are done."""
+def planned(pieces: Sequence[Piece], out: Path | None, done: Collection[str] = ()) -> list[str]:
+    """Every piece as a row of a table: runs that no earlier piece has, seconds, and how many are done: on record in
+    OUT, or among the rows `done`."""
     seen: dict[bool, set[str]] = {True: set(), False: set()}
     lines = [
         "| priority | piece | runs | seeds | done | seconds left on an H200 (estimate) |",
@@ -230,11 +236,12 @@ def planned(pieces: Sequence[Piece], out: Path | None) -> list[str]:
     for piece in pieces:
         records = {} if out is None else pool_of(piece, out).records()
         made, known = {record.run.without_curve.id for record in records.values()}, seen[timed(piece)]
+        made |= {each.removeprefix("timed ") for each in done if each.startswith("timed ") == timed(piece)}
         new = {each.without_curve.id: each for each in piece.wanted() if each.without_curve.id not in known}
         known.update(new)
         left = sum(alone(each) if timed(piece) else seconds(each) for key, each in new.items() if key not in made)
-        done, what = sum(key in made for key in new), f"`{piece.preset}`: {piece.what}"
-        lines.append(f"| {piece.priority} | {what} | {len(new)} | {piece.seeds} | {done} | {left:.0f} |")
+        there, what = sum(key in made for key in new), f"`{piece.preset}`: {piece.what}"
+        lines.append(f"| {piece.priority} | {what} | {len(new)} | {piece.seeds} | {there} | {left:.0f} |")
     return lines
 
 
