@@ -30,4 +30,4 @@ for _ in range(EPOCHS):
     # Print what is public or paid for: epsilon, accuracy on public data. Not the training loss.
     print(f"epsilon {engine.get_epsilon(delta=1e-5):.2f}, accuracy {vestige.accuracy(model, test):.1%}")
 
-print(*engine.guarantee(delta=1e-5).assumptions, sep="\n")
+print(engine.guarantee(delta=1e-5))

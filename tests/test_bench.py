@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
 from comparisons import AUTO, fake
-from vestige.compare import runs
+from vestige.compare import presets, runs
+from vestige.compare.execute import Machine
 from vestige.compare.statistics import tells
 from vestige.methods.registry import METHODS
-from vestige.records import FailedRun
+from vestige.records import FailedRun, PrivacyTarget, Run
 
 
 @pytest.fixture(scope="module")
@@ -466,3 +467,102 @@ def test_results_of_selective_updates_are_of_cells(selective, tmp_path, rows):
         selective.results_of(file)
     file.write_text(json.dumps([row]))
     assert selective.results_of(file) == [row]
+
+
+@pytest.mark.slow
+def test_the_study_of_synthetic_reviews_goes_on_where_it_stopped(bench, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft")
+    study = bench("synthesize_imdb")
+    reviews = [
+        {"text": f"film {number} is {('dull', 'fine')[number % 2]}", "label": number % 2} for number in range(240)
+    ]
+    with gzip.open(tmp_path / "imdb.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(review) + "\n" for review in reviews)
+    out = tmp_path / "out"
+    words = ["--smoke", "--device", "cpu", "--data", str(tmp_path), "--out", str(out), "--seeds", "1"]
+    monkeypatch.setattr(sys, "argv", ["synthesize_imdb.py", *words, "--epsilons", "8"])
+    study.main()
+    before = json.loads((out / "results.json").read_text())
+    assert 7.9 < before[0]["verified_epsilon"] <= 8
+    monkeypatch.setattr(sys, "argv", ["synthesize_imdb.py", *words, "--epsilons", "8", "none"])
+    study.main()
+    found = json.loads((out / "results.json").read_text())
+    assert found[0] == before[0]
+    assert [row["epsilon"] for row in found] == ["8", "none"]
+    assert "| none | 0 | 1 |" in capsys.readouterr().out
+
+
+def test_the_table_of_synthetic_rows_has_means_over_seeds(bench):
+    study = bench("synthesize_tables")
+    row = {"set": "s", "method": "m", "epsilon": 1.0, "pair_error": 0.1, "seconds": 2.0}
+    found = [{**row, "seed": seed, "accuracy": 0.5 + seed / 10} for seed in range(3)]
+    assert "| s | 1 | m | 60.0 ± 10.0 | 0.100 | 2.0 |" in study.table(found)
+    assert "| failed |" in study.table([{"set": "s", "method": "m", "epsilon": 1.0, "seed": 0, "error": "slow"}])
+
+
+# --- the papers --------------------------------------------------------------------------------------------------------
+
+
+def test_every_piece_of_the_papers_is_a_preset_and_each_run_is_named_once(bench):
+    papers = bench("papers_gpu")
+    assert {piece.preset for piece in papers.PIECES} <= set(presets.PRESETS)
+    assert [piece.priority for piece in papers.PIECES] == sorted(piece.priority for piece in papers.PIECES)
+    first = papers.PIECES[0]
+    assert {run.label for run in first.wanted()} == {"sma", "dp-sgd"}
+    assert all(run.stage == "given" and run.budget.kind == "paper_sigma" for run in first.wanted())
+    lines = papers.planned(papers.PIECES[:2], None, done={first.wanted()[0].without_curve.id})
+    assert lines[2].startswith("| 1 | `sma-table2`: SMA-DP-SGD and DP-SGD on the paper's terms | 26 | 13 | 1 |")
+    assert "| 78 | 13 | 0 |" in lines[3]  # 104 less the 26 before
+
+
+def test_the_papers_runs_go_on_where_they_were(bench, tmp_path, capsys, monkeypatch):
+    papers = bench("papers_gpu")
+    run = Run(
+        task="digits-mlp", label="dp-sgd", method="dp-sgd", options={}, budget=PrivacyTarget("noise_multiplier", 1.0),
+        sample_rate=0.05, steps=2, delta=1e-5, stage="given", lr=0.1, factor=1.0, seed=0, holdout=0.0, evaluations=1,
+        reproducible=False, physical_batch=None,
+    )  # fmt: skip
+    wanted = [replace(run, seed=seed) for seed in range(3)]
+    monkeypatch.setattr(papers.Piece, "wanted", lambda self: wanted)
+    monkeypatch.setattr(papers, "_readable", lambda task, data: True)
+    monkeypatch.setattr(papers, "PIECES", papers.PIECES[:1])
+    given = Namespace(data="", out=tmp_path, minutes=5.0, device="cpu", largest=2, only=None)
+    monkeypatch.setattr(papers, "Machine", lambda device, data: Machine(device, {}))
+    papers.run(given)
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert sorted(row["seed"] for row in rows) == [0, 1, 2]
+    assert all(row["best"] >= row["accuracy"] for row in rows)
+    papers.run(given)
+    assert "0 runs to make" in capsys.readouterr().out.splitlines()[-1]
+    with pytest.raises(SystemExit, match="--only nothing: choose from sma-table2"):
+        papers.chosen(Namespace(only=["nothing"]))
+
+
+def test_verdicts_follow_from_intervals(bench):
+    docs = bench("papers_docs")
+    high, low, flat = (docs.Found(mean, mean - 1, mean + 1, 13, "here") for mean in (4.0, 1.5, 0.2))
+    assert docs.verdict([high], 4.1) == docs.REPRODUCED
+    assert docs.verdict([low], 4.1) == docs.PARTLY
+    assert docs.verdict([flat], 4.1) == docs.verdict([flat, flat]) == docs.NOT
+    assert docs.verdict([high, flat]) == docs.PARTLY
+    assert docs.verdict([high, None]) == docs.verdict([]) == docs.NOT_RUN
+    row = {"task": "cifar10-mlp", "stage": "given", "budget": "the paper's sigma 1.1", "stacked": 2, "curve": []}
+    rows = [
+        {**row, "label": name, "seed": seed, "accuracy": base + seed / 1000}
+        for name, base in (("a", 0.34), ("b", 0.3))
+        for seed in range(13)
+    ]
+    found = docs.difference(rows, "a", "b")
+    assert (round(found.mean, 6), found.seeds) == (4.0, 13)
+    assert docs.difference(rows, "a", "c") is None
+    curves = [{**each, "curve": [[25, each["accuracy"], 1.0], [50, 0.9, 3.0]]} for each in rows]
+    assert round(docs.at_epsilon(curves, "a", "b", 2.0, "cifar10-mlp").mean, 6) == 4.0
+    assert docs.carried("fo-table3", "fo beta 0.90", "fo beta 1.00").seeds == 5
+    assert docs.not_as_printed("x", "sma-table2", rows, [("a", "c", "cifar10-mlp")]).verdict == docs.NOT_AS_PRINTED
+
+
+@pytest.mark.slow
+def test_the_page_of_verdicts_is_what_the_script_writes(bench, monkeypatch):
+    docs = bench("papers_docs")
+    monkeypatch.setattr("sys.argv", ["papers_docs.py", "--check"])
+    docs.main()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vestige.privacy_engine.engine import PrivacyEngine
     from vestige.questions import BudgetSpent
     from vestige.recipes.own_data import prepared, recipe
+    from vestige.synthesis.api import synthesize
     from vestige.training.loop import Record, accuracy
     from vestige.training.run import Training, train
 
@@ -46,6 +47,7 @@ __all__ = [
     "recipe",
     "register_rule",
     "sma_dp_sgd",
+    "synthesize",
     "train",
     "uniform_memory",
 ]
@@ -63,6 +65,7 @@ _MODULES = {
     "questions": ("BudgetSpent",),
     "recipes.own_data": ("prepared", "recipe"),
     "methods.registry": ("build",),
+    "synthesis.api": ("synthesize",),
     "training.loop": ("Record", "accuracy"),
 }
 

@@ -12,6 +12,10 @@ SMALLEST_MULTIPLIER = 1e-100
 """Below this there is noise in name only, and the square of the multiplier is close to underflow."""
 
 
+LARGEST_MULTIPLIER = 1e100
+"""Above this the square of the multiplier is close to overflow, and there is nothing but noise."""
+
+
 def check_number(name: str, value: object, finite: bool = True) -> None:
     """A number that is one: no text, no truth value."""
     number = isinstance(value, Real) and not isinstance(value, bool)
@@ -77,6 +81,8 @@ def check_delta(delta: float, population: int | None = None) -> None:
 def check_multiplier(noise_multiplier: float, name: str = "noise_multiplier") -> None:
     if not SMALLEST_MULTIPLIER <= noise_multiplier < inf:
         raise ValueError(f"{name}={noise_multiplier} must be positive and finite: without noise there is no privacy")
+    if noise_multiplier > LARGEST_MULTIPLIER:
+        raise ValueError(f"{name}={noise_multiplier} must be at most {LARGEST_MULTIPLIER:g}: nothing is left but noise")
 
 
 def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: int = 1) -> float:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields, replace
+from math import inf
 from typing import Any, ClassVar
+
+from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, check_number
 
 
 class BudgetSpent(Exception):
@@ -22,10 +25,20 @@ class Question:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if name.endswith(("rate", "multiplier", "threshold", "half_range")):
+                check_number(name, value, finite=False)
             if name.endswith("rate") and not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be a probability: the chance that one example is included")
             if name.endswith("multiplier") and not value >= 0:
                 raise ValueError(f"{name}={value} must not be negative: it is noise over sensitivity")
+            if (
+                name.endswith("multiplier")
+                and 0 < value < inf
+                and not SMALLEST_MULTIPLIER <= value <= LARGEST_MULTIPLIER
+            ):
+                raise ValueError(
+                    f"{name}={value} must lie between {SMALLEST_MULTIPLIER:g} and {LARGEST_MULTIPLIER:g}, or be 0"
+                )
 
     def during(self, attempt: int) -> Question:
         """The question as it counts when it is asked after so many resumptions with fresh noise."""
@@ -58,6 +71,20 @@ class Gaussian(Question):
 
     kind: ClassVar[str] = "gaussian"
     multiplier: float
+
+
+@dataclass(frozen=True)
+class ExponentialMechanism(Question):
+    """A choice among public candidates by a score that every example moves by at most its sensitivity: each candidate
+    is drawn with probability proportional to exp(`choice_epsilon` score / (2 sensitivity)). Only the choice is seen."""
+
+    kind: ClassVar[str] = "exponential-mechanism"
+    choice_epsilon: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.choice_epsilon < inf:
+            raise ValueError(f"choice_epsilon={self.choice_epsilon} must be zero or more, and finite")
 
 
 @dataclass(frozen=True)
@@ -126,6 +153,34 @@ class TruncatedGaussian(Question):
 
 
 @dataclass(frozen=True)
+class GroupedGaussian(Question):
+    """A noised sum over a Poisson sample of rows at `rate`, as it counts for a user who has at most `group` rows, each
+    of which is clipped by itself: `multiplier` is noise over one row's bound. With `cap`, at most so many of a user's
+    rows are kept in a step, drawn uniformly from those of that user that joined."""
+
+    kind: ClassVar[str] = "grouped-gaussian"
+    rate: float
+    multiplier: float
+    group: int
+    cap: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (("rows_per_user", self.group), ("cap", self.cap)):
+            if not (value is None and name == "cap") and not (isinstance(value, int) and value >= 1):
+                raise ValueError(f"{name}={value} must be a whole number, at least 1")
+
+    @property
+    def most(self) -> int:
+        """The most rows of one user in a step."""
+        return self.group if self.cap is None else min(self.cap, self.group)
+
+    def to_json(self) -> dict[str, Any]:
+        row = super().to_json()
+        return row if self.cap is not None else {key: value for key, value in row.items() if key != "cap"}
+
+
+@dataclass(frozen=True)
 class Trial(Question):
     """A candidate update and a noisy test of it on a fresh sample; of a rejected one only the rejection is released.
 
@@ -160,3 +215,16 @@ class Trial(Question):
             raise ValueError(
                 f'half_range={self.half_range} has no theorem with releases="yz"; release "y" or clip the mean'
             )
+
+
+@dataclass(frozen=True)
+class PureLoss(Question):
+    """An answer of somebody else's mechanism of which only its `epsilon` is known, with delta 0: Laplace noise, the
+    exponential mechanism, a query of another tool."""
+
+    kind: ClassVar[str] = "pure-loss"
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon < inf:
+            raise ValueError(f"epsilon={self.epsilon} must be a number, zero or more: the loss of one answer")

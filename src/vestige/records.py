@@ -15,6 +15,7 @@ from functools import cached_property
 from math import inf, isfinite
 from typing import Any, Literal
 
+from vestige.assumptions import check as check_assumption
 from vestige.files import read_value
 from vestige.questions import Question
 
@@ -67,6 +68,8 @@ class Run:
     reproducible: bool
     physical_batch: int | None
     sampling: str = "poisson"
+    subset: tuple[int, int] | None = None
+    """How many training and test examples were cut from the dataset, the first of each class; None: it is whole."""
 
     @cached_property
     def id(self) -> str:
@@ -95,6 +98,8 @@ class Run:
         facts = asdict(self)
         if self.sampling == "poisson":
             del facts["sampling"]  # as until 0.2, when there was no choice
+        if self.subset is None:
+            del facts["subset"]  # as until 0.3
         return facts
 
     @classmethod
@@ -222,10 +227,13 @@ class RunResult:
     run: str | None
     """The run's folder."""
     diagnostics: Mapping[str, Any]
+    assumptions: tuple[Mapping[str, Any], ...] = ()
+    """What the guarantee rests on (`vestige.assumptions`); versions before 0.3 did not write it."""
     ledger: LedgerEnd | None = None
 
     def __post_init__(self) -> None:
         _check_diagnostics("the result", self.diagnostics)
+        _check_assumptions(self.assumptions)
 
     @classmethod
     def from_json(cls, content: Any) -> RunResult:
@@ -235,6 +243,8 @@ class RunResult:
         content = _flat(self)
         if self.statement.epsilon is not None:
             del content["reasons"]
+        if not self.assumptions:
+            del content["assumptions"]  # as versions before 0.3 wrote it
         return content
 
 
@@ -253,7 +263,8 @@ class CompletedRun:
     seconds: float | None
     stopped: str
     diagnostics: Mapping[str, Any]
-    assumptions: tuple[str, ...] = ()
+    assumptions: tuple[Any, ...] = ()
+    """As in a result; versions before 0.3 wrote sentences."""
     charged: tuple[Mapping[str, Any], ...]
     """Every question that was asked, with its `count`."""
     terms: Terms
@@ -277,6 +288,7 @@ class CompletedRun:
             if getattr(self, key) is not None:
                 raise ValueError(f"its record has a field {key!r}, which no run of stage {self.run.stage} has")
         _check_diagnostics("its record", self.diagnostics)
+        _check_assumptions([each for each in self.assumptions if not isinstance(each, str)])
         for row in self.charged:
             _check_charge(row)
 
@@ -401,6 +413,12 @@ def _check_diagnostics(name: str, diagnostics: Mapping[str, Any]) -> None:
     for key, value in diagnostics.items():
         if not _numeric(value):
             raise ValueError(f"{name} has an unknown field {key!r}: another version wrote it")
+
+
+def _check_assumptions(assumptions: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse what is not of the closed list."""
+    for each in assumptions:
+        check_assumption(each.get("name"), each.get("status"), each.get("detail"))
 
 
 def _numeric(value: Any) -> bool:

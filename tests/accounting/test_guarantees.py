@@ -6,6 +6,7 @@ import pytest
 
 from histories import DELTA, steps
 from vestige.accounting import Facts, epsilon, guarantee
+from vestige.assumptions import ASSUMPTIONS
 
 
 def test_a_guarantee_carries_its_assumptions():
@@ -13,9 +14,10 @@ def test_a_guarantee_carries_its_assumptions():
     assert said.epsilon == epsilon(steps(2.0, 100), DELTA)
     assert said.epsilon_rdp == epsilon(steps(2.0, 100), DELTA, "rdp")
     assert said.accountant == "pld"
-    assert said.adjacency == "add/remove one example"
+    assert said.adjacency == "zero-out one row"
     assert said.reasons == ()
-    assert any("secret" in assumption for assumption in said.assumptions)
+    assert [each.name for each in said.assumptions] == list(ASSUMPTIONS)
+    assert said.assumption("key").status == "assumed"
     assert guarantee({}, DELTA, Facts()).epsilon == 0
 
 
@@ -68,8 +70,7 @@ def test_a_filtered_run_is_promised_the_filters_epsilon():
 
 def test_noise_in_floating_point_rests_on_one_more_assumption():
     lattice, floating = (guarantee(steps(2.0, 100), DELTA, Facts(arithmetic=each)) for each in ("lattice", "float32"))
-    assert not any("ideal" in line for line in lattice.assumptions)
-    assert any("ideal" in line for line in floating.assumptions)
+    assert (lattice.assumption("noise").status, floating.assumption("noise").status) == ("checked", "assumed")
     assert lattice.epsilon == floating.epsilon
     with pytest.raises(ValueError, match="arithmetic='decimal'"):
         guarantee(steps(2.0, 100), DELTA, Facts(arithmetic="decimal"))
@@ -89,4 +90,5 @@ def test_delta_pays_for_the_distance_of_the_noise_from_the_ideal():
 
 def test_where_delta_cannot_pay_it_is_said():
     wild = guarantee(steps(0.01, 1000), DELTA, Facts(coordinates=10**6))
-    assert any("neglected" in line for line in wild.assumptions)
+    assert wild.assumption("noise").status == "assumed"
+    assert "neglected" in wild.assumption("noise").detail

@@ -21,6 +21,7 @@ ALONE = {
     "dp-is": {"boost": 1.0},
     "dpsur": {"sigma_v": 2.0, "validation_batch": 4, "threshold": 4.0},
     "dpsgd-br": {"sigma_v": 2.0, "validation_batch": 4, "threshold": 4.0, "progress": "none"},
+    "dpsgd-br-stepped": {"sigma_v": 2.0, "validation_batch": 4, "threshold": 4.0, "progress": "none"},
     "dp-micro-adam": {},
     "dp-muon": {},
     "geoclip": {},

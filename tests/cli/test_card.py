@@ -51,7 +51,8 @@ def test_the_card_of_a_run_states_what_verify_computes(run, tmp_path):
         "| Method | fo-dp-sgd (clip=1.0, ",
         "privacy loss distributions",
         "runs to choose hyper-parameters included",
-        "- The random numbers are secret and not used twice.",
+        "| Random numbers are secret | checked (drawn from the operating system",
+        "| Nothing was fitted to the rows beforehand | assumed |",
         (run / "ledger.jsonl").read_text().splitlines()[-1][-66:-2],
         "`vestige verify RUN`",
     ):
@@ -77,7 +78,7 @@ def test_without_an_epsilon_the_card_says_why(tmp_path):
     page = vestige.card(tmp_path / "run")
     assert "**No epsilon holds for this model**: the noise was drawn from a known seed" in page
     assert "Epsilon would be 7.99" in page
-    assert "What it rests on" not in page
+    assert "| Random numbers are secret | assumed (the noise was drawn from a known seed" in page
     assert "Epsilon, delta" not in page
 
 
@@ -112,8 +113,8 @@ def test_the_ledger_of_a_loop_has_a_card_at_a_given_delta(tmp_path):
     for words in (
         "3 times a sum over a Poisson sample",
         "| Steps | 3; 3 questions charged |",
-        "- The loss of a batch is the mean",  # the ledger does not say what was met
-        "- An example's loss does not depend on how far its batch was padded",
+        "| The loss is per example | checked (torch's own loss",
+        "| Padding has no say | not needed (torch's collation",
         "dp-sgd (clip=Flat(bound=0.7)",
     ):
         assert words in page, words

@@ -374,3 +374,13 @@ def test_a_command_needs_a_model_and_data_and_a_free_folder(made, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").touch()
     refused(made, tmp_path, "is not an empty folder", data=made / "reviews.jsonl")
+
+
+def test_a_user_column(made, tmp_path):
+    reviews = [json.loads(line) for line in (made / "reviews.jsonl").read_text().splitlines()]
+    path = tmp_path / "reviews.jsonl"
+    path.write_text("".join(json.dumps(row | {"author": i // 2}) + "\n" for i, row in enumerate(reviews)))
+    words = ["finetune", "--model", made / "lm", "--data", path, *PLAN, *LABELS, "--user-column", "author"]
+    result = as_json(*words, "--sample", "users", "--out", tmp_path / "run")
+    assert result["adjacency"] == "zero-out all rows of one user"
+    assert "all rows of one user" in (tmp_path / "run" / "report.md").read_text()

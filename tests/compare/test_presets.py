@@ -3,14 +3,17 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from comparisons import AUTO, fake
-from vestige import accounting
+from vestige import accounting, tasks
 from vestige.cli.progress import Execution
 from vestige.cli.reproduce import reproduce
 from vestige.compare import presets, runner, runs
+from vestige.compare.execute import Machine, perform, stackable
 from vestige.compare.folder import ComparisonFolder
+from vestige.compare.specification import Problem
 from vestige.methods.registry import METHODS, build
 from vestige.questions import SampledGaussian
 from vestige.records import PrivacyTarget
@@ -105,8 +108,98 @@ def test_accuracies_are_compared_at_one_sigma_and_at_one_epsilon(name):
     assert budgets[1].value == pytest.approx(spent, abs=0.05)
 
 
+def images(path, each, shape=(32, 32, 3), seed=0):
+    """A dataset of so many training and test images of each class, in no order."""
+    rng, arrays = np.random.default_rng(seed), {}
+    for split, count in zip(("train", "test"), each, strict=True):
+        labels = rng.permutation(np.repeat(np.arange(10), count)).astype(np.uint8)
+        arrays[f"y_{split}"] = labels
+        arrays[f"x_{split}"] = rng.integers(0, 256, (len(labels), *shape), np.uint8)
+    np.savez(path, **arrays)
+    return str(path)
+
+
+PROTOCOLS = [name for name, preset in presets.PRESETS.items() if preset.full.subset is not None]
+
+
+def test_a_preset_is_its_protocol_whatever_file_it_is_given(tmp_path, monkeypatch):
+    """The first 500 and 200 of each class, batch 200, cut from a larger dataset; what is smaller is refused."""
+    assert all(name.startswith(("fo-", "sma-", "balance-")) for name in PROTOCOLS)
+    assert all(preset.name in PROTOCOLS or preset.whole for preset in presets.PRESETS.values())
+    data = images(tmp_path / "cifar10.npz", (530, 210))
+    preset = presets.find("fo-table1")
+    specification = preset.specification(data)
+    assert all(run.subset == (5000, 2000) for run in runs.due(specification, runs.grid_of(specification), {}))
+    (found,) = presets.taken(preset, specification).values()
+    assert found["expected_batch"] == 200
+    assert len(found["train"]) == 5000
+    assert len(found["test"]) == 2000
+    assert found["line"].startswith("cifar10-mlp: 5,000 of 5,300 training rows (")
+    assert found["line"].endswith(
+        "the first 500 and 200 of each class, in the file's order; expected batch 200 at rate 0.04"
+    )
+    few = images(tmp_path / "few.npz", (499, 210))
+    with pytest.raises(ValueError, match="training rows hold 499 of class 0, and the protocol takes the first 500"):
+        presets.taken(preset, preset.specification(few))
+
+
+def test_a_cut_dataset_and_the_whole_one_give_the_same_records(tmp_path):
+    """Bit for bit, alone and stacked: the same command on the whole dataset and on what the protocol takes of it."""
+    whole = images(tmp_path / "whole.npz", (530, 210))
+    task = tasks.load("cifar10-mlp", whole, subset=(5000, 2000))
+    with np.load(whole) as file:
+        np.savez(tmp_path / "cut.npz", **{k: file[k][getattr(task.rows, k.split("_")[1]).numpy()] for k in file})
+    preset = presets.find("fo-fig4")
+    specification = replace(
+        preset.specification(None, small=True, seeds=2, reproducible=True),
+        budgets=preset.full.budgets[:1],
+        contenders=preset.full.contenders[1:3],
+        baseline="fo K 2",
+        rates=("given",),
+    )
+    specification = replace(specification, problems=(Problem("cifar10-mlp", None, {"steps": 3}),))
+    due = runs.due(specification, runs.grid_of(specification), {})
+    made = []
+    for data, stack in ((whole, True), (str(tmp_path / "cut.npz"), True), (whole, False)):
+        machine = Machine("cpu", {"cifar10-mlp": data}, stack)
+        assert (stackable(due[0], machine) is not None) == stack
+        made.append({record.id: record for record in perform(due if stack else due[:2], machine)})
+    assert {key: (each.accuracy, each.diagnostics) for key, each in made[0].items()} == {
+        key: (each.accuracy, each.diagnostics) for key, each in made[1].items()
+    }
+    for key, each in made[2].items():
+        assert each.accuracy == made[0][key].accuracy
+        assert each.statement.expected_batch == 200
+
+
+def test_whole_datasets_are_asked_for_where_the_paper_has_them(tmp_path):
+    data = images(tmp_path / "mnist.npz", (2, 1), (28, 28))
+    preset = presets.find("br-fig4")
+    assert preset.whole == {"mnist-ts": (60_000, 10_000), "fmnist-ts": (60_000, 10_000)}
+    with pytest.raises(
+        ValueError, match="holds 20 training and 10 test examples of mnist-ts, and br-fig4 takes all 60,000"
+    ):
+        presets.taken(preset, preset.specification(data))
+    found = presets.taken(preset, preset.specification(data, small=True), small=True)
+    assert (
+        "20 training and 10 test examples of mnist-ts, where the paper has 60,000 and 10,000"
+        in found["mnist-ts"]["line"]
+    )
+
+
+def test_every_deviation_that_was_asked_for_is_said():
+    preset = presets.find("fo-table3")
+    assert preset.assumed(preset.specification(None)) == list(preset.notes)
+    other = preset.specification(None, small=True, seeds=13, reproducible=True)
+    assert other.seeds == tuple(range(13))
+    said = preset.assumed(other, small=True)[len(preset.notes) :]
+    assert [line.split()[0] for line in said] == ["13", "--small:", "--reproducible:"]
+    with pytest.raises(ValueError, match="seeds=0 must be"):
+        preset.specification(None, seeds=0)
+
+
 def test_runs_that_are_timed_are_made_alone(tmp_path, monkeypatch):
-    seen = {}
+    seen, data = {}, images(tmp_path / "cifar10.npz", (500, 200))
 
     def compare(path, specification, *, machine, workers, **_):
         seen[path.name] = (machine.stack, workers)
@@ -115,7 +208,7 @@ def test_runs_that_are_timed_are_made_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "compare", compare)
     for name in ("fo-table2", "fo-fig8"):
         with pytest.raises(ValueError, match="enough seen"):
-            reproduce(None, name, data=str(tmp_path), small=True, device="cpu", out=tmp_path / name)
+            reproduce(None, name, data=data, small=True, device="cpu", out=tmp_path / name)
     assert seen["fo-table2"] == (False, 1)
     assert seen["fo-fig8"][0] is True
 

@@ -48,7 +48,7 @@ def test_the_same_comparison_reads_its_data_where_this_process_has_them(tmp_path
     spec = replace(TINY, rates=("auto",), seeds=(0,))
     runner.compare(tmp_path / "c", spec)
     met = []
-    monkeypatch.setattr(runner, "examples", lambda task, machine: met.append(machine.data))
+    monkeypatch.setattr(runner, "examples", lambda task, machine, subset: met.append(machine.data))
     here = replace(spec, problems=(replace(spec.problems[0], data="here"),))
     runner.compare(tmp_path / "c", here)
     runner.compare(tmp_path / "c", here, machine=Machine(data={"digits-mlp": "there"}))
@@ -60,7 +60,7 @@ def test_other_data_are_not_mixed_in(tmp_path, monkeypatch):
     spec = replace(TINY, rates=("auto",), seeds=(0,))
     home = runner.compare(tmp_path / "c", spec)
     next(home.runs.iterdir()).unlink()
-    monkeypatch.setattr(runner, "examples", lambda task, machine: 77)
+    monkeypatch.setattr(runner, "examples", lambda task, machine, subset: 77)
     with pytest.raises(ValueError, match=r"77 training examples of digits-mlp.*on record.*1437"):
         runner.compare(tmp_path / "c")
     assert len(list(home.runs.iterdir())) == 3

@@ -54,7 +54,7 @@ def test_it_is_continued_by_making_the_missing_run_only(before, stage):
     assert code == 0, error
     again = json.loads(path.read_text())
     assert again["run"] == lost["run"]
-    for key in ("delta", "reasons", "asked", "steps", "lr_reason", "sampling", "adjacency"):
+    for key in ("delta", "reasons", "asked", "steps", "lr_reason", "sampling"):
         assert again[key] == lost[key], key
     for key in ("epsilon", "noise_multiplier", "expected_batch"):  # the last digits depend on BLAS's threads
         assert again[key] == pytest.approx(lost[key], rel=1e-9), key

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from conftest import clip_and_sum
 from loops import flat
 from vestige import BudgetSpent, PrivacyEngine
-from vestige.accounting.guarantees import OPAQUE_LOSS
 from vestige.accounting.ledger import LedgerError, read
 from vestige.training.verify import verify
 
@@ -148,7 +147,7 @@ def test_a_step_is_the_clipped_sum_of_the_examples_own_gradients(name, accumulat
         assert max(len(batch["input_ids"]) for batch in watching.batches) <= BATCH // accumulation
     found = ((before - flat(model)) * BATCH / LR).double().numpy()
     np.testing.assert_allclose(found, oracle(twin, watching.batches), rtol=2e-3, atol=5e-5)
-    assert OPAQUE_LOSS not in trainer.guarantee().assumptions
+    assert trainer.guarantee().assumption("loss_per_example").status == "checked"
     assert read(tmp_path / "ledger.jsonl").asks.total() == 1
 
 
@@ -458,7 +457,7 @@ def test_a_trainers_own_loss_is_taken_with_an_assumption(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = trainer_of(tmp_path, model, cls=Private, more={"optimizers": (optimizer, None)})
     trainer.train()
-    assert OPAQUE_LOSS in trainer.guarantee().assumptions
+    assert trainer.guarantee().assumption("loss_per_example").status == "assumed"
 
 
 def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
@@ -557,7 +556,7 @@ def test_supervised_fine_tuning_of_trl(tmp_path):
     trainer.train()
     found = ((before - flat(trainer.model)) * BATCH / LR).double().numpy()
     np.testing.assert_allclose(found, oracle(twin, watching.batches), rtol=2e-3, atol=5e-5)
-    assert OPAQUE_LOSS not in trainer.guarantee().assumptions
+    assert trainer.guarantee().assumption("loss_per_example").status == "checked"
     assert not any((RAW | {"mean_token_accuracy"}) & entry.keys() for entry in trainer.state.log_history)
     for options in (
         {"packing": True},
@@ -567,3 +566,21 @@ def test_supervised_fine_tuning_of_trl(tmp_path):
     ):
         with pytest.raises(ValueError, match="is refused in private|several examples in one row|is the training data"):
             sft(tmp_path / "b", **options)
+
+
+def test_a_user_column_is_priced_and_not_given_to_the_model(tmp_path):
+    named = [{**row, "author": f"a{place // 3}"} for place, row in enumerate(sentences())]
+    users = -(-ROWS // 3)
+    trainer = trainer_of(tmp_path, data=named, privacy=asked(user_column="author"), max_steps=2)
+    trainer.train()
+    said = trainer.guarantee()
+    assert said.adjacency == "zero-out all rows of one user (at most 3)"
+    alone = trainer_of(tmp_path / "rows", max_steps=2)
+    alone.train()
+    assert said.epsilon > alone.guarantee().epsilon
+    opened = json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])
+    assert opened["users"]["users"] == users
+    with pytest.raises(ValueError, match="users='writer' is no column"):
+        trainer_of(tmp_path / "wrong", data=named, privacy=asked(user_column="writer")).train()
+    with pytest.raises(ValueError, match="cap=2 is about users"):
+        asked(cap=2)

@@ -348,7 +348,7 @@ def formula(name, rate, z, steps):
         return [(rate, z * 0.99**epoch, count) for epoch, count in epochs.items()]
     if name == "dp-bandmf":
         return [(rate * BANDS, z, -(-steps // BANDS))]
-    if name in ("dpsur", "dpsgd-br"):
+    if name in ("dpsur", "dpsgd-br", "dpsgd-br-stepped"):
         return [(rate, z, steps), (15 / 60, defaults["sigma_v"], steps)]
     if name in ("dp-ftrl", "dp-blt"):
         return [(1.0, z, -(-steps // int(1 / rate)))]

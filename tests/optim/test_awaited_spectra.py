@@ -78,9 +78,8 @@ def test_a_step_uses_the_spectrum_of_the_step_that_the_lag_says(walk, refresh, l
     assert not torch.allclose(found, other)  # the spectra do show
 
 
-def test_a_lag_of_zero_is_the_memory_that_waits_bit_for_bit(walk, monkeypatch):
+def test_a_lag_of_zero_is_the_memory_that_waits_bit_for_bit(walk):
     layout, _, points = walk
-    monkeypatch.setattr(spectrum, "Background", None)
     states = []
     keep = lambda state: states.append(state) or state
     _, used = filtered(Spectral(interval=OUTSIDE, refresh=2, lag=0), walk, between=keep)
@@ -164,7 +163,7 @@ def test_threads_beside_the_training_leave_torch_its_own():
 
 
 def test_a_solver_that_fails_says_so_at_the_step_that_needs_it(walk, monkeypatch):
-    def fails(matrices, floor):
+    def fails(matrices, floor, squared):
         raise torch.linalg.LinAlgError("no convergence")
 
     layout, releases, points = walk

@@ -28,9 +28,22 @@ def test_fast_and_slow_phases_scale_what_the_paper_says():
     assert fast.threshold == 1
     assert slow.noise == slow.threshold == slow.lr < 1
     assert slow.validation == 1
-    for exact, rounded in ((0.9**10, fast.noise), (0.98**10, slow.noise)):
+    assert fast.noise == pytest.approx(0.9**10, rel=1e-12)
+    assert slow.noise == pytest.approx(0.98**10, rel=1e-12)
+    assert PhasedDecay(fast=0.99).factors({"fast": 1, "slow": 0}).noise == pytest.approx(0.99, rel=1e-12)
+
+
+def test_our_variant_decays_in_steps_that_are_never_below_the_exact_factor():
+    decay = build("dpsgd-br-stepped", decay_fast=0.9, decay_slow=0.98).gate.decay
+    for exact, rounded in (
+        (0.9**10, decay.factors({"fast": 10, "slow": 0}).noise),
+        (0.98**10, decay.factors({"fast": 0, "slow": 10}).noise),
+        (0.98, decay.factors({"fast": 0, "slow": 1}).threshold),
+    ):
         assert exact <= rounded * (1 + 1e-9)
         assert rounded <= exact * exp(0.02) * (1 + 1e-9)
+    with pytest.raises(ValueError, match="grid=0 must be positive"):
+        PhasedDecay(grid=0)
 
 
 def test_the_epsilon_boundary_stops_the_decay():
@@ -183,6 +196,7 @@ def test_public_accuracy_steers_for_free(tmp_path):
     list(training)
     heard = training.state.gate
     assert heard["fast"] + heard["slow"] == sum(row[2] for row in heard["updates"]) > 0
+    assert heard["public"] is not None
     assert {type(question) for question in training.ledger.spent} == {Trial}
     with pytest.raises(ValueError, match="no public examples were given"):
         list(start(method, noise_multiplier=None, epsilon=6.0))

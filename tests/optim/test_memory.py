@@ -43,6 +43,25 @@ def test_the_blend_is_the_papers_recursion(beta, window, alpha, lam, tau, gamma,
     np.testing.assert_allclose(run(memory, fresh)[0].numpy(), expected, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize("post", [True, False])
+def test_post_fm_compares_means_and_fo_dp_sgd_sums(post):
+    """Equation 13 divides before the memory: kappa and zeta are lengths of mean gradients there, and of sums in FO."""
+    fresh, batch = 50 * torch.randn(20, SIZE, generator=torch.Generator().manual_seed(3)) + 20, 50.0
+    given = {"tau": 1.0, "kappa": 20.0, "zeta": 2.0}
+    memory = Blend(FractionalWeights(0.8, 0.01, 1.0, 20.0, 2.0, 0.2), 0.7, 6, "fresh" if post else "blend")
+    unit = batch if post else 1.0
+    expected = unit * paper_recursion(fresh / unit, beta=0.7, window=6, post=post, **given)
+    layout = Layout((Segment("w", 0, (SIZE,)),))
+    state, outputs = memory.init(layout, torch.device("cpu")), []
+    for row in fresh:
+        out, state, _ = memory.step(Release(row.clone(), 1.0, batch), state, {})
+        outputs.append(out.clone())
+    np.testing.assert_allclose(torch.stack(outputs).numpy(), expected, rtol=2e-3, atol=1e-2)
+    if post:
+        other = paper_recursion(fresh, beta=0.7, window=6, post=True, **given)
+        assert not np.allclose(expected, other, rtol=2e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("kernel", [FractionalWeights(), UniformWeights(), ExponentialWeights(0.6)])
 def test_share_one_is_dp_sgd_bit_for_bit(kernel):
     fresh = torch.randn(30, SIZE)

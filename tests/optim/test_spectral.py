@@ -327,18 +327,20 @@ def test_on_noise_alone_the_papers_gate_is_open_and_the_disjoint_one_shut():
         assert low < disjoint.mean() < high
 
 
-def test_the_spectrum_is_refreshed_once_an_epoch_by_default(monkeypatch):
+def test_the_spectrum_is_taken_at_every_step_unless_another_schedule_is_asked_for(monkeypatch):
     model = make_model()
     layout = Layout.of(model, Layers())
     releases, points = walk(layout, model)
     calls = []
-    real = spectrum.exponents
-    monkeypatch.setattr(spectrum, "exponents", lambda *a: calls.append(1) or real(*a))
-    run(Spectral(lag=0), releases, points, layout, rate=0.25)
-    assert len(calls) == 3
-    calls.clear()
-    run(Spectral(refresh=1, lag=0), releases, points, layout)
-    assert len(calls) == 12
+    real = spectrum.Background
+    monkeypatch.setattr(spectrum, "Background", lambda *a: calls.append(1) or real(*a))
+    for memory, count in ((Spectral(), 12), (Spectral(refresh=None), 3), (Spectral(refresh=5), 3)):
+        run(memory, releases, points, layout, rate=0.25)
+        assert len(calls) == count
+        calls.clear()
+    assert (vestige.sma_dp_sgd().memory.refresh, vestige.sma_dp_sgd().memory.lag) == (1, 0)
+    ours = vestige.build("sma-dp-sgd-epoch").memory
+    assert (ours.refresh, ours.lag) == (None, 4)
 
 
 def test_the_state_survives_a_checkpoint(tmp_path):

@@ -112,7 +112,7 @@ def test_conventions_for_convolutions():
 
     def spectra(convention):
         matrices = [spectrum._matrices(each, convention) for each in (weight, matrix)]
-        return spectrum._spectra(matrices, spectrum._by_size(matrices))
+        return spectrum._spectra(matrices, spectrum._by_size(matrices), False)
 
     as_one, as_matrix = spectra("flatten")
     by_position, as_it_is = spectra("per-position")

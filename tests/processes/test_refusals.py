@@ -116,10 +116,8 @@ def test_replicas_that_come_apart_at_the_end(two):
 
 def test_rows_that_are_read_one_by_one_are_an_assumption(two):
     """Augmented as they are read, they are the same rows still."""
-    for answer in two(process_gang.assumptions, arrange="read"):
-        assert any("reads the same rows in the same order" in each for each in answer), answer
-    for answer in two(process_gang.assumptions):
-        assert not any("reads the same rows in the same order" in each for each in answer), answer
+    assert two(process_gang.assumption, name="processes", arrange="read") == ["assumed"] * 2
+    assert two(process_gang.assumption, name="processes") == ["checked"] * 2
 
 
 def test_an_error_says_nothing_of_the_rows(two):

@@ -6,6 +6,7 @@ from vestige.accounting.composition import epsilon
 from vestige.accounting.guarantees import Facts, Guarantee, guarantee
 from vestige.accounting.meaning.meaning import Meaning, meaning
 from vestige.accounting.meaning.tradeoff import Tradeoff, tradeoff
+from vestige.accounting.meaning.users import group_epsilon, guarantee_of_user, history_of_user
 from vestige.accounting.selective import published_claim_epsilon
 from vestige.accounting.theorems import History
 from vestige.accounting.tuning import composed_epsilon, tuned_epsilon
@@ -22,8 +23,11 @@ __all__ = [
     "calibrate",
     "composed_epsilon",
     "epsilon",
+    "group_epsilon",
     "guarantee",
+    "guarantee_of_user",
     "history_of_runs",
+    "history_of_user",
     "meaning",
     "published_claim_epsilon",
     "tradeoff",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import floor, inf, log, log2
 
@@ -15,7 +16,7 @@ from vestige.accounting.pld import Composed, LossMasses
 from vestige.accounting.profiles import connect_dots
 from vestige.accounting.theorems import History, curves, occasions, theorem_for, total_curve
 from vestige.checks import check_delta
-from vestige.questions import Question, SampledGaussian
+from vestige.questions import GroupedGaussian, Question, SampledGaussian
 
 FINE, COARSE = 2e-5, 16e-5
 """Steps of the loss grid relative to epsilon: reported numbers use the fine one, searches start with the coarse."""
@@ -52,6 +53,14 @@ def epsilon(history: History, delta: float, accountant: str = "pld") -> float:
 
 
 def epsilon_by_distribution(history: History, delta: float, fineness: float) -> float:
+    """By loss distributions on a grid of this fineness. The last results are kept: noise that was calibrated is priced
+    again by the budget that it is for, and by whoever states what it cost."""
+    return _by_distribution(tuple(sorted(history.items(), key=repr)), delta, fineness)
+
+
+@lru_cache(maxsize=256)
+def _by_distribution(asked_for: tuple[tuple[Question, int], ...], delta: float, fineness: float) -> float:
+    history = dict(asked_for)
     by_renyi = rdp.tight_epsilon(total_curve(history), delta)
     asked = occasions(history)
     largest = largest_loss(asked)
@@ -125,18 +134,18 @@ def _single(question: Question, interval: float) -> tuple[LossMasses, LossMasses
 
 def _fewer(asked: Mapping[Question, int]) -> Mapping[Question, int]:
     """At most `DISTINCT` multipliers per rate, by rounding multipliers down: less noise never costs less."""
-    by_rate: dict[float, list[SampledGaussian]] = {}
+    by_rate: dict[Question, list[SampledGaussian | GroupedGaussian]] = {}
     for question in asked:
-        if isinstance(question, SampledGaussian):
-            by_rate.setdefault(question.rate, []).append(question)
+        if isinstance(question, SampledGaussian | GroupedGaussian):
+            by_rate.setdefault(replace(question, multiplier=1.0), []).append(question)
     stands_for: dict[Question, Question] = {}
-    for rate, alike in by_rate.items():
+    for alike in by_rate.values():
         if len(alike) > DISTINCT:
             known = sorted(question.multiplier for question in alike)
             levels = np.array(known)[np.arange(DISTINCT) * len(known) // DISTINCT]
             for question in alike:
                 level = levels[np.searchsorted(levels, question.multiplier, side="right") - 1]
-                stands_for[question] = SampledGaussian(rate, float(level))
+                stands_for[question] = replace(question, multiplier=float(level))
     fewer: Counter[Question] = Counter()
     for question, count in asked.items():
         fewer[stands_for.get(question, question)] += count

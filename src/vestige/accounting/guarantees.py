@@ -2,55 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import exp, inf
+from types import MappingProxyType
+from typing import Any
 
 from vestige.accounting.composition import epsilon
 from vestige.accounting.meaning.meaning import Meaning, meaning
 from vestige.accounting.theorems import History
+from vestige.assumptions import ADJACENCY, Stated, lines, stated
 from vestige.checks import check_delta
 from vestige.questions import (
     AllocatedGaussian,
     CyclicGaussian,
+    ExponentialMechanism,
     Gaussian,
+    GroupedGaussian,
     Question,
     SampledGaussian,
     Trial,
     TruncatedGaussian,
 )
+from vestige.units import Users
 
 ARITHMETICS = {
-    "lattice": "rounding in float32 moves a sum by less than 1/1024 of an example's bound, which is charged",
-    "float32": "the noise is ideal: floating-point Gaussians, added in floating point, stand in for real ones",
+    "lattice": (
+        Stated("noise", "checked", "added in integers on a public lattice; its distance from the ideal is in delta"),
+        Stated("rounding", "assumed", "so much is charged as more noise"),
+    ),
+    "float32": (
+        Stated("noise", "assumed", "added in floating point: float32 Gaussians stand in for ideal ones"),
+        Stated("rounding", "assumed", "nothing is charged for it, since noise was added in floating point"),
+    ),
 }
-"""What is assumed of noise that is added in integers, and of noise that is not."""
-
-ASSUMPTIONS = (
-    ARITHMETICS["lattice"],
-    "the random numbers are secret and not used twice",
-    "the expected batch size and the size of the dataset are public",
-    "hyper-parameters are public, or the search for them was priced separately (tuned_epsilon)",
-    "the number of steps did not depend on the answers beyond the plan that is priced",
-    "one example is one row; a person with several rows is protected less",
-)
-
-
-OPAQUE_LOSS = (
-    "the loss of a batch is the mean (or the sum, as was said) of its examples' losses, each computed from that "
-    "example's outputs alone, with a divisor that no example decides"
-)
-
-
-PADDED = (
-    "an example's loss does not depend on how far its batch was padded: what lies behind its own end is masked in the "
-    "model, and ignored in the loss"
-)
-ROWS_APART = (
-    "every process reads the same rows in the same order: where they are read one by one, some drawn at random were "
-    "compared, and not all"
-)
-NEGLECTED = "at so large an epsilon, that the noise is drawn to within 2^-96 of the ideal one is neglected"
+"""What follows for the noise from the numbers that it was added in."""
+NEGLECTED = Stated("noise", "assumed", "at so large an epsilon its distance of 2^-96 from the ideal is neglected")
+SEEDED = Stated("key", "assumed", "the noise was drawn from a known seed: no epsilon is stated")
+FILTERED = Stated("fixed_steps", "not needed", "a filter bounds epsilon whatever the answers were")
 
 DISTANCE = 2.0**-96
 """The total variation of a number of lattice noise from the rounded Gaussian, at most (`rounded_gaussian.DISTANCE`)."""
@@ -78,12 +68,8 @@ class Facts:
     nonprivate_outputs: bool = False
     """Whether anything computed from data without noise was written where the guarantee's reader may see it."""
     filter_epsilon: float | None = None
-    opaque_loss: bool = False
-    """Whether a loss of a user's own loop was met whose divisor could not be recognised."""
-    padded: bool = False
-    """Whether examples were padded to the longest of their batch, in a user's own loop."""
-    rows_apart: bool = False
-    """Whether several processes each read their rows one by one."""
+    users: Users | None = None
+    """Whose presence is hidden: all rows of a user; None: one row."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +81,33 @@ class Guarantee:
     accountant: str
     epsilon_rdp: float | None
     reasons: tuple[str, ...] = ()
-    assumptions: tuple[str, ...] = ASSUMPTIONS
-    adjacency: str = "add/remove one example"
+    assumptions: tuple[Stated, ...] = stated({})
+    """The whole closed list: what was checked, what is assumed, what this run had no need of."""
+    adjacency: str = ADJACENCY
     epsilon_if_noise_were_secret: float | None = None
     asked: tuple[tuple[Question, int], ...] | None = field(default=None, compare=False, repr=False)
     """What was asked, and how often."""
+
+    @property
+    def unit(self) -> str:
+        """Whose presence is hidden: "example" or "user"."""
+        return "example" if self.adjacency == ADJACENCY else "user"
+
+    def assumption(self, name: str) -> Stated:
+        """What is said about one assumption of `vestige.assumptions.ASSUMPTIONS`."""
+        return next(each for each in self.assumptions if each.name == name)
+
+    def __str__(self) -> str:
+        """Epsilon, or why there is none, and every assumption."""
+        number = f"no epsilon: {'; '.join(self.reasons)}"
+        if self.epsilon is not None:
+            number = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({self.accountant}), {self.adjacency}"
+        return "\n".join((number, *lines(self.listed)))
+
+    @property
+    def listed(self) -> tuple[dict[str, Any], ...]:
+        """The assumptions as JSON writes them."""
+        return tuple(each.to_json() for each in self.assumptions)
 
     @cached_property
     def meaning(self) -> Meaning | None:
@@ -111,17 +119,21 @@ class Guarantee:
 
 
 SAMPLING: dict[str, tuple[type[Question], ...]] = {
-    "poisson": (SampledGaussian, Gaussian, Trial),
+    "poisson": (SampledGaussian, Gaussian, GroupedGaussian, Trial),
     "cyclic-poisson": (CyclicGaussian, Gaussian),
-    "every-example": (Gaussian,),
+    "every-example": (Gaussian, ExponentialMechanism),
     "allocation": (AllocatedGaussian, Gaussian),
     "truncated": (TruncatedGaussian, Gaussian),
 }
 """Which questions a way of sampling answers as their theorems suppose."""
 
 
-def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
+def guarantee(
+    history: History, delta: float, facts: Facts, recorded: Mapping[str, Stated] = MappingProxyType({})
+) -> Guarantee:
     """What may be said about a run that asked `history` under `facts`. Without a theorem there is no epsilon.
+
+    `recorded` is what its ledger says about assumptions; those that it does not name count as assumed.
 
     Formal guarantees: where `epsilon` is a number, the run is (epsilon, delta)-differentially private under the listed
     assumptions; for a filtered run it is the filter's, whatever was spent.
@@ -131,7 +143,7 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
         raise ValueError(f"arithmetic={facts.arithmetic!r} is unknown; choose from {', '.join(ARITHMETICS)}")
     reasons = (*_reasons_but_noise(history, facts), *_reasons_of_noise(facts))
     if _reasons_but_noise(history, facts):
-        return Guarantee(None, delta, "none", None, reasons)
+        return Guarantee(None, delta, "none", None, reasons, _assumptions(facts, recorded, neglected=False))
     by_renyi = epsilon(history, delta, "rdp")
     filtered = facts.schedule == "filtered"
     lost = _lost(by_renyi, history, facts)
@@ -145,19 +157,22 @@ def guarantee(history: History, delta: float, facts: Facts) -> Guarantee:
     reasons = (*reasons, *broken)
     # What a filtered run happened to spend depends on the data: only the filter's own epsilon is proved, by Renyi.
     proved = spent if filtered and not broken else by_renyi
-    held = (
-        (OPAQUE_LOSS, facts.opaque_loss),
-        (PADDED, facts.padded),
-        (ROWS_APART, facts.rows_apart),
-        (NEGLECTED, neglected),
-    )
-    further = [text for text, holds in held if holds]
-    assumptions = (ARITHMETICS[facts.arithmetic], *ASSUMPTIONS[1:], *further)
+    assumptions = _assumptions(facts, recorded, neglected)
     accountant = "renyi filter" if filtered else "pld"
     result = Guarantee(spent, delta, accountant, proved, reasons, assumptions, asked=tuple(history.items()))
+    if facts.users is not None:
+        result = replace(result, adjacency=facts.users.adjacency)
     if not reasons:
         return result
     return replace(result, epsilon=None, epsilon_if_noise_were_secret=None if broken else spent)
+
+
+def _assumptions(facts: Facts, recorded: Mapping[str, Stated], neglected: bool) -> tuple[Stated, ...]:
+    """The closed list: what was recorded, and what follows from the facts and the price."""
+    held = ((NEGLECTED, neglected), (SEEDED, facts.noise != "secret"), (FILTERED, facts.schedule == "filtered"))
+    if facts.users is not None:
+        recorded = {**recorded, "unit": Stated("unit", "assumed", facts.users.assumption, True)}
+    return stated(recorded, (*ARITHMETICS[facts.arithmetic], *(each for each, holds in held if holds)))
 
 
 def _lost(spent: float, history: History, facts: Facts) -> float:
@@ -170,12 +185,36 @@ def _lost(spent: float, history: History, facts: Facts) -> float:
     return (1 + exp(min(spent, 500.0))) * DISTANCE * numbers
 
 
+def reasons_against(history: History, facts: Facts) -> tuple[str, ...]:
+    """Why no epsilon holds for such questions under these facts; nothing where one does."""
+    return (*_reasons_but_noise(history, facts), *_reasons_of_noise(facts))
+
+
 def _reasons_of_noise(facts: Facts) -> tuple[str, ...]:
     if facts.noise == "secret":
         return ()
     if facts.noise == "seeded":
         return ("the noise was drawn from a known seed, so anyone who has the seed can subtract it",)
     return (f"noise={facts.noise!r} is neither secret nor seeded, and nothing is proved about it",)
+
+
+def _reasons_of_users(history: History, facts: Facts) -> list[str]:
+    """Where rows are sampled, a question must have been charged as it counts for a user with several of them; where no
+    users are named, nothing is known of a question about several rows."""
+    users = facts.users
+    if users is None:
+        grouped = any(isinstance(question, GroupedGaussian) for question in history)
+        return ["rows were charged as those of users, but no users are named"] if grouped else []
+    if users.sample == "users" or users.rows_per_user == 1:
+        return []
+    for question in history:
+        fits = isinstance(question, GroupedGaussian) and (question.group, question.cap) == (
+            users.rows_per_user,
+            users.cap,
+        )
+        if not (fits or isinstance(question, Gaussian)):
+            return [f"{type(question).__name__} questions were not charged for users with {users.rows_per_user} rows"]
+    return []
 
 
 def _reasons_but_noise(history: History, facts: Facts) -> tuple[str, ...]:
@@ -188,6 +227,7 @@ def _reasons_but_noise(history: History, facts: Facts) -> tuple[str, ...]:
         for kind in dict.fromkeys(type(question) for question, count in history.items() if count):
             if not issubclass(kind, SAMPLING[facts.sampling]):
                 reasons.append(f"no theorem prices {kind.__name__} questions under {facts.sampling} sampling")
+    reasons += _reasons_of_users(history, facts)
     if not facts.examples_independent:
         reasons.append(
             "one example's gradient depended on others in the batch, so clipping does not bound its influence"

@@ -8,19 +8,21 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+from vestige.assumptions import Stated, Status, check, merged
+from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 from vestige.files import lock
 from vestige.questions import BudgetSpent, Question
 
 GENESIS = "0" * 64
-VERSION = 2
-READABLE = (1, 2)
-"""Version 1 had no `finish` rows."""
+VERSION = 3
+READABLE = (1, 2, 3)
+"""Version 1 had no `finish` rows, version 2 no `assumption` rows."""
 
 
 class LedgerError(ValueError):
@@ -29,6 +31,18 @@ class LedgerError(ValueError):
 
 class Budget(Protocol):
     def allows(self, spent: Mapping[Question, int], question: Question) -> bool: ...
+
+
+class Spending(Protocol):
+    """An account in a book that several runs share (`vestige.budget.account`)."""
+
+    def charge(self, question: Question, ledger: tuple[int, str]) -> None:
+        """Record a question in the book, durably, or raise `BudgetSpent` and record nothing."""
+        ...
+
+    def finish(self, ledger: tuple[int, str] | None = None) -> None:
+        """Say that nothing more will be asked."""
+        ...
 
 
 _held: WeakValueDictionary[Path, Ledger] = WeakValueDictionary()
@@ -45,6 +59,50 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
 
 
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
+
+
+def _number(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _method(value: Any) -> bool:
+    named = isinstance(value, dict) and _text(value.get("name")) and isinstance(value.get("options"), dict)
+    return _text(value) or (named and isinstance(value.get("parts", {}), dict))
+
+
+def _hashes(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for pair in value.items() for each in pair)
+
+
+FORMS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "open": {
+        "population": _whole(1),
+        "canaries": _whole(1),
+        "coordinates": _whole(0),
+        "steps": _whole(1),
+        "sample_rate": _number(0, 1),
+        "delta": _number(0, 1),
+        "noise_multiplier": _number(SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER),
+        "sampling": _text,
+        "noise": _text,
+        "arithmetic": _text,
+        "schedule": _text,
+        "nonprivate_outputs": lambda value: isinstance(value, bool),
+        "method": _method,
+    },
+    "ask": {"step": _whole(-1), "part": _whole(0), "attempt": _whole(0), "kind": _text},
+    "resume": {"from_step": _whole(0), "attempt": _whole(0)},
+    "finish": {"files": _hashes},
+}
+"""What rows hold, and what it must look like; an `open` row has some of it, the others all."""
+
+
 DIFFERING = re.compile(r'"\\u0000(seq|previous|step)"')
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
@@ -57,16 +115,20 @@ class Ledger:
     """The charging side: asks are checked against the budget, made durable, and only then allowed to be answered.
 
     Rows: one `open` (the public facts of the run), then per question one `ask` (its step, and its place among that
-    step's questions); each continuation after an interruption adds a `resume`, the end of the run a `finish` with the
-    hashes of what it left. Every row holds the hash of the row before it. With `path=None` the ledger lives in memory;
-    a file is written by one process at a time.
+    step's questions), and an `assumption` when something new is known about one; each continuation after an
+    interruption adds a `resume`, the end of the run a `finish` with the hashes of what it left. Every row holds the
+    hash of the row before it. With `path=None` the ledger lives in memory; a file is written by one process at a time.
     """
 
     def __init__(self, path: Path | None, budget: Budget | None = None, *, replays_are_free: bool = False) -> None:
         self.path, self.budget = path, budget
+        self.spending: Spending | None = None
+        """The book that is charged before this ledger, if there is one."""
         self.replays_are_free = replays_are_free
         self.head, self.rows, self.attempt = GENESIS, 0, 0
         self.spent: Counter[Question] = Counter()
+        self.assumptions: dict[str, Stated] = {}
+        """What is known about each assumption (`vestige.assumptions`); the others count as assumed."""
         self._paid: set[tuple[int, int]] = set()
         self._file: int | None = None
         self._process = os.getpid()
@@ -110,6 +172,7 @@ class Ledger:
         history = self.claim()
         self.head, self.rows, self.attempt = history.head, history.rows, history.attempts
         self.spent, self._paid = history.spent(self.replays_are_free), set(history.paid)
+        self.assumptions = dict(history.assumptions)
         self._append({"row": "resume", "from_step": from_step, "attempt": self.attempt})
 
     def rewind(self, from_step: int) -> None:
@@ -128,6 +191,8 @@ class Ledger:
                 f"the budget is spent: {sum(self.spent.values())} questions were asked, and one more would exceed it. "
                 "Nothing was asked or moved; stop training here (`except vestige.BudgetSpent: break`)"
             )
+        if self.spending is not None and not free:
+            self.spending.charge(question, (self.rows, self.head))
         if self.path is None:
             self._follow(asked, step, part, sensitivity)
         else:
@@ -137,11 +202,23 @@ class Ledger:
         if self.replays_are_free:
             self._paid.add((step, part))
 
+    def assume(self, name: str, status: Status, detail: str) -> None:
+        """Write down what is known about an assumption, if it is new; call `vestige.assumptions.record`."""
+        before = self.assumptions.get(name)
+        after = merged(before, Stated(name, status, detail, True))
+        if after != before:
+            self._append({"row": "assumption", "name": name, "status": status, "detail": detail})
+            self.assumptions[name] = after
+
     def finish(self, files: Mapping[str, str]) -> None:
         """Say that the run is finished, and what it left: the hash of each file by its name."""
         self._append({"row": "finish", "files": dict(files)})
+        if self.spending is not None:
+            self.spending.finish((self.rows, self.head))
 
     def close(self) -> None:
+        if self.path is None and self.spending is not None:
+            self.spending.finish()  # nobody can go on with a ledger in memory
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -212,6 +289,14 @@ class LedgerHistory:
     paid: dict[tuple[int, int], Question] = field(default_factory=dict)
     last_step: int = -1
     """The last step that was asked about; where questions are about epochs, the last of its epoch."""
+    assumptions: dict[str, Stated] = field(default_factory=dict)
+    """What was recorded about each assumption."""
+
+    def require(self, path: Path, *names: str) -> None:
+        """Refuse a ledger whose first row does not say what is needed of it."""
+        for name in names:
+            if name not in self.facts:
+                raise LedgerError(f"{path}, line 1: the fact {name!r} is missing")
 
     @property
     def head(self) -> str:
@@ -246,12 +331,13 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
     epoch = 1
     for number, row in enumerate(_rows(path, text), start=1):
         _check_chain(path, number, row, history)
+        _check_form(path, number, row)
         if history is None:
             if row.get("row") != "open":
                 raise LedgerError(f"{path}, line 1: a ledger begins with an 'open' row, not {row.get('row')!r}")
             if row.get("version") not in READABLE:
                 raise LedgerError(
-                    f"{path}: ledger version {row.get('version')} is not {VERSION}; use the vestige that wrote it"
+                    f"{path}: ledger version {row.get('version')!r} is not {VERSION}; use the vestige that wrote it"
                 )
             history = LedgerHistory({k: v for k, v in row.items() if k not in ("seq", "previous", "hash", "row")})
         elif row.get("row") == "resume":
@@ -266,6 +352,13 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
             history.files = dict(row["files"])  # the last one counts: a finished run may be saved again
         elif history.files is not None:
             raise LedgerError(f"{path}, line {number}: a row after the run had finished")
+        elif row.get("row") == "assumption":
+            try:
+                check(row.get("name"), row.get("status"), row.get("detail"))
+            except ValueError as error:
+                raise LedgerError(f"{path}, line {number}: {error}") from error
+            known = Stated(row["name"], row["status"], row["detail"], True)
+            history.assumptions[known.name] = merged(history.assumptions.get(known.name), known)
         elif row.get("row") == "ask":
             place = (row["step"], row["part"])
             if row["attempt"] != history.attempts - 1 or place not in due:
@@ -275,7 +368,7 @@ def read(path: Path, *, repair: bool = False) -> LedgerHistory:
                 raise LedgerError(
                     f"{path}, line {number}: step {place[0]}, part {place[1]} where {wanted} was due: a gap or a reuse"
                 )
-            question = Question.from_json(row)
+            question = _question(path, number, row)
             history.asks[question.during(row["attempt"])] += 1
             history.paid[place] = question
             epoch = getattr(question, "steps", 1)  # a question about a whole epoch is due again when that has ended
@@ -300,6 +393,24 @@ def _rows(path: Path, text: bytes) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise LedgerError(f"{path}, line {number}: not a ledger row")
         yield row
+
+
+def _check_form(path: Path, number: int, row: dict[str, Any]) -> None:
+    for name, fits in FORMS.get(str(row.get("row")), {}).items():
+        if name not in row and row["row"] != "open":
+            raise LedgerError(f"{path}, line {number}: {name!r} is missing")
+        if name in row and not fits(row[name]):
+            shown = repr(row[name])
+            shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
+            raise LedgerError(f"{path}, line {number}: {name} is {shown}, which no run writes")
+
+
+def _question(path: Path, number: int, row: dict[str, Any]) -> Question:
+    try:
+        return Question.from_json(row)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise LedgerError(f"{path}, line {number}: {what}") from error
 
 
 def _check_chain(path: Path, number: int, row: dict[str, Any], history: LedgerHistory | None) -> None:

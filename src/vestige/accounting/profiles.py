@@ -102,6 +102,35 @@ def _replaced(rate: float, multiplier: float, loss: Array) -> Array:
     return np.maximum(rate * (low - high) - held * ndtr(-start / multiplier), 0.0)
 
 
+def randomized_response(epsilon: float) -> Profile:
+    """A bit that is told truly with probability e^epsilon / (1 + e^epsilon): it dominates every epsilon-private answer
+    (Kairouz, Oh & Viswanath 2015)."""
+    truly = 1 / (1 + exp(-epsilon))
+
+    def heights(loss: Array) -> Array:
+        return np.maximum(-truly * np.expm1(loss - epsilon), 0.0)
+
+    return Profile(heights, heights, epsilon, epsilon)
+
+
+def exponential_mechanism(epsilon: float) -> Profile:
+    """A choice whose losses, over all candidates, lie in an interval of length `epsilon` (bounded range).
+
+    If the upper end is t, the worst case has two losses, t with probability (e^epsilon - e^t) / (e^epsilon - 1) and t -
+    epsilon: an expectation of a convex function of the ratio, whose mean is one, is largest at the ends. The largest
+    divergence over all t is (e^(epsilon/2) - e^(loss/2))^2 / (e^epsilon - 1), at t = (epsilon + loss) / 2. As a largest
+    of convex functions of e^loss it is one, so some pair has this profile and dominates every such choice, also where
+    the next question depends on what was chosen. Both directions are the same.
+    """
+
+    def heights(loss: Array) -> Array:
+        if epsilon == 0:
+            return np.zeros_like(loss)
+        return np.asarray(np.expm1(np.minimum(loss - epsilon, 0.0) / 2) ** 2 / -expm1(-epsilon))
+
+    return Profile(heights, heights, epsilon, epsilon)
+
+
 def connect_dots(profile: Profile, step: float) -> tuple[int, Array, float]:
     """A loss distribution on multiples of `step` whose removal profile connects the dots of the given one.
 

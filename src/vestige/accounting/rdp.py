@@ -25,6 +25,8 @@ SMALLEST_QUADRATURE_MULTIPLIER = 0.02
 """Below it a quadrature needs too many points; log-convexity bounds the curve from the integer orders instead."""
 QUADRATURE_DIGITS = 33.0
 """Nats of relative accuracy asked of the quadrature: exp(-33) = 5e-15."""
+SMALLEST_CHOICE, LARGEST_CHOICE = 0.01, 300.0
+"""Epsilons of one choice outside which simpler bounds are as good, and nothing cancels or overflows."""
 LARGEST_BLOCK = 500_000
 """Numbers held at once; larger requests are computed in pieces."""
 
@@ -45,6 +47,43 @@ def curves(rates: Sequence[float], multipliers: Sequence[float]) -> Array:
         without_sampling = ORDERS / (2 * multiplier[sampled, None] ** 2)
         result[sampled] = np.clip(_sampled(rate[sampled], multiplier[sampled]), 0.0, without_sampling)
     assert not np.isnan(result).any(), "a Renyi curve is not a number"
+    return result
+
+
+def pure_curves(epsilons: Sequence[float]) -> Array:
+    """Renyi divergence at `ORDERS` of randomized response with each epsilon: [questions, orders]. Every epsilon-private
+    answer has at most that one's."""
+    epsilon = np.asarray(epsilons, dtype=float)[:, None]
+    truly, falsely = -np.log1p(np.exp(-epsilon)), -epsilon - np.log1p(np.exp(-epsilon))
+    moments = np.logaddexp(ORDERS * truly + (1 - ORDERS) * falsely, ORDERS * falsely + (1 - ORDERS) * truly)
+    rounding = 4e-16 * (1 + ORDERS * epsilon)
+    return np.asarray(np.clip((moments + rounding) / (ORDERS - 1), 0.0, epsilon))
+
+
+def replaced_curves(rates: Sequence[float], multipliers: Sequence[float]) -> Array:
+    """As `curves`, where an example is replaced by another: (1 - q) N(0, s^2) + q N(1, s^2) against (1 - q) N(0, s^2) +
+    q N(-1, s^2), the worst pair (`profiles.replaced_gaussian`).
+
+    By the trapezoidal rule up to order 64, and never above two Gaussians at distance 2, which bounds the others.
+    """
+    result = np.stack(
+        [2 * ORDERS / multiplier**2 if multiplier else np.full(len(ORDERS), np.inf) for multiplier in multipliers]
+    )
+    for place, (rate, multiplier) in enumerate(zip(rates, multipliers, strict=True)):
+        if rate == 0 or multiplier == np.inf:
+            result[place] = 0.0
+        elif rate < 1 and multiplier >= 0.2:
+            step = min(multiplier / 8, multiplier**2 / 16)
+            for column in np.flatnonzero(ORDERS <= 64):
+                order = ORDERS[column]
+                points = np.arange(-12 * multiplier, 2 * order + 12 * multiplier, step)
+                up, down = (
+                    np.logaddexp(np.log1p(-rate), np.log(rate) + (sign * points - 0.5) / multiplier**2)
+                    for sign in (1, -1)
+                )
+                density = np.log(step) - points**2 / (2 * multiplier**2) - np.log(multiplier * sqrt(2 * pi))
+                moment = float(logsumexp(density + order * up + (1 - order) * down))
+                result[place, column] = min(result[place, column], max(0.0, moment + 1e-13) / (order - 1))
     return result
 
 
@@ -147,6 +186,27 @@ def _chord_log_moments(rate: Array, multiplier: Array) -> Array:
     integers = np.arange(2.0, np.ceil(FRACTIONAL_ORDERS[-1]) + 1)
     heights = np.column_stack([np.zeros(len(rate)), integer_log_moments(rate, multiplier, integers)])
     return np.stack([np.interp(FRACTIONAL_ORDERS, [1.0, *integers], height) for height in heights])
+
+
+def exponential_mechanism(epsilons: Sequence[float]) -> Array:
+    """Renyi divergence at `ORDERS` of choices whose losses lie in an interval of length `epsilon`: [choices, orders].
+
+    The largest over the two-point distributions of `profiles.exponential_mechanism`: with x = e^t the moment is x^(a-1)
+    (A - B x) / (e^epsilon - 1), where A = e^epsilon - e^(-(a-1) epsilon) and B = 1 - e^(-(a-1) epsilon), and it is
+    largest at x = (a-1) A / (a B).
+    """
+    result = np.zeros((len(epsilons), len(ORDERS)))
+    for row, epsilon in zip(result, epsilons, strict=True):
+        simple = np.minimum(ORDERS * epsilon**2 / 8, epsilon)  # Cesar & Rogers 2021
+        if not SMALLEST_CHOICE < epsilon < LARGEST_CHOICE:
+            row[:] = simple
+        else:
+            shrunk = -np.expm1(-(ORDERS - 1) * epsilon)
+            grown = np.expm1(epsilon) + shrunk
+            log_x = np.clip(np.log1p(-1 / ORDERS) + np.log(grown) - np.log(shrunk), 0.0, epsilon)
+            log_moment = (ORDERS - 1) * log_x + np.log(grown - shrunk * np.exp(log_x)) - np.log(np.expm1(epsilon))
+            row[:] = np.clip(log_moment / (ORDERS - 1), 0.0, simple)
+    return result
 
 
 def tight_epsilon(curve: Array, delta: float) -> float:

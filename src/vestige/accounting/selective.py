@@ -8,10 +8,11 @@ from typing import Any
 
 from vestige.accounting.composition import epsilon
 from vestige.accounting.meaning.meaning import meaning
+from vestige.assumptions import ADJACENCY, PRICE_ALONE
 from vestige.checks import check_delta, check_multiplier, check_rate, check_steps
 from vestige.questions import Question, SampledGaussian, Trial
 
-RELEASES = {"dpsur": "y", "dpsgd-br": "yz"}
+RELEASES = {"dpsur": "y", "dpsgd-br": "yz", "dpsgd-br-stepped": "yz"}
 """What an accepted trial of a method shows: its candidate, or its noisy loss too, since a buffer compares those."""
 
 ACCOUNTANTS = ("trial-level", "every-trial", "published")
@@ -70,7 +71,7 @@ def price(run: Trials, accounting_by: str) -> dict[str, Any]:
     if accounting_by not in ACCOUNTANTS:
         raise ValueError(f"accounting={accounting_by!r} must be one of {', '.join(ACCOUNTANTS)}")
     facts = {key: value for key, value in asdict(run).items() if value is not None}
-    result: dict[str, Any] = {"accounting": accounting_by, **facts, "adjacency": "add/remove one example"}
+    result: dict[str, Any] = {"accounting": accounting_by, **facts, "adjacency": ADJACENCY}
     if run.accepted is not None:
         parts = (run.sample_rate, run.sigma_t, run.validation_rate, run.sigma_v)
         result["published_claim_epsilon"] = published_claim_epsilon(run.accepted, *parts, run.delta)
@@ -81,7 +82,7 @@ def price(run: Trials, accounting_by: str) -> dict[str, Any]:
         result["epsilon"] = epsilon(asked, run.delta)
         result["epsilon_rdp"] = epsilon(asked, run.delta, "rdp")
         result["accountant"] = "pld"
-        result |= asdict(meaning(asked, run.delta))
+        result |= {**asdict(meaning(asked, run.delta)), "assumptions": list(PRICE_ALONE)}
     return result
 
 

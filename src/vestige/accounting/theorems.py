@@ -9,13 +9,22 @@ from typing import Any
 import numpy as np
 
 from vestige.accounting import rdp, trials
-from vestige.accounting.profiles import Profile, replaced_gaussian, sampled_gaussian
+from vestige.accounting.profiles import (
+    Profile,
+    exponential_mechanism,
+    randomized_response,
+    replaced_gaussian,
+    sampled_gaussian,
+)
 from vestige.accounting.rdp import Array
-from vestige.accounting.samplings import allocation, truncation
+from vestige.accounting.samplings import allocation, grouped, truncation
 from vestige.questions import (
     AllocatedGaussian,
     CyclicGaussian,
+    ExponentialMechanism,
     Gaussian,
+    GroupedGaussian,
+    PureLoss,
     Question,
     SampledGaussian,
     Trial,
@@ -43,6 +52,8 @@ class Theorem:
     """On how many occasions at most one example takes part, when the question is asked `count` times."""
     replacing: Callable[[Any], Profile] | None = None
     """The profile of one occasion where an example is replaced by another; None where no theorem gives it."""
+    replacing_curves: Callable[[Sequence[Any]], Array] | None = None
+    """The Renyi divergences for that; None where no theorem gives them."""
 
 
 THEOREMS: dict[type[Question], Theorem] = {
@@ -51,12 +62,25 @@ THEOREMS: dict[type[Question], Theorem] = {
         lambda question: sampled_gaussian(question.rate, question.multiplier),
         lambda questions: rdp.curves([q.rate for q in questions], [q.multiplier for q in questions]),
         replacing=lambda question: replaced_gaussian(question.rate, question.multiplier),
+        replacing_curves=lambda questions: rdp.replaced_curves(
+            [q.rate for q in questions], [q.multiplier for q in questions]
+        ),
     ),
     Gaussian: Theorem(
         "Balle & Wang 2018; adaptive queries under a fixed strategy matrix: Denisov et al. 2022",
         lambda question: sampled_gaussian(1.0, question.multiplier),
         lambda questions: rdp.curves([1.0] * len(questions), [q.multiplier for q in questions]),
         replacing=lambda question: replaced_gaussian(1.0, question.multiplier),
+        replacing_curves=lambda questions: rdp.replaced_curves(
+            [1.0] * len(questions), [q.multiplier for q in questions]
+        ),
+    ),
+    ExponentialMechanism: Theorem(
+        "Dong, Durfee & Rogers 2020 (bounded range); a convex profile has a dominating pair: Zhu, Dong & Wang 2022",
+        lambda question: exponential_mechanism(question.choice_epsilon),
+        lambda questions: rdp.exponential_mechanism([q.choice_epsilon for q in questions]),
+        replacing=lambda question: exponential_mechanism(2 * question.choice_epsilon),  # a score moves by twice as much
+        replacing_curves=lambda questions: rdp.exponential_mechanism([2 * q.choice_epsilon for q in questions]),
     ),
     # Steps t and t + bands are independent given the strategy's bands, and one example belongs to one part.
     CyclicGaussian: Theorem(
@@ -65,6 +89,7 @@ THEOREMS: dict[type[Question], Theorem] = {
         lambda questions: rdp.curves([q.rate for q in questions], [q.multiplier for q in questions]),
         lambda question, count: -(-count // question.bands),
         lambda question: replaced_gaussian(question.rate, question.multiplier),  # it takes the other's place in a part
+        lambda questions: rdp.replaced_curves([q.rate for q in questions], [q.multiplier for q in questions]),
     ),
     AllocatedGaussian: Theorem(
         "Chua et al. 2024, Balls-and-Bins Sampling (dominating pair); Feldman & Shenfeld 2026; docs/sampling.md",
@@ -76,10 +101,22 @@ THEOREMS: dict[type[Question], Theorem] = {
         truncation.profile,
         truncation.curves,
     ),
+    GroupedGaussian: Theorem(
+        "Choquette-Choo et al. 2023 (2310.15526), Corollary 4.7; Charles et al. 2024 (2407.07737); docs/users.md",
+        grouped.profile,
+        grouped.curves,
+    ),
     Trial: Theorem(
         "docs/theorems.md 4; a convex profile has a dominating pair: Zhu, Dong & Wang 2022",
         trials.profile,
         trials.curves,
+    ),
+    PureLoss: Theorem(
+        "Kairouz, Oh & Viswanath 2015 (randomized response dominates every pure mechanism)",
+        lambda question: randomized_response(question.epsilon),
+        lambda questions: rdp.pure_curves([q.epsilon for q in questions]),
+        replacing=lambda question: randomized_response(2 * question.epsilon),  # a group of two
+        replacing_curves=lambda questions: rdp.pure_curves([2 * q.epsilon for q in questions]),
     ),
 }
 

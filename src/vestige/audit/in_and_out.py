@@ -30,13 +30,14 @@ from vestige.audit.canaries import Canary, check_kind, make_canary
 from vestige.audit.result import InAndOut
 from vestige.audit.stacked import AuditedStack
 from vestige.audit.stand_in import NAME, stand_in
+from vestige.budget.account import Budget, Provenance, account_of, pay
 from vestige.compare.stacked import StackedRun, check_noise, footprint, why_not
 from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.methods.registry import build
 from vestige.processes.launch import require_alone
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
-from vestige.training.planning import Plan, Request, plan, settled
+from vestige.training.planning import Plan, Request, plan, questions, settled
 
 VIEWS = {
     "releases": "every release is seen (white-box)",
@@ -81,6 +82,7 @@ def audit(
     device: str = "cpu",
     seed: int = 0,
     data: str | None = None,
+    budget: Budget = None,
     on_runs: OnRuns | None = None,
 ) -> InAndOut:
     """Attack `runs` runs of a method, half of them with a canary among `examples` rows of a task, and bound epsilon.
@@ -90,7 +92,8 @@ def audit(
 
     `canary` is "gradient" (one of norm beyond the bound along a fixed random direction: the mechanism's worst case),
     "mislabelled" or "blank"; the attacker `sees` "releases", the final "model" or the canary's "loss" at it. A method
-    that cannot be stacked is run one by one, as often as `seconds` allow.
+    that cannot be stacked is run one by one, as often as `seconds` allow. On examples of a task all runs are charged
+    to the book that `budget` or VESTIGE_BUDGET names, before the first of them.
 
     >>> found = audit("dp-sgd", epsilon=3, steps=10, runs=40, examples=20)
     >>> found.epsilon_lower_bound <= found.epsilon <= 3
@@ -121,15 +124,37 @@ def audit(
         raise ValueError(f"method={chosen.name!r} asks for no gradients, and a canary is one; audit another method")
     if task == NAME and data is not None:
         raise ValueError(f"data={data!r} with task={NAME!r}, which makes its examples up: name the task of the data")
+    made_up, source = task == NAME, Provenance(of_file=tasks.of_file)
     if isinstance(task, str):
+        source = tasks.source_of(task, data) or source
         task = stand_in(examples, seed) if task == NAME else tasks.load(task, data, seed)
     request = Request(
         sample_rate=sample_rate, steps=steps, delta=delta, epsilon=epsilon, noise_multiplier=noise_multiplier, lr=lr
     )
     subject = Subject.of(task, settled(chosen, request), canary, examples, seed, device)
     planned = plan(subject.model, subject.layout, subject.method, subject.population, request)
+    if not made_up:
+        source = source if source.read is not None else replace(source, data=subject.data)
+        _pay(budget, subject, planned, runs, source)
     found = attack(subject, planned, runs, sees, seconds=seconds, on_runs=on_runs)
     return judged(found, subject, planned, sees, confidence, runs)
+
+
+def _pay(budget: Budget, subject: Subject, planned: Plan, runs: int, source: Provenance) -> None:
+    """Charge all runs to the book of the examples, if there is one."""
+    if account_of(budget) is not None and subject.method.gate.adaptive:
+        raise ValueError(
+            f"budget: what {subject.method.name} asks follows from earlier answers, so its runs cannot be charged "
+            "before they are made; audit another method"
+        )
+    asks = questions(subject.method, planned.sample_rate, planned.noise_multiplier, planned.steps)
+    pay(
+        budget,
+        [(asks, runs)],
+        purpose=f"audit {subject.method.name}",
+        source=source,
+        facts={"assumes": "what the audit printed was kept to those who may see the rows"},
+    )
 
 
 @dataclass(frozen=True)

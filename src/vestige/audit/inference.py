@@ -19,9 +19,11 @@ from torch.func import functional_call, grad, vmap
 
 from vestige import tasks
 from vestige.accounting.lower_bounds.rates import Array, check_confidence
+from vestige.assumptions import PRICE_ALONE
 from vestige.audit import membership
 from vestige.audit.membership import Success
 from vestige.audit.stand_in import NAME, stand_in
+from vestige.budget.account import Budget, account_of
 from vestige.mechanism.clipping import Loss
 from vestige.methods.base import Method
 from vestige.methods.registry import build
@@ -88,6 +90,7 @@ class Training:
             noise_multiplier=self.noise_multiplier,
             lr=self.lr,
             public=task.test,
+            budget=False,
         )
         for _ in run:
             pass
@@ -135,7 +138,7 @@ class Inference:
         return self.task != NAME
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "nonprivate": self.nonprivate}
+        return {**asdict(self), "nonprivate": self.nonprivate, "assumptions": list(PRICE_ALONE)}
 
 
 def infer_membership(
@@ -156,6 +159,7 @@ def infer_membership(
     device: str = "cpu",
     seed: int = 0,
     data: str | None = None,
+    budget: Budget = None,
     on_models: OnModels | None = None,
 ) -> Inference:
     """Train targets and shadow models on random halves of a task's first examples, and attack the targets.
@@ -184,6 +188,11 @@ def infer_membership(
     )
     if task == NAME and data is not None:
         raise ValueError(f"data={data!r} with task={NAME!r}, which makes its examples up: name the task of the data")
+    if task != NAME and account_of(budget) is not None:
+        raise ValueError(
+            "budget: what membership inference finds is computed from the rows without noise, which no book can count: "
+            "leave the book out (budget=False, VESTIGE_BUDGET unset), and keep the result to those who may see the rows"
+        )
     if isinstance(task, str):
         task = stand_in(examples, seed) if task == NAME else tasks.load(task, data, seed)
     examples = 2 * (min(examples, len(task.train[1])) // 2)

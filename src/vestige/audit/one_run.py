@@ -21,7 +21,8 @@ def read(path: str | Path) -> OneRun:
             f"run={str(path)!r} kept no canaries: plant some with vestige train --audit 1000, or attack its method by "
             f"vestige audit --method {result.method}"
         )
-    return OneRun(str(path), result.method, result.audit, result.statement.epsilon, result.statement.delta)
+    stated = result.statement
+    return OneRun(str(path), result.method, result.audit, stated.epsilon, stated.delta, result.assumptions)
 
 
 __all__ = ["OneRun", "read"]

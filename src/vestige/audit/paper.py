@@ -16,6 +16,7 @@ from vestige.methods.base import Method
 from vestige.methods.registry import build
 
 NAME = "br-table3"
+PAPER = "DPSGD-BR (Sci Rep 2026)"
 WHAT = "areas under the ROC of membership inference on CIFAR-10"
 EPSILONS = (1, 2, 3, 4)
 METHODS = ("dpsgd", "dpsur", "dpsgd-br", NON_PRIVATE)

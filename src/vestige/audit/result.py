@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vestige.accounting.lower_bounds.rates import Interval
+from vestige.assumptions import PRICE_ALONE
 from vestige.audit.stand_in import NAME
 
 ENOUGH = 400
@@ -80,4 +81,5 @@ class InAndOut:
         return self.task != NAME
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "contradicts": self.contradicts, "nonprivate": self.nonprivate}
+        said = {"contradicts": self.contradicts, "nonprivate": self.nonprivate}
+        return {**asdict(self), **said, "assumptions": list(PRICE_ALONE)}

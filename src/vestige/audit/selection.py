@@ -18,6 +18,7 @@ from vestige import accounting
 from vestige.accounting.ledger import Ledger
 from vestige.accounting.lower_bounds.bounds import epsilon_lower_bound
 from vestige.accounting.lower_bounds.rates import Interval, area_under_curve
+from vestige.assumptions import PRICE_ALONE
 from vestige.audit.alone import LoneRuns
 from vestige.audit.canaries import Canary
 from vestige.audit.result import ENOUGH
@@ -55,7 +56,7 @@ class Selection:
     contradicts: bool
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "assumptions": list(PRICE_ALONE)}
 
 
 class Slope(nn.Module):

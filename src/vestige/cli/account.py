@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Annotated, Any
 
 import typer
 
+from vestige.assumptions import ADJACENCY, PRICE_ALONE
 from vestige.cli.errors import refuse_others
 from vestige.cli.terminal import Json, meant, print_json, stdout
+from vestige.units import Users
 
 ALWAYS = ("sample_rate", "steps", "delta", "as_json")
 EPOCHS = ("epochs", "steps_per_epoch")
 TRUNCATED = ("max_batch", "examples")
+USERS = ("unit", "rows_per_user", "cap", "sample")
 GAUSSIAN = (
     "noise_multiplier",
     "epsilon",
@@ -23,6 +27,7 @@ GAUSSIAN = (
     "sampling",
     *EPOCHS,
     *TRUNCATED,
+    *USERS,
 )
 TRIALS = ("method", "accounting_by", "accepted", "sigma_t", "validation_rate", "sigma_v", "threshold")
 
@@ -54,7 +59,26 @@ def account(
         ),
     ] = "poisson",
     max_batch: Annotated[int | None, typer.Option(help="Most examples that a truncated sample keeps.")] = None,
-    examples: Annotated[int | None, typer.Option(help="Size of the dataset, for truncated samples.")] = None,
+    examples: Annotated[
+        int | None, typer.Option(help="Size of the dataset, for truncated samples; with --sample users, users.")
+    ] = None,
+    unit: Annotated[
+        str, typer.Option(help="Whose presence is hidden: row, or user (all rows of one).", rich_help_panel="Users")
+    ] = "row",
+    rows_per_user: Annotated[
+        int | None, typer.Option(help="The most rows that one user has.", rich_help_panel="Users")
+    ] = None,
+    cap: Annotated[
+        int | None, typer.Option(help="The most rows of one user that a step keeps.", rich_help_panel="Users")
+    ] = None,
+    sample: Annotated[
+        str,
+        typer.Option(
+            help="rows: each row joins and is clipped by itself. users: each user joins with --sample-rate, and the "
+            "mean of up to --cap rows is clipped once.",
+            rich_help_panel="Users",
+        ),
+    ] = "rows",
     method: Annotated[
         str | None, typer.Option(help="dpsur or dpsgd-br: price trials.", rich_help_panel="Selective methods")
     ] = None,
@@ -101,10 +125,17 @@ def account(
 
         vestige account --sampling truncated --max-batch 700 --examples 50000 --sample-rate 0.01 --epsilon 3 --steps 500
 
+        vestige account --unit user --rows-per-user 4 --sample-rate 0.01 --noise-multiplier 2 --steps 1000
+
+        vestige account --unit user --sample users --sample-rate 0.01 --epsilon 3 --steps 1000
+
         vestige account --method dpsur --trials 2914 --accepted 1246 --sample-rate 0.01707 --sigma-t 3 \\
             --validation-rate 0.00427 --sigma-v 1.37 --threshold -1.5 --accounting trial-level
     """
     if method is not None:
+        from vestige.accounting.selective import check_selective
+
+        check_selective(method)
         if sample_rate is None or steps is None:
             raise ValueError(f"{'sample_rate' if sample_rate is None else 'trials'}=None: {method} is priced by trials")
         allowed = (*ALWAYS, *TRIALS) if sigma_t is not None else (*ALWAYS, *TRIALS, "noise_multiplier")
@@ -120,7 +151,7 @@ def account(
     if beta != 1 and paper_sigma is None:
         raise ValueError(f"beta={beta} rescales --paper-sigma only: the accounted multiplier already contains it")
     pace = _pace(sampling, sample_rate, steps, epochs, steps_per_epoch)
-    drawn = Drawing(sampling, *pace, max_batch, examples)
+    drawn = Drawing(sampling, *pace, max_batch, examples, _users(unit, sample, rows_per_user, cap))
     plan = StepPlan(drawn, delta, noise_multiplier, epsilon, paper_sigma, beta, groups, accountant)
     result = _price_steps(plan)
     print_json(result) if as_json else _print_steps(result)
@@ -151,6 +182,17 @@ def _pace(
     return 1 / steps_per_epoch, epochs * steps_per_epoch, steps_per_epoch
 
 
+def _users(unit: str, sample: str, rows_per_user: int | None, cap: int | None) -> Users | None:
+    if unit == "user":
+        return Users(sample=sample, rows_per_user=rows_per_user, cap=cap)
+    if unit != "row":
+        raise ValueError(f"unit={unit!r} is unknown; choose from row, user")
+    for name, value, usual in (("rows_per_user", rows_per_user, None), ("cap", cap, None), ("sample", sample, "rows")):
+        if value != usual:
+            raise ValueError(f"{name}={value} belongs to --unit user")
+    return None
+
+
 @dataclass(frozen=True)
 class Drawing:
     """How examples are drawn, as given by the flags."""
@@ -161,6 +203,17 @@ class Drawing:
     steps_per_epoch: int
     max_batch: int | None
     examples: int | None
+    users: Users | None
+
+    @property
+    def by_group(self) -> bool:
+        """Whether only group privacy of a row's curve is known: rows are sampled, and not by Poisson's tosses."""
+        several = self.users is not None and self.users.sample == "rows" and self.users.rows_per_user != 1
+        return several and self.sampling != "poisson"
+
+    @property
+    def adjacency(self) -> str:
+        return ADJACENCY if self.users is None else self.users.adjacency
 
     def asked(self, multiplier: float) -> dict[Any, int]:
         """The questions of the plan, each with its count."""
@@ -172,7 +225,19 @@ class Drawing:
             assert self.max_batch is not None
             assert self.examples is not None
             return {TruncatedGaussian(self.sample_rate, multiplier, self.max_batch, self.examples): self.steps}
-        return {SampledGaussian(self.sample_rate, multiplier): self.steps}
+        plain = SampledGaussian(self.sample_rate, multiplier)
+        if self.users is None or self.users.sample == "users":
+            return {plain: self.steps}
+        return {self.users.question(plain): self.steps}
+
+    def epsilon(self, multiplier: float, delta: float, accountant: str) -> float:
+        from vestige import accounting
+
+        if not self.by_group:
+            return accounting.epsilon(self.asked(multiplier), delta, accountant)
+        assert self.users is not None
+        assert self.users.rows_per_user is not None
+        return accounting.group_epsilon(self.asked(multiplier), delta, self.users.rows_per_user)
 
     def check(self) -> None:
         from vestige import accounting, checks
@@ -191,6 +256,11 @@ class Drawing:
                 checks.check_steps(value, name)
             elif value is not None:
                 raise ValueError(f"{name}={value} belongs to --sampling truncated")
+        if self.by_group and self.users is not None and self.users.cap is not None:
+            raise ValueError(
+                f"cap={self.users.cap} with --sampling {self.sampling}: a capped sample of rows has a theorem for "
+                "Poisson samples only; leave one of them out, or use --sample users"
+            )
 
 
 @dataclass(frozen=True)
@@ -222,24 +292,39 @@ def _price_steps(plan: StepPlan) -> dict[str, Any]:
 
     asked = plan.drawn.asked
     multiplier = plan.noise_multiplier
+    if plan.drawn.by_group and (plan.epsilon is not None or accountant == "rdp"):
+        what = "--epsilon" if plan.epsilon is not None else "--accountant rdp"
+        raise ValueError(
+            f"{what} with --sampling {plan.drawn.sampling}: for a user with several sampled rows only group privacy of "
+            "a row's curve is known here; give --noise-multiplier, or use --sample users or --sampling poisson"
+        )
     if plan.epsilon is not None:
         multiplier = accounting.calibrate(asked, plan.epsilon, delta, accountant)
     elif plan.paper_sigma is not None:
         multiplier = checks.accounted_multiplier(plan.paper_sigma, plan.beta, groups or 1)
     assert multiplier is not None
     checks.check_multiplier(multiplier)
-    result = {
-        "epsilon": accounting.epsilon(asked(multiplier), delta, accountant),
+    found = plan.drawn.epsilon(multiplier, delta, accountant)
+    if found == inf:
+        raise ValueError(f"noise_multiplier={multiplier}: group privacy gives no finite epsilon; more noise does")
+    by_group = plan.drawn.by_group
+    users = plan.drawn.users
+    result: dict[str, Any] = {
+        "epsilon": found,
         "delta": delta,
         "noise_multiplier": multiplier,
         "sample_rate": plan.drawn.sample_rate,
         "steps": plan.drawn.steps,
-        "accountant": accountant,
-        "epsilon_rdp": accounting.epsilon(asked(multiplier), delta, "rdp"),
-        "adjacency": "add/remove one example",
+        "accountant": "group privacy" if by_group else accountant,
+        "epsilon_rdp": None if by_group else accounting.epsilon(asked(multiplier), delta, "rdp"),
+        "adjacency": plan.drawn.adjacency,
         "sampling": plan.drawn.sampling,
-        **asdict(accounting.meaning(asked(multiplier), delta)),
+        "unit": "row" if users is None else "user",
+        **({} if by_group else asdict(accounting.meaning(asked(multiplier), delta))),
+        "assumptions": list(PRICE_ALONE),
     }
+    if users is not None:
+        result |= {"sample": users.sample, "rows_per_user": users.rows_per_user, "cap": users.cap}
     if plan.drawn.sampling == "allocation":
         epoch = plan.drawn.steps_per_epoch
         result |= {"epochs": plan.drawn.steps // epoch, "steps_per_epoch": epoch}
@@ -248,19 +333,20 @@ def _price_steps(plan: StepPlan) -> dict[str, Any]:
     if groups is not None:
         # The epsilon of one group as if it were the whole release. Papers plot it, but an example contributes to every
         # group at once, so it is no guarantee.
-        marginal = accounting.epsilon(asked(multiplier * groups**0.5), delta, accountant)
+        marginal = plan.drawn.epsilon(multiplier * groups**0.5, delta, accountant)
         result |= {"groups": groups, "nonguarantee_marginal_epsilon": marginal}
     return result
 
 
 def _print_steps(result: dict[str, Any]) -> None:
+    by_renyi = "" if result["epsilon_rdp"] is None else f"; by Renyi {result['epsilon_rdp']:.4f}"
     stdout.print(
-        f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accountant']}; by Renyi "
-        f"{result['epsilon_rdp']:.4f})"
+        f"epsilon {result['epsilon']:.4f} at delta {result['delta']:g} ({result['accountant']}{by_renyi})", markup=False
     )
     stdout.print(
-        f"noise multiplier {result['noise_multiplier']:.6g}, {result['steps']} steps, {_drawn(result)}, add/remove one "
-        "example"
+        f"noise multiplier {result['noise_multiplier']:.6g}, {result['steps']} steps, {_drawn(result)}, "
+        f"{result['adjacency']}",
+        markup=False,
     )
     print_meaning(result)
     if "groups" in result:
@@ -271,6 +357,12 @@ def _print_steps(result: dict[str, Any]) -> None:
 
 
 def _drawn(result: dict[str, Any]) -> str:
+    if result["unit"] == "user" and result["sample"] == "users":
+        rows = "all its rows" if result["cap"] is None else f"up to {result['cap']} of its rows"
+        return f"{_drawn(result | {'unit': 'row'})} of users, the mean of {rows} clipped once"
+    if result["unit"] == "user":
+        most = "" if result["cap"] is None else f", at most {result['cap']} rows of a user a step"
+        return f"{_drawn(result | {'unit': 'row'})} of rows{most}"
     if result["sampling"] == "allocation":
         return f"each example in one of {result['steps_per_epoch']} steps of each of {result['epochs']} epochs"
     most = f", at most {result['max_batch']} of {result['examples']} kept" if result["sampling"] == "truncated" else ""
@@ -279,8 +371,12 @@ def _drawn(result: dict[str, Any]) -> str:
 
 def print_meaning(result: dict[str, Any]) -> None:
     """What an epsilon means, in words: upper bounds on any attacker, and the epsilon of replacing an example."""
-    for line in meant(result):
+    for line in meant(result, "user" if result.get("unit") == "user" else "example"):
         stdout.print(line, markup=False)
+    stdout.print(
+        f"it rests on {len(PRICE_ALONE)} assumptions, of which a run checks most: --json, or docs/privacy.md",
+        markup=False,
+    )
 
 
 def _price_trials(facts: dict[str, Any], accepted: int | None, accounting_by: str) -> dict[str, Any]:

@@ -18,7 +18,11 @@ from vestige.files import make_folder
 def audit(
     context: typer.Context,
     run: Annotated[
-        Path | None, typer.Argument(help="A run of `vestige train --audit`: print what its canaries show.")
+        Path | None,
+        typer.Argument(
+            help="A run of `vestige train --audit` or `synthesize --audit`: print what its canaries show. With "
+            "--membership synthetic, a folder of `vestige synthesize`."
+        ),
     ] = None,
     method: Annotated[
         str, typer.Option(help="What to attack: a method of `vestige methods`; with --membership also non-private.")
@@ -27,7 +31,8 @@ def audit(
         str | None,
         typer.Option(
             help="Ask who was trained on instead, by shadow models: loss, shadow, lira, lira-offline, gradients "
-            "(white-box), several with commas, or all.",
+            "(white-box), several with commas, or all. synthetic: by the made-up rows or texts of RUN alone, with "
+            "--data (rows that it was made of) and --others.",
             metavar="ATTACKS",
         ),
     ] = None,
@@ -41,6 +46,10 @@ def audit(
         ),
     ] = None,
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
+    others: Annotated[
+        str | None,
+        typer.Option(help="For --membership synthetic: a file of rows of the same kind that were not used."),
+    ] = None,
     canary: Annotated[
         str,
         typer.Option(
@@ -75,6 +84,13 @@ def audit(
     confidence: Annotated[float, typer.Option(help="Of the lower bound.")] = 0.95,
     minutes: Annotated[float, typer.Option(help="Stop starting runs after this long; what was made is judged.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Fixes the canary and the initial weights.", min=0, max=LARGEST_SEED)] = 0,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="The book of the task's data (`vestige budget open`): all runs are charged before the first of them.",
+            envvar="VESTIGE_BUDGET",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Also write the result, with the attacker's ROC, as JSON for `vestige report`.")
@@ -97,7 +113,15 @@ def audit(
         vestige audit --method dpsur --canary selection --runs 400 --trials 30
 
         vestige audit --membership all --method non-private --examples 400 --steps 400
+
+        vestige audit synth --membership synthetic --data reviews.jsonl --others other-reviews.jsonl
     """
+    if membership == "synthetic":
+        allowed = ("run", "membership", "data", "others", "confidence", "as_json", "out")
+        refuse_others(context, allowed, "--membership synthetic looks at a made-up set and trains nothing")
+        _audit_synthetic(run, data, others, confidence, out, as_json)
+        return
+    refuse_if_given(context, ("others",), "it is of --membership synthetic")
     if run is not None:
         refuse_others(context, ("run", "as_json", "out"), "a run of `vestige train --audit` has been made already")
         _audit_run(run, out, as_json)
@@ -146,6 +170,7 @@ def audit(
                     device=where,
                     seed=seed,
                     data=data,
+                    budget=budget,
                     on_models=on_models,
                 ),
                 as_json,
@@ -167,6 +192,7 @@ def audit(
             method,
             task=task or "stand-in",
             data=data,
+            budget=budget,
             canary=canary,
             sees=sees,
             runs=runs,
@@ -302,6 +328,25 @@ def _write(found: Any, out: Path | None) -> None:
         make_folder(out.parent, "out")
         out.write_text(json.dumps(found.to_json(), allow_nan=False), encoding="utf-8")
         stderr.print(f"wrote {out}", markup=False)
+
+
+def _audit_synthetic(
+    run: Path | None, data: str | None, others: str | None, confidence: float, out: Path | None, as_json: bool
+) -> None:
+    from vestige.synthesis.attack import attack
+
+    if run is None or data is None or others is None:
+        raise ValueError("others=None: give a folder of vestige synthesize, --data (its private rows) and --others")
+    found = attack(run, data, others, confidence)
+    stderr.print("this compares private rows without noise: keep what is printed to yourself", markup=False)
+    _write(found, out)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        for line in found.lines():
+            stdout.print(line, markup=False)
+    if found.contradicts:
+        sys.exit(1)
 
 
 def _audit_run(run: Path, out: Path | None, as_json: bool) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vestige.assumptions import lines
 from vestige.cli.errors import fail
 from vestige.cli.terminal import LARGEST_SEED, Json, meant, print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from vestige.accounting import Guarantee
 
 
 def verify(
@@ -17,6 +21,9 @@ def verify(
     unfinished: Annotated[
         bool, typer.Option("--unfinished", help="Also accept a run that is not finished: what it cost so far.")
     ] = False,
+    rows_per_user: Annotated[
+        int | None, typer.Option(help="Also say what the run means for a person who has at most so many rows.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Recompute a run's epsilon from its ledger alone, and hold its result, model and checkpoint against it.
@@ -29,12 +36,16 @@ def verify(
 
         vestige verify runs/digits-mlp-fo-dp-sgd-20260101-120000
 
+        vestige verify runs/digits-mlp-fo-dp-sgd-20260101-120000 --rows-per-user 4
+
         vestige verify runs/compare-20260101-120000
     """
     if (run / "spec.json").exists():
+        if rows_per_user is not None:
+            raise ValueError(f"rows_per_user={rows_per_user}: for the folder of one run, not of a comparison")
         _verify_comparison(run, as_json)
     else:
-        _verify_run(run, unfinished, as_json)
+        _verify_run(run, unfinished, rows_per_user, as_json)
 
 
 def _verify_comparison(folder: Path, as_json: bool) -> None:
@@ -54,12 +65,12 @@ def _verify_comparison(folder: Path, as_json: bool) -> None:
             stdout.print(f"the largest epsilon of one run, released alone, is {verdict.largest_epsilon:.4f}")
 
 
-def _verify_run(run: Path, unfinished: bool, as_json: bool) -> None:
+def _verify_run(run: Path, unfinished: bool, rows_per_user: int | None, as_json: bool) -> None:
     from vestige.accounting.ledger import LedgerError
     from vestige.training.verify import verify as check
 
     try:
-        verdict = check(run, unfinished=unfinished)
+        verdict = check(run, unfinished=unfinished, rows_per_user=rows_per_user)
     except LedgerError as error:
         if as_json:
             print_json({"verified": False, "reason": str(error)})
@@ -75,17 +86,28 @@ def _verify_run(run: Path, unfinished: bool, as_json: bool) -> None:
         f"verified: {verdict.asked} charged questions in {verdict.attempts} attempt(s), {verdict.rows} chained rows",
         markup=False,
     )
-    if promise.epsilon is not None:
-        stdout.print(
-            f"epsilon {promise.epsilon:.4f} at delta {promise.delta:g} ({promise.accountant}; by Renyi "
-            f"{promise.epsilon_rdp:.4f}), {promise.adjacency}"
-        )
-        for line in meant(vars(promise.meaning)):
-            stdout.print(line, markup=False)
-    else:
-        stdout.print("no epsilon: " + "; ".join(promise.reasons), markup=False)
+    _print_promise(promise)
+    if verdict.for_user is not None:
+        _print_promise(verdict.for_user)
+    for line in lines(promise.listed):
+        stdout.print(line, markup=False)
     if verdict.unchecked:
         stdout.print(f"unchecked, since the ledger says nothing about it: {', '.join(verdict.unchecked)}", markup=False)
+
+
+def _print_promise(promise: Guarantee) -> None:
+    if promise.epsilon is None:
+        stdout.print(f"no epsilon ({promise.adjacency}): " + "; ".join(promise.reasons), markup=False)
+        return
+    by_renyi = "" if promise.accountant.startswith("group") else f"; by Renyi {promise.epsilon_rdp:.4f}"
+    stdout.print(
+        f"epsilon {promise.epsilon:.4f} at delta {promise.delta:g} ({promise.accountant}{by_renyi}), "
+        f"{promise.adjacency}",
+        markup=False,
+    )
+    if promise.meaning is not None:
+        for line in meant(vars(promise.meaning), promise.unit):
+            stdout.print(line, markup=False)
 
 
 def doctor(

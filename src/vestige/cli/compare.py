@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vestige.checks import check_steps
-from vestige.cli.errors import refuse_if_given, refuse_others
+from vestige.cli.errors import refuse_if_given, refuse_others, require_trust
 from vestige.cli.progress import (
     AddressFlag,
     DeviceFlag,
@@ -22,7 +22,7 @@ from vestige.cli.progress import (
     finish,
     make_runs,
 )
-from vestige.cli.terminal import Json, stderr
+from vestige.cli.terminal import Json, Trust, stderr
 from vestige.compare.arguments import contenders, grids, numbers, try_to_build
 
 EXECUTION = ("engine", "ray_address", "workers", "stack", "device", "as_json")
@@ -71,6 +71,13 @@ def compare(
     reproducible: Annotated[
         bool, typer.Option("--reproducible", help="Fix noise and sampling. Protects nobody: for tests.")
     ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="The book of the dataset (`vestige budget open`): all runs are charged before the first of them.",
+            envvar="VESTIGE_BUDGET",
+        ),
+    ] = None,
     engine: EngineFlag = "local",
     ray_address: AddressFlag = None,
     workers: WorkersFlag = None,
@@ -79,6 +86,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Folder of the comparison (default: runs/compare-TIME).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue (or help with) the comparison in this folder.")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="With --resume: try failed runs again.")] = False,
+    trust: Trust = False,
     quick: Annotated[bool, typer.Option("--quick", help="A small comparison on digits, in a minute or two.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -104,17 +112,19 @@ def compare(
 
     execution = Execution(engine, ray_address, workers, stack, device)
     if resume is not None:
-        allowed = ("resume", "retry", "data", *EXECUTION)
+        allowed = ("resume", "retry", "trust", "data", "budget", *EXECUTION)
         refuse_others(context, allowed, "a comparison continues with the options it was started with")
         folder = ComparisonFolder(resume)
         agreed = folder.specification()
+        require_trust(resume, [problem.task for problem in agreed.problems], trust)
         elsewhere = {problem.task: data for problem in agreed.problems} if data is not None else {}
         check_tasks(agreed, data)
         if retry:
             stderr.print(f"trying {len(folder.remove_failures())} failed runs again", markup=False)
         execution = replace(execution, alone=known.timed_in(resume))
-        finish(make_runs(resume, agreed, execution, visible=not as_json, data=elsewhere), as_json)
+        finish(make_runs(resume, agreed, execution, visible=not as_json, data=elsewhere, budget=budget), as_json)
         return
+    refuse_if_given(context, ("trust",), "it goes with --resume FOLDER")
     if retry:
         raise ValueError("--retry goes with --resume FOLDER: it tries the failed runs of a comparison again")
     budgets = [PrivacyTarget("epsilon", value) for value in epsilon or ()]
@@ -122,7 +132,9 @@ def compare(
     budgets += [PrivacyTarget("paper_sigma", value) for value in paper_sigma or ()]
     if quick:
         refuse_others(
-            context, ("quick", "out", *EXECUTION), "--quick is one fixed comparison; leave --quick out for your own"
+            context,
+            ("quick", "out", "budget", *EXECUTION),
+            "--quick is one fixed comparison; leave --quick out for your own",
         )
         specification = quick_specification()
     else:
@@ -161,7 +173,7 @@ def compare(
     check_tasks(specification)
     _check_names(specification)
     path = out or Path("runs") / f"{'quick' if quick else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    finish(make_runs(path, specification, execution, visible=not as_json), as_json)
+    finish(make_runs(path, specification, execution, visible=not as_json, budget=budget), as_json)
 
 
 def quick_specification() -> Any:

@@ -9,12 +9,14 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from vestige.processes.launch import followed
+from vestige.questions import BudgetSpent
 
 INTERRUPTED = 130
 
@@ -75,6 +77,8 @@ def one_line_errors() -> Iterator[None]:
         yield
     except typer.Abort:
         fail("interrupted", INTERRUPTED)
+    except BudgetSpent as error:
+        fail(str(error), 1)
     except ValueError as error:
         fail(str(error), 2)
     except OSError as error:
@@ -98,6 +102,18 @@ def fail(message: str, code: int) -> None:
     if not followed():  # of several processes one says it
         print(f"vestige: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
+
+
+def require_trust(folder: Path, tasks: Iterable[str], trust: bool) -> None:
+    """Refuse to run programs that only a folder names, unless its reader trusts them: it may be a stranger's."""
+    programs = sorted({task for task in tasks if ".py:" in task})
+    if programs and not trust:
+        named = ", ".join(ascii(task)[1:-1] for task in programs)
+        raise ValueError(
+            f"resume={str(folder)!r} would run a program that the folder names, {named}: read it, then add --trust"
+        )
+    if trust and not programs:
+        raise ValueError(f"trust=True: {str(folder)!r} names no program; leave it out")
 
 
 def refuse_others(context: typer.Context, allowed: tuple[str, ...], why: str) -> None:

@@ -39,7 +39,8 @@ def methods(
         return
     table = Table("method", "what it does", "privacy", "copies")
     for row in rows:
-        table.add_row(row["name"], row["summary"], row["privacy"], f"{row['copies']:g}")
+        name = ", ".join([row["name"], *row["aliases"]])
+        table.add_row(name, row["summary"], row["privacy"], f"{row['copies']:g}")
     stdout.print(table)
     stdout.print(
         "copies: extra state, in copies of the parameters. Options, price, reference and BibTeX: vestige methods NAME"

@@ -19,6 +19,7 @@ from vestige.processes.launch import require_alone
 COMMANDS = {
     "train": ("models.train", "Train a model privately."),
     "finetune": ("models.finetune", "Fine-tune a language model of yours privately, on a file of texts."),
+    "synthesize": ("models.synthesize", "Make rows or texts that may be shared, of private ones."),
     "account": ("account", "Price a plan without training: epsilon from noise, or noise from epsilon."),
     "plan": (
         "plan",
@@ -28,6 +29,7 @@ COMMANDS = {
         "checks",
         "Recompute a run's epsilon from its ledger alone, and hold its result, model and checkpoint against it.",
     ),
+    "budget": ("books.budget", "Keep one budget for a dataset: what all runs on it may spend, and have spent."),
     "audit": ("audit", "Attack a method with a canary, and bound epsilon from below with a confidence."),
     "doctor": (
         "checks",
@@ -76,8 +78,13 @@ def load(name: str) -> Any:
     if name not in TOGETHER:
         require_alone(f"vestige {name}")
     module, _ = COMMANDS[name]
+    found = getattr(import_module(f"vestige.cli.{module}"), name)
+    if isinstance(found, typer.Typer):  # a command with commands of its own
+        group = typer.main.get_command(found)
+        group.name = name
+        return group
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-    alone.command(name, cls=FlagCommand)(getattr(import_module(f"vestige.cli.{module}"), name))
+    alone.command(name, cls=FlagCommand)(found)
     return typer.main.get_command(alone)
 
 

@@ -62,7 +62,13 @@ def check_tasks(specification: Any, elsewhere: str | None = None) -> None:
 
 
 def make_runs(
-    path: Path, specification: Any, execution: Execution, *, visible: bool, data: dict[str, str] | None = None
+    path: Path,
+    specification: Any,
+    execution: Execution,
+    *,
+    visible: bool,
+    data: dict[str, str] | None = None,
+    budget: str | None = None,
 ) -> Any:
     """Make the runs of a comparison that have no record in its folder yet."""
     from vestige.compare import runner
@@ -88,6 +94,7 @@ def make_runs(
                 engine=execution.engine,
                 workers=execution.workers if execution.workers is not None else usual,
                 address=execution.address,
+                budget=budget,
                 on_progress=on_progress,
             )
     except KeyboardInterrupt:

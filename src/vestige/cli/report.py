@@ -157,6 +157,6 @@ def _paper(comparison: Any) -> dict[str, Any] | None:
     return {
         "title": f"{preset.paper}: {preset.what}",
         "beside": known.beside(preset, comparison.records().values()),
-        "notes": list(preset.notes),
+        "notes": preset.assumed(comparison.specification(), small),
         "small": small,
     }

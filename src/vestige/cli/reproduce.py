@@ -24,15 +24,20 @@ from vestige.cli.progress import (
 )
 from vestige.cli.terminal import Json, graceful_stop, print_json, stdout, step_progress
 
+EXECUTION = ("engine", "ray_address", "workers", "stack", "seeds", "reproducible")
+"""Options of presets that are made of runs."""
+
 
 def presets(as_json: Json = False) -> None:
     """List the tables and figures of the papers that `vestige reproduce` makes again."""
     from vestige.audit import paper
+    from vestige.audit.claimed import STUDIES
     from vestige.compare.presets import PRESETS
 
     rows: list[dict[str, Any]]
     rows = [{"name": p.name, "what": p.what, "paper": p.paper, "missing": p.missing()} for p in PRESETS.values()]
-    rows.append({"name": paper.NAME, "what": paper.WHAT, "paper": "br", "missing": []})
+    rows.append({"name": paper.NAME, "what": paper.WHAT, "paper": paper.PAPER, "missing": []})
+    rows += [{"name": s.name, "what": s.what, "paper": s.paper, "missing": []} for s in STUDIES.values()]
     if as_json:
         print_json({"presets": rows})
         return
@@ -48,6 +53,10 @@ def reproduce(
     name: Annotated[str, typer.Argument(help="A preset of `vestige presets`.")],
     data: Annotated[str | None, typer.Option(help="Folder with the datasets.")] = None,
     small: Annotated[bool, typer.Option("--small", help="Few steps and seeds, to see that it works.")] = False,
+    seeds: Annotated[int | None, typer.Option(help="Seeds of each run (default: as many as the paper's).")] = None,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="Fix noise and sampling. Protects nobody: for tests.")
+    ] = False,
     engine: EngineFlag = "local",
     ray_address: AddressFlag = None,
     workers: WorkersFlag = None,
@@ -58,7 +67,8 @@ def reproduce(
 ) -> None:
     """Make a table or figure of a paper again, and set ours beside the printed one.
 
-    Started again, it continues where it was.
+    The preset is the paper's protocol: it cuts the examples that the protocol takes from a whole dataset, and says
+    which rows these are. Started again, it continues where it was.
 
     Examples:
 
@@ -67,37 +77,70 @@ def reproduce(
         vestige reproduce fo-fig2 --data data/ --small
 
         vestige reproduce br-table3 --small
+
+        vestige reproduce br-lower-bound
     """
     from vestige.audit import paper
+    from vestige.audit.claimed import STUDIES
     from vestige.compare import presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.summary import summarised
     from vestige.files import write_json
 
+    if name in STUDIES:
+        why = f"{name} is computed from the paper's settings, without data or runs"
+        refuse_if_given(context, (*EXECUTION, "data", "small", "device", "out"), why)
+        _lower_bounds(STUDIES[name], as_json)
+        return
     path = out or Path("runs") / (f"{name}-small" if small else name)
     if name == paper.NAME:
         why = f"{name} trains its shadow models one after another, in this process"
-        refuse_if_given(context, ("engine", "ray_address", "workers", "stack"), why)
+        refuse_if_given(context, EXECUTION, why)
         _membership(data, small, device, path, as_json)
         return
     preset = known.find(name)
-    specification = preset.specification(data, small=small)
+    specification = preset.specification(data, small=small, seeds=seeds, reproducible=reproducible)
     check_tasks(specification)
     execution = Execution(engine, ray_address, workers, stack, device, alone=preset.timed)
     execution.check()
+    taken = known.taken(preset, specification, small)
+    assumed = preset.assumed(specification, small)
     ComparisonFolder(path).create(specification)
-    write_json(path / "preset.json", {"preset": name, "small": small})
+    write_json(path / "preset.json", {"preset": name, "small": small, "assumed": assumed, "taken": taken})
+    if not as_json:
+        for each in taken.values():
+            stdout.print(f"rows: {each['line']}", markup=False)
     folder = make_runs(path, specification, execution, visible=not as_json)
     summary = summarised(folder)
     beside = known.beside(preset, folder.records().values())
     if as_json:
-        print_json({**summary, "preset": name, "small": small, "beside": beside, "notes": list(preset.notes)})
+        facts = {"preset": name, "small": small, "beside": beside, "notes": assumed, "taken": taken}
+        print_json({**summary, **facts})
     else:
         show(summary)
-        _show_paper(preset, beside, small)
+        _show_paper(preset, beside, assumed)
         stdout.print(f"written to {path}; for the whole story: vestige report {path}", markup=False)
     if summary["done"] == 0:
         sys.exit(1)
+
+
+def _lower_bounds(study: Any, as_json: bool) -> None:
+    """Print the epsilon that an adversary proves at a paper's own settings, beside the paper's claim."""
+    from vestige.compare.presets import published
+
+    rows = []
+    table = Table("dataset", "updates", "claimed", "at least", "at least, if all were kept", "verdict")
+    table.title, table.title_justify = f"{study.paper}: {study.what}", "left"
+    for row in study.rows(published()):
+        rows.append(row)
+        numbers = (f"{row[key]:.3f}" for key in ("claimed", "epsilon", "without_rejection"))
+        table.add_row(row["dataset"], str(row["updates"]), *numbers, "refuted" if row["refuted"] else "not refuted")
+    if as_json:
+        print_json({"preset": study.name, "paper": study.paper, "rows": rows, "notes": list(study.notes)})
+        return
+    stdout.print(table)
+    for line in study.notes:
+        stdout.print(f"assumed: {line}", markup=False)
 
 
 def _membership(data: str | None, small: bool, device: str | None, path: Path, as_json: bool) -> None:
@@ -140,7 +183,7 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
         )
         return
     table = Table("attack", "method", "epsilon", "printed", "ours", "95%")
-    table.title, table.title_justify = f"br: {paper.WHAT}; ours on {study.task}", "left"
+    table.title, table.title_justify = f"{paper.PAPER}: {paper.WHAT}; ours on {study.task}", "left"
     for row in rows:
         area = row["area"]
         ours, interval = f"{area['estimate']:.3f}", f"{area['low']:.3f} to {area['high']:.3f}"
@@ -157,21 +200,19 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
     stdout.print(f"written to {path}; trained on these images again and again: not private", markup=False)
 
 
-def _show_paper(preset: Any, beside: Sequence[dict[str, Any]], small: bool) -> None:
-    """Print the paper's values beside ours, and what the paper does not specify."""
+def _show_paper(preset: Any, beside: Sequence[dict[str, Any]], assumed: Sequence[str]) -> None:
+    """Print the paper's values beside ours, and all that was assumed."""
     if beside:
         table = Table("quantity", "printed", "ours", "difference", "ours, lr auto", "ours, lr auto, one epsilon")
         table.title, table.title_justify = f"{preset.paper}: {preset.what}", "left"
         for row in beside:
             table.add_row(*(value if isinstance(value, str) else _plain(value) for value in row.values()))
         stdout.print(table)
-    for line in preset.notes:
+    for line in assumed:
         stdout.print(f"assumed: {line}", markup=False)
     missing = preset.missing()
     if missing:
         stdout.print(f"left out, because this version has no such method: {', '.join(missing)}", markup=False)
-    if small:
-        stdout.print("small: too few steps and seeds to compare with the paper", markup=False)
 
 
 def _plain(value: float | None) -> str:

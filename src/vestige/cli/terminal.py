@@ -24,6 +24,10 @@ stdout = Console(highlight=False, soft_wrap=True, quiet=followed())
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 
+Trust = Annotated[
+    bool, typer.Option("--trust", help="With --resume: run the program FILE.py:FUNCTION that the folder names.")
+]
+
 LARGEST_SEED = 2**63 - 1
 
 
@@ -32,12 +36,12 @@ def print_json(content: dict[str, Any]) -> None:
         print(json.dumps(content, allow_nan=False))
 
 
-def meant(result: dict[str, Any]) -> list[str]:
-    """What an epsilon means, in words, from the fields of an `accounting.Meaning`."""
+def meant(result: dict[str, Any], unit: str = "example") -> list[str]:
+    """What an epsilon means, in words, from the fields of an `accounting.Meaning`; `unit` is what is hidden."""
     if result.get("attacker_accuracy") is None:
         return []
     lines = [
-        f"at most: an attacker who sees all releases is right about one example's presence "
+        f"at most: an attacker who sees all releases is right about one {unit}'s presence "
         f"{result['attacker_accuracy']:.1%} of the time, and detects {result['detection_at_1_percent']:.1%} at 1% "
         "false alarms"
     ]
@@ -45,7 +49,7 @@ def meant(result: dict[str, Any]) -> list[str]:
         lines.append(f"no worse than a Gaussian mechanism of mu {result['gaussian_mu']:.3g}, down to this delta")
     if result.get("epsilon_replacing") is not None:
         by = "" if result["replacing_by"] == "theorem" else ", as removing and adding"
-        lines.append(f"epsilon {result['epsilon_replacing']:.4g} for replacing one example by another{by}")
+        lines.append(f"epsilon {result['epsilon_replacing']:.4g} for replacing one {unit} by another{by}")
     return lines
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vestige import accounting, tasks
+from vestige.assumptions import Stated
 from vestige.checks import accounted_multiplier
 from vestige.compare import stacked
 from vestige.methods.base import Method
@@ -28,7 +29,7 @@ from vestige.records import CompletedRun, FailedRun, PrivacyTarget, Run, RunReco
 from vestige.training import planning
 from vestige.training.job import Job, complete, start
 from vestige.training.loop import Record as Step
-from vestige.training.results import last_diagnostics, statement
+from vestige.training.results import known_of_a_run, last_diagnostics, statement
 from vestige.training.run import Training
 from vestige.training.verify import reprice
 
@@ -85,15 +86,16 @@ def stackable(run: Run, machine: Machine) -> tuple[Any, ...] | None:
         return None
     if run.sampling != "poisson":
         return None
-    if not _can_stack(run.task, machine.data.get(run.task), run.method, json.dumps(dict(run.options)), run.sample_rate):
+    if not _can_stack(_source(run, machine), run.method, json.dumps(dict(run.options)), run.sample_rate):
         return None
-    return (run.task, run.holdout, run.sample_rate, run.steps, run.delta, run.evaluations, run.reproducible)
+    common = (run.task, run.subset, run.holdout, run.sample_rate, run.steps, run.delta)
+    return (*common, run.evaluations, run.reproducible)
 
 
 @lru_cache(maxsize=1024)
-def _can_stack(task: str, data: str | None, method: str, options: str, rate: float) -> bool:
+def _can_stack(source: Source, method: str, options: str, rate: float) -> bool:
     try:
-        loaded = _initial(task, data, 0)
+        loaded = _initial(source, 0)
         built, expected = build(method, **json.loads(options)), rate * len(loaded.train[1])
         return stacked.why_not(loaded.model, loaded.loss, built, expected_batch=expected) is None
     except Exception:
@@ -103,7 +105,7 @@ def _can_stack(task: str, data: str | None, method: str, options: str, rate: flo
 def memory_in_stack(run: Run, machine: Machine) -> int:
     """Bytes that this run takes in a stack."""
     options = json.dumps(dict(run.options))
-    return _memory_in_stack(run.task, machine.data.get(run.task), run.method, options, _length(run), run.budget)
+    return _memory_in_stack(_source(run, machine), run.method, options, _length(run), run.budget)
 
 
 def _length(run: Run) -> planning.Request:
@@ -111,10 +113,8 @@ def _length(run: Run) -> planning.Request:
 
 
 @lru_cache(maxsize=1024)
-def _memory_in_stack(
-    task: str, data: str | None, method: str, options: str, length: planning.Request, budget: PrivacyTarget
-) -> int:
-    loaded = _initial(task, data, 0)
+def _memory_in_stack(source: Source, method: str, options: str, length: planning.Request, budget: PrivacyTarget) -> int:
+    loaded = _initial(source, 0)
     noise = None if budget.kind == "epsilon" else budget.value
     given = replace(length, epsilon=budget.amount("epsilon"), noise_multiplier=noise)
     built = planning.settled(build(method, **json.loads(options)), given)
@@ -145,38 +145,57 @@ def _alone_or_failed(run: Run, machine: Machine) -> RunRecord:
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the examples of a task come from on this machine, and how many are cut from them (None: all are taken)."""
+
+    task: str
+    data: str | None
+    subset: tuple[int, int] | None = None
+
+    @property
+    def named(self) -> bool:
+        """Whether it is one of our own tasks, whose data are the same at every seed."""
+        return self.task in tasks.names()
+
+
+def _source(run: Run, machine: Machine) -> Source:
+    return Source(run.task, machine.data.get(run.task), run.subset)
+
+
 @lru_cache(maxsize=64)
-def _initial(task: str, data: str | None, seed: int) -> tasks.Task:
-    """The task with the initial weights of a seed; a named task's data are cached once, whatever the seed."""
-    loaded = tasks.load(task, data, seed)
-    if task in tasks.names() and seed != 0:
-        first = _initial(task, data, 0)
-        return replace(loaded, train=first.train, test=first.test)
-    return loaded
+def _initial(source: Source, seed: int) -> tasks.Task:
+    """The task with the initial weights of a seed; a named task's data are read once, whatever the seed."""
+    if source.named and seed != 0:
+        return tasks.reinitialised(_initial(source, 0), seed)
+    return tasks.load(source.task, source.data, seed, subset=source.subset)
 
 
-def examples(task: str, machine: Machine) -> int | None:
+def task_of(source: Source) -> tasks.Task:
+    """The task, with the initial weights of seed 0; it is read once."""
+    return _initial(source, 0)
+
+
+def examples(task: str, machine: Machine, subset: tuple[int, int] | None = None) -> int | None:
     """The number of training examples of a named task; None for a user's own, which may make them anew each time."""
-    return len(_initial(task, machine.data.get(task), 0).train[1]) if task in tasks.names() else None
+    source = Source(task, machine.data.get(task), subset)
+    return len(task_of(source).train[1]) if source.named else None
 
 
 def _task(run: Run, machine: Machine) -> tasks.Task:
     """The run's task with weights of its own. With a holdout it is trained on a part of the training data and evaluated
     on the rest, so that tuning never sees the test set."""
-    data = machine.data.get(run.task)
-    loaded = _initial(run.task, data, run.seed)
+    source = _source(run, machine)
+    loaded = _initial(source, run.seed)
     if run.holdout:
-        named = run.task in tasks.names()
-        train, test = _held_out(run.task, data, 0 if named else run.seed, run.holdout)
+        train, test = _held_out(source, 0 if source.named else run.seed, run.holdout)
         loaded = replace(loaded, train=train, test=test)
     return replace(loaded, model=copy.deepcopy(loaded.model))
 
 
 @lru_cache(maxsize=2)
-def _held_out(
-    task: str, data: str | None, seed: int, share: float
-) -> tuple[tasks.LabelledTensors, tasks.LabelledTensors]:
-    inputs, targets = _initial(task, data, seed).train
+def _held_out(source: Source, seed: int, share: float) -> tuple[tasks.LabelledTensors, tasks.LabelledTensors]:
+    inputs, targets = _initial(source, seed).train
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(VALIDATION_SPLIT))
     count = round(share * len(targets))
     if not 0 < count < len(targets):
@@ -243,6 +262,22 @@ def _peak_memory(machine: Machine) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def asked_by(run: Run, machine: Machine) -> accounting.History:
+    """What a run will ask, all of it known beforehand; ValueError where questions follow from earlier answers."""
+    if stackable(run, machine) is not None:
+        each = _prepared(run, machine)
+        return planning.questions(
+            each.member.method, each.plan.sample_rate, each.plan.noise_multiplier, each.plan.steps
+        )
+    _, training = start(_job(run, machine), None, task=_task(run, machine), budget=False)
+    if training.method.gate.adaptive:
+        raise ValueError(
+            f"budget: what {run.method} asks follows from earlier answers, so it cannot be charged before it is made; "
+            "leave it out of the comparison"
+        )
+    return training.planned
+
+
 # --- alone -----------------------------------------------------------------------------------------------------------
 
 
@@ -270,10 +305,10 @@ def _job(run: Run, machine: Machine) -> Job:
 
 def _alone(run: Run, machine: Machine) -> CompletedRun:
     job, task = _job(run, machine), _task(run, machine)
-    loaded, training = start(job, None, task=task)
+    loaded, training = start(job, None, task=task, budget=False)  # the whole comparison is paid for
     if run.lr is None and run.factor != 1.0:
         job = replace(job, lr=run.factor * training.plan.lr)
-        loaded, training = start(job, None, task=task)
+        loaded, training = start(job, None, task=task, budget=False)
     trace = _Trace(run)
 
     def on_record(training: Training, step: Step, accuracy: float | None) -> bool:
@@ -295,7 +330,7 @@ def _alone(run: Run, machine: Machine) -> CompletedRun:
         seconds=result.seconds,
         stopped=result.stopped,
         diagnostics=result.diagnostics,
-        assumptions=training.guarantee().assumptions,
+        assumptions=training.guarantee().listed,
         charged=_charged(training.ledger.spent),
         terms=Terms.from_json(training.terms),
         pictures=trace.series,
@@ -359,7 +394,7 @@ def _stacked(runs: Sequence[Run], machine: Machine) -> Iterator[RunRecord]:
             seconds=round(seconds, 4),
             stopped="finished",
             diagnostics=last_diagnostics(Step(stack.step - 1, progress.diagnostics)),
-            assumptions=promise.assumptions,
+            assumptions=promise.listed,
             charged=_charged(progress.asked),
             terms=each.terms,
             pictures=trace.series,
@@ -416,7 +451,9 @@ def _calibrated(asking: tuple[Probe, Schedule, Noise], epsilon: float, rate: flo
 
 @lru_cache(maxsize=4096)
 def _guarantee(asked: tuple[tuple[Question, int], ...], delta: float, terms: Terms) -> accounting.Guarantee:
-    return reprice(dict(asked), delta, terms.to_json())
+    known = known_of_a_run(accounting.Facts(sampling=terms.sampling, noise=terms.noise))
+    known.append(Stated("fixed_steps", "checked", "all planned steps were taken"))
+    return reprice(dict(asked), delta, terms.to_json(), {each.name: replace(each, recorded=True) for each in known})
 
 
 @lru_cache(maxsize=65536)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from vestige.checks import check_steps
+from vestige.compare.execute import Source, task_of
 from vestige.compare.specification import Specification
 from vestige.files import read_json
 from vestige.methods.registry import METHODS, nearest
@@ -49,14 +51,19 @@ class Preset:
     """What --small changes."""
     timed: bool = False
     """Whether it measures time: its runs are then made one after another, never stacked."""
+    whole: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """The numbers of training and test examples of each task that the protocol takes whole."""
 
     def missing(self) -> list[str]:
         """The methods that it needs and this version does not have."""
         wanted = dict.fromkeys(contender.method for contender in self.full.contenders)
         return [name for name in wanted if name not in METHODS]
 
-    def specification(self, data: str | None, *, small: bool = False) -> Specification:
-        """The comparison that can be made now: at full size as in the paper, or a few short runs."""
+    def specification(
+        self, data: str | None, *, small: bool = False, seeds: int | None = None, reproducible: bool = False
+    ) -> Specification:
+        """The comparison that can be made now: at full size as in the paper, or a few short runs; with another number
+        of seeds if one is given."""
         full = self.full
         known = tuple(contender for contender in full.contenders if contender.method in METHODS)
         if not known:
@@ -67,13 +74,65 @@ class Preset:
             contenders=known,
             problems=tuple(replace(problem, data=data) for problem in full.problems),
             baseline=full.baseline if full.baseline in labels else labels[0],
+            reproducible=reproducible,
         )
-        if not small:
+        if small:
+            few = dict(self.small)
+            steps = few.pop("steps")
+            problems = tuple(replace(each, settings={**each.settings, "steps": steps}) for each in made.problems)
+            made = replace(made, problems=problems, evaluations=min(5, made.evaluations), **few)
+        if seeds is None:
             return made
-        few = dict(self.small)
-        steps = few.pop("steps")
-        problems = tuple(replace(each, settings={**each.settings, "steps": steps}) for each in made.problems)
-        return replace(made, problems=problems, evaluations=min(5, made.evaluations), **few)
+        check_steps(seeds, "seeds")
+        return replace(made, seeds=tuple(range(seeds)))
+
+    def assumed(self, specification: Specification, small: bool = False) -> list[str]:
+        """Everything in which these runs differ from the paper, or that it leaves open: its notes, and what was asked
+        for here."""
+        lines, protocol = list(self.notes), self.full
+        if len(specification.seeds) != len(protocol.seeds):
+            lines.append(f"{len(specification.seeds)} seeds, where the protocol has {len(protocol.seeds)}")
+        if small:
+            steps = specification.problems[0].settings["steps"]
+            lines.append(
+                f"--small: {steps} steps instead of {protocol.steps}: nothing here can be set beside the paper"
+            )
+        if specification.reproducible:
+            lines.append("--reproducible: noise and sampling follow from the seed, so no epsilon holds for these runs")
+        return lines
+
+
+def taken(preset: Preset, specification: Specification, small: bool = False) -> dict[str, Any]:
+    """The rows and the batch that the runs of a preset take of each dataset, by task, each with a line that says so.
+
+    Data that are not the protocol's are refused; with `small`, a part of a dataset may stand for the whole.
+    """
+    found = {}
+    for problem in specification.problems:
+        task = task_of(Source(problem.task, problem.data, specification.subset))
+        rate = problem.settings.get("sample_rate", specification.sample_rate)
+        sizes, rows = (len(task.train[1]), len(task.test[1])), task.rows
+        line = f"all {sizes[0]:,} training and {sizes[1]:,} test examples"
+        if rows is not None:
+            each = [size // task.classes for size in sizes]
+            line = f"{rows}: the first {each[0]} and {each[1]} of each class, in the file's order"
+        whole = preset.whole.get(problem.task, sizes)
+        if sizes != whole:
+            there = f"{sizes[0]:,} training and {sizes[1]:,} test examples of {problem.task}"
+            if not small:
+                raise ValueError(
+                    f"data={problem.data!r} holds {there}, and {preset.name} takes all {whole[0]:,} and {whole[1]:,}: "
+                    "give the whole dataset (or --small, to see that it works)"
+                )
+            line = f"{there}, where the paper has {whole[0]:,} and {whole[1]:,}"
+        batch = rate * sizes[0]
+        found[problem.task] = {
+            "line": f"{problem.task}: {line}; expected batch {batch:,.6g} at rate {rate:.6g}",
+            "expected_batch": batch,
+            "train": None if rows is None else rows.train.tolist(),
+            "test": None if rows is None else rows.test.tolist(),
+        }
+    return found
 
 
 def find(name: str) -> Preset:
@@ -201,6 +260,7 @@ def _preset(name: str, entry: Mapping[str, Any], content: Mapping[str, Any]) -> 
         printed=tuple(each for each in printed if each.budget is None or each.budget in full.budgets),
         small={key: tuple(part) if isinstance(part, list) else part for key, part in small.items()},
         timed=entry.get("timed", False),
+        whole={task: tuple(content["problem"][task]["sizes"]) for task in entry["tasks"] if task in content["problem"]},
     )
 
 
@@ -208,7 +268,7 @@ def _problem(task: str, entry: Mapping[str, Any], printed: Mapping[str, Any] | N
     if printed is None:
         return {"task": task}
     ((_, row),) = _numbers(published(), printed["initial"].split("/"), (), ())
-    settings = {"sample_rate": min(1.0, row["batch"] / printed["examples"]), "lr": row["lr"]}
+    settings = {"sample_rate": min(1.0, row["batch"] / printed["sizes"][0]), "lr": row["lr"]}
     options = {ours: row[theirs] for ours, theirs in entry.get("initial_options", {}).items()}
     return {"task": task, "settings": {**settings, "options": options} if options else settings}
 

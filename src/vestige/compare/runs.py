@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import exp, log
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from vestige.compare.specification import Contender, Problem, Specification
 from vestige.methods.registry import ALIASES, METHODS, find
@@ -65,6 +66,7 @@ class Cell:
             reproducible=specification.reproducible,
             physical_batch=specification.physical_batch,
             sampling=specification.sampling,
+            subset=specification.subset,
         )
         return replace(run, **{key: settings[key] for key in ("sample_rate", "steps", "delta") if key in settings})
 
@@ -166,6 +168,39 @@ def total(specification: Specification, grid: Grid) -> int:
     tuning = sum(len(points) for points in grid.values()) * pairs * len(specification.all_tuning_seeds)
     finals = pairs * len(specification.contenders) * len(specification.rates) * len(specification.seeds)
     return finals + (tuning if "tuned" in specification.rates else 0)
+
+
+Asked = TypeVar("Asked", bound=Hashable)
+
+
+def all_runs(specification: Specification, records: Records, asked: Callable[[Run], Asked]) -> Counter[Asked]:
+    """What all runs ask that are not on record, and how many ask it. Which point wins a tuned row is not known yet:
+    every point must ask the same, or the row cannot be charged beforehand."""
+    grid, found = grid_of(specification), Counter[Asked]()
+    known: dict[str, Asked] = {}
+
+    def of(run: Run) -> Asked:
+        alike = repr((run.task, run.method, dict(run.options), run.budget, run.sample_rate, run.steps, run.holdout > 0))
+        if alike not in known:
+            known[alike] = asked(replace(run, lr=None, factor=1.0) if run.lr is None else run)
+        return known[alike]
+
+    if "tuned" in specification.rates:
+        found.update(of(run) for run in tuning_runs(specification, grid) if run.id not in records)
+    for cell in cells(specification):
+        for rate in specification.rates:
+            points = grid[cell.contender.label] if rate == "tuned" else [cell.untuned(specification, rate)]
+            for seed in specification.seeds:
+                final = [cell.run(specification, rate, point, seed) for point in points]
+                each = {of(run) for run in final}
+                if len(each) > 1:
+                    raise ValueError(
+                        f"tune: {cell.contender.label} asks other questions at other points of the grid, so its final "
+                        "runs cannot be charged before one is chosen; tune another option, or leave budget out"
+                    )
+                if not any(run.id in records for run in final):
+                    found.update(each)
+    return found
 
 
 def membership(specification: Specification) -> Callable[[Run], bool]:

@@ -69,6 +69,8 @@ class Specification:
     physical_batch: int | None = None
     sampling: Literal["poisson", "allocation"] = "poisson"
     """How every run draws its samples: as its method's theorem assumes, or by random allocation, one by one."""
+    subset: tuple[int, int] | None = None
+    """How many training and test examples every run takes of its dataset, the first of each class; None: all."""
 
     def __post_init__(self) -> None:
         for name in ("problems", "contenders", "budgets", "seeds", "rates"):
@@ -81,6 +83,8 @@ class Specification:
             check_steps(self.physical_batch, "physical_batch")
         if self.sampling not in ("poisson", "allocation"):
             raise ValueError(f"sampling={self.sampling!r} is not compared; choose from poisson, allocation")
+        for size in self.subset or ():
+            check_steps(size, "subset")
         if self.evaluations < 0:
             raise ValueError(f"evaluations={self.evaluations} must be a whole number from 0 up")
         if self.lr is not None and not 0 < self.lr < inf:

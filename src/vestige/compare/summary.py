@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from decimal import ROUND_CEILING, Decimal, localcontext
 from typing import Any
 
+from vestige.assumptions import weakest
 from vestige.compare import runs, tables
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.statistics import seeds_to_tell
@@ -46,6 +47,7 @@ def summarised(folder: ComparisonFolder) -> dict[str, Any]:
             for record in failed(records.values())
         ],
         "unreadable": dict(folder.unreadable),
+        "assumptions": list(weakest(record.assumptions for record in completed(standing))),
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from vestige.engines.reference import add_clipped
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, GradientEngine, Parameters, Transform
-from vestige.mechanism.examples import Draw, Examples
+from vestige.mechanism.examples import Draw, Source
 
 LARGE = 1e4
 """The norm of a canary's gradient: the clip has to cut it."""
@@ -34,8 +35,10 @@ def check_count(count: int) -> None:
 class Canaries:
     """The canaries of one run: directions and coins follow from one key, scores from the sum of what was released."""
 
-    def __init__(self, count: int, layout: Layout, device: torch.device, key: int | None = None) -> None:
+    def __init__(self, count: int, layout: Layout, device: torch.device, key: int | None = None, rows: int = 1) -> None:
+        """`rows`: how many each canary has, all of one gradient, where a canary is a user whose rows are sampled."""
         check_count(count)
+        self.rows = rows
         self.count, self._layout, self._device = count, layout, device
         self._start(secrets.randbits(62) if key is None else key)
         self.summed = torch.zeros(layout.size, dtype=torch.float64, device=device)
@@ -101,11 +104,20 @@ class CanaryBatch(list[Tensor]):
 class PlantedExamples:
     """SENSITIVE: examples and, after the last of them, canaries."""
 
-    def __init__(self, examples: Examples, canaries: Canaries) -> None:
+    def __init__(self, examples: Source, canaries: Canaries) -> None:
         self._examples, self._canaries = examples, canaries
-        self.device, self.form = examples.device, examples.form
+        self.device = examples.device
         self._people = examples.population
-        self.population = examples.population + canaries.count
+        self.population = examples.population + canaries.count * canaries.rows
+
+    def blank(self) -> Batch:
+        return self._examples.blank()
+
+    def parts(self, rows: Tensor, most: int) -> Sequence[Tensor]:
+        people = list(self._examples.parts(rows[rows < self._people], most))
+        planted = rows[rows >= self._people].split(most)
+        both = zip_longest(people, planted, fillvalue=rows[:0])
+        return [torch.cat(pair) for pair in both]
 
     def ahead(self, draw: Draw) -> Callable[[int, Tensor], list[Batch]]:
         def people(index: int) -> tuple[Sequence[Tensor], int | None]:
@@ -115,7 +127,7 @@ class PlantedExamples:
         fetch = self._examples.ahead(people)
 
         def both(index: int, rows: Tensor) -> list[Batch]:
-            planted = rows[rows >= self._people] - self._people
+            planted = (rows[rows >= self._people] - self._people) // self._canaries.rows
             return [*fetch(index, rows[rows < self._people]), CanaryBatch([planted])]
 
         return both

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vestige import tasks
+from vestige.budget.account import Budget, account_of
 from vestige.checks import check_steps, renamed
 from vestige.devices import check_device
 from vestige.finetuning.checkpoints import (
@@ -29,7 +30,7 @@ from vestige.finetuning.checkpoints import (
 )
 from vestige.finetuning.quality import judged
 from vestige.finetuning.texts import Texts, class_names, numbers_of, tokenised
-from vestige.integrations.model_card import card
+from vestige.integrations.model_card import card, escaped
 from vestige.mechanism.losses.model_losses import next_token
 from vestige.methods.base import Method, written
 from vestige.methods.registry import build
@@ -72,6 +73,11 @@ class FineTuning:
     epochs: int | None = None
     steps: int | None = None
     lr: float | Literal["auto"] | None = None
+    user_column: str | None = None
+    """The column that names whose each text is."""
+    sample: str = "rows"
+    rows_per_user: int | str | None = None
+    cap: int | None = None
     sampling: str = "poisson"
     max_batch: int | None = None
     noise: str = "lattice"
@@ -81,6 +87,9 @@ class FineTuning:
     seed: int = 0
     reproducible: bool = False
     device: str = "cpu"
+    budget: str | None = None
+    """The book that pays; None: that of VESTIGE_BUDGET, if it is set."""
+    slot: str | None = None
 
     @property
     def aim(self) -> str:
@@ -88,16 +97,21 @@ class FineTuning:
         return self.task or ("causal-lm" if self.label_column is None else "classification")
 
 
-def prepared(job: FineTuning) -> tuple[Checkpoint, Texts, Texts | None]:
+Reader = Callable[[str, Any], Texts]
+"""Reads the texts of a file, with a tokenizer."""
+
+
+def prepared(job: FineTuning, read: Reader | None = None) -> tuple[Checkpoint, Texts, Texts | None]:
     """The model on its device, the texts, and those to test it by; all that can be wrong with them is refused here."""
     _check(job)
     config = read_configuration(job.model)
     tokenizer = read_tokenizer(job.model, job.pad_token)
     check_fits(job.model, config, tokenizer, job.max_length)
     names = _names(job, config) if job.aim == "classification" else {}
-    texts = _texts(job.data, job, tokenizer, names)
+    read = read or (lambda file, tokens: _texts(file, job, tokens, names))
+    texts = read(job.data, tokenizer)
     with renamed({"data": "test"}):
-        public = None if job.test is None else _texts(job.test, job, tokenizer, names)
+        public = None if job.test is None else read(job.test, tokenizer)
     _pace(job, len(texts))
     processes(job.device)  # of several, each has a GPU of its own
     check_device(job.device)
@@ -106,12 +120,23 @@ def prepared(job: FineTuning) -> tuple[Checkpoint, Texts, Texts | None]:
     return checkpoint, texts, public
 
 
-def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoint, Texts | None, Training]:
+def start(
+    job: FineTuning,
+    out: Path,
+    *,
+    resume: bool = False,
+    read: Reader | None = None,
+    settings: Mapping[str, Any] | None = None,
+    request: Mapping[str, Any] | None = None,
+) -> tuple[Checkpoint, Texts | None, Training]:
     """Read the checkpoint and the texts, and prepare the run; no question is asked yet, and all that can be wrong was
-    refused before anything is written."""
+    refused before anything is written.
+
+    `read` replaces how texts become examples, `settings` are further ones of `vestige.train`, and `request` is written
+    down beside the job."""
     method = build(job.method, **job.options)
     lr = _rate(job, method)
-    checkpoint, texts, public = prepared(job)
+    checkpoint, texts, public = prepared(job, read)
     _agree(job)
     batch, steps = _pace(job, len(texts))
     training = train(
@@ -128,6 +153,10 @@ def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoi
         lr=lr,
         sampling=job.sampling,
         max_batch=job.max_batch,
+        users=None if job.user_column is None else tasks.users_of(job.data, job.user_column, len(texts)),
+        sample=job.sample,  # type: ignore[arg-type]
+        rows_per_user=job.rows_per_user,  # type: ignore[arg-type]
+        cap=job.cap,
         noise=job.noise,
         engine=job.engine,
         physical_batch=job.physical_batch,
@@ -136,9 +165,24 @@ def start(job: FineTuning, out: Path, *, resume: bool = False) -> tuple[Checkpoi
         reproducible=job.seed if job.reproducible else None,
         out=out,
         resume=resume,
-        request={"finetune": {**asdict(job), "options": {key: written(value) for key, value in job.options.items()}}},
+        budget=_account(job),
+        request=request_of(job) if request is None else dict(request),
+        **(settings or {}),
     )
     return checkpoint, public, training
+
+
+def _account(job: FineTuning) -> Budget:
+    """Which book pays; tokens are known by the file that they were read from."""
+    found = account_of(job.budget)
+    if found is None and job.slot is not None:
+        raise ValueError(f"slot={job.slot!r} is of a book: give budget=BOOK, too")
+    return found and replace(found, slot=job.slot, source=tasks.source_of(None, job.data))
+
+
+def request_of(job: FineTuning) -> dict[str, Any]:
+    """What is written down of a job, to be resumed by."""
+    return {"finetune": {**asdict(job), "options": {key: written(value) for key, value in job.options.items()}}}
 
 
 def complete(
@@ -205,6 +249,9 @@ def _check(job: FineTuning) -> None:
         for name in ("label_column", "labels"):
             if getattr(job, name) is not None:
                 raise ValueError(f"{name}={getattr(job, name)!r} goes with task='classification'")
+    for name, usual in (("sample", "rows"), ("rows_per_user", None), ("cap", None)):
+        if job.user_column is None and getattr(job, name) != usual:
+            raise ValueError(f"{name}={getattr(job, name)} is about users: give user_column, too")
     for name in ("max_length", "tokens_per_example", "batch", "epochs", "steps"):
         if getattr(job, name) is not None:
             check_steps(getattr(job, name), name)
@@ -297,10 +344,11 @@ def _readme(job: FineTuning, name: str, statement: str) -> str:
     what = "A model" if job.lora is None else f"Adapters of rank {job.lora} (LoRA)"
     aim = "to continue texts" if job.aim == "causal-lm" else "to tell texts apart"
     if job.labels is not None:
-        aim += f": {', '.join(job.labels)}"
+        aim += f": {escaped(', '.join(job.labels))}"
+    origin = escaped(Path(job.model).resolve().name)
     library = "transformers" if job.lora is None else "peft"
     return (
-        f"---\nlibrary_name: {library}\ntags:\n- differential-privacy\n---\n\n# {name}\n\n{what} made from "
-        f"`{Path(job.model).resolve().name}`, fine-tuned {aim}, by `vestige finetune`. Texts were cut and padded to "
+        f"---\nlibrary_name: {library}\ntags:\n- differential-privacy\n---\n\n# {escaped(name)}\n\n{what} made from "
+        f"{origin}, fine-tuned {aim}, by `vestige finetune`. Texts were cut and padded to "
         f"{job.max_length} tokens.\n\n{statement}"
     )

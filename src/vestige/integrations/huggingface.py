@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from math import ceil, nan
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from vestige.budget.account import Budget, account_of
 from vestige.files import read_tensors, write_json, write_tensors
 from vestige.integrations.privacy_arguments import PrivacyArguments
 from vestige.integrations.trainer_checks import (
@@ -29,6 +30,7 @@ from vestige.integrations.trainer_checks import (
     refuse_training_data,
 )
 from vestige.mechanism.loading import rate_of
+from vestige.mechanism.users.ownership import with_users
 from vestige.privacy_engine.engine import PrivacyEngine
 from vestige.privacy_engine.loaders import draws_per_epoch
 from vestige.training.run_folder import RunFolder
@@ -147,6 +149,7 @@ class PrivateTrainerMixin(Base):
             self._sealed = False
         output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
         self._seal()
+        self._say_guarantee()
         loss = output.training_loss if self.privacy_args.log_nonprivate_loss else nan
         return TrainOutput(output.global_step, loss, self._public(output.metrics))
 
@@ -184,7 +187,8 @@ class PrivateTrainerMixin(Base):
         *_, private = make(
             module=self.model, optimizer=self._optimizer, data_loader=loader, target_delta=asked.target_delta,
             max_grad_norm=self._bound, method=asked.method, max_physical_batch_size=self._part,
-            tokens_per_example=asked.tokens_per_example, **noise,
+            tokens_per_example=asked.tokens_per_example, budget=self._account(), users=self._users(),
+            rows_per_user=asked.rows_per_user, cap=asked.cap, **noise,
         )  # fmt: skip
         self.privacy_engine = engine
         if asked.lr == "auto":
@@ -195,11 +199,23 @@ class PrivateTrainerMixin(Base):
             warnings.warn("log_nonprivate_loss=True: raw losses are logged, so no epsilon is stated", stacklevel=2)
         return Draws(private)
 
+    def _account(self) -> Budget:
+        """Which book pays."""
+        found = account_of(self.privacy_args.budget)
+        return found and replace(found, derived_from=self.privacy_args.derived_from)
+
+    def _users(self) -> Any:
+        """Whose each row is, by the column that was named."""
+        name = self.privacy_args.user_column
+        return None if name is None else with_users(self.train_dataset, name)[1]
+
     def _plain_loader(self) -> DataLoader[Any]:
         """As the Trainer makes it, but for the sampler and for Accelerate's wrapper."""
         args, dataset, collate = self.args, self.train_dataset, self.data_collator
         if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ValueError("train_dataset must have rows with indices: a Poisson sample picks some of a known number")
+        if self.privacy_args.user_column is not None:
+            dataset = with_users(dataset, self.privacy_args.user_column)[0]
         if type(dataset).__module__.startswith("datasets."):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
@@ -302,7 +318,7 @@ class PrivateTrainerMixin(Base):
         """What is spent, computed once for each number of steps."""
         if self.privacy_engine is None:
             return None
-        asked = sum(count for *_, count in self.privacy_engine.history)
+        asked = self.privacy_engine.asked
         if self._priced is None or self._priced[0] != asked:
             self._priced = asked, self.guarantee().epsilon
         return self._priced[1]
@@ -334,6 +350,14 @@ class PrivateTrainerMixin(Base):
         if self._sealed and Path(output_dir or self.args.output_dir) == Path(self.args.output_dir):
             self._seal()
 
+    def _say_guarantee(self) -> None:
+        """The last entry of the logs: epsilon, and the assumptions that it rests on."""
+        found = self.guarantee()
+        listed = list(found.listed)
+        self.state.log_history.append({"epsilon": found.epsilon, "assumptions": listed, "step": self.state.global_step})
+        if self.is_world_process_zero() and not self.args.disable_tqdm:
+            print(found)
+
     def _seal(self) -> None:
         """Write down what may be said, and the hashes of it and of the weights into the ledger's last row."""
         if self.privacy_engine is None:
@@ -343,7 +367,8 @@ class PrivateTrainerMixin(Base):
             return
         folder = RunFolder(self.args.output_dir)
         asked = {**asdict(self.privacy_args), "max_grad_norm": self._bound}
-        promise = asdict(self.guarantee())
+        found = self.guarantee()
+        promise = {**asdict(found), "assumptions": found.listed}
         del promise["asked"]  # the ledger has it, row by row
         write_json(folder.path / RECORD, {"asked": asked, "guarantee": promise})
         left = folder.hashes()

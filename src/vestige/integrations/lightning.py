@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ try:
     from lightning.pytorch import Callback
 except ImportError:  # the same under its older name
     from pytorch_lightning import Callback  # type: ignore[assignment]
+
+
+LOGGER = logging.getLogger("lightning.pytorch.vestige")
+"""Beside Lightning's own, which shows what it is told."""
 
 
 class Private(Callback):
@@ -116,6 +121,10 @@ class Private(Callback):
         found = self.guarantee().epsilon
         if found is not None:
             pl_module.log("epsilon", found, prog_bar=True, rank_zero_only=trainer.world_size > 1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            LOGGER.info("%s", self.guarantee())
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         vars(trainer.fit_loop.epoch_loop._results).pop("log", None)

@@ -5,6 +5,7 @@ The text is made of the ledger's public facts alone, after the run's folder was 
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from vestige import accounting
-from vestige.accounting.ledger import LedgerHistory, read
+from vestige.accounting.ledger import LedgerError, LedgerHistory, read
+from vestige.assumptions import ASSUMPTIONS, NEIGHBOURS, Stated
 from vestige.checks import check_delta
 from vestige.questions import Question
 from vestige.records import Audited, RunResult
 from vestige.training.run_folder import RunFolder
-from vestige.training.verify import reprice, verify
+from vestige.training.verify import facts_of, reprice, verify
+from vestige.units import Users
 
 ACCOUNTANTS = {
     "pld": "privacy loss distributions, composed from above",
@@ -42,15 +45,21 @@ ANSWERS = {
     "cyclic-gaussian": "a sum over a sample of the part whose turn it is, with Gaussian noise correlated over steps",
     "allocated-gaussian": "an epoch of sums, each row in one of them and its part of it bounded, with Gaussian noise",
     "truncated-gaussian": "a sum over a truncated Poisson sample, each row's part of it bounded, with Gaussian noise",
+    "grouped-gaussian": "a sum over a Poisson sample of rows, each row's part of it bounded, with Gaussian noise, "
+    "as it counts for a user with several rows",
+    "exponential-mechanism": "a choice among public candidates, likelier the more rows speak for it",
     "trial": "a noised candidate update with a noised test of it; of a rejected one only the rejection is seen",
 }
+SEVERAL_ROWS = (
+    "**A person with several rows** is protected less: with k rows, at most k times this epsilon, and a larger delta."
+)
 NOT_COVERED = (
     "**Other uses of the same rows.** Every further run on them, runs to choose hyper-parameters included, costs its "
     "own epsilon on top of this one, if it or anything chosen by it is released.",
     "**What was public before.** The weights that training began with, and the data behind them; the tokenizer; the "
     "names of labels; the number of rows; the model's structure; every hyper-parameter.",
     "**Test data.** Figures of quality are computed without noise, on data that must not need protection.",
-    "**A person with several rows** is protected less: with k rows, at most k times this epsilon, and a larger delta.",
+    SEVERAL_ROWS,
     "**What others' rows tell.** What holds for many rows can be learned, and applied to somebody who is in none.",
     "**Timings**, and whatever a program printed, logged or stored beside the run.",
 )
@@ -82,12 +91,17 @@ class _Account:
     def facts(self) -> Mapping[str, Any]:
         return self.history.facts
 
+    @property
+    def users(self) -> Users | None:
+        return facts_of(self.facts).users
+
 
 def _read(path: Path, delta: float | None) -> _Account:
     ledger = path if path.is_file() else RunFolder(path).ledger
     if not ledger.exists():
         raise ValueError(f"{str(path)!r} is no run: there is no ledger (ledger.jsonl) in it")
     history = read(ledger)
+    history.require(ledger, "population", "sample_rate", "sampling", "noise", "noise_multiplier", "method")
     if "delta" not in history.facts:
         return _of_a_loop(ledger, history, delta)
     if delta is not None:
@@ -100,12 +114,15 @@ def _read(path: Path, delta: float | None) -> _Account:
 
 
 def _of_a_loop(ledger: Path, history: LedgerHistory, delta: float | None) -> _Account:
-    """A loop's ledger does not say which losses it met, or how batches were padded: so both are assumed."""
+    """A loop's ledger that names no delta: it is priced at the given one."""
     if delta is None:
         raise ValueError("delta=None: the ledger of a training loop does not say it; give one below 1/N, such as 1e-6")
     check_delta(delta, history.facts["population"])
     asked = history.spent(replays_are_free=False)
-    promise = reprice(asked, delta, {"opaque_loss": True, "padded": True, **history.facts})
+    try:
+        promise = reprice(asked, delta, history.facts, history.assumptions)
+    except ValueError as error:
+        raise LedgerError(f"{ledger}: {error}") from error
     return _Account(ledger, history, asked, promise, None)
 
 
@@ -115,25 +132,58 @@ def _of_a_loop(ledger: Path, history: LedgerHistory, delta: float | None) -> _Ac
 def _lines(run: _Account) -> Iterator[str]:
     yield from ("## Differential privacy", "", _headline(run), "", "| | |", "|---|---|")
     yield from (f"| {name} | {words} |" for name, words in _rows(run))
-    if run.promise.epsilon is not None:
-        yield from ("", "### What it rests on", "")
-        yield from (f"- {line[0].upper()}{line[1:]}." for line in run.promise.assumptions)
+    yield from (
+        "",
+        "### What it rests on",
+        "",
+        "| | in this run | what | where it does not hold |",
+        "|---|---|---|---|",
+    )
+    yield from map(_assumption, run.promise.assumptions)
     yield from ("", "### What is not covered", "")
-    yield from (f"- {line}" for line in NOT_COVERED)
+    yield from (f"- {line}" for line in NOT_COVERED if run.users is None or line is not SEVERAL_ROWS)
     yield from ("", "### How to check it", "", _check(run))
+
+
+def _assumption(each: Stated) -> str:
+    detail = f" ({escaped(each.detail)})" if each.detail else ""
+    title, sentence = _begun(ASSUMPTIONS[each.name].title), _begun(each.sentence)
+    return f"| {title} | {each.status}{detail} | {sentence} | {each.if_false} |"
+
+
+def _begun(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}"
+
+
+def escaped(text: object) -> str:
+    """A string of a file as one line of Markdown that is nothing but text: no tag, link, heading, row or code."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
+    return "".join(ESCAPED.get(letter, letter) for letter in line)
+
+
+ESCAPED = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "\\": "&#92;", "`": "&#96;", "*": "&#42;"}
+ESCAPED |= {"[": "&#91;", "]": "&#93;", "#": "&#35;", "~": "&#126;"}
 
 
 def _headline(run: _Account) -> str:
     promise = run.promise
+    change = "one row of the training data, or a blank in its place (the number of rows is public)"
+    gone = "that row had been blank"
+    if run.users is not None:
+        change = "all rows of one user, or blanks in their place (who owns which row is public)"
+        gone = "those rows had been blank"
     if promise.epsilon is None:
         would = promise.epsilon_if_noise_were_secret
         also = "" if would is None else f" Epsilon would be {would:.4g} if the noise were secret."
-        return f"**No epsilon holds for this model**: {'; '.join(promise.reasons)}.{also}"
+        return f"**No epsilon holds for this model**: {escaped('; '.join(promise.reasons))}.{also}"
     so_far = " The run is not finished: this is what it has cost so far." if run.finished is False else ""
+    what, whole = "This model was trained", "the model"
+    if run.facts.get("synthesis") is not None:
+        what, whole = f"These {run.facts['synthesis']} were made", "them"
     return (
-        f"This model was trained with differential privacy: **epsilon {_upwards(promise.epsilon):g} at delta "
-        f"{promise.delta:g}**, for adding or removing one row of the training data. Whoever sees the model, and "
-        f"everything released on the way to it, learns almost the same as if that row had not been there.{so_far}"
+        f"{what} with differential privacy: **epsilon {_upwards(promise.epsilon):g} at delta "
+        f"{promise.delta:g}**, for {change}. Whoever sees {whole}, and everything released on the way to it, "
+        f"learns almost the same as if {gone}.{so_far}"
     )
 
 
@@ -146,22 +196,39 @@ def _upwards(epsilon: float) -> float:
 def _rows(run: _Account) -> Iterator[tuple[str, str]]:
     facts, promise = run.facts, run.promise
     population, rate, planted = facts["population"], facts["sample_rate"], facts.get("canaries", 0)
-    people = population - planted
-    yield "What is protected", f"one example: one row of the training data, of {people:,} (their number is public)"
+    yield "What is protected", _protected(run, population, planted)
+    yield "Which change of the data", NEIGHBOURS if run.users is None else run.users.neighbours
     yield "Mechanism", _mechanism(run)
     if promise.epsilon is not None:
         yield "Epsilon, delta", f"{_upwards(promise.epsilon):g}, {promise.delta:g}"
         by_renyi = "" if promise.epsilon_rdp is None else f"; by Renyi divergences alone {promise.epsilon_rdp:.4g}"
         yield "Accountant", f"{ACCOUNTANTS.get(promise.accountant, promise.accountant)}: an upper bound{by_renyi}"
-        yield from _means(promise.meaning)
+        yield from _means(promise.meaning, "row" if run.users is None else "user")
     if planted:
         yield "Audit", _audited(planted, run.audit)
-    yield "Sampling", f"{SAMPLING.get(facts['sampling'], facts['sampling'])}, rate {rate:.6g}"
-    arithmetic = ARITHMETIC[facts.get("arithmetic", "float32")]
-    yield "Noise", f"multiplier {facts['noise_multiplier']:.6g} of each row's bound, {facts['noise']}; {arithmetic}"
+    users = run.users is not None and run.users.sample == "users"
+    drawn, unit = SAMPLING.get(facts["sampling"], escaped(facts["sampling"])), "user" if users else "row"
+    yield "Sampling", f"{drawn.replace('row', 'user') if users else drawn}, rate {rate:.6g}"
+    arithmetic, kind = ARITHMETIC[facts.get("arithmetic", "float32")], escaped(facts["noise"])
+    yield "Noise", f"multiplier {facts['noise_multiplier']:.6g} of each {unit}'s bound, {kind}; {arithmetic}"
     yield "Steps", _steps(run)
-    yield "Expected batch", f"{rate * population:.6g} rows"
+    yield "Expected batch", f"{rate * population:.6g} {unit}s"
     yield "Method", _method(facts["method"])
+
+
+def _protected(run: _Account, population: int, planted: int) -> str:
+    if run.users is None:
+        people = population - planted
+        return f"one example: one row of the training data, of {people:,} (their number is public)"
+    users = run.users
+    owned = "several people may own a row; " if users.several_owners else ""
+    if users.sample == "users":
+        rows = "the mean of the rows" if users.cap is None else f"the mean of up to {users.cap} rows"
+        how = f"a step adds one vector of each user that it draws: {rows}, clipped once"
+    else:
+        most = "" if users.cap is None else f", at most {users.cap} of them in a step"
+        how = f"each user has at most {users.rows_per_user} rows{most}, each clipped by itself"
+    return f"one user: all rows of one, of {users.users:,} users ({owned}who owns which row is public); {how}"
 
 
 def _audited(planted: int, found: Audited | None) -> str:
@@ -174,12 +241,12 @@ def _audited(planted: int, found: Audited | None) -> str:
     )
 
 
-def _means(meaning: accounting.Meaning | None) -> Iterator[tuple[str, str]]:
+def _means(meaning: accounting.Meaning | None, unit: str) -> Iterator[tuple[str, str]]:
     if meaning is None:
         return
     yield (
         "An attacker, at most",
-        f"who sees all releases and knows all other rows is right about one row's presence "
+        f"who sees all releases and knows all other {unit}s is right about one {unit}'s presence "
         f"{meaning.attacker_accuracy:.1%} of the time at even odds, and detects {meaning.detection_at_1_percent:.1%} "
         "of those present at 1% false alarms",
     )
@@ -190,7 +257,7 @@ def _means(meaning: accounting.Meaning | None) -> Iterator[tuple[str, str]]:
         )
     if meaning.epsilon_replacing is not None:
         by = {"theorem": "", "group of two": ", as removing one and adding one"}[meaning.replacing_by]
-        yield "Replacing a row", f"epsilon {_upwards(meaning.epsilon_replacing):g} at the same delta{by}"
+        yield f"Replacing a {unit}", f"epsilon {_upwards(meaning.epsilon_replacing):g} at the same delta{by}"
 
 
 def _mechanism(run: _Account) -> str:
@@ -198,7 +265,10 @@ def _mechanism(run: _Account) -> str:
     for question, count in run.asked.items():
         kinds[question.kind] = kinds.get(question.kind, 0) + count
     asked = "; ".join(f"{count:,} times {ANSWERS.get(kind, kind)}" for kind, count in kinds.items())
-    return f"{asked or 'nothing was asked'}. The model moves by the noised answers, and by nothing else of the data"
+    moved = "The model moves by the noised answers, and by nothing else of the data"
+    if run.facts.get("synthesis") is not None:
+        moved = "What was made follows from the noised answers, and from nothing else of the data"
+    return f"{asked or 'nothing was asked'}. {moved}"
 
 
 def _steps(run: _Account) -> str:
@@ -210,16 +280,17 @@ def _steps(run: _Account) -> str:
 
 def _method(identity: Any) -> str:
     if not isinstance(identity, Mapping):
-        return str(identity)
+        return escaped(identity)
     settings = {**identity["options"], **identity.get("parts", {})}
     shown = ", ".join(f"{name}={value}" for name, value in settings.items())
-    return f"{identity['name']}" + (f" ({shown})" if shown else "")
+    return escaped(f"{identity['name']}" + (f" ({shown})" if shown else ""))
 
 
 def _check(run: _Account) -> str:
     history = run.history
     chain = f"The ledger has {history.rows:,} chained rows and ends with the hash `{history.head}`."
     if run.finished is None:
-        return f"{chain} `vestige card {run.where.name} --delta {run.promise.delta:g}` prices it again."
+        name = shlex.quote(escaped(run.where.name))
+        return f"{chain} `vestige card {name} --delta {run.promise.delta:g}` prices it again."
     files = " It holds the hash of the model's files." if history.files is not None else ""
     return f"{chain}{files} `vestige verify RUN` recomputes epsilon from it and fails on any edit."

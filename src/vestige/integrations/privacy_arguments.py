@@ -32,6 +32,17 @@ class PrivacyArguments:
     tokens_per_example: int | None = _option(
         None, "Divide the summed loss of an example's tokens by this number, not by how many it has."
     )
+    user_column: str | None = _option(
+        None, "The column that names whose each row is: all rows of one user are hidden. The model is not given it."
+    )
+    rows_per_user: int | None = _option(
+        None, "With user_column, the most rows of one user; others are left out by coins. None: all that anybody has."
+    )
+    cap: int | None = _option(None, "With user_column, the most rows of one user in one step.")
+    budget: str | None = _option(
+        None, "The book of the dataset that is charged before each step; `vestige budget open` makes it."
+    )
+    derived_from: str | None = _option(None, "The file that the rows were tokenised from, for the book to know them.")
     log_nonprivate_loss: bool = _option(
         False, "Log the raw training loss all the same. It is not private: no epsilon is then stated."
     )
@@ -51,5 +62,10 @@ class PrivacyArguments:
                 raise ValueError(f"{name}={value} must be positive")
         if self.target_delta >= 1:
             raise ValueError(f"target_delta={self.target_delta} must lie below 1")
+        if self.user_column is None and (self.rows_per_user is not None or self.cap is not None):
+            name = "cap" if self.rows_per_user is None else "rows_per_user"
+            raise ValueError(f"{name}={getattr(self, name)} is about users: give user_column, too")
+        if self.derived_from is not None and self.budget is None:
+            raise ValueError(f"derived_from={self.derived_from!r} is about a book: give budget=BOOK, too")
         if self.lr not in (None, "auto"):
             raise ValueError(f"lr={self.lr!r} must be 'auto'; a number is TrainingArguments(learning_rate=...)")

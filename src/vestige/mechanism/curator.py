@@ -15,6 +15,7 @@ from torch import Tensor
 from vestige.devices import seed_draws
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
+from vestige.mechanism.bad_rows import lost_for_good
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import (
     LARGEST_SUM,
@@ -28,7 +29,7 @@ from vestige.mechanism.clipping import (
     sensitivity_on,
 )
 from vestige.mechanism.comparisons import Comparisons
-from vestige.mechanism.examples import Examples
+from vestige.mechanism.examples import Source
 from vestige.processes.shards import ShardedSum
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
 from vestige.questions import Gaussian, Question, SampledGaussian
@@ -64,7 +65,7 @@ class Curator:
 
     def __init__(
         self,
-        examples: Examples,
+        examples: Source,
         engine: GradientEngine,
         layout: Layout,
         sampling: Sampling,
@@ -93,6 +94,8 @@ class Curator:
         self._priced: tuple[Clip, float | Tensor, float] | None = None
         self.observer: Callable[[Answer], None] | None = None
         """Called with every release, for audits: releases and public facts only."""
+        self.shielded = False
+        """Whether a row that fails contributes nothing: made-up rows have shown that the program is sound."""
         self.asked = 0
         """Gradients asked so far: the index of the next one's streams."""
         self._begun: int | None = None
@@ -234,15 +237,48 @@ class Curator:
                 running: Any = self._sums.sum(self._noise, self._sensitivity(clip)[0], multiplier, self._device)
                 seen = self._in_step(batches, parameters, clip, running, transform)
             else:
-                running = RunningSum(self._layout.size, self._device, getattr(self._engine, "sums_in", torch.float32))
-                seen = [
-                    self._engine(batch, parameters, clip, running.place(len(batch[0])), transform) for batch in batches
-                ]
+                running, seen = self._in_batches(batches, sample, index, parameters, clip, transform)
         norms = seen[0] if len(seen) == 1 else torch.cat(seen)
         self._uncounted.append(norms)
         if len(self._uncounted) * norms.numel() > UNCOUNTED:  # a few launches, which many steps share
             _ = self.nonprivate_broken_examples
         return running.total(), norms
+
+    def _in_batches(
+        self,
+        batches: Iterator[Batch],
+        sample: Tensor,
+        index: int,
+        parameters: Parameters,
+        clip: Clip,
+        transform: Transform | None,
+    ) -> tuple[RunningSum, list[Tensor]]:
+        """The sum over a sample by batches; where one fails and rows are shielded, over the sample row by row, without
+        those that fail alone."""
+        precision, size = getattr(self._engine, "sums_in", torch.float32), self._layout.size
+        running = RunningSum(size, self._device, precision)
+        try:
+            seen = [self._engine(batch, parameters, clip, running.place(len(batch[0])), transform) for batch in batches]
+            return running, seen
+        except Exception as error:  # whatever a user's model raises: one row must not decide when training stops
+            if not self.shielded or lost_for_good(error):
+                raise
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        running, seen = RunningSum(size, self._device, precision), []
+        none = torch.full((1, self._layout.groups), inf, dtype=torch.float64, device=self._device)
+        for row in sample.split(1) if len(sample) else ():
+            alone = torch.zeros(size, dtype=precision, device=self._device)
+            try:
+                fetched = self._fetch(index, row)
+                norms = [self._engine(batch, parameters, clip, alone, transform) for batch in fetched]
+            except Exception as error:  # this row alone fails: it contributes nothing
+                if lost_for_good(error):
+                    raise
+                alone, norms = torch.zeros_like(alone), [none]
+            running.place(1).add_(alone)
+            seen += norms
+        return running, seen or [none[:0]]
 
     def _in_step(
         self,
@@ -361,5 +397,4 @@ class Curator:
             yield
 
     def _parts(self, indices: Tensor) -> Sequence[Tensor]:
-        most = min(self.physical_batch or LARGEST_SUM, LARGEST_SUM)
-        return [indices] if len(indices) <= most else indices.split(most)
+        return self._examples.parts(indices, min(self.physical_batch or LARGEST_SUM, LARGEST_SUM))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vestige.checks import check_number
+from vestige.mechanism.bad_rows import lost_for_good
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import Parameters
 from vestige.mechanism.examples import Examples
@@ -66,11 +67,20 @@ class Evaluator:
         population = self._examples.population
         own = self._group.own(torch.arange(population))
         parts = own.split(rows) if len(own) else ()
-        batches = (batch for part in parts for batch in self._examples.fetch(part))
-        count = sum(float(_each(self._right(batch, parameters), len(batch[-1])).sum()) for batch in batches)
+        count = sum(self._count(part, parameters) for part in parts)
         count = float(self._group.total(torch.tensor(count, dtype=torch.float64)))
         answer = noised(count, question.multiplier, self._randomness.stream("evaluation", 0))
         return min(1.0, max(0.0, answer / population))
+
+    def _count(self, rows: Tensor, parameters: Parameters) -> float:
+        """SENSITIVE: how many of these are right; one that cannot be computed is not."""
+        try:
+            batches = self._examples.fetch(rows)
+            return sum(float(_each(self._right(batch, parameters), len(batch[-1])).sum()) for batch in batches)
+        except Exception as error:  # whatever a user's model raises: one row must not decide whether there is an answer
+            if not self._examples.shielded or lost_for_good(error):
+                raise
+        return 0.0 if len(rows) == 1 else sum(self._count(row, parameters) for row in rows.split(1))
 
 
 def _each(right: Tensor, examples: int) -> Tensor:

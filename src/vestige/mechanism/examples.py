@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from vestige.mechanism.bad_rows import Admissible
 from vestige.mechanism.clipping import Batch
 from vestige.mechanism.loading import Ahead, Loading, Rows, fields_of, form_of, labels_of, tensor_of
 from vestige.processes import fingerprints
@@ -22,6 +23,26 @@ Draw = Callable[[int], tuple[Sequence[Tensor], int | None]]
 IN_PROCESS = Loading()
 
 
+class Source(Protocol):
+    """SENSITIVE: what samples are drawn from, by index: examples, or users with their rows."""
+
+    @property
+    def population(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def blank(self) -> Batch: ...
+
+    def parts(self, rows: Tensor, most: int) -> Sequence[Tensor]:
+        """A sample in parts that are computed one after the other."""
+        ...
+
+    def fetch(self, rows: Tensor) -> list[Batch]: ...
+
+    def ahead(self, draw: Draw) -> Callable[[int, Tensor], list[Batch]]: ...
+
+
 class Examples:
     """SENSITIVE: the examples themselves, fetched by index onto a device, in batches of examples of one shape."""
 
@@ -31,6 +52,10 @@ class Examples:
         self.device, self._loading, self._ahead = device, loading, list[Ahead]()
         self._rows: Rows | None = None
         self._columns: list[Tensor] = []
+        self.shielded = False
+        self._admissible: Admissible | None = None
+        self._valid: Tensor | None = None
+        """Which rows have a label that the loss takes; None where all have."""
         columns = _columns(data)
         if columns is None:
             self._rows = Rows(_dataset(data), loading.collate_fn, target)
@@ -52,6 +77,15 @@ class Examples:
             return fingerprints.nonprivate_hash_of_columns(self._columns, key)
         return fingerprints.nonprivate_hash_of_dataset(self._rows.dataset, key)
 
+    def shield(self, admissible: Admissible) -> None:
+        """From now on, rows that cannot be read, or whose labels the loss cannot take, are left out of every batch."""
+        self.shielded = True
+        if self._rows is not None:
+            self._rows.shielded, self._admissible = True, admissible
+            return
+        valid = admissible(self._columns[-1].cpu())
+        self._valid = None if bool(valid.all()) else valid
+
     @property
     def read_one_by_one(self) -> bool:
         return self._rows is not None
@@ -60,9 +94,14 @@ class Examples:
         """Tensors without rows, which carry only the shapes and dtypes of the examples."""
         return self.fetch(torch.zeros(0, dtype=torch.long))[0]
 
+    def parts(self, rows: Tensor, most: int) -> Sequence[Tensor]:
+        """A sample in parts that are computed one after the other."""
+        return [rows] if len(rows) <= most else rows.split(most)
+
     def fetch(self, rows: Tensor) -> list[Batch]:
         """These examples, read now."""
         if self._rows is None:
+            rows = rows if self._valid is None else rows[self._valid[rows.cpu()].to(rows.device)]
             # Nobody writes to these rows, so nothing need wait for the copy; a step that waits for the last one's end
             # is launched late.
             here = rows.to(self.device, non_blocking=True)
@@ -83,7 +122,13 @@ class Examples:
             reading.close()
 
     def _on_device(self, groups: list[list[Tensor]]) -> list[Batch]:
+        if self._admissible is not None:
+            groups = [_kept(group, self._admissible(group[-1])) for group in groups]
         return [[part.to(self.device, non_blocking=True) for part in group] for group in groups]
+
+
+def _kept(group: list[Tensor], valid: Tensor) -> list[Tensor]:
+    return group if bool(valid.all()) else [part[valid] for part in group]
 
 
 def _columns(data: Data) -> Any:

@@ -128,7 +128,8 @@ def named_split(text: str) -> tuple[float, ...] | None:
 class PerGroup(FixedClip):
     """Each group of an example's gradient is scaled to norm at most C_g; the squares of the C_g sum to that of `bound`.
 
-    `split` gives the C_g up to a factor (default: all equal, `bound` / sqrt(groups)). `share` decides where the noise
+    `split` gives the C_g up to a factor (default: all equal, `bound` / sqrt(groups)). With `each`, every C_g is `bound`
+    itself, and the whole gradient is bounded by sqrt(groups) times it. `share` decides where the noise
     goes: "equal" gives every group the same ratio of noise to C_g, "isotropic" every coordinate the same noise (that of
     flat clipping at `bound`), "least-noise" the least total noise.
 
@@ -141,9 +142,12 @@ class PerGroup(FixedClip):
     bound: float = 1.0
     split: tuple[float, ...] | None = None
     share: Share = "equal"
+    each: bool = False
 
     def __post_init__(self) -> None:
         check_bound(self.bound)
+        if self.each and self.split is not None:
+            raise ValueError(f"split={self.split} splits one bound, and each=True gives every group its own: leave one")
         if self.split is not None and not all(part > 0 for part in self.split):
             raise ValueError(f"split={self.split} must be positive: each part bounds one group's influence")
         if self.share not in get_args(Share):
@@ -154,10 +158,16 @@ class PerGroup(FixedClip):
         if self.split is not None and len(self.split) != groups:
             raise ValueError(f"split={self.split} has {len(self.split)} parts for {groups} groups; give one for each")
         parts = torch.tensor(self.split or (1.0,) * groups, dtype=torch.float64)
-        return self.bound * parts / torch.linalg.vector_norm(parts)
+        return self.whole(groups) * parts / torch.linalg.vector_norm(parts)
+
+    def whole(self, groups: int) -> float:
+        """The bound of the whole gradient."""
+        return self.bound * groups**0.5 if self.each else self.bound
 
     def factors(self, norms: Tensor) -> Tensor:
         groups = norms.shape[-1]
+        if self.each:
+            return (self.bound / norms).clamp(max=1.0)
         bounds = self.bound / groups**0.5 if self.split is None else self.bounds(groups).to(norms.device)
         return (bounds / norms).clamp(max=1.0)
 
@@ -165,7 +175,7 @@ class PerGroup(FixedClip):
         """Noise per unit of the whole step's noise multiplier, C_g / s_g, from the groups' sizes; float64."""
         bounds = self.bounds(len(sizes))
         if self.share == "isotropic":
-            return torch.full_like(bounds, self.bound)
+            return torch.full_like(bounds, self.whole(len(sizes)))
         if self.share == "equal":
             return bounds * len(sizes) ** 0.5
         # Minimising the sum of d_g * std_g^2 under the constraint gives s_g^2 proportional to sqrt(d_g) * C_g.
@@ -174,7 +184,7 @@ class PerGroup(FixedClip):
 
     def sensitivity(self, layout: Layout) -> float | Tensor:
         if self.share == "isotropic" or (self.share == "equal" and self.split is None):
-            return self.bound  # the same noise on every coordinate: that of flat clipping
+            return self.whole(layout.groups)  # the same noise on every coordinate: that of flat clipping
         return layout.expand(self.scales(layout.group_sizes)).float()
 
     def with_bound(self, bound: float) -> PerGroup:

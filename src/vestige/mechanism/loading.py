@@ -18,6 +18,7 @@ from torch.utils.data import default_collate as torch_collate
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import BatchSampler
 
+from vestige.mechanism.bad_rows import readable
 from vestige.mechanism.losses.criteria import Form
 
 Collate = Callable[[list[Any]], Any]
@@ -162,6 +163,10 @@ def _kind(value: Any) -> str:
 # --- many of them -----------------------------------------------------------------------------------------------------
 
 
+VOTES = 3
+"""Rows by which the shapes of examples are known: one of them cannot decide alone."""
+
+
 class Rows(Dataset[Any]):
     """SENSITIVE: the examples of a dataset, as batches of examples of one shape.
 
@@ -172,13 +177,35 @@ class Rows(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Collate | None, target: str | None) -> None:
         self.dataset, self.collate = dataset, collate
         self.population = len(dataset)
+        self.blank: list[Tensor]
+        """Tensors without rows: the shapes and dtypes of an example."""
+        self.shielded = False
+        """Whether rows that cannot be read are left out, once a made-up row has shown that the program is sound."""
         if self.population == 0:
             raise ValueError("data holds no examples")
-        example = self._collated(self._read([0])[0])
-        self.form = form_of(example, target)
-        self.labels = labels_of(self.form, len(example))
-        self.blank = [_column([value])[:0] for value in self._values(example)]
-        """Tensors without rows: the shapes and dtypes of an example."""
+        self._describe(target)
+
+    def _describe(self, target: str | None) -> None:
+        """The form, names, shapes and dtypes of examples: those that most of the first three have that can be read."""
+        found: list[tuple[Form, list[str], list[Tensor]]] = []
+        first: Exception | None = None
+        for row in range(self.population):
+            try:
+                example = self._collated(self._read([row])[0])
+                self.form = form_of(example, target)
+                self.labels = labels_of(self.form, len(example))
+                blank = [_column([value])[:0] for value in self._values(example)]
+            except Exception as error:  # whatever a user's dataset raises: one row must not decide
+                first = first or error
+                continue
+            found.append((self.form, self.labels, blank))
+            if len(found) == VOTES:
+                break
+        if not found:
+            assert first is not None
+            raise first
+        kinds = [(str(form), *map(_shape, blank)) for form, _, blank in found]
+        self.form, self.labels, self.blank = found[max(range(len(found)), key=lambda each: kinds.count(kinds[each]))]
 
     def __len__(self) -> int:
         return self.population
@@ -196,10 +223,29 @@ class Rows(Dataset[Any]):
         if not rows:
             return [self.blank]
         alike: dict[Hashable, list[list[Any]]] = {}
-        for row in self._read(rows):
-            values = self._values(self._collated(row))
+        for values in self._all_values(rows):
             alike.setdefault(tuple(map(_shape, values)), []).append(values)
-        return [[_column(column) for column in zip(*group, strict=True)] for group in alike.values()]
+        return (
+            [self.blank]
+            if not alike
+            else [[_column(column) for column in zip(*group, strict=True)] for group in alike.values()]
+        )
+
+    def _all_values(self, rows: Sequence[int]) -> list[list[Any]]:
+        """Read together where the dataset can; one by one where that fails, without those that cannot be read."""
+        try:
+            return [self._values(self._collated(row)) for row in self._read(rows)]
+        except Exception:  # whatever a user's dataset or collate_fn raises
+            if not self.shielded:
+                raise
+            return readable(lambda row: self._fitting(self._values(self._collated(self._read([row])[0]))), rows)
+
+    def _fitting(self, values: list[Any]) -> list[Any]:
+        """Refuse a row that is of other kinds than the first."""
+        for value, like in zip(values, self.blank, strict=True):
+            if isinstance(value, Tensor) and (value.dim() + 1 != like.dim() or value.dtype != like.dtype):
+                raise ValueError("data: some examples have other dimensions than the first")
+        return values
 
     def _read(self, rows: Sequence[int]) -> Sequence[Any]:
         several = getattr(self.dataset, "__getitems__", None)

@@ -4,11 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from vestige.questions import Gaussian, Question
+
+
+class FirstSums(Protocol):
+    """Sums of bounded rows over all examples, which a run asks for before its first step; its repr is public."""
+
+    @property
+    def multiplier(self) -> float: ...
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """By how much one example moves each of the sums, at most: each is a question."""
+        ...
+
+    @property
+    def questions(self) -> tuple[Question, ...]: ...
+
+    def of(self, batch: Sequence[Tensor]) -> Tensor:
+        """SENSITIVE: the sums over a batch, [sums, ...]."""
+        ...
+
+    def receive(self, model: nn.Module, totals: Tensor, count: float) -> None:
+        """Make use of the noised sums over so many examples: post-processing."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,6 +60,9 @@ class PrivateMoments:
     def of(self, batch: Sequence[Tensor]) -> Tensor:
         """SENSITIVE: the bounded sums over a batch, [2, channels]."""
         return channel_moments(batch[0], self.bounds)[0]
+
+    def receive(self, model: nn.Module, totals: Tensor, count: float) -> None:
+        fill(model, totals, count)
 
 
 def with_moments(model: nn.Module) -> nn.Module:

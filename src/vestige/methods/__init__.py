@@ -6,8 +6,8 @@ from vestige.methods.correlated import dp_bandmf, dp_blt, dp_ftrl
 from vestige.methods.filtered import disk, doppler, kalman_memory
 from vestige.methods.fractional import exponential_memory, fo_dp_sgd, post_fm, uniform_memory
 from vestige.methods.probing import dp_is, dp_sam, dp_sat, least_squares
-from vestige.methods.selective import dpsgd_br, dpsur
-from vestige.methods.spectral import sma_dp_sgd
+from vestige.methods.selective import dpsgd_br, dpsgd_br_stepped, dpsur
+from vestige.methods.spectral import sma_dp_sgd, sma_dp_sgd_epoch
 
 sa_dp_sgd = dp_sam
 """Its name in the tables of some papers."""
@@ -32,6 +32,7 @@ __all__ = [
     "dp_sat",
     "dp_sgd",
     "dpsgd_br",
+    "dpsgd_br_stepped",
     "dpsur",
     "exponential_memory",
     "fo_dp_sgd",
@@ -41,5 +42,6 @@ __all__ = [
     "post_fm",
     "sa_dp_sgd",
     "sma_dp_sgd",
+    "sma_dp_sgd_epoch",
     "uniform_memory",
 ]

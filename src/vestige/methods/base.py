@@ -179,6 +179,10 @@ def by_group(
         raise ValueError(
             f"groups: {method.name} clips by {type(method.clip).__name__}, which cannot be split in groups"
         )
+    if isinstance(method.clip, PerGroup) and method.clip.each:
+        raise ValueError(
+            f"groups: every group of {method.name} has a bound of its own: leave groups or that option out"
+        )
     bound = method.clip.bound
     clip = Flat(bound) if grouping is None else PerGroup(bound, split, share)
     return replace(method, clip=clip, grouping=grouping)

@@ -127,11 +127,15 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in arguments.items() if name != "options"}, **rest}
 
 
-def options_of(other: Callable[..., Method]) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
-    """Declare that a function takes the options of another, and passes them on."""
+def options_of(
+    other: Callable[..., Method], **defaults: Any
+) -> Callable[[Callable[..., Method]], Callable[..., Method]]:
+    """Declare that a function takes the options of another, some of them with other defaults, and passes them on."""
 
     def declare(make: Callable[..., Method]) -> Callable[..., Method]:
-        make.__signature__ = inspect.signature(other, eval_str=True)  # type: ignore[attr-defined]
+        known = inspect.signature(other, eval_str=True)
+        changed = [each.replace(default=defaults.get(name, each.default)) for name, each in known.parameters.items()]
+        make.__signature__ = known.replace(parameters=changed)  # type: ignore[attr-defined]
         return make
 
     return declare

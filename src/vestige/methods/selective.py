@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from vestige.checks import renamed
 from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
 from vestige.methods.options import Bound, Momentum
-from vestige.methods.registry import Neutral, register
+from vestige.methods.registry import Neutral, options_of, register
 from vestige.optim.decay import Decay, NoDecay, NoisyCount, NoisyLosses, PhasedDecay, ProgressSignal, PublicAccuracy
 from vestige.optim.gates import BufferedRejection, NoisyLossTest
 from vestige.optim.rules import sgd
@@ -108,6 +109,28 @@ def dpsgd_br(
     with renamed({"tie": "theta_k"}):
         gate = BufferedRejection(test, buffer, theta_k, max_rejects, as_printed, decay)
     return Method(clip=Flat(clip), rule=sgd(momentum), gate=gate, noise_multiplier=sigma_t)
+
+
+GRID = 0.02
+"""The steps in which the decay of our variant goes."""
+
+
+@register(
+    "Deng et al., Buffered rejection, Scientific Reports, 2026; 10.1038/s41598-026-44009-2",
+    "deng2026buffered",
+    "selection",
+    releases=RELEASES + ", with its noisy loss",
+    price=PRICE,
+    neutral=Neutral({**ACCEPTS, "buffer": 1, "progress": "none"}),
+    letters=TEST,
+)
+@options_of(dpsgd_br)
+def dpsgd_br_stepped(**options: Any) -> Method:
+    """Our variant of buffered rejection: the decay goes in steps of 2%, and every update begins with a whole buffer."""
+    method = dpsgd_br(**options)
+    gate = cast(BufferedRejection, method.gate)
+    decay = replace(gate.decay, grid=GRID) if isinstance(gate.decay, PhasedDecay) else gate.decay
+    return replace(method, gate=replace(gate, decay=decay, refill=True))
 
 
 def _test(sigma_v: float, clip_loss: float, *others: Any) -> NoisyLossTest:

@@ -18,9 +18,6 @@ from vestige.questions import BudgetSpent, Trial
 
 DecayState = dict[str, Any]
 
-GRID = 0.02
-"""Factors change in steps of two percent, rounded up: few distinct trials, so few prices to compute."""
-
 
 class Factors(NamedTuple):
     """The factors on the initial noise, test noise, learning rate and threshold."""
@@ -132,9 +129,9 @@ class PublicAccuracy:
         if update.public_accuracy is None:
             raise ValueError("progress='public:FILE' was chosen, but no public examples were given")
         now = update.public_accuracy()
-        before = heard["public"] if heard["public"] is not None else now
+        gain: float = now - heard["public"]
         heard["public"] = now
-        return now - before
+        return gain
 
 
 @dataclass(frozen=True)
@@ -178,6 +175,9 @@ class NoDecay:
     def factors(self, heard: DecayState) -> Factors:
         return Factors()
 
+    def begin(self, heard: DecayState, public_accuracy: Callable[[], float] | None) -> None:
+        pass
+
     def hear(self, heard: DecayState, change: float | None, bound: float) -> None:
         pass
 
@@ -190,6 +190,9 @@ class PhasedDecay:
     """After each update: if the gain exceeds `threshold`, noise, test noise and rate shrink by `fast`; if not, noise,
     acceptance threshold and rate shrink by `slow`. Once epsilon reaches `until`, nothing changes any more.
 
+    With a `grid` (0.02: two percent) factors are rounded up to its powers, so that there are few distinct trials and
+    few prices to compute; without one they are exact, and every update changes the price of a trial.
+
     Formal guarantees: none of its own. The parameters of a question follow from earlier releases, so only a Renyi
     filter bounds the total.
     """
@@ -200,12 +203,15 @@ class PhasedDecay:
     threshold: float | None = None
     """None: the signal's usual gain."""
     until: float = inf
+    grid: float | None = None
     adaptive = True
 
     def __post_init__(self) -> None:
         for name, value in (("fast", self.fast), ("slow", self.slow)):
             if not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must lie in (0, 1]")
+        if self.grid is not None and not self.grid > 0:
+            raise ValueError(f"grid={self.grid} must be positive, or None: exact factors")
 
     @property
     def uses_losses(self) -> bool:
@@ -220,7 +226,18 @@ class PhasedDecay:
 
     def factors(self, heard: DecayState) -> Factors:
         fast, slow = heard["fast"] * log(self.fast), heard["slow"] * log(self.slow)
-        return Factors(_on_grid(fast + slow), _on_grid(fast), _on_grid(fast + slow), _on_grid(slow))
+        return Factors(*(self._factor(each) for each in (fast + slow, fast, fast + slow, slow)))
+
+    def _factor(self, logarithm: float) -> float:
+        if self.grid is None:
+            return exp(logarithm)
+        # 1e-9 absorbs rounding, so that a factor on the grid stays where it is
+        return exp(ceil(logarithm / self.grid - 1e-9) * self.grid)
+
+    def begin(self, heard: DecayState, public_accuracy: Callable[[], float] | None) -> None:
+        """Before a trial: the accuracy of the model that the first update changes is the one to compare with."""
+        if self.progress.file is not None and heard["public"] is None and public_accuracy is not None:
+            heard["public"] = public_accuracy()
 
     def hear(self, heard: DecayState, change: float | None, bound: float) -> None:
         self.progress.hear(heard, change, bound)
@@ -236,11 +253,6 @@ class PhasedDecay:
 
 
 Decay = NoDecay | PhasedDecay
-
-
-def _on_grid(log_factor: float) -> float:
-    # 1e-9 absorbs rounding, so that a factor on the grid stays where it is
-    return exp(ceil(log_factor / GRID - 1e-9) * GRID)
 
 
 def uncensored_mean(below: float, passed: float, noise_std: float, threshold: float, bound: float) -> float:

@@ -247,7 +247,9 @@ class BufferedRejection:
     """Candidates that pass the test wait in a buffer; when it is full, the one with the least loss change is applied.
 
     Candidates whose changes lie within `tie * bound` of the best count as equally good: one of them is drawn uniformly.
-    After `max_rejects` rejections in a row one candidate is enough (degraded mode), until the next update.
+    After `max_rejects` rejections in a row one candidate is enough (degraded mode); an acceptance ends the row, an
+    update does not: as in the paper's algorithm, the candidates that the next update takes follow from the rejections
+    counted when it begins. With `refill` every update begins with a whole buffer to fill, whatever was rejected before.
     `worst_first` prefers the larger change, as the paper prints it.
 
     Formal guarantees: as `NoisyLossTest`, with the noisy change of accepted candidates released too ("yz") wherever it
@@ -261,6 +263,7 @@ class BufferedRejection:
     max_rejects: int = 5
     worst_first: bool = False
     decay: Decay = field(default_factory=NoDecay)
+    refill: bool = False
 
     def __post_init__(self) -> None:
         if self.buffer < 1:
@@ -297,6 +300,7 @@ class BufferedRejection:
 
     def settle(self, attempt: Attempt) -> Outcome:
         state, memory = attempt.state, attempt.state.gate
+        self.decay.begin(memory, attempt.public_accuracy)
         factors = self.decay.factors(memory)
         test = replace(
             self.test,
@@ -336,7 +340,8 @@ class BufferedRejection:
         good = [candidate for change, candidate in memory["buffer"] if sign * change - best <= self.tie * bound]
         chosen: dict[str, Any] = good[comparer.coin(len(good)) if comparer and len(good) > 1 else 0]
         memory["degraded"] += memory["wanted"] < self.buffer
-        memory["buffer"], memory["wanted"] = [], self.buffer
+        degraded = memory["rejects"] >= self.max_rejects and not self.refill
+        memory["buffer"], memory["wanted"] = [], 1 if degraded else self.buffer
         return chosen
 
     def _applied(self, attempt: Attempt, test: NoisyLossTest, noise: float, before: dict[str, Any]) -> None:

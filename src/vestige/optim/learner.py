@@ -17,7 +17,7 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value
 from vestige.optim import averaging
 from vestige.optim.averaging import Average
-from vestige.optim.memory import Memory
+from vestige.optim.memory import Memory, Prepares
 from vestige.optim.optimizers.moves import Moves
 from vestige.optim.rules import Rule
 from vestige.randomness.release import Release
@@ -49,6 +49,11 @@ class Learner:
         lead = mover.gradient.shape[:-1]
         self.memory = for_each(memory.init(layout, mover.gradient.device), lead)
         self.average = averaging.start(average, layout, self._point, lead)
+
+    def prepare(self, point: Parameters, sample_rate: float) -> None:
+        """Start what the next step needs of the parameters alone, while the release taken there is being computed."""
+        if isinstance(self._memory, Prepares):
+            self._memory.prepare(self.memory, point, sample_rate)
 
     def step(self, release: Release, point: Parameters, pace: Value, number: int) -> dict[str, Tensor]:
         """Update on the release of step `number`, taken at `point`; returns its diagnostics."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -68,6 +68,15 @@ class Memory(Protocol):
         ...
 
 
+@runtime_checkable
+class Prepares(Protocol):
+    """A memory that can begin a step before its release is there."""
+
+    def prepare(self, state: MemoryState, parameters: Parameters, sample_rate: float) -> None:
+        """Start to compute what the next step needs of the parameters, which stay as they are until it is made."""
+        ...
+
+
 def unknown_noise(self: object, release: Release, state: MemoryState) -> float | Tensor:
     raise AssertionError("this memory does not know the noise in its direction; Method refuses rules that ask")
 
@@ -114,12 +123,22 @@ class Kernel(Protocol):
         """
         ...
 
+    def in_unit(self, unit: float) -> Kernel:
+        """The same kernel over vectors that are `unit` times as long."""
+        ...
+
+
+def _without_lengths(self: Kernel, unit: float) -> Kernel:
+    """For a kernel that has no length of its own."""
+    return self
+
 
 @dataclass(frozen=True)
 class UniformWeights:
     """Equal weights (the ablation of FO-DP-SGD's equation 24)."""
 
     smoothing = weigh_fused = None
+    in_unit = _without_lengths
 
     def weigh(
         self, lags: Tensor, distances: Tensor, trend_norm: Tensor, noise_norm: float | Tensor
@@ -133,6 +152,7 @@ class ExponentialWeights:
 
     decay: float = 0.8
     smoothing = weigh_fused = None
+    in_unit = _without_lengths
 
     def __post_init__(self) -> None:
         require("decay", self.decay, 0 < self.decay < 1, "lie in (0, 1)")
@@ -190,6 +210,10 @@ class FractionalWeights:
 
         return triton_recall.tempered(ring, *map(float, constants))
 
+    def in_unit(self, unit: float) -> FractionalWeights:
+        floor = self.floor if self.floor == "auto" else self.floor * unit
+        return replace(self, smallest_scale=self.smallest_scale * unit, floor=floor)
+
     def _floor(self, noise_norm: float | Tensor) -> float | Tensor:
         return noise_norm * (self.smoothing / (2 - self.smoothing)) ** 0.5 if self.floor == "auto" else self.floor
 
@@ -199,7 +223,8 @@ class Blend:
     """fresh_weight * fresh + (1 - fresh_weight) * (weighted mean of the last `window - 1` remembered vectors).
 
     What is remembered decides the filter: the blends themselves (a recursive filter: FO-DP-SGD), or the fresh releases
-    (a finite one: Post-FM). At fresh_weight 1 the output is the fresh release, bit for bit.
+    (a finite one: Post-FM). At fresh_weight 1 the output is the fresh release, bit for bit. FO-DP-SGD compares sums,
+    Post-FM mean gradients (equation 13), so that the lengths its kernel is given are those of means.
 
     A step reads the window once (see `recall`): its weights come from inner products that the last step computed.
     `history="bfloat16"` keeps the window in half the bytes; the trend, the direction and all sums stay in float32.
@@ -284,11 +309,12 @@ class Blend:
             weights = weights.expand(*lead, len(lags))
             return weights, {"weights": weights, "effective_depth": weights @ lags}
         noise_norm = release.noise_norm * self.fresh_share
-        if at_once(ring) and self.kernel.weigh_fused is not None and isinstance(noise_norm, float):
-            weights, depth, confidence, trend_norm = self.kernel.weigh_fused(ring, noise_norm)
+        kernel = self.kernel if self.remembers == "blend" else self.kernel.in_unit(release.expected_batch)
+        if at_once(ring) and kernel.weigh_fused is not None and isinstance(noise_norm, float):
+            weights, depth, confidence, trend_norm = kernel.weigh_fused(ring, noise_norm)
         else:
             trend_norm, distances = ring.compared()
-            weights, confidence = self.kernel.weigh(ring.lags, distances, trend_norm, noise_norm)
+            weights, confidence = kernel.weigh(ring.lags, distances, trend_norm, noise_norm)
             depth = weights @ ring.lags
         numbers = {"confidence": confidence, "trend_norm": trend_norm}
         return weights, {"weights": weights, "effective_depth": depth, **numbers}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from vestige import accounting
-from vestige.accounting.ledger import Ledger, LedgerError, read
+from vestige import accounting, assumptions
+from vestige.accounting.ledger import Ledger, LedgerError, LedgerHistory, read
+from vestige.budget.account import Budget, Provenance, attach, continued
 from vestige.checks import check_delta, check_multiplier, check_number, check_steps, renamed
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.cuda_graphs import sizes_of
@@ -30,6 +31,7 @@ from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
 from vestige.mechanism.losses.criteria import batch_mean
+from vestige.mechanism.users.loops import LoaderOfUsers, of_users
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import METHODS, build
 from vestige.optim.rules import OPTIMIZERS, Rule
@@ -53,12 +55,13 @@ from vestige.processes.plan import follow_first, processes, require_same_rows, s
 from vestige.processes.shards import Shards, require_summable
 from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question, SampledGaussian
-from vestige.randomness.keys import Randomness
+from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name
+from vestige.tasks import of_file
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import choose_rate
-from vestige.training.results import OneRun, audited
+from vestige.training.results import OneRun, audited, known_of_a_run
 
 ACCOUNTANTS = {"pld": "pld", "prv": "pld", "rdp": "rdp"}
 ELSEWHERE = {
@@ -82,7 +85,7 @@ ROWS = "-rows-"
 """In the names of folders in which processes keep their rows of a checkpoint."""
 
 
-class PrivacyEngine:
+class PrivacyEngine(HoldsKey):
     """Makes a model, an optimizer and a loader private, in place: `loss.backward(); optimizer.step()` as ever.
 
     The model keeps its class, its state_dict and its methods; the optimizer stays the same object; the loader draws
@@ -91,7 +94,7 @@ class PrivacyEngine:
     the file `ledger`, if given; `resume=True` continues it) before its release exists.
 
     Formal guarantees: after any number of steps, everything the optimizer did is (get_epsilon(delta), delta)-private
-    for adding or removing one example, under the assumptions of `guarantee(delta)`.
+    for one row or a blank in its place (the number of rows is public), under the assumptions of `guarantee(delta)`.
     """
 
     def __init__(
@@ -144,6 +147,8 @@ class PrivacyEngine:
             check_count(audit)
         self._audit = audit
         self._delta: float | None = None
+        self._plan: dict[Question, int] = {}
+        """What a loop with a target epsilon will ask."""
         self._run = secrets.token_hex(8)
 
     def make_private(
@@ -159,10 +164,15 @@ class PrivacyEngine:
         poisson_sampling: bool = True,
         sampling: str = "poisson",
         max_batch: int | None = None,
+        users: Any = None,
+        sample: str = "rows",
+        rows_per_user: int | Literal["median"] | None = None,
+        cap: int | None = None,
         max_physical_batch_size: PhysicalBatch = None,
         steps_per_batch: int = 1,
         tokens_per_example: int | None = None,
         target_delta: float | None = None,
+        budget: Budget = None,
         **others: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """Private training with a given noise multiplier; the memory of any method, the moves of your own optimizer.
@@ -178,6 +188,8 @@ class PrivacyEngine:
         - `sampling="allocation"` makes every pass over the loader an epoch: each example is in one of its
           examples / batch_size batches, drawn uniformly, and the whole epoch is charged at its first step, however
           many follow. `sampling="truncated"` keeps at most `max_batch` examples of a Poisson sample.
+        - `users` hides all rows of one user: an id for each row of the dataset, or a list of owners for each. A user
+          has at most `rows_per_user` rows (None: the largest count), and a step keeps at most `cap` of them.
         - `poisson_sampling=False` keeps your loader, and has no epsilon.
         - `max_physical_batch_size` splits each sampled batch: keep calling `optimizer.step()` after every part, and
           only the last one moves; "auto" finds the largest that fits, for batches (inputs..., targets).
@@ -185,6 +197,10 @@ class PrivacyEngine:
         - A loss that the model computes itself, `model(**batch).loss`, is the mean of its examples' losses. Of tokens,
           an example's loss is the mean over its own, or, with `tokens_per_example`, their sum over that public number.
         - `target_delta` is written into the ledger, so that `vestige verify` states an epsilon at it.
+        - `budget` is the book of the dataset (`vestige budget open`), or a `vestige.budget.Account`: every step is
+          charged there before it is taken, and raises `BudgetSpent` where the book does not hold it. Without it
+          VESTIGE_BUDGET names the book, if it is set. When the program ends, what was charged ahead comes back; with
+          `ledger=`, when `finish` is called, or somebody needs it.
 
         Of several processes (docs/distributed.md) each calls it alike, with a plain module, one in DDP, or one that
         `fully_shard` has divided; the optimizer is then made after that, of its parameters.
@@ -199,6 +215,9 @@ class PrivacyEngine:
         user_module = module
         if loop is not None:  # what is looked at, and what passes run in, are whole
             module = loop.skeleton
+
+        owned = group.together(lambda: of_users(data_loader, users, sample, rows_per_user, cap, target_delta))
+        data_loader = owned.loader
 
         def checked() -> tuple[Method, Optimizer, int | None, Sampling, Parts]:
             check_number("noise_multiplier", noise_multiplier, finite=False)
@@ -232,7 +251,12 @@ class PrivacyEngine:
                 chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
             if loop is not None:
                 self._check_shardable(chosen)
-            drawn, parts = self._sampling(data_loader, sampling, max_batch), Parts(steps_per_batch)
+            drawn, parts = self._sampling(owned, sampling, max_batch), Parts(steps_per_batch)
+            if owned.users is not None and (self._audit is not None or not poisson_sampling):
+                raise ValueError(
+                    "users: canaries (audit=) and batches of your own (poisson_sampling=False) have no users here; "
+                    "leave them out, or use vestige.train(users=..., audit=...)"
+                )
             if not poisson_sampling:
                 if self._audit is not None:
                     raise ValueError(
@@ -257,9 +281,12 @@ class PrivacyEngine:
         self._collates = data_loader.collate_fn not in (None, default_collate)
         size, expected = Layout.of(module).size, max(1, round(rate * people))
         read_one_by_one = group.size > 1 and not isinstance(data_loader.dataset, TensorDataset)
-        self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size, rows_apart=read_one_by_one)
+        self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size, users=owned.users)
         self._delta = target_delta
-        layout, begun = self._open(chosen, module, rate, noise_multiplier, target_delta, max_batch, moves)
+        source = Provenance(data=data_loader.dataset, of_file=of_file)
+        layout, begun = self._open(
+            chosen, module, rate, noise_multiplier, target_delta, max_batch, moves, (budget, source)
+        )
         largest = min(filter(None, (physical_batch, max_batch)), default=None)
         if loop is not None:
             rounded = physical_batch if self._facts.arithmetic == "lattice" else None
@@ -289,6 +316,8 @@ class PrivacyEngine:
             Sums(group) if loop is None else ShardedSums(group, loop.shards),
         )
         self._steps.draws = begun
+        self._steps.before_asking = self._record_passes
+        self._record_assumptions(read_one_by_one)
         if wrapper is not user_module:
             wrapper.zero_grad = user_module.zero_grad  # type: ignore[method-assign]
         if poisson_sampling:
@@ -365,6 +394,10 @@ class PrivacyEngine:
         steps_per_batch: int = 1,
         sampling: str = "poisson",
         max_batch: int | None = None,
+        users: Any = None,
+        sample: str = "rows",
+        rows_per_user: int | Literal["median"] | None = None,
+        cap: int | None = None,
         **options: Any,
     ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
         """As `make_private`, with the noise that spends `target_epsilon` in `epochs` passes over the loader, or in as
@@ -377,7 +410,8 @@ class PrivacyEngine:
             raise ValueError("give epochs, or draws: over how many batches the budget is spent")
         check_loader(data_loader)
         check_delta(target_delta, self._rows(data_loader))
-        drawn = self._sampling(data_loader, sampling, max_batch)
+        owned = of_users(data_loader, users, sample, rows_per_user, cap, target_delta)
+        drawn = self._sampling(owned, sampling, max_batch)
         if draws is None:
             assert epochs is not None
             check_steps(epochs, "epochs")
@@ -390,11 +424,13 @@ class PrivacyEngine:
             return {drawn.question(each): -(-draws // drawn.period)}  # type: ignore[operator]
 
         noise_multiplier = accounting.calibrate(asked, target_epsilon, target_delta, self._accountant)
-        self._ledger.budget = accounting.Budget(target_epsilon, target_delta, asked(noise_multiplier))
+        self._plan = asked(noise_multiplier)
+        self._ledger.budget = accounting.Budget(target_epsilon, target_delta, self._plan)
         return self.make_private(
             module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm, method=chosen, steps_per_batch=steps_per_batch, target_delta=target_delta,
-            sampling=sampling, max_batch=max_batch, **options,
+            sampling=sampling, max_batch=max_batch, users=users, sample=sample, rows_per_user=rows_per_user, cap=cap,
+            **options,
         )  # fmt: skip
 
     def criterion(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -408,11 +444,32 @@ class PrivacyEngine:
     def guarantee(self, delta: float) -> accounting.Guarantee:
         """What may be said about everything the optimizer did so far: an epsilon with its assumptions, or why not."""
         check_delta(delta, self._population or None)
-        facts = self._facts
-        if self._steps is not None:
-            passes = self._steps.passes
-            facts = replace(facts, opaque_loss=passes.assumed, padded=self._collates or passes.lengths.vary)
-        return accounting.guarantee(self._ledger.spent, delta, facts)
+        return accounting.guarantee(self._ledger.spent, delta, self._facts, self._ledger.assumptions)
+
+    def _record_assumptions(self, read_one_by_one: bool) -> None:
+        """Write down what is known of a loop before its first step."""
+        for each in known_of_a_run(self._facts, self._group.size, read_one_by_one):
+            if each.name not in ("loss_per_example", "padding", "divisor"):
+                assumptions.record(self._ledger, each.name, each.status, each.detail)
+        if self._collates:
+            assumptions.record(
+                self._ledger, "padding", "assumed", "a collate_fn of your own may pad rows to each other"
+            )
+        else:
+            assumptions.record(
+                self._ledger, "padding", "not needed", "torch's collation: rows of a batch have one shape"
+            )
+
+    def _record_passes(self) -> None:
+        """Write down what the passes of a step have shown, before it is charged."""
+        passes, ledger = self._private_steps().passes, self._ledger
+        seen = "torch's own loss of the model's outputs, or a loss by criterion()"
+        unseen = "a loss of your own was met that was not recognised"
+        status, detail = ("assumed", unseen) if passes.assumed else ("checked", seen)
+        assumptions.record(ledger, "loss_per_example", status, detail)  # type: ignore[arg-type]
+        assumptions.record(ledger, "divisor", status, detail)  # type: ignore[arg-type]
+        if passes.lengths.vary:
+            assumptions.record(ledger, "padding", "assumed", "batches had several lengths")
 
     def get_epsilon(self, delta: float) -> float:
         """What has been spent so far; an error, with the reason, where no epsilon holds."""
@@ -438,9 +495,14 @@ class PrivacyEngine:
         delta = self._delta if delta is None else delta
         if delta is None:
             raise ValueError("audit: give the delta that epsilon is stated at, audit(delta=1e-5)")
-        epsilon, path = self.guarantee(delta).epsilon, self._ledger.path
-        found = audited(steps.canaries, delta)
-        return OneRun("this loop" if path is None else str(path), steps.method.name, found, epsilon, delta)
+        promise, path = self.guarantee(delta), self._ledger.path
+        found, where = audited(steps.canaries, delta), "this loop" if path is None else str(path)
+        return OneRun(where, steps.method.name, found, promise.epsilon, delta, promise.listed)
+
+    @property
+    def asked(self) -> int:
+        """How many questions were charged so far."""
+        return sum(self._ledger.spent.values())
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
@@ -563,11 +625,12 @@ class PrivacyEngine:
         if heads[rows - 1 : rows] != [saved.get("ledger_head")]:
             raise LedgerError(f"{self._ledger.path} does not contain what the checkpoint was trained on")
 
-    def _sampling(self, loader: DataLoader[Any], name: str, max_batch: int | None) -> Sampling:
+    def _sampling(self, owned: LoaderOfUsers, name: str, max_batch: int | None) -> Sampling:
         """How a loader's samples are drawn."""
+        loader = owned.loader
         if name == "shuffled":
             raise ValueError("sampling='shuffled': poisson_sampling=False keeps your own batches, without an epsilon")
-        return sampling_by_name(name, rate_of(loader), self._rows(loader), max_batch)
+        return owned.sampling(sampling_by_name(name, rate_of(loader), self._rows(loader), max_batch), name)
 
     def _rows(self, loader: DataLoader[Any]) -> int:
         """How many rows samples are drawn from: the loader's, and the canaries."""
@@ -582,11 +645,13 @@ class PrivacyEngine:
         delta: float | None,
         max_batch: int | None,
         moves: Optimizer,
+        paid_by: tuple[Budget, Provenance],
     ) -> tuple[Layout, int]:
         """Open the ledger, and lay out the releases: where steps are balanced, by the constants of its beginning. Also
         how many draws it has seen."""
         history = self._ledger.claim() if self._resume else None
         layout = method.layout(module, None if history is None else history.facts.get("balance"))
+        entry = self._reserve(paid_by, history)
         facts = {
             "noise": self._facts.noise,
             "arithmetic": self._facts.arithmetic,
@@ -602,6 +667,8 @@ class PrivacyEngine:
             **({} if delta is None else {"delta": delta}),
             **({} if method.balance is None else {"balance": layout.constants_of_all}),
             **({} if max_batch is None else {"max_batch": max_batch}),
+            **({} if self._facts.users is None else {"users": self._facts.users.to_json()}),
+            **({} if entry is None else {"budget": entry}),
         }
         settings = [{k: v for k, v in group.items() if k != "params"} for group in moves.param_groups]
         self._group.agree({"the optimizer": [type(moves).__name__, settings], **facts})
@@ -617,6 +684,27 @@ class PrivacyEngine:
                 )
         self._ledger.resume(history.last_step + 1)
         return layout, history.last_step + 1
+
+    def _reserve(self, paid_by: tuple[Budget, Provenance], history: LedgerHistory | None) -> dict[str, Any] | None:
+        """In the book of the dataset, if there is one: the plan where it is known, otherwise step by step."""
+        budget, source = paid_by
+
+        def reserved() -> dict[str, Any] | None:
+            run = None if history is None else continued(history.facts, budget)
+            if history is not None and run is None:
+                return None
+            return attach(
+                self._ledger,
+                budget,
+                self._plan,
+                purpose="a training loop",
+                source=source,
+                facts=self._facts,
+                run=run,
+                spent=None if history is None else history.spent(replays_are_free=False),
+            )
+
+        return self._group.first(reserved)
 
     def _private_steps(self) -> PrivateSteps:
         if self._steps is None:

@@ -163,6 +163,8 @@ class PrivateSteps:
         self._latest = -1
         self._priced: tuple[torch.device, Any, float | Tensor, float] | None = None
         self.ledger, self.randomness = ledger, randomness
+        self.before_asking: Callable[[], None] = lambda: None
+        """Called before every charge: writes down what the passes have shown of the assumptions."""
         self.step_number, self.asked, self.draws = 0, 0, 0
         self._learner: Learner | None = None
         self.probe: dict[str, Any] = {}
@@ -280,6 +282,7 @@ class PrivateSteps:
         draw, total = self.passes.taken()
         sensitivity, ceiling = self._sensitivity(total.device)
         if draw // self._period != self._paid:
+            self.before_asking()
             self.ledger.ask(self.question, step=self.draws, part=0, sensitivity=float(ceiling))
             self._paid, self.draws = draw // self._period, self.draws + self._period
         self._latest = draw

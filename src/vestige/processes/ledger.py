@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vestige.accounting.ledger import Budget, Ledger, LedgerHistory, read
+from vestige.assumptions import ASSUMPTIONS, STATUSES, Stated, Status, merged
 from vestige.processes.group import Processes, digest
 from vestige.questions import BudgetSpent, Question
 
@@ -15,7 +16,8 @@ class SharedLedger(Ledger):
     """The ledger of a group: a file in process 0, and in the others a copy in memory.
 
     Every question is one round of messages: what each process is about to ask, and process 0's verdict. Where they are
-    about to ask different things none of them goes on.
+    about to ask different things none of them goes on. What they know about assumptions goes with it, and is written
+    after the question: of what they know differently, the weakest.
     """
 
     def __init__(
@@ -23,6 +25,8 @@ class SharedLedger(Ledger):
     ) -> None:
         super().__init__(path if group.rank == 0 else None, budget, replays_are_free=replays_are_free)
         self._group = group
+        self._unwritten: dict[str, Stated] = {}
+        """What this process knows about assumptions and has not told the others."""
 
     def open(self, facts: Mapping[str, Any]) -> None:
         if self._group.rank == 0:
@@ -53,15 +57,16 @@ class SharedLedger(Ledger):
             except (BudgetSpent, ValueError, OSError) as error:
                 problem = error
         verdict = {type(None): 0, BudgetSpent: 1}.get(type(problem), 2)
-        told = self._group.told(asked, verdict)
+        known = digest([(each.name, each.status, each.detail) for each in self._unwritten.values()])
+        told = self._group.told(asked, verdict, known, _packed(self._unwritten.values()))
         if problem is not None:
             raise problem
         if told[0][1] == 1:
             raise BudgetSpent("the budget is spent: process 0 says so, and nothing was asked or moved")
         if told[0][1] == 2:
             raise OSError("process 0 could not write the ledger: nothing was asked")
-        if any(other != asked for other, _ in told):
-            apart = [rank for rank, (other, _) in enumerate(told) if other != told[0][0]]
+        if any(other != asked for other, *_ in told):
+            apart = [rank for rank, (other, *_) in enumerate(told) if other != told[0][0]]
             raise ValueError(
                 f"process {apart[0]} is about to ask something else than process 0 (step {step} here): the processes "
                 "have come apart, so none of them goes on. Every process must take the same steps"
@@ -72,10 +77,40 @@ class SharedLedger(Ledger):
                 super().ask(question, step=step, part=part, sensitivity=sensitivity)
             finally:
                 self.budget = budget
+        if any(other != known for _, _, other, _ in told):
+            weakest = [max(codes) for codes in zip(*(_unpacked(packed) for *_, packed in told), strict=True)]
+            self._unwritten = {
+                name: Stated(name, STATUSES[code - 1], "", True)
+                for name, code in zip(ASSUMPTIONS, weakest, strict=True)
+                if code
+            }
+        self._write_assumptions()
+
+    def assume(self, name: str, status: Status, detail: str) -> None:
+        before = self.assumptions.get(name)
+        after = merged(before, Stated(name, status, detail, True))
+        if after != before:
+            self.assumptions[name] = self._unwritten[name] = after
+
+    def _write_assumptions(self) -> None:
+        for each in self._unwritten.values():
+            self._append({"row": "assumption", "name": each.name, "status": each.status, "detail": each.detail})
+            self.assumptions[each.name] = merged(self.assumptions.get(each.name), each)
+        self._unwritten = {}
 
     def finish(self, files: Mapping[str, str]) -> None:
         if self._group.rank == 0:
             super().finish(files)
+
+
+def _packed(assumptions: Iterable[Stated]) -> int:
+    """Two bits for each assumption of the list: nothing new, or its status."""
+    places = {name: place for place, name in enumerate(ASSUMPTIONS)}
+    return sum((STATUSES.index(each.status) + 1) << (2 * places[each.name]) for each in assumptions)
+
+
+def _unpacked(packed: int) -> list[int]:
+    return [(packed >> (2 * place)) & 3 for place in range(len(ASSUMPTIONS))]
 
 
 def ledger_of(group: Processes, path: Path | None, *, replays_are_free: bool = False) -> Ledger:

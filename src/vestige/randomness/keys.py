@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +25,19 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_rekey)
 
 
+class HoldsKey:
+    """Refuses to be copied, pickled or sent to another process: two that draw from one key draw the same noise, and the
+    difference of their releases is the data. Processes of one run share their key by `Randomness.shared`."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            f"{type(self).__name__} holds the secret key of a private run, which must not exist twice: two releases "
+            "with the same noise show the data. Make a new one where it is needed, in the process that trains"
+        )
+
+
 @dataclass(frozen=True)
-class Randomness:
+class Randomness(HoldsKey):
     """Streams of random numbers, one for each purpose and index, all grown from one key.
 
     `secret()` draws the key from the operating system; it lives in this process alone: a resumed run never meets its
@@ -49,6 +61,11 @@ class Randomness:
     @classmethod
     def reproducible(cls, seed: int) -> Randomness:
         return cls(seed, predictable=True)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.predictable:
+            return super().__reduce_ex__(protocol)
+        return Randomness.reproducible, (self.entropy,)
 
     def __repr__(self) -> str:
         return f"Randomness({'predictable' if self.predictable else 'secret'})"

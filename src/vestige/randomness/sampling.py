@@ -17,6 +17,7 @@ from vestige.questions import AllocatedGaussian, Question, SampledGaussian, Trun
 from vestige.randomness import binomial
 from vestige.randomness.keys import Randomness
 from vestige.randomness.streams import Stream
+from vestige.units import Users
 
 DENSE = 1 / 32
 """Above this rate every row is tossed for: that is cheaper than sorting so many of them."""
@@ -241,6 +242,47 @@ class Shuffled(_StepByStep):
         epoch, place = divmod(index, max(1, population // size))
         order = randomness.stream("shuffle", epoch).permutation(population)
         return torch.from_numpy(order[place * size : (place + 1) * size])
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOfUsers(_StepByStep):
+    """A Poisson sample of rows that belong to users, of each of whom it keeps at most `users.cap` rows, drawn uniformly
+    from that user's own rows that joined.
+
+    Formal guarantees: which rows of a user are kept does not depend on anybody else's.
+    """
+
+    kind: ClassVar[str] = "poisson"
+    tossed: Poisson
+    users: Users
+    owners: np.ndarray
+    """The owner of each row; not used without a cap."""
+
+    @property
+    def rate(self) -> float:
+        return self.tossed.rate
+
+    def question(self, asked: Question) -> Question:
+        found = self.users.question(asked)
+        assert found is not None, "planning refuses questions that have no theorem for users"
+        return found
+
+    def draw(self, population: int, index: int, randomness: Randomness) -> Tensor:
+        rows = self.tossed.draw(population, index, randomness)
+        if self.users.cap is None:
+            return rows
+        coins = randomness.stream("kept", index).permutation(len(rows))
+        return rows[torch.from_numpy(np.sort(first_of_each(self.owners[rows.numpy()], coins, self.users.cap)))]
+
+
+def first_of_each(owners: np.ndarray, coins: np.ndarray, most: int) -> np.ndarray:
+    """The places of the first `most` of each owner, in the order of the coins."""
+    order = np.lexsort((coins, owners))
+    ranked = owners[order]
+    begins = np.concatenate([[True], ranked[1:] != ranked[:-1]]) if len(ranked) else np.zeros(0, dtype=bool)
+    place = np.arange(len(ranked))
+    rank = place - np.maximum.accumulate(np.where(begins, place, 0))
+    return np.asarray(order[rank < most])
 
 
 SAMPLINGS = ("poisson", "allocation", "truncated", "shuffled")

@@ -18,6 +18,7 @@ from math import ceil, log, sqrt
 from typing import Any
 
 from vestige import accounting
+from vestige.assumptions import PRICE_ALONE
 from vestige.checks import check_delta, check_number, check_steps
 from vestige.questions import Question, SampledGaussian
 from vestige.recipes.catalogue import find
@@ -110,6 +111,7 @@ class TrainingPlan:
             "recipes_own": asdict(self.own),
             "other_times": [[seconds, [asdict(each) for each in found]] for seconds, found in self.other_times],
             "command": self.command,
+            "assumptions": list(PRICE_ALONE),
         }
 
 

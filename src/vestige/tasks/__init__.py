@@ -1,13 +1,16 @@
 """What is trained on what? Datasets, the models for them, and a user's own task."""
 
-from vestige.tasks.reading import LabelledTensors, require_public
+from vestige.tasks.reading import LabelledTensors, require_public, users_of
 from vestige.tasks.rows import read_columns
+from vestige.tasks.subsets import Rows
 from vestige.tasks.tables import bounded
-from vestige.tasks.task import Task, check, describe, load, load_table, names, subject
+from vestige.tasks.task import Task, check, describe, load, load_table, names, reinitialised, subject
 from vestige.tasks.text import bag_of_words
+from vestige.tasks.whole_rows import of_file, of_task, source_of
 
 __all__ = [
     "LabelledTensors",
+    "Rows",
     "Task",
     "bag_of_words",
     "bounded",
@@ -16,7 +19,12 @@ __all__ = [
     "load",
     "load_table",
     "names",
+    "of_file",
+    "of_task",
     "read_columns",
+    "reinitialised",
     "require_public",
+    "source_of",
     "subject",
+    "users_of",
 ]

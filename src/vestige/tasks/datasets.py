@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from vestige.tasks.images import Arrays, bundled_digits, cifar_files, mnist_files, no_files, read_images
+from vestige.tasks.images import Arrays, bundled_digits, cifar_files, mnist_files, no_files, read_images, whole_images
 from vestige.tasks.reading import LabelledTensors
-from vestige.tasks.text import BAG, BUCKETS, LENGTH, read_bags, read_reviews
+from vestige.tasks.text import BAG, BUCKETS, LENGTH, read_bags, read_reviews, whole_reviews
 
 PIXELS = "Images are scaled by public constants only: (pixel / 255 - 0.5) / 0.5; float images are taken as they are."
 
@@ -26,6 +27,8 @@ class Dataset:
     read: Callable[[Path | None], tuple[LabelledTensors, LabelledTensors]]
     needs_data: bool
     notes: str
+    rows: Callable[[Path | None], tuple[Any, Any]]
+    """The training rows as they stand in the file, before anything is scaled or cut: inputs and labels."""
     images: bool = True
 
 
@@ -48,7 +51,8 @@ def _image_set(
     notes: str = "",
 ) -> Dataset:
     read = partial(read_images, shape=shape, classes=classes, files=files, originals=originals, scale=_from_bytes)
-    return Dataset(name, title, classes, read, needs_data=True, notes=f"{PIXELS} {notes}".strip())
+    rows = partial(whole_images, files=files, originals=originals)
+    return Dataset(name, title, classes, read, needs_data=True, notes=f"{PIXELS} {notes}".strip(), rows=rows)
 
 
 DIGITS = Dataset(
@@ -66,6 +70,7 @@ DIGITS = Dataset(
     ),
     needs_data=False,
     notes="Pixels are divided by 16; every fifth example is the test set.",
+    rows=partial(whole_images, files=("digits",), originals=no_files, bundled=bundled_digits),
 )
 
 MNIST = _image_set("mnist", "MNIST (28x28)", (28, 28), 10, files=("mnist",), originals=mnist_files)
@@ -103,6 +108,7 @@ IMDB = Dataset(
     read_reviews,
     needs_data=True,
     notes=f"The first {LENGTH} words, each hashed into {BUCKETS} buckets: no vocabulary is learned from the texts.",
+    rows=whole_reviews,
     images=False,
 )
 IMDB_BAGS = Dataset(
@@ -112,5 +118,6 @@ IMDB_BAGS = Dataset(
     read_bags,
     needs_data=True,
     notes=f"All words, hashed into {BAG} signed numbers of norm 1: neither a vocabulary nor frequencies are learned.",
+    rows=whole_reviews,
     images=False,
 )

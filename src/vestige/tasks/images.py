@@ -46,6 +46,18 @@ def read_images(
     return train, test
 
 
+def whole_images(
+    path: Path | None,
+    *,
+    files: tuple[str, ...],
+    originals: Callable[[Path], Arrays | None],
+    bundled: Callable[[], Arrays] | None = None,
+) -> tuple[Any, Any]:
+    """The training images and labels as they stand in the file."""
+    arrays = bundled() if path is None and bundled else _find_arrays(existing(path), files, originals)
+    return arrays["x_train"], arrays["y_train"]
+
+
 def standardised(images: Tensor) -> Tensor:
     """Each image, [N, channels, height, width], less its own mean and divided by its own deviation; an image without
     contrast is not magnified: the deviation counts as at least 1 / sqrt(its numbers).

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch import Tensor
+
+from vestige.tasks.rows import read_columns
 
 LabelledTensors = tuple[Tensor, Tensor]
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
@@ -20,6 +25,23 @@ def existing(path: Path | None) -> Path:
             f"{where(path)}: no such file or folder; give a FILE.npz holding {', '.join(ARRAYS)}, or a folder"
         )
     return path
+
+
+def users_of(data: str | Path | None, name: str, users: int) -> Sequence[Any]:
+    """Whose each training row is: a column of a table, or an array of a FILE.npz, with an id for each of its rows."""
+    path = existing(None if data is None else Path(data))
+    if path.suffix != ".npz":
+        return read_columns(path, {"user_column": name})["user_column"]
+    with np.load(path, allow_pickle=False) as arrays:
+        if name not in arrays:
+            raise ValueError(f"user_column={name!r} is no array of {where(path)}, which holds {', '.join(arrays)}")
+        found = arrays[name]
+    if found.shape != (users,):
+        raise ValueError(
+            f"user_column={name!r} has the shape {list(found.shape)}, where there are {users} training rows; give an "
+            "array with an id for each of them"
+        )
+    return found
 
 
 def first(*paths: Path) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,23 @@ from vestige.tasks import models
 from vestige.tasks.definitions import DEFINITIONS, Definition
 from vestige.tasks.features.encoders import check_encoder, encoded
 from vestige.tasks.images import STANDARDISED, standardised
-from vestige.tasks.reading import LabelledTensors, existing, require_public
+from vestige.tasks.reading import LabelledTensors, existing, require_public, where
+from vestige.tasks.subsets import Rows, cut
 from vestige.tasks.tables import columns_of, read_table
 from vestige.tasks.user_code import blame, call, function_of, python_file
 
-__all__ = ["LabelledTensors", "Loss", "Task", "check", "describe", "load", "load_table", "names", "subject"]
+__all__ = [
+    "LabelledTensors",
+    "Loss",
+    "Task",
+    "check",
+    "describe",
+    "load",
+    "load_table",
+    "names",
+    "reinitialised",
+    "subject",
+]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -38,6 +50,8 @@ class Task:
     test: LabelledTensors
     classes: int
     notes: str
+    rows: Rows | None = None
+    """Which rows of the dataset these are, where a subset was cut."""
 
 
 def load(
@@ -47,6 +61,7 @@ def load(
     *,
     standardise: bool = False,
     features: str | Path | None = None,
+    subset: tuple[int, int] | None = None,
 ) -> Task:
     """The task called `name`, its initial weights drawn from `seed` alone.
 
@@ -54,18 +69,24 @@ def load(
     is called, with `data` and `seed` where it takes them, and returns a `Task` or `(model, loss, train, test)`.
     `standardise` scales each image by its own mean and deviation. `features` is the public checkpoint of a frozen
     encoder, for the tasks `*-features`: a file of `vestige prior make`, or the folder of a Hugging Face vision model.
+    `subset` takes that many training and test examples of a named task: the first of each class, in the file's order.
     """
     path = None if data is None else Path(data)
-    if standardise and (".py:" in name or not _find(name).dataset.images):
+    if standardise and (".py:" in name or not known(name).dataset.images):
         raise ValueError(
             f"standardise=True is for the image tasks of `vestige tasks`, and {name} is none; leave it out"
         )
     if ".py:" in name:
+        if subset is not None:
+            raise ValueError(f"subset={subset} is for the tasks of `vestige tasks`, and {name} is none; leave it out")
         check(name, data, features)
         return _load_from_file(name, path, seed)
     check(name, data, features)
     definition = DEFINITIONS[name]
-    (x_train, y_train), (x_test, y_test) = definition.dataset.read(path)
+    (x_train, y_train), (x_test, y_test), rows = *definition.dataset.read(path), None
+    if subset is not None:
+        classes, place = definition.dataset.classes, where(path)
+        (x_train, y_train), (x_test, y_test), rows = cut((x_train, y_train), (x_test, y_test), subset, classes, place)
     if standardise:
         x_train, x_test = standardised(x_train), standardised(x_test)
     if features is not None:
@@ -77,7 +98,14 @@ def load(
         part for part in (definition.dataset.notes, definition.notes, STANDARDISED if standardise else "") if part
     )
     train, test = (x_train, y_train), (x_test, y_test)
-    return Task(name, model, functional.cross_entropy, train, test, definition.dataset.classes, notes)
+    return Task(name, model, functional.cross_entropy, train, test, definition.dataset.classes, notes, rows)
+
+
+def reinitialised(task: Task, seed: int) -> Task:
+    """A named task with the initial weights of another seed, and the same examples."""
+    with _public_randomness(seed):
+        model = DEFINITIONS[task.name].build(tuple(task.train[0].shape[1:]), task.classes)
+    return replace(task, model=model)
 
 
 def load_table(
@@ -105,7 +133,7 @@ def load_table(
 
 def check(name: str, data: str | Path | None = None, features: str | Path | None = None) -> None:
     """Refuse, before anything is read, a task that cannot be loaded: no such name, or no data where it needs some."""
-    frozen = ".py:" not in name and _find(name).encoded
+    frozen = ".py:" not in name and known(name).encoded
     if features is None and frozen:
         raise ValueError(
             f"features=None: task {name!r} is trained on features of a frozen encoder; give the checkpoint of one"
@@ -115,7 +143,7 @@ def check(name: str, data: str | Path | None = None, features: str | Path | None
     if ".py:" in name:
         python_file(name)
         return
-    dataset = _find(name).dataset
+    dataset = known(name).dataset
     if data is None and dataset.needs_data:
         raise ValueError(f"--data is missing: task {name!r} reads {dataset.title}; give --data FILE.npz or a folder")
     if data is not None and dataset.needs_data:
@@ -150,7 +178,8 @@ def describe() -> list[dict[str, str | bool]]:
     ]
 
 
-def _find(name: str) -> Definition:
+def known(name: str) -> Definition:
+    """The task of this name; ValueError suggests one that is near."""
     if name in DEFINITIONS:
         return DEFINITIONS[name]
     close = get_close_matches(name, DEFINITIONS, n=1)

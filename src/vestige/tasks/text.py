@@ -33,6 +33,12 @@ def read_bags(path: Path | None) -> tuple[LabelledTensors, LabelledTensors]:
     return _read(path, bag_of_words)
 
 
+def whole_reviews(path: Path | None) -> tuple[list[str], list[int]]:
+    """The training reviews and their labels as they stand in the file."""
+    found = [(text, label) for split, text, label in _reviews(existing(path)) if split == "train"]
+    return [text for text, _ in found], [label for _, label in found]
+
+
 def bag_of_words(text: str, size: int = BAG) -> Tensor:
     """Which words a text has: each adds +1 or -1, by its hash, to one of `size` numbers, whose norm is then made 1.
 

@@ -16,9 +16,11 @@ from vestige.checks import check_rate
 from vestige.engines.independence import broken, mixing
 from vestige.engines.registry import ENGINES
 from vestige.layout import Layout
+from vestige.mechanism.bad_rows import made_up_pass
 from vestige.mechanism.clipping import Loss
+from vestige.mechanism.examples import Examples
 from vestige.methods.base import Method
-from vestige.training.physical_batch import part_of_a_run
+from vestige.training.physical_batch import made_up, part_of_a_run
 
 PROBED = 8
 """How many examples the gradient checks look at."""
@@ -46,7 +48,12 @@ def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
     if isinstance(data, DataLoader):
         findings += _loader(data)
         data = data.dataset
-    batch, count = _some(data)
+    faults = _rows_at_fault(model, loss, data)
+    findings += faults
+    if not faults or isinstance(data, tuple | TensorDataset):
+        batch, count = _some(data)
+    else:
+        return _each_cause_once(findings)  # what follows is about batches of all rows
     findings += _inputs(data, batch)
     if not any(finding.level == "error" for finding in findings):
         findings += _gradients(model, loss, batch)
@@ -55,6 +62,36 @@ def examine(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
             Finding("warning", "data", f"only {count} examples: noise will drown them at any useful epsilon")
         )
     return _each_cause_once(findings)
+
+
+LISTED = 5
+
+
+def _rows_at_fault(model: nn.Module, loss: Loss, data: Any) -> list[Finding]:
+    """Rows that cannot be read, or whose label the loss cannot take: a private run leaves them out without a word."""
+    try:
+        examples = Examples(data, torch.device("cpu"))
+        here = {name: p.device for name, p in model.named_parameters()}
+        row = made_up(examples.blank(), 1, next(iter(here.values()), torch.device("cpu")))
+        admissible = made_up_pass(model, loss, examples.form, row)
+    except (ValueError, OSError, TypeError):
+        return []  # the training says it too, before it begins
+    reasons: dict[str, list[int]] = {}
+    for place in range(examples.population):
+        try:
+            batch = examples.fetch(torch.tensor([place]))[0]
+            if admissible is not None and not bool(admissible(batch[-1].cpu()).all()):
+                reasons.setdefault("the loss takes no such label", []).append(place)
+        except Exception as error:  # whatever a user's dataset raises
+            reasons.setdefault(" ".join(f"{type(error).__name__}: {error}".split()), []).append(place)
+    return [
+        Finding(
+            "warning",
+            f"{len(places)} rows ({', '.join(map(str, places[:LISTED]))}{', ...' if len(places) > LISTED else ''})",
+            f"contribute nothing to a private run: {reason}",
+        )
+        for reason, places in reasons.items()
+    ]
 
 
 def _each_cause_once(findings: Sequence[Finding]) -> list[Finding]:

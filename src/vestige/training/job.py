@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 
+from vestige import assumptions, tasks
 from vestige import balance as balances
-from vestige import tasks
+from vestige.budget.account import Budget, account_of
 from vestige.checks import accounted_multiplier, check_epsilon, check_steps, renamed
 from vestige.devices import check_device
 from vestige.mechanism.augmentation import Augment
@@ -69,6 +70,11 @@ class Job:
     head_lr: float | None = None
     table: dict[str, Any] | None = None
     """Of a task that is a table: its `columns`, `label_column`, `labels` and public `test`."""
+    user_column: str | None = None
+    """Whose each row is: a column of the table, or an array of the FILE.npz."""
+    sample: str = "rows"
+    rows_per_user: int | str | None = None
+    cap: int | None = None
     sampling: str = "poisson"
     max_batch: int | None = None
     noise: str = "lattice"
@@ -85,6 +91,10 @@ class Job:
     moments_noise: float = 8.0
     moments_bound: float = 2.5
     audit: int | None = None
+    budget: str | None = None
+    """The book that pays; None: that of VESTIGE_BUDGET, if it is set."""
+    derived_from: str | None = None
+    slot: str | None = None
     nonprivate_transcript: str | None = None
     nonprivate_logs: bool = False
 
@@ -144,10 +154,23 @@ def _divided(method: Method, job: Job) -> Method:
     return by_group(method, grouping, split, job.share or "equal")  # type: ignore[arg-type]
 
 
+def account(job: Job) -> Budget:
+    """Which book pays for a job; one of our own tasks is known by what it was read from."""
+    found = account_of(job.budget)
+    if found is None:
+        for name in ("derived_from", "slot"):
+            if getattr(job, name) is not None:
+                raise ValueError(f"{name}={getattr(job, name)!r} is about a book: give budget=BOOK, too")
+        return None
+    table = job.task if job.table is None else None
+    return replace(found, derived_from=job.derived_from, slot=job.slot, source=tasks.source_of(table, job.data))
+
+
 def start(
-    job: Job, out: Path | None, *, resume: bool = False, task: tasks.Task | None = None
+    job: Job, out: Path | None, *, resume: bool = False, task: tasks.Task | None = None, budget: Budget = None
 ) -> tuple[tasks.Task, Training]:
-    """Load the task (unless it is given) and prepare its training; no question is asked yet."""
+    """Load the task (unless it is given) and prepare its training; no question is asked yet. `budget` is another
+    account than the job's own: `False` where it is paid for already."""
     _check(job)
     method = method_of(job)
     multiplier = job.noise_multiplier
@@ -190,6 +213,10 @@ def start(
         lr=job.lr,
         sampling=job.sampling,
         max_batch=job.max_batch,
+        users=_users(job, task),
+        sample=job.sample,  # type: ignore[arg-type]
+        rows_per_user=job.rows_per_user,  # type: ignore[arg-type]
+        cap=job.cap,
         noise=job.noise,
         engine=job.engine,
         bfloat16=job.bfloat16,
@@ -205,10 +232,26 @@ def start(
         normalise=moments,
         evaluate=_evaluation(job),
         audit=job.audit,
+        budget=account(job) if budget is None else budget,
         nonprivate_transcript=job.nonprivate_transcript,
         nonprivate_logs=job.nonprivate_logs,
     )
     return task, training
+
+
+def _users(job: Job, task: tasks.Task) -> Any:
+    """Whose each training row is."""
+    if job.user_column is None:
+        for name, usual in (("sample", "rows"), ("rows_per_user", None), ("cap", None)):
+            if getattr(job, name) != usual:
+                raise ValueError(f"{name}={getattr(job, name)} is about users: give user_column, too")
+        return None
+    if ".py:" in job.task:
+        raise ValueError(
+            f"user_column={job.user_column!r} is for a table or a FILE.npz, and {job.task} makes its own rows; in "
+            "Python: vestige.train(users=...)"
+        )
+    return tasks.users_of(job.data, job.user_column, len(task.train[1]))
 
 
 def _loaded(job: Job) -> tasks.Task:
@@ -226,6 +269,9 @@ def _loaded(job: Job) -> tasks.Task:
 def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord | None = None) -> RunResult:
     """Run a prepared training to its end: evaluate on the public test set now and then, and write the result."""
     every = job.evaluate_every or max(1, training.plan.steps // 20)
+    if job.evaluate == "private" and training.settings.public is None:
+        how = "the model is judged by one charged question about private rows"
+        assumptions.record(training.ledger, "public_evaluation", "not needed", how)
     begin = time.perf_counter()
     interrupted = False
     for record in training.steps():

@@ -221,6 +221,8 @@ def advance(
     clip, pace = method.clip.now(state.clip), pace * float(method.clip.pace(state.clip))
     now = level(method.schedule, multiplier, state.step, curator.rate)
     asking = Asking(curator, method, clip, now, state.step)
+    if isinstance(state.model, nn.Module):  # a process that has rows of the parameters cannot begin alone
+        state.learner.prepare(point, curator.rate)
     release, state.probe = ask(method.probe, asking, point, state.probe, state.layout.constants)
     seen = state.learner.step(release, point, pace, state.step)
     seen |= {name: torch.tensor(value) for name, value in method.clip.shown(state.clip).items()}

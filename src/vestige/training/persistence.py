@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vestige.accounting.ledger import Ledger, LedgerError
+from vestige.assumptions import EARLIER_ADJACENCY
 from vestige.engines.planted import Canaries
 from vestige.mechanism.curator import Curator
 from vestige.processes import checkpoints
@@ -144,12 +145,12 @@ def _open(run: Persistent, folder: RunFolder | None, public: dict[str, Any]) -> 
 
 NEWER = {"arithmetic": "float32"}
 """What runs did that were written before a key was: 0.1 added noise in float32."""
-NEWER_OPTIONS = {"sma-dp-sgd": {"spectrum_lag": 0}}
+NEWER_OPTIONS = {"sma-dp-sgd": {"spectrum_lag": 0, "shuffled": False, "clip_per_layer": False}}
 """The same for options of methods: until 0.2 every step waited for its spectrum."""
 
-CHANGED_DEFAULTS = {"dp-bandmf": ("bands",)}
+CHANGED_DEFAULTS = {"dp-bandmf": ("bands",), "sma-dp-sgd": ("refresh_spectrum", "spectrum_lag")}
 """Options whose default is another one now: a run that was started with the earlier one keeps it. Until 0.3 noise had 4
-bands."""
+bands, and SMA-DP-SGD took one spectrum an epoch."""
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -158,6 +159,8 @@ def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
         was = before.get(key, NEWER.get(key))
         if key in ("coordinates", "noise_strategy") and was is None:
             continue  # not written down before 0.2 and 0.3
+        if key == "adjacency" and was == EARLIER_ADJACENCY:
+            continue  # the same prices, which hold for it too
         if key == "method" and isinstance(was, str):
             # Before 0.2 a method was stored as its repr, with class names: only its own name can be compared.
             was = {**value, "name": (re.findall(r"name='([^']+)'", was) or [was])[0]}

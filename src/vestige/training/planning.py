@@ -15,9 +15,10 @@ from vestige.checks import check_delta, check_multiplier, check_number, check_ra
 from vestige.layout import Layout
 from vestige.methods.base import Method
 from vestige.questions import Question, SampledGaussian
-from vestige.randomness.sampling import Sampling, sampling_by_name
+from vestige.randomness.sampling import Poisson, RowsOfUsers, Sampling, sampling_by_name
 from vestige.randomness.schedules import Constant, level
 from vestige.training.learning_rate import auto_rate, initial_weight_norm
+from vestige.units import Users
 
 DEFAULT_STEPS = 200
 MOST_STEPS = 10**8
@@ -39,6 +40,10 @@ class Request:
     sampling: str = "poisson"
     max_batch: int | None = None
     """The most examples that a truncated sample keeps."""
+    users: Users | None = None
+    """Whose presence is hidden; None: one row's."""
+    owners: Any = None
+    """The owner of each row, where a step keeps so many rows of one at most."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,41 @@ def sampling_of(method: Method, request: Request, population: int) -> Sampling:
 
     Shuffled batches have none, and train without an epsilon.
     """
+    if request.users is not None:
+        require_users(method, request.users, request.sampling)
+        if request.users.sample == "rows" and request.users.rows_per_user != 1:
+            return RowsOfUsers(Poisson(request.sample_rate), request.users, request.owners)
     if request.sampling == "poisson" and request.max_batch is None:
         return method.noise.sampling(request.sample_rate)
     drawn = sampling_by_name(request.sampling, request.sample_rate, population, request.max_batch)
     if request.sampling != "shuffled":
         require_plain(method, request.sampling)
     return drawn
+
+
+def require_users(method: Method, users: Users, sampling: str) -> None:
+    """Refuse what has no theorem for users with several rows."""
+    if users.rows_per_user == 1:
+        return
+    rows, plain = users.sample == "rows", SampledGaussian(0.5, 1.0)
+    if rows and sampling != "poisson":
+        raise ValueError(
+            f"sampling={sampling!r}: of sampled rows, several of which are one user's, only Poisson samples have a "
+            "theorem; use sample='users', or sampling='poisson'"
+        )
+    wrong = {
+        "one answer about every example": method.probe.solves,
+        "a gate": bool(method.gate.tests) or method.gate.adaptive,
+        "correlated noise over sampled rows": rows and method.noise.one_fixed_question,
+        "importance sampling, or more than one sample a step,": method.probe.period(0.5) != 1
+        or any(method.probe.questions(0.5, 1.0, step) != (plain,) for step in range(2)),
+    }
+    for part, there in wrong.items():
+        if there:
+            raise ValueError(
+                f"users: {part} has no theorem for users with several rows here, and {method.name} has that; use "
+                + ("sample='users', or another method" if part.startswith("correlated") else "another method")
+            )
 
 
 def require_plain(method: Method, sampling: str) -> None:

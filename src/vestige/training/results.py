@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from vestige import accounting
 from vestige.accounting.lower_bounds.bounds import one_run_bound
+from vestige.assumptions import Stated
 from vestige.engines.planted import Canaries
 from vestige.methods.base import Method
 from vestige.questions import Question, SampledGaussian
@@ -74,6 +76,7 @@ class OneRun:
     epsilon: float | None
     """The accountant's; None where no epsilon holds."""
     delta: float
+    assumptions: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def contradicts(self) -> bool:
@@ -81,7 +84,8 @@ class OneRun:
 
     def to_json(self) -> dict[str, Any]:
         facts = {"run": self.run, "method": self.method, "epsilon": self.epsilon, "delta": self.delta}
-        return {**facts, **asdict(self.audited), "contradicts": self.contradicts}
+        listed = list(self.assumptions)
+        return {**facts, **asdict(self.audited), "contradicts": self.contradicts, "assumptions": listed}
 
     def lines(self) -> list[str]:
         found = self.audited
@@ -97,6 +101,34 @@ class OneRun:
             chance = f"or this is one of the {1 - found.confidence:.2g} of runs in which the bound fails"
             lines.append(f"CONTRADICTION: the accountant's epsilon is wrong for this run, {chance}")
         return lines
+
+
+def known_of_a_run(facts: accounting.Facts, processes: int = 1, read_one_by_one: bool = False) -> list[Stated]:
+    """What `vestige.train` checks by its construction, and what it assumes, of the assumptions of every guarantee."""
+    found = [
+        Stated("unit", "assumed", "a row is a unit of its own"),
+        Stated("adjacency", "checked", "a blank row keeps its place in the samples; the number of rows is public"),
+        Stated("rows_apart", "checked", "layers by their kind, and the model on made-up rows"),
+        Stated("loss_per_example", "checked", "the loss is taken of one example at a time"),
+        Stated("padding", "checked", "every example is collated and padded by itself"),
+        Stated("divisor", "checked", "sums are divided by the sampling rate times the number of rows"),
+        Stated("processes", "not needed", "one process"),
+    ]
+    if facts.users is not None:
+        found[0] = Stated("unit", "assumed", facts.users.assumption)
+        found[1] = Stated("adjacency", "checked", "blank rows keep their places; who owns which row is public")
+        if facts.users.sample == "users":
+            found[5] = Stated("divisor", "checked", "sums are divided by the sampling rate times the number of users")
+    if facts.sampling != "shuffled":
+        found.append(Stated("sampling", "checked", f"{facts.sampling}, drawn here from the secret key"))
+    if facts.noise == "secret":
+        found.append(Stated("key", "checked", "drawn from the operating system for this run, and never written"))
+    if processes > 1:
+        how = "all rows were compared"
+        if read_one_by_one:
+            how = "rows are read one by one: some drawn at random were compared, and not all"
+        found[6] = Stated("processes", "assumed" if read_one_by_one else "checked", how)
+    return found
 
 
 def meant(promise: accounting.Guarantee) -> dict[str, Any]:

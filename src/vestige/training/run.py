@@ -10,13 +10,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from vestige import accounting
+from vestige import accounting, assumptions
 from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.balance import Constants
+from vestige.budget.account import Budget, Provenance, attach, continued
 from vestige.checks import check_steps
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
@@ -25,16 +28,19 @@ from vestige.engines.registry import InBfloat16, engine_by_name
 from vestige.engines.second_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.sharded import Sharded
 from vestige.layout import Layout
+from vestige.mechanism.bad_rows import made_up_pass
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import LARGEST_SUM, Loss, Parameters
 from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.evaluation import Evaluator, PrivateEvaluation
-from vestige.mechanism.examples import Data, Examples
+from vestige.mechanism.examples import Data, Examples, Source
 from vestige.mechanism.loading import Loading, check_loader, rate_of
 from vestige.mechanism.losses.criteria import check_shifted
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
-from vestige.mechanism.moments import PrivateMoments, fill
+from vestige.mechanism.moments import FirstSums
+from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
+from vestige.mechanism.users.views import KeptExamples, UserEngine, UserExamples
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import build
 from vestige.optim.rules import Scheduling, grouped
@@ -54,16 +60,18 @@ from vestige.processes.shards import Shards, require_summable
 from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question
 from vestige.randomness.correlated import ARITHMETICS, NoiseSequence
-from vestige.randomness.keys import Randomness
+from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare
 from vestige.records import LedgerEnd, RunResult, Selection
+from vestige.tasks import of_file
 from vestige.training import persistence
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
-from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
+from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, made_up, part_of_a_run
 from vestige.training.planning import Plan, Request, plan, questions, sampling_of, settled
-from vestige.training.results import audited, last_diagnostics, selection, statement
+from vestige.training.results import audited, known_of_a_run, last_diagnostics, selection, statement
 from vestige.training.run_folder import RunFolder, paced
 from vestige.training.transcript import Transcript
+from vestige.units import Users
 
 CHECKED_EVERY = 256
 """Steps between two comparisons of the replicas of a model; the first steps are compared more often."""
@@ -87,6 +95,10 @@ def train(
     param_groups: Sequence[Mapping[str, Any]] | None = None,
     sampling: str = "poisson",
     max_batch: int | None = None,
+    users: Any = None,
+    sample: Literal["rows", "users"] = "rows",
+    rows_per_user: int | Literal["median"] | None = None,
+    cap: int | None = None,
     noise: str = "lattice",
     physical_batch: PhysicalBatch = None,
     engine: str = "bookkeeping",
@@ -100,9 +112,10 @@ def train(
     resume: bool = False,
     request: dict[str, Any] | None = None,
     public: tuple[Tensor, Tensor] | None = None,
-    normalise: PrivateMoments | None = None,
+    normalise: FirstSums | None = None,
     evaluate: PrivateEvaluation | Literal["private"] | None = None,
     audit: int | None = None,
+    budget: Budget = None,
     nonprivate_transcript: str | Path | None = None,
     nonprivate_logs: bool = False,
 ) -> Training:
@@ -125,6 +138,12 @@ def train(
     - `sampling="allocation"` uses every example once an epoch, in one of its 1 / sample_rate steps, drawn uniformly: an
       epoch is one question, charged when it begins, and the budget stops between epochs. `sampling="truncated"` keeps
       at most `max_batch` examples of a Poisson sample. `sampling="shuffled"` trains too, without an epsilon.
+    - `users` hides all rows of one user instead of one row ([users](users.md)): an id for each row, a list of owners
+      for each row, or the name of a column, which the model is not given. `sample="rows"`: rows join by themselves, and
+      a user has at most `rows_per_user` of them (a number; "median" of the counts; None: the largest count), of which a
+      step keeps at most `cap`. `sample="users"`: each user joins with probability `sample_rate`, and the mean of the
+      user's rows (at most `cap`, drawn for each step) is clipped once; `sampling` then draws users. `delta` lies below
+      1 / users.
     - `noise="float32"` adds noise in floating point, which is faster on a CPU and rests on one more assumption.
     - `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds
       the largest that fits, on made-up examples. `engine` is "bookkeeping", "unrecorded" or "reference", which is slow.
@@ -144,6 +163,9 @@ def train(
     - `audit=1000` plants so many made-up canaries among the examples, each there or not by a coin, and the result says
       how large epsilon is at least: `training.result().audit`. No person's row is copied or left out; the sums hold
       about half as many made-up rows more, and are divided by so many more.
+    - `budget` is the book of the dataset (`vestige budget open`), or a `vestige.budget.Account`: the plan is reserved
+      there before the first step, every question is charged before it is asked, and what was not asked comes back.
+      Without it VESTIGE_BUDGET names the book, if it is set; `False` says that something else pays.
     - `nonprivate_transcript` (a file for raw sums) and `nonprivate_logs` void the guarantee.
 
     >>> import torch, vestige
@@ -156,7 +178,8 @@ def train(
     True
 
     Formal guarantees: (epsilon, delta)-differential privacy of everything the iteration yields and of the final model,
-    for adding or removing one example, under the assumptions listed in `training.guarantee().assumptions`.
+    for one row or a blank in its place (the number of rows is public), under the assumptions listed in
+    `training.guarantee().assumptions`.
     """
     model = unwrapped(model)
     group = processes(next(model.parameters()).device)
@@ -183,6 +206,7 @@ def train(
         chosen = build(method) if isinstance(method, str) else method
         if not isinstance(chosen, Method):
             raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
+        rows, owned = _owned(data, users, sample, rows_per_user, cap)
         loading, rate = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory), sample_rate
         rate = 1.0 if rate is None and chosen.probe.solves else rate
         if isinstance(data, DataLoader):
@@ -205,6 +229,9 @@ def train(
             normalise=normalise,
             evaluate=_evaluation(evaluate),
             audit=audit,
+            users=owned,
+            budget=budget,
+            source=Provenance(data=data, of_file=of_file),
             transcript=_transcript(nonprivate_transcript),
             nonprivate_logs=nonprivate_logs,
         )
@@ -221,7 +248,7 @@ def train(
         constants: Constants | None = None
         if begun is not None:
             wanted, constants = persistence.continued(wanted, begun), begun.get("balance")
-        return Training(model, loss, data, chosen, wanted, settings, folder, constants, shared)
+        return Training(model, loss, rows, chosen, wanted, settings, folder, constants, shared)
 
     training = group.together(prepared)
     if shards is not None:
@@ -301,7 +328,7 @@ def _evaluation(asked: Any) -> PrivateEvaluation | None:
     return PrivateEvaluation() if asked == "private" else asked
 
 
-def _canaries(settings: Settings, method: Method, layout: Layout, device: Any, key: int) -> Canaries | None:
+def _canaries(settings: Settings, method: Method, layout: Layout, device: Any, key: int, rows: int) -> Canaries | None:
     count = settings.audit
     if count is None:
         return None
@@ -313,7 +340,7 @@ def _canaries(settings: Settings, method: Method, layout: Layout, device: Any, k
             f"audit={count}: {method.name} publishes what its test accepts, and canaries are scored by all releases; "
             "leave audit out, or attack the method by `vestige audit`"
         )
-    return Canaries(count, layout, device, key)
+    return Canaries(count, layout, device, key, rows)
 
 
 def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None, sampling: str) -> tuple[Loading, float]:
@@ -337,6 +364,41 @@ def _of_loader(loader: DataLoader[Any], asked: Loading, rate: float | None, samp
     return Loading.of(loader), rate
 
 
+@dataclass(frozen=True)
+class AskedUsers:
+    """What was asked for about users, before the data are there."""
+
+    ids: Any
+    sample: str
+    rows_per_user: int | str | None
+    cap: int | None
+
+
+def _owned(
+    data: Data, users: Any, sample: str, rows_per_user: int | str | None, cap: int | None
+) -> tuple[Data, AskedUsers | None]:
+    """The data without a column that names users, and what was asked for about them."""
+    if users is None:
+        asked = (("sample", sample, "rows"), ("rows_per_user", rows_per_user, None), ("cap", cap, None))
+        for name, value, usual in asked:
+            if value != usual:
+                raise ValueError(f"{name}={value!r} is about users: give users=, an id for each row")
+        return data, None
+    if isinstance(users, str) and isinstance(data, DataLoader):
+        raise ValueError(f"users={users!r} names a column, but data is a DataLoader: give the ids, one for each row")
+    rows, ids = with_users(data, users)
+    return rows, AskedUsers(ids, sample, rows_per_user, cap)
+
+
+def _check_users(settings: Settings, shards: Shards | None) -> None:
+    """Refuse what is not priced, or not there, for users."""
+    if settings.normalise is not None or settings.evaluate is not None:
+        name = "normalise" if settings.normalise is not None else "evaluate"
+        raise ValueError(f"{name}: asked about rows, and not priced for users with several; leave it out")
+    if shards is not None:
+        raise ValueError("users: not for a sharded model; train replicas (without fully_shard)")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a run is made, apart from its budget."""
@@ -351,14 +413,18 @@ class Settings:
     groups: list[dict[str, Any]] | None = None
     seed: int | None = None
     public: tuple[Tensor, Tensor] | None = None
-    normalise: PrivateMoments | None = None
+    normalise: FirstSums | None = None
     evaluate: PrivateEvaluation | None = None
     audit: int | None = None
+    users: AskedUsers | None = None
+    budget: Budget = False
+    source: Provenance = field(default_factory=Provenance)
+    """For a book to recognise the rows."""
     transcript: Path | None = None
     nonprivate_logs: bool = False
 
 
-class Training:
+class Training(HoldsKey):
     """A private run: iterate over it for its records; its guarantee and result are available at any time."""
 
     def __init__(
@@ -388,6 +454,8 @@ class Training:
         self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples, self._loss = examples, loss
+        key = shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
+        self.users, self._asked_examples, request = self._of_users(examples, request, key)
         if examples.form.names is not None:
             check_shifted(model, loss)
         self._asked = self.layout
@@ -396,9 +464,10 @@ class Training:
             _check_solvable(method, settings, self.group)
             check_labels(examples.blank())
             self._asked = layout_of(model)
-        self.canaries = _canaries(settings, method, self.layout, examples.device, shared.canaries)
+        rows = 1 if self.users is None else self.users.rows_per_user or 1
+        self.canaries = _canaries(settings, method, self.layout, examples.device, shared.canaries, rows)
         """Made-up rows, for an audit of this run."""
-        self._population = examples.population + (settings.audit or 0)
+        self._population = self._asked_examples.population + (settings.audit or 0) * rows
         self.method = settled(replace(method, gate=method.gate.at(examples.population)), request)
         self.normalised = settings.normalise is None
         self._first: tuple[Question, ...] = () if settings.normalise is None else settings.normalise.questions
@@ -414,6 +483,8 @@ class Training:
         if shards is not None:
             rounded = self.curator.physical_batch if self.curator.arithmetic == "lattice" else None
             require_summable(self.plan.sample_rate * self._population, rounded, self.group)
+        self._shielded = self._shield(examples, loss)
+        self.curator.shielded = self._shielded
         self.private_accuracy: float | None = None
         """The noised share of right answers, once it was asked."""
         groups, scheduling = settings.groups, settings.scheduling
@@ -431,9 +502,9 @@ class Training:
             arithmetic=self.curator.arithmetic,
             coordinates=self._asked.size,
             nonprivate_outputs=settings.transcript is not None or settings.nonprivate_logs,
-            rows_apart=self.group.size > 1 and examples.read_one_by_one,
             schedule="filtered" if adaptive else "fixed",
             filter_epsilon=self.plan.epsilon if adaptive else None,
+            users=self.users,
         )
         seen = partial(accuracy, sharded_model, settings.public) if settings.public is not None else None
         self._public = Public(self._charged, seen)
@@ -443,6 +514,44 @@ class Training:
         self._counted: Counter[Question] = Counter()
         self._last: Record | None = None
         self._finished = False
+        self._book_entry: dict[str, Any] | None = None
+        """What the ledger says about the book of the dataset."""
+
+    def _of_users(self, examples: Examples, request: Request, key: Randomness) -> tuple[Users | None, Source, Request]:
+        """Whose presence is hidden, what samples are drawn from, and the request that says so."""
+        self._owned_hash, asked = 0, self.settings.users
+        if asked is None:
+            return None, examples, request
+        _check_users(self.settings, self.shards)
+        owned = ownership(asked.ids, examples.population)
+        self._owned_hash = crc32(owned.owners.tobytes(), crc32(owned.rows.tobytes()))
+        users = facts_of_users(owned, asked.sample, asked.rows_per_user, asked.cap, request.delta)
+        if users.sample == "users":
+            return users, UserExamples(examples, owned, users.cap, key), replace(request, users=users)
+        assert users.rows_per_user is not None
+        kept = owned.bounded(users.rows_per_user, key)
+        if len(kept) == 0:
+            raise ValueError(f"rows_per_user={users.rows_per_user} leaves no row; allow more rows for each user")
+        owners = None if owned.several else owned.owners[kept]
+        if owners is not None and self.settings.audit:
+            planted = np.arange(self.settings.audit).repeat(users.rows_per_user)
+            owners = np.concatenate([owners, owned.users + planted])
+        rows = examples if len(kept) == examples.population else KeptExamples(examples, kept)
+        return users, rows, replace(request, users=users, owners=owners)
+
+    def _shield(self, examples: Examples, loss: Loss) -> bool:
+        """Whether rows that cannot be read or computed are left out, because a made-up row went through: then an error
+        later on is a row's, and not the program's."""
+        if self.group.several or isinstance(self._asked_examples, UserExamples) or self.method.probe.solves:
+            return False
+        row = made_up(examples.blank(), 1, examples.device)
+        admissible = made_up_pass(self.model, loss, examples.form, row)
+        if admissible is None:
+            return False
+        for each in (examples, self._judged_examples):
+            if each is not None:
+                each.shield(admissible)
+        return True
 
     def _judged(self, examples: Examples) -> Examples | None:
         """The examples of a private evaluation."""
@@ -477,14 +586,17 @@ class Training:
             most = getattr(self._sampling, "most", LARGEST_SUM)
             each = max(1, examples.population // self.group.size)
             engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
-        asked, answering = examples, InBfloat16(engine) if settings.bfloat16 else engine
+        asked: Source = self._asked_examples
+        answering: Any = InBfloat16(engine) if settings.bfloat16 else engine
+        if isinstance(asked, UserExamples):
+            answering = UserEngine(answering)
         sums, whole = Sums(self.group), _as_it_is
         if shards is not None:
-            answering = Sharded(engine, shards)  # type: ignore[arg-type,assignment]
+            answering = Sharded(engine, shards)
             sums, whole = ShardedSums(self.group, shards), partial(_filled_whole, shards)
         if self.canaries is not None:
-            asked = PlantedExamples(examples, self.canaries)  # type: ignore[assignment]
-            answering = PlantedEngine(answering, self.canaries)  # type: ignore[assignment]
+            asked = PlantedExamples(asked, self.canaries)
+            answering = PlantedEngine(answering, self.canaries)
         curator = Curator(
             asked,
             answering,
@@ -518,6 +630,7 @@ class Training:
             "bfloat16": self.settings.bfloat16,
             "out": self.folder and str(self.folder.path),
             "the loss": loss_of(self._loss),
+            "users": self._owned_hash,
         }
 
     def nonprivate_hash(self, key: bytes) -> int:
@@ -537,21 +650,55 @@ class Training:
         return self.method.noise.start(self.plan.sample_rate, left, self.settings.noise)
 
     def open(self, resume: bool, request: dict[str, Any]) -> None:
-        """Open the run's folder and ledger, new or where an interrupted run left them, and set its budget."""
+        """Open the run's folder and ledger, new or where an interrupted run left them, and set its budget. What a book
+        does not hold is refused before anything is written."""
         if resume and self.folder is not None:
+            begun = self.group.first(lambda: persistence.begun(self.folder))  # type: ignore[arg-type]
+            run, self._book_entry = continued(begun, self.settings.budget), begun.get("budget")
             persistence.resume(self, self.folder, self._facts_of_the_run())
             if self.method.probe.solves and not self.state.step and persistence.asked(self.folder):
                 raise ValueError(
                     f"resume={str(self.folder.path)!r}: the one answer of {self.method.name} was charged, and lost "
                     "with the process: the model is untrained. Begin another run, with a budget of its own"
                 )
+            if run is not None:
+                self._reserve(run)
         else:
-            persistence.start(self, self.folder, self._facts_of_the_run(), request)
+            self._book_entry = self._reserve(None)
+            try:
+                persistence.start(self, self.folder, self._facts_of_the_run(), request)
+            except BaseException:
+                if self.ledger.spending is not None:
+                    self.ledger.spending.finish()
+                raise
+        if self._shielded:
+            assumptions.record(self.ledger, "bad_rows", "checked", "such rows contribute nothing, and nobody is told")
+        for each in known_of_a_run(self.facts, self.group.size, self._examples.read_one_by_one):
+            assumptions.record(self.ledger, each.name, each.status, each.detail)
         if self.plan.epsilon is not None:
             limit = FilteredBudget if self.method.gate.adaptive else accounting.Budget
-            budget = limit(self.plan.epsilon, self.plan.delta, self._planned)
+            budget = limit(self.plan.epsilon, self.plan.delta, self.planned)
             last = self._last_question
             self.ledger.budget = budget if last is None else Reserving(budget, last)
+
+    def _reserve(self, run: str | None) -> dict[str, Any] | None:
+        """In the book of the dataset, if there is one: process 0 does. A plan that follows from answers is charged
+        question by question."""
+        settings = self.settings
+        held_out = None if settings.evaluate is None else settings.evaluate.on
+        return self.group.first(
+            lambda: attach(
+                self.ledger,
+                settings.budget,
+                {} if self.method.gate.adaptive else self.planned,
+                purpose=f"train {self.method.name}",
+                source=settings.source,
+                beside=() if held_out is None else (Provenance(data=held_out, of_file=of_file),),
+                facts=self.facts,
+                run=run,
+                spent=self.ledger.spent,
+            )
+        )
 
     def _facts_of_the_run(self) -> dict[str, Any]:
         return {
@@ -560,13 +707,14 @@ class Training:
             "method": self._identity,
             **self.terms,
             "groups": list(self.layout.group_names),
-            "adjacency": "add/remove one example",
+            "adjacency": assumptions.ADJACENCY if self.users is None else self.users.adjacency,
             "max_batch": getattr(self._sampling, "most", None),
             "normalise": repr(self.settings.normalise),
             "evaluate": self.settings.evaluate and self.settings.evaluate.identity,
             **({} if self.method.balance is None else {"balance": self.layout.constants_of_all}),
             **({} if self.settings.audit is None else {"canaries": self.settings.audit}),
             **({"bfloat16": True} if self.settings.bfloat16 else {}),
+            **({} if self._book_entry is None else {"budget": self._book_entry}),
             **self._rates(),
         }
 
@@ -581,7 +729,8 @@ class Training:
         return {"lr_scheduler": None if scheduler is None else type(scheduler).__name__, "param_groups": groups}
 
     @property
-    def _planned(self) -> dict[Question, int]:
+    def planned(self) -> dict[Question, int]:
+        """All that the run will ask, unless its questions follow from answers."""
         plan = self.plan
         rate, multiplier = plan.sample_rate, plan.noise_multiplier
         return questions(self.method, rate, multiplier, plan.steps, self._besides, self._sampling)
@@ -620,7 +769,7 @@ class Training:
 
     def guarantee(self) -> accounting.Guarantee:
         """The guarantee of everything released so far."""
-        return accounting.guarantee(self.ledger.spent, self.plan.delta, self.facts)
+        return accounting.guarantee(self.ledger.spent, self.plan.delta, self.facts, self.ledger.assumptions)
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -630,7 +779,9 @@ class Training:
         if self.facts.schedule == "filtered":
             # A filter's orders and weights must be fixed before the first answer, and be known to whoever verifies it.
             terms["filter_epsilon"] = self.facts.filter_epsilon
-            terms["filter_expects"] = [question.to_json() for question in self._planned]
+            terms["filter_expects"] = [question.to_json() for question in self.planned]
+        if self.users is not None:
+            terms["users"] = self.users.to_json()
         return terms
 
     def spent(self) -> float | None:
@@ -652,7 +803,7 @@ class Training:
     def _priced(self) -> bool:
         """Whether an epsilon holds at every step."""
         neutral = replace(self.facts, schedule="fixed", filter_epsilon=None, arithmetic="lattice", coordinates=0)
-        neutral = replace(neutral, rows_apart=False)
+        neutral = replace(neutral, users=None)
         return replace(neutral, sampling="poisson") == accounting.Facts() and neutral.sampling in PRICED
 
     def _charged(self) -> float:
@@ -669,10 +820,12 @@ class Training:
 
     def result(self, **more: Any) -> RunResult:
         """The result so far, with further facts in `more`: its `task`, its `accuracy` on public data."""
+        promise = self.guarantee()
         facts: dict[str, Any] = {
             "method": self.method.name,
+            "assumptions": promise.listed,
             "statement": statement(
-                self.guarantee(),
+                promise,
                 self.plan,
                 expected_batch=self.expected_batch,
                 groups=self.layout.groups,
@@ -731,6 +884,8 @@ class Training:
                 yield Record(record.step, record.diagnostics, self.spent(), record.accepted)
         with contextlib.suppress(BudgetSpent):
             self._evaluate()
+        ended = "all planned steps were taken" if self.state.step >= plan.steps else "the planned budget ended it"
+        assumptions.record(self.ledger, "fixed_steps", "checked", ended)
 
     def _evaluate(self) -> None:
         """Ask, once and after the last step, how many examples the model gets right."""
@@ -746,10 +901,11 @@ class Training:
             )
 
     def _ask_moments(self) -> None:
-        """Ask, once and before the first step, for the moments that standardise the model's inputs."""
+        """Ask, once and before the first step, for sums over all examples, such as the moments that standardise the
+        model's inputs."""
         moments = self.settings.normalise
         if self.normalised or moments is None:
             return
         totals = self.curator.sums(moments.of, moments.bounds, moments.multiplier, step=-1)
-        fill(self.model, totals, self.curator.population)
+        moments.receive(self.model, totals, self.curator.population)
         self.normalised = True

@@ -68,7 +68,7 @@ VARIANTS = [
     ("sma-dp-sgd", {"gate": "open", "beta": 0.5, "norm_cap": "off", "window": 6}, 1.0, 0.4, 4),
 ]
 """What the defaults of the registered methods leave untried."""
-ALONE = ("dp-is", "dpsur", "dpsgd-br", "dp-micro-adam", "dp-muon", "geoclip")
+ALONE = ("dp-is", "dpsur", "dpsgd-br", "dpsgd-br-stepped", "dp-micro-adam", "dp-muon", "geoclip")
 STACKABLE = [name for name, entry in METHODS.items() if name not in ALONE]
 
 

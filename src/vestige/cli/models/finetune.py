@@ -11,6 +11,8 @@ from rich.table import Table
 
 from vestige.cli.models.flags import (
     BalanceFlag,
+    BudgetFlag,
+    CapFlag,
     DeltaFlag,
     DeviceFlag,
     EngineFlag,
@@ -21,9 +23,14 @@ from vestige.cli.models.flags import (
     PhysicalBatchFlag,
     ReproducibleFlag,
     ResumeFlag,
+    RowsPerUserFlag,
+    SampleFlag,
     SamplingFlag,
     SeedFlag,
+    SlotFlag,
+    UserColumnFlag,
     learning_rate,
+    most_rows,
     part_size,
 )
 from vestige.cli.models.method_flags import with_method_options
@@ -91,12 +98,18 @@ def finetune(
     balance: BalanceFlag = None,
     physical_batch: PhysicalBatchFlag = None,
     num_workers: Annotated[int, typer.Option(help="Processes that read the next samples; 0: this one.")] = 0,
+    user_column: UserColumnFlag = None,
+    sample: SampleFlag = "rows",
+    rows_per_user: RowsPerUserFlag = None,
+    cap: CapFlag = None,
     sampling: SamplingFlag = "poisson",
     max_batch: MaxBatchFlag = None,
     noise: NoiseFlag = "lattice",
     engine: EngineFlag = "bookkeeping",
     seed: SeedFlag = 0,
     reproducible: ReproducibleFlag = False,
+    budget: BudgetFlag = None,
+    slot: SlotFlag = None,
     device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/MODEL-METHOD-TIME).")] = None,
     resume: ResumeFlag = None,
@@ -123,7 +136,7 @@ def finetune(
 
     if resume is not None:
         there: dict[str, Any] = {"data": data, "test": test, "device": device}
-        there |= {"physical_batch": part_size(physical_batch), "num_workers": num_workers}
+        there |= {"physical_batch": part_size(physical_batch), "num_workers": num_workers, "budget": budget}
         job = continued(context, resume, ("resume", "quiet", "as_json"), load, there)
     else:
         if model is None or data is None:
@@ -151,6 +164,10 @@ def finetune(
             epochs=epochs,
             steps=steps,
             lr=None if lr is None else learning_rate(lr),
+            user_column=user_column,
+            sample=sample,
+            rows_per_user=most_rows(rows_per_user),
+            cap=cap,
             sampling=sampling,
             max_batch=max_batch,
             noise=noise,
@@ -159,6 +176,8 @@ def finetune(
             num_workers=num_workers,
             seed=seed,
             reproducible=reproducible,
+            budget=budget,
+            slot=slot,
             device=device or default_device(),
         )
     path = resume or out or Path("runs") / f"{Path(job.model).name}-{job.method}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -222,7 +241,7 @@ def _summarise(result: Any, saved: str | None, pace: Pace) -> None:
         table.add_row("test accuracy", f"{result.accuracy:.1%}")
     if result.perplexity is not None:
         table.add_row("test perplexity", f"{result.perplexity:.4g}")
-    add_privacy(table, result.statement)
+    add_privacy(table, result.statement, result.assumptions)
     table.add_row("steps", f"{result.steps} ({result.stopped})")
     table.add_row("padded tokens", f"{pace.tokens:,.0f} a second")
     table.add_row("written to", str(result.run))

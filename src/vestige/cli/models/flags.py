@@ -54,6 +54,51 @@ ResumeFlag = Annotated[
 ]
 
 
+BudgetFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="The book of the dataset (`vestige budget open`), or BOOK#RESERVATION: charged before each question.",
+        envvar="VESTIGE_BUDGET",
+        rich_help_panel="Budget of the dataset",
+    ),
+]
+SlotFlag = Annotated[
+    str | None, typer.Option(help="Of a book of slots: which one.", rich_help_panel="Budget of the dataset")
+]
+UserColumnFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="The column that names whose each row is (of a FILE.npz: an array): all rows of one user are hidden.",
+        rich_help_panel="Users",
+    ),
+]
+SampleFlag = Annotated[
+    str,
+    typer.Option(
+        help="rows (each joins and is clipped by itself), or users (the mean of one's rows is clipped once).",
+        rich_help_panel="Users",
+    ),
+]
+RowsPerUserFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="Of sampled rows, the most of one user: a number, or median [default: all that anybody has].",
+        rich_help_panel="Users",
+    ),
+]
+CapFlag = Annotated[int | None, typer.Option(help="The most rows of one user in one step.", rich_help_panel="Users")]
+
+
+def most_rows(text: str | None) -> Any:
+    """The most rows of one user that a flag asks for."""
+    if text is None or text == "median":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"rows_per_user={text!r} must be a whole number, or 'median'") from None
+
+
 def learning_rate(text: str) -> Any:
     if text == "auto":
         return "auto"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
+from vestige.assumptions import lines
 from vestige.cli.errors import INTERRUPTED, given, refuse_others
 from vestige.cli.terminal import meant, stderr
+
+NOT_PRIVATE = "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody"
 
 
 def continued(
@@ -37,28 +41,29 @@ def continued(
 def warn_of(job: Any) -> None:
     """Print on standard error what of a job is not private, or has no epsilon."""
     if job.reproducible:
-        stderr.print(
-            "NOT PRIVATE: --reproducible makes the noise predictable, and predictable noise protects nobody",
-            markup=False,
-        )
+        stderr.print(NOT_PRIVATE, markup=False)
     if job.sampling == "shuffled":
         stderr.print(f"NO EPSILON: no theorem covers {job.sampling} sampling", markup=False)
 
 
-def add_privacy(table: Table, stated: Any) -> None:
-    """The rows on privacy of a summary."""
+def add_privacy(table: Table, stated: Any, assumptions: Sequence[Mapping[str, Any]]) -> None:
+    """The rows on privacy of a summary, with every assumption."""
     if stated.epsilon is not None:
         table.add_row(
             "privacy",
             f"epsilon {stated.epsilon:.4g} at delta {stated.delta:g} ({stated.accountant}; "
             f"by Renyi {stated.epsilon_rdp:.4g})",
         )
-        for line in meant(vars(stated)):
+        for line in meant(vars(stated), "user" if "user" in stated.adjacency else "example"):
             table.add_row("", line)
     else:
         table.add_row("privacy", "none: " + "; ".join(stated.reasons))
     if stated.epsilon_if_noise_were_secret is not None:
         table.add_row("", f"epsilon would be {stated.epsilon_if_noise_were_secret:.4g} if the noise were secret")
+    table.add_row("neighbours", stated.adjacency)
+    for line in lines(assumptions):
+        status, _, words = line.partition(": ")
+        table.add_row(status, escape(words))
 
 
 def leave_if_interrupted(result: Any, command: str, path: Path) -> None:

@@ -9,9 +9,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vestige.cli.errors import given, refuse_if_given
+from vestige.cli.errors import given, refuse_if_given, require_trust
 from vestige.cli.models.flags import (
     BalanceFlag,
+    BudgetFlag,
+    CapFlag,
     DeltaFlag,
     DeviceFlag,
     EngineFlag,
@@ -22,14 +24,19 @@ from vestige.cli.models.flags import (
     PhysicalBatchFlag,
     ReproducibleFlag,
     ResumeFlag,
+    RowsPerUserFlag,
+    SampleFlag,
     SamplingFlag,
     SeedFlag,
+    SlotFlag,
+    UserColumnFlag,
     learning_rate,
+    most_rows,
     part_size,
 )
 from vestige.cli.models.method_flags import with_method_options
 from vestige.cli.models.said import add_privacy, continued, leave_if_interrupted, warn_of
-from vestige.cli.terminal import Json, graceful_stop, print_json, stderr, stdout, step_progress
+from vestige.cli.terminal import Json, Trust, graceful_stop, print_json, stderr, stdout, step_progress
 
 
 @with_method_options
@@ -113,6 +120,10 @@ def train(
         str | None,
         typer.Option(help="A table that needs no protection, to judge the model by.", rich_help_panel="Tables"),
     ] = None,
+    user_column: UserColumnFlag = None,
+    sample: SampleFlag = "rows",
+    rows_per_user: RowsPerUserFlag = None,
+    cap: CapFlag = None,
     physical_batch: PhysicalBatchFlag = None,
     sampling: SamplingFlag = "poisson",
     max_batch: MaxBatchFlag = None,
@@ -140,9 +151,19 @@ def train(
             "more they show; they take part in sums and change nobody's row."
         ),
     ] = None,
+    budget: BudgetFlag = None,
+    derived_from: Annotated[
+        str | None,
+        typer.Option(
+            help="The file whose rows the data were made of, where the book cannot know them by their own.",
+            rich_help_panel="Budget of the dataset",
+        ),
+    ] = None,
+    slot: SlotFlag = None,
     device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None,
     resume: ResumeFlag = None,
+    trust: Trust = False,
     normalise: Annotated[
         str, typer.Option(help="Of scattering features: group (asks nothing), or private (noised moments, charged).")
     ] = "group",
@@ -172,6 +193,8 @@ def train(
         vestige train --recipe tabular --epsilon 3 --data people.csv --test public.csv --columns
         'age=0..100;work=office|field' --label-column rich --labels no,yes
 
+        vestige train --task svhn-mlp --data svhn.npz --user-column image_train --rows-per-user 2 --epsilon 8
+
         vestige train --task cifar10-mlp --data cifar10.npz --noise-multiplier 1.22 --sample-rate 0.04 --steps 6250
 
         vestige train --resume runs/digits-mlp-fo-dp-sgd-20260101-120000
@@ -182,8 +205,11 @@ def train(
 
     if resume is not None:
         there = {"data": data, "features": features, "device": device, "physical_batch": part_size(physical_batch)}
-        job = continued(context, resume, ("resume", "log_to", "as_json"), load, there)
+        there |= {"budget": budget}
+        job = continued(context, resume, ("resume", "trust", "log_to", "as_json"), load, there)
+        require_trust(resume, [job.task], trust)
     else:
+        refuse_if_given(context, ("trust",), "it goes with --resume FOLDER")
         _refuse_table(context, recipe, task)
         settings = dict(
             task=task,
@@ -210,6 +236,10 @@ def train(
             head_steps=head_steps,
             head_lr=head_lr,
             table=_table(columns, label_column, labels, test),
+            user_column=user_column,
+            sample=sample,
+            rows_per_user=most_rows(rows_per_user),
+            cap=cap,
             sampling=sampling,
             max_batch=max_batch,
             noise=noise,
@@ -226,6 +256,9 @@ def train(
             moments_noise=moments_noise,
             moments_bound=moments_bound,
             audit=audit,
+            budget=budget,
+            derived_from=derived_from,
+            slot=slot,
             nonprivate_transcript=str(nonprivate_transcript) if nonprivate_transcript else None,
             nonprivate_logs=nonprivate_logs,
         )
@@ -326,6 +359,8 @@ def _announce(job: Any, training: Any) -> None:
         f"{plan.steps} steps, delta {plan.delta:g}",
         markup=False,
     )
+    if training.users is not None:
+        stderr.print(_of_users(training.users), markup=False)
     if plan.noise_strategy is not None:
         stderr.print(f"noise correlated over steps: {plan.noise_strategy}", markup=False)
     stderr.print(plan.lr_reason, markup=False)
@@ -334,6 +369,12 @@ def _announce(job: Any, training: Any) -> None:
             f"physical batch {training.physical_batch}: the most that fits, or that a sample has", markup=False
         )
     warn_of(job)
+    if training.guarantee().assumption("bad_rows").status == "checked":
+        stderr.print(
+            "rows that cannot be read or computed, or whose label the loss cannot take, contribute nothing, and nobody "
+            "is told; vestige doctor shows them to their owner",
+            markup=False,
+        )
     if job.audit:
         stderr.print(
             f"audit: {job.audit} made-up rows are planted, each by a coin; nobody's row is copied or left out, and "
@@ -346,6 +387,14 @@ def _announce(job: Any, training: Any) -> None:
         stderr.print("NOT PRIVATE: --nonprivate-logs logs numbers without noise; the guarantee is void", markup=False)
 
 
+def _of_users(users: Any) -> str:
+    if users.sample == "users":
+        rows = "all rows" if users.cap is None else f"up to {users.cap} rows"
+        return f"{users.users} users, of whom a step draws some: the mean of {rows} of each is clipped once"
+    most = "" if users.cap is None else f", at most {users.cap} of them in a step"
+    return f"{users.users} users, each with at most {users.rows_per_user} rows{most}; rows beyond are left out by coins"
+
+
 def _summarise(result: Any) -> None:
     stated, selection = result.statement, result.selection
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -356,7 +405,7 @@ def _summarise(result: Any) -> None:
         table.add_row("private accuracy", f"{result.private_accuracy:.1%} ± {error:.1%} of the training examples")
     else:
         table.add_row("private accuracy", "not asked: the run was interrupted, or its budget was spent")
-    add_privacy(table, stated)
+    add_privacy(table, stated, result.assumptions)
     if result.audit is not None:
         found = result.audit
         table.add_row(

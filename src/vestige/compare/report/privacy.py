@@ -31,7 +31,11 @@ def privacy(content: Content) -> str:
             "leaves open (0 is nothing; each step of about 1 multiplies what may be inferred by e), delta how "
             "often it may fail." + (" Runs without an epsilon have no part in it." if without else ""),
         ),
-        ("Neighbouring data", f"{seen('adjacency')}: the promise is for each example's presence or absence."),
+        (
+            "Neighbouring data",
+            f"{seen('adjacency')}: one dataset has an example where the other has a blank in its place; the number of "
+            "rows is public. The prices of add/remove one example are valid for it.",
+        ),
         (
             "Unit",
             "One row of the data. A person who contributed several rows is protected less; see the notes of the task.",
@@ -48,11 +52,15 @@ def privacy(content: Content) -> str:
         ),
     ]
     listed = "".join(f"<dt>{text(term)}</dt><dd>{words}</dd>" for term, words in facts)
-    assumptions = dict.fromkeys(line for record in covered for line in record.get("assumptions", ()))
+    earlier = dict.fromkeys(
+        line for record in covered for line in record.get("assumptions", ()) if isinstance(line, str)
+    )
     reasons = dict.fromkeys(line for record in without for line in record.get("reasons", ()))
     parts = [f"<dl>{listed}</dl>"]
-    if assumptions:
-        parts.append(f"<h3>It rests on these assumptions</h3><ul>{items(assumptions)}</ul>")
+    if covered:
+        parts.append("<h3>It rests on these assumptions</h3>" + table("assumptions", _assumptions(content)))
+    if earlier:
+        parts.append(f"<p>As runs of an earlier version said it:</p><ul>{items(earlier)}</ul>")
     parts.append("<h3>What was charged</h3>" + table("charged", _charged(done)))
     parts.append(
         "<h3>What is not private, or not covered</h3><ul>"
@@ -62,6 +70,19 @@ def privacy(content: Content) -> str:
         words = "; ".join(text(reason) for reason in reasons) or "no theorem covers them"
         parts.append(f"<li><b>{len(without)} runs have no epsilon at all:</b> {words}.</li>")
     return "".join(parts) + "</ul>"
+
+
+def _assumptions(content: Content) -> list[dict[str, Any]]:
+    """What holds for all runs of the page: the weakest that any of them says."""
+    return [
+        {
+            "assumption": each["name"],
+            "in these runs": each["status"] + (f" ({each['detail']})" if each["detail"] else ""),
+            "what": each["sentence"],
+            "where it does not hold": each["if_false"],
+        }
+        for each in content["summary"]["assumptions"]
+    ]
 
 
 SAMPLERS = {

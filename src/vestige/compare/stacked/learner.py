@@ -113,5 +113,8 @@ class StackedLearner:
         self.learner = Learner(method.memory, method.rule, method.average, layout, self._point, mover)
         self.seen: dict[str, Tensor] = {}
 
+    def prepare(self, sample_rate: float) -> None:
+        self.learner.prepare(self._point, sample_rate)
+
     def step(self, release: Release, pace: Value, number: int) -> None:
         self.seen = self.learner.step(release, self._point, pace, number)

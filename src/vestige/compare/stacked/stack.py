@@ -203,6 +203,8 @@ class Stack:
 
     def _advance(self, curator: StackedCurator, learners: Sequence[StackedLearner]) -> None:
         pace = curator.pace()
+        for each in learners:
+            each.prepare(curator.rate)
         release = curator.ask(self.step)
         for each in learners:
             std = cast(Tensor, release.noise_std)[each.part]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,11 @@ class Spectral:
 
     `refresh` is the number of steps between spectra (None: one epoch). A spectrum is used from `lag` steps after the
     parameters it is of, so that it can be found while training goes on; until then the one before it is, and the first
-    is never late. Which spectrum a step uses depends on its number alone. With a lag of 0 training waits for each.
+    is never late. Which spectrum a step uses depends on its number alone. The paper's schedule is a refresh of 1 with a
+    lag of 0: it is found while the gradients at the same parameters are computed (`prepare`), and awaited after them.
+
+    `shuffled` gives each group the exponent of another one, by a permutation that follows from the step's number: the
+    paper's ablation of whether it matters which layer a spectrum is of.
 
     `gate="disjoint"` compares even lags with odd ones instead, which have no noise in common; "open" is always 1.
     `largest_scale=None` leaves the scale at 1.
@@ -56,10 +61,11 @@ class Spectral:
     smoothing: float = 0.1
     warm_up: int | None = None
     largest_scale: float | None = 1.0
-    refresh: int | None = None
+    refresh: int | None = 1
     convention: Convention = "flatten"
     gate: GateKind = "paper"
-    lag: int = 4
+    lag: int = 0
+    shuffled: bool = False
     stackable = shardable = True
     knows_noise = False
     noise_std = unknown_noise
@@ -115,6 +121,14 @@ class Spectral:
             "weights": torch.zeros(layout.groups, depth, dtype=torch.float64, device=device),
         }
 
+    def prepare(self, state: MemoryState, parameters: Parameters, sample_rate: float) -> None:
+        """Start to find the spectrum of these parameters, where the next step needs it; they may not change before it
+        has been made. Whether this was called makes no difference to what the step finds."""
+        every = self.refresh or max(1, round(1 / sample_rate))
+        if not self.lag and state["count"] % every == 0:
+            weights, _ = _weights(parameters, state["groups"], state["exponent"].shape[:-1])
+            _begun[state["exponent"]] = {(os.getpid(), state["count"]): spectrum.Background(weights, self.convention)}
+
     def step(self, release: Release, state: MemoryState, parameters: Parameters) -> Filtered:
         fresh, count, depth = release.total, state["count"], self.window - 1
         epoch = max(1, round(1 / release.sample_rate))
@@ -124,6 +138,8 @@ class Spectral:
         else:
             found = self._due_divided(state, parameters, every, release.divided)
         if found is not None:
+            if self.shuffled:
+                found = found[..., _permutation(found.shape[-1], count)]
             state["exponent"] = found.to(fresh.device)
         changed = found is not None or count <= depth  # otherwise the weights have not changed
         pull = (1 - self.fresh_weight) * self._warmth(count, epoch)
@@ -173,7 +189,7 @@ class Spectral:
         count, groups = state["count"], state["groups"]
         begins = count % every == 0
         if not self.lag or not count:
-            return group_exponents(parameters, groups, self.convention, lead) if begins else None
+            return self._now(state, parameters, lead) if begins else None
         if "awaited" not in state:
             slots = ceil(self.lag / every)
             state["awaited"] = torch.zeros(*lead, slots, sum(state["lengths"]), device=state["exponent"].device)
@@ -184,6 +200,13 @@ class Spectral:
         if begins:
             spectra.begin(count)
         return found
+
+    def _now(self, state: MemoryState, parameters: Parameters, lead: tuple[int, ...]) -> Tensor:
+        """The exponents at these parameters: begun by `prepare`, or found at once."""
+        weights, owners = _weights(parameters, state["groups"], lead)
+        begun = _begun.pop(state["exponent"], {}).get((os.getpid(), state["count"]))
+        found = begun or spectrum.Background(weights, self.convention)
+        return _by_group(found.result(), owners, 1 + max(state["groups"]), lead)
 
     def _due_divided(self, state: MemoryState, parameters: Parameters, every: int, divided: Divided) -> Tensor | None:
         """The same where processes have parts of the parameters: each weight is put together in turn, and its exponent
@@ -312,7 +335,13 @@ def _by_group(exponents: Tensor, owners: Sequence[int], groups: int, lead: tuple
 
 
 _begun = WeakTensorKeyDictionary()
-"""Spectra that are being found, by the tensor that holds their parameters, the process and the step they are of."""
+"""Spectra that are being found, by a tensor of the state that awaits them (the ring with their parameters, or the
+exponents that they will replace), the process and the step they are of."""
+
+
+def _permutation(groups: int, step: int) -> list[int]:
+    """An order of the groups that every machine finds from the number of the step."""
+    return random.Random(step).sample(range(groups), groups)
 
 
 @dataclass(frozen=True)

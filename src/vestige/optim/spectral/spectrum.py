@@ -32,6 +32,10 @@ WORTH_DIVIDING = 1 << 26
 """Spectra that take fewer operations than this are found by one thread."""
 PROBES = 24
 CHUNK = 1 << 21
+SHORT = 128
+"""A spectrum of up to this many eigenvalues has every tail measured at once: pruning them would take longer."""
+BLOCKS = 4
+"""Gram matrices of SHORT rows or more are computed in so many blocks of rows, below the diagonal alone."""
 
 
 def exponent(weight: Tensor, convention: Convention = "flatten", floor: float = FLOOR) -> float:
@@ -52,8 +56,9 @@ def exponents(weights: Sequence[Tensor], convention: Convention = "flatten", flo
     return _found([_matrices(weight, convention) for weight in weights], floor)
 
 
-def _found(matrices: list[Tensor], floor: float) -> Tensor:
-    return _solved(matrices, floor) if matrices else torch.empty(0, dtype=torch.float64)
+def _found(matrices: list[Tensor], floor: float, squared: bool = False) -> Tensor:
+    """Exponents from weights as matrices, or (`squared`) from their Gram matrices."""
+    return _solved(matrices, floor, squared) if matrices else torch.empty(0, dtype=torch.float64)
 
 
 def _matrices(weight: Tensor, convention: Convention) -> Tensor:
@@ -82,21 +87,21 @@ def _by_size(matrices: Sequence[Tensor]) -> list[list[int]]:
     return list(by_size.values())
 
 
-def _solved(matrices: list[Tensor], floor: float) -> Tensor:
+def _solved(matrices: list[Tensor], floor: float, squared: bool = False) -> Tensor:
     """`_fitted`, on a CPU in TorchScript where torch has it: the same operations in the same order, for all of which a
     thread holds Python's lock once. A hundred small ones, each of which asks for it, would keep the training waiting.
     """
     sizes = _by_size(matrices)
     script = _script() if matrices[0].device.type == "cpu" else None
     if script is None:
-        return _fitted(matrices, sizes, floor)
+        return _fitted(matrices, sizes, floor, squared)
     try:
-        return script(matrices, sizes, floor)
+        return script(matrices, sizes, floor, squared)
     except RuntimeError:  # which is said in TorchScript's words
-        return _fitted(matrices, sizes, floor)
+        return _fitted(matrices, sizes, floor, squared)
 
 
-Solver = Callable[[list[Tensor], list[list[int]], float], Tensor]
+Solver = Callable[[list[Tensor], list[list[int]], float, bool], Tensor]
 
 
 @cache
@@ -112,17 +117,17 @@ def _script() -> Solver | None:
 # From here to `_deviation` TorchScript reads the functions too: their names and types are such as it understands.
 
 
-def _fitted(matrices: list[Tensor], sizes: list[list[int]], floor: float) -> Tensor:
+def _fitted(matrices: list[Tensor], sizes: list[list[int]], floor: float, squared: bool) -> Tensor:
     """The exponent of each weight; `sizes` are those of one size each (`_by_size`)."""
-    return _fit(_aligned(_spectra(matrices, sizes)), floor)
+    return _fit(_aligned(_spectra(matrices, sizes, squared)), floor)
 
 
-def _spectra(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
+def _spectra(matrices: list[Tensor], sizes: list[list[int]], squared: bool) -> list[Tensor]:
     """The squared singular values of each weight, ascending; NaN if it is not finite. Matrices of one size are
-    decomposed together."""
+    decomposed together; `squared` says that they are Gram matrices already."""
     spectra = [torch.empty(0)] * len(matrices)
     for members in sizes:
-        values = _eigenvalues(torch.cat([_gram(matrices[index]) for index in members]))
+        values = _eigenvalues(torch.cat([matrices[index] if squared else _gram(matrices[index]) for index in members]))
         start = 0
         for index in members:
             stop = start + matrices[index].shape[0]
@@ -131,11 +136,22 @@ def _spectra(matrices: list[Tensor], sizes: list[list[int]]) -> list[Tensor]:
     return spectra
 
 
-def _gram(matrices: Tensor) -> Tensor:
-    """The smaller of the two Gram matrices, in float64: its eigenvalues are all the squared singular values."""
+def _gram(matrices: Tensor, short: int = SHORT, blocks: int = BLOCKS) -> Tensor:
+    """The smaller of the two Gram matrices, in float64: its eigenvalues are all the squared singular values.
+
+    Of a large one only blocks on and below the diagonal are filled: `eigvalsh` reads no others.
+    """
     wide = matrices.double()
-    turned = wide.transpose(-2, -1)
-    return wide @ turned if wide.shape[-2] <= wide.shape[-1] else turned @ wide
+    if wide.shape[-2] > wide.shape[-1]:
+        wide = wide.transpose(-2, -1)
+    turned, n = wide.transpose(-2, -1), wide.shape[-2]
+    if n < short or wide.is_cuda:
+        return wide @ turned
+    grams = wide.new_zeros([wide.shape[0], n, n])
+    for block in range(blocks):
+        first, last = block * n // blocks, (block + 1) * n // blocks
+        grams[:, first:last, :last] = wide[:, first:last] @ turned[:, :, :last]
+    return grams
 
 
 def _aligned(spectra: list[Tensor]) -> Tensor:
@@ -172,13 +188,15 @@ def _fit(spectra: Tensor, floor: float, fewest: int = FEWEST, narrowest: float =
     return torch.where(defined, chosen, torch.nan)
 
 
-def _distances(logs: Tensor, slopes: Tensor, candidate: Tensor) -> Tensor:
+def _distances(logs: Tensor, slopes: Tensor, candidate: Tensor, short: int = SHORT) -> Tensor:
     """Kolmogorov-Smirnov distance of each tail to its own power law; infinity for a tail that cannot be the best.
 
-    A few probes along each tail bound its distance from below. A tail whose bound exceeds the best distance found is
-    never measured in full, so the least distance is exact and a long spectrum costs far less than n squared.
+    Of a long spectrum, a few probes along each tail bound its distance from below. A tail whose bound exceeds the best
+    distance found is never measured in full, so the least distance is exact and costs far less than n squared.
     """
     layers, n = logs.shape
+    if n <= short:
+        return _all_distances(logs, slopes).masked_fill(~candidate, torch.inf)
     bounds = torch.where(candidate, _probed(logs, slopes), torch.inf)
     distances = torch.full_like(bounds, torch.inf)
     first = bounds.topk(min(8, n), dim=-1, largest=False).indices
@@ -189,6 +207,20 @@ def _distances(logs: Tensor, slopes: Tensor, candidate: Tensor) -> Tensor:
     rest = candidate & distances.isinf() & (bounds <= distances.amin(dim=-1, keepdim=True) + slack)
     found = rest.nonzero()
     _measure(distances, logs, slopes, found[:, 0], found[:, 1])
+    return distances
+
+
+def _all_distances(logs: Tensor, slopes: Tensor, chunk: int = CHUNK) -> Tensor:
+    """The exact distance of every tail, some layers at a time."""
+    layers, n = logs.shape
+    ranks = torch.arange(n, device=logs.device)
+    behind = ranks - ranks[:, None]
+    empirical = behind / (n - ranks)[:, None]
+    distances, most = torch.empty_like(logs), max(1, chunk // (n * n))
+    for first in range(0, layers, most):
+        some, slope = logs[first : first + most], slopes[first : first + most]
+        deviation = _deviation(some[:, None] - some[..., None], slope[..., None], empirical)
+        distances[first : first + most] = torch.where(behind >= 0, deviation, 0.0).amax(dim=-1)
     return distances
 
 
@@ -230,10 +262,9 @@ AT_ONCE = 4
 class Background:
     """`exponents`, found on threads of the CPU. The weights must stay as they are until `result` has returned.
 
-    Each thread uses one core, so the result is the same, bit for bit, on any number of them and in any order. Weights
-    on a GPU travel to the host if they are small; of large ones the Gram matrices are taken there, and only these
-    travel. The eigenvalues of a few hundred rows are a long chain of tiny steps, which a core does faster, and other
-    cores for other matrices meanwhile.
+    Each thread uses one core, so the result is the same, bit for bit, on any number of them and in any order. Of
+    weights on a GPU the Gram matrices are taken there, and only these travel to the host. The eigenvalues of a few
+    hundred rows are a long chain of tiny steps, which a core does faster, and other cores for other matrices meanwhile.
     """
 
     def __init__(self, weights: Sequence[Tensor], convention: Convention = "flatten", floor: float = FLOOR) -> None:
@@ -242,9 +273,11 @@ class Background:
         matrices = [_matrices(weight, convention) for weight in weights]
         on_gpu, large = bool(matrices) and matrices[0].is_cuda, _work(matrices) >= WORTH_DIVIDING
         if on_gpu:
-            matrices = self._send([_gram(each) for each in matrices] if large else matrices)
-        find = partial(_Threads.divided, grams=on_gpu) if large else _Threads.whole
-        self._work: Callable[[_Threads], Future[Tensor]] | None = partial(find, matrices=matrices, floor=floor)
+            matrices = self._send(_grams(matrices))
+        find = _Threads.divided if large else _Threads.whole
+        self._work: Callable[[_Threads], Future[Tensor]] | None = partial(
+            find, matrices=matrices, floor=floor, squared=on_gpu
+        )
         self.go_on()
 
     def go_on(self) -> None:
@@ -274,6 +307,18 @@ class Background:
         return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
+def _grams(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """The Gram matrix of each; those of one shape by one product, since a GPU would wait for launches."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, each in enumerate(matrices):
+        by_shape.setdefault(each.shape, []).append(index)
+    grams: dict[int, Tensor] = {}
+    for members in by_shape.values():
+        together = _gram(torch.cat([matrices[index] for index in members]))
+        grams |= dict(zip(members, together.chunk(len(members)), strict=True))
+    return [grams[index] for index in range(len(matrices))]
+
+
 def _work(matrices: Sequence[Tensor]) -> int:
     """About how many operations their spectra take."""
     return sum(each.numel() * min(each.shape[1:]) for each in matrices)
@@ -287,16 +332,16 @@ class _Threads:
         self._count = max(1, torch.get_num_threads() - 1)
         self._solving, self._fitting = _single(self._count), _single(AT_ONCE)
 
-    def whole(self, matrices: list[Tensor], floor: float) -> Future[Tensor]:
-        """By one thread."""
-        return self._fitting.submit(_found, matrices, floor)
+    def whole(self, matrices: list[Tensor], floor: float, squared: bool) -> Future[Tensor]:
+        """By one thread; `squared` says that the matrices are Gram matrices already."""
+        return self._fitting.submit(_found, matrices, floor, squared)
 
-    def divided(self, matrices: list[Tensor], floor: float, grams: bool) -> Future[Tensor]:
-        """By all of them; `grams` says that the matrices are Gram matrices already."""
-        return self._fitting.submit(self._divided, matrices, floor, grams)
+    def divided(self, matrices: list[Tensor], floor: float, squared: bool) -> Future[Tensor]:
+        """By all of them."""
+        return self._fitting.submit(self._divided, matrices, floor, squared)
 
-    def _divided(self, matrices: list[Tensor], floor: float, grams: bool) -> Tensor:
-        squares = matrices if grams else list(self._solving.map(_gram, matrices))
+    def _divided(self, matrices: list[Tensor], floor: float, squared: bool) -> Tensor:
+        squares = matrices if squared else list(self._solving.map(_gram, matrices))
         sizes = _by_size(squares)
         parts = [torch.cat([squares[index] for index in members]).chunk(self._count) for members in sizes]
         found = self._solving.map(_eigenvalues, chain(*parts))  # the largest first
@@ -304,7 +349,8 @@ class _Threads:
         for members, mine in zip(sizes, parts, strict=True):
             values = torch.cat(list(islice(found, len(mine)))).split([len(squares[index]) for index in members])
             spectra |= {index: part.flatten().sort().values for index, part in zip(members, values, strict=True)}
-        return _fit(_aligned([spectra[index] for index in range(len(squares))]), floor)
+        aligned = _aligned([spectra[index] for index in range(len(squares))])
+        return torch.cat(list(self._solving.map(partial(_fit, floor=floor), aligned.chunk(self._count))))
 
 
 @cache

@@ -1,0 +1,256 @@
+"""Does a book hold what its runs asked? Every admission is decided again, and every run's ledger is held against it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vestige.accounting.budgets import within
+from vestige.accounting.ledger import LedgerError, LedgerHistory, read
+from vestige.budget import prices
+from vestige.budget.book import Book, Reading, Reservation, State
+from vestige.budget.storage import BookError, BookFile, Row
+from vestige.questions import PureLoss, Question
+from vestige.units import Users
+
+ROUNDING = 1e-9
+"""By how much sums of prices may differ from one machine to another, relative to themselves."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was checked."""
+
+    reading: Reading
+    head: str
+    rows: int
+    runs: int
+    """Ledgers that were held against the book."""
+    without_ledger: tuple[str, ...] = ()
+    """Entries that left no ledger, or are entries by hand: they count as the book says."""
+    unchecked: tuple[str, ...] = ()
+    """Runs whose ledgers were not given."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verified": True,
+            "head": self.head,
+            "rows": self.rows,
+            "runs": self.runs,
+            "without_ledger": list(self.without_ledger),
+            "unchecked": list(self.unchecked),
+            "epsilon": self.reading.epsilon,
+            "delta": self.reading.delta,
+            "epsilon_spent": self.reading.epsilon_spent,
+        }
+
+
+def verify(path: str | Path, runs: Sequence[str | Path] = (), head: str | None = None) -> Verdict:
+    """Check a book, and the runs that were charged to it; `BookError` at the first contradiction.
+
+    Of the book: the chain of its rows, that every reservation and charge was admitted by the filter or the slots as
+    they were fixed at its opening, and its sums. With `runs`, folders or ledgers: each was charged to this book, before
+    each answer and for all that it asked; none is missing, and none is there twice. `head` is a hash that was published
+    when the book ended with it: a book that was rolled back, or forked before it, does not contain it.
+    """
+    path = Path(path)
+    file = BookFile(path, whole=True)
+    rows = file.new_rows()
+    if head is not None:
+        _require_head(path, head)
+    state = State(whole=True)
+    for number, row in enumerate(rows, 1):
+        try:
+            _check_admitted(state, row)
+            state.take(row)
+        except (BookError, KeyError, TypeError) as error:
+            raise BookError(f"{path}, line {number}: {error}") from error
+    made = [each for each in state.reservations.values() if each.charged]
+    with_ledger = {each.id for each in made if "path" in each.facts}
+    seen: set[str] = set()
+    for run in runs:
+        seen |= _check_run(path, state, Path(run), seen)
+    missing = sorted(with_ledger - seen)
+    if runs and missing:
+        held = state.reservations[missing[0]]
+        raise BookError(
+            f"{path}: {held.id} ({held.purpose}, {held.person}) was charged, and its run is missing: give "
+            f"{held.facts['path']}, too"
+        )
+    entries = [f"{each.note} ({each.person})" for each in state.externals]
+    without = [f"{each.id} ({each.purpose}, {each.person})" for each in made if each.id not in with_ledger | seen]
+    return Verdict(state.reading(), file.head, file.count, len(runs), (*without, *entries), tuple(missing))
+
+
+def _require_head(path: Path, head: str) -> None:
+    wanted = head.strip().lower().encode()
+    if len(wanted) < 16:
+        raise ValueError(f"head={head!r} must be a hash, or 16 or more of its first digits")
+    if not any(line[-66:-2].startswith(wanted) for line in path.read_bytes().split(b"\n")):
+        raise BookError(f"{path} does not contain the row {head[:16]}...: it was rolled back, cut or forked before it")
+
+
+# --- the book by itself -----------------------------------------------------------------------------------------------
+
+
+def _check_admitted(state: State, row: Row) -> None:
+    """Decide again what a row records."""
+    kind = row.get("row")
+    if kind == "reserve" and row["plan"]:
+        _require_admitted(state, prices.from_json(row["plan"]), row.get("slot"), 0.0)
+    elif kind == "enter":
+        _require_admitted(state, Counter({PureLoss(row["epsilon"]): 1}), row.get("slot"), row["delta"])
+    elif kind == "charge":
+        held = state.open.get(row["id"])
+        asks = prices.from_json(row["asks"])
+        if held is not None and held.slot is not None:
+            if not prices.fits(held.charged + asks, state.book_terms.slots[held.slot].asks):
+                raise BookError(f"{held.id} was charged more than its slot allows")
+        elif held is not None and (beyond := (held.charged + asks) - (held.plan | held.charged)):
+            _require_admitted(state, beyond, None, 0.0)
+    elif kind == "total":
+        _check_total(state, row)
+
+
+def _require_admitted(state: State, asks: Counter[Question], slot: int | None, delta: float) -> None:
+    told = state.book_terms
+    if told.mode == "slots":
+        if slot is None or slot in state.slot_plan().used:
+            raise BookError("a slot is used twice, or none is named")
+        chosen = told.slots[slot]
+        if delta > chosen.delta or not prices.fits(asks, chosen.asks):
+            raise BookError(f"what was admitted does not fit the slot {chosen.name!r}")
+        return
+    reading = state.filter().reading(state.curve(reserved=True) + prices.total([asks], told.adjacency))
+    if reading > told.epsilon * (1 + ROUNDING):
+        raise BookError(f"what was admitted makes the reading {reading:.4f}, beyond epsilon {told.epsilon:g}")
+    if delta > state.external_delta_left * (1 + ROUNDING):
+        raise BookError("the deltas of entries by hand are more than was set aside for them")
+
+
+def _check_total(state: State, row: Row) -> None:
+    """A sum must be that of the rows before it."""
+    ours, theirs = state.totals(), dict(row)
+    for name in ("made", "grants", "slots"):
+        if ours[name] != theirs[name]:
+            raise BookError(f"a sum says {name} {theirs[name]}, and the rows before it {ours[name]}")
+    same = ours["sums"].keys() == theirs["sums"].keys() and [each["id"] for each in ours["open"]] == [
+        each["id"] for each in theirs["open"]
+    ]
+    if not same or not all(
+        np.allclose(ours["sums"][name], theirs["sums"][name], rtol=ROUNDING, atol=0.0) for name in ours["sums"]
+    ):
+        raise BookError("a sum is not that of the rows before it")
+
+
+# --- the runs ---------------------------------------------------------------------------------------------------------
+
+
+def _check_run(book: Path, state: State, run: Path, seen: set[str]) -> set[str]:
+    """Hold a run's ledger against the book; the reservations that are its own."""
+    if (run / "budget.json").exists():
+        return _check_comparison(book, state, run, seen)
+    ledger = run / "ledger.jsonl" if run.is_dir() else run
+    if not ledger.is_file():
+        raise ValueError(f"runs: {str(run)!r} is no run: there is no ledger (ledger.jsonl) in it")
+    try:
+        history = read(ledger)
+    except LedgerError as error:
+        raise BookError(str(error)) from error
+    entry = history.facts.get("budget")
+    if entry is None:
+        raise BookError(f"{run}: this run was not charged to any book")
+    if entry["book"] != state.id:
+        raise BookError(f"{run}: this run was charged to the book {entry['book']}, not to {state.id} ({book})")
+    own = [each for each in state.reservations.values() if each.facts.get("run") == entry["run"]]
+    if not own:
+        raise BookError(f"{book}: nothing was charged for {run}: rows were cut from the book, or it was forked")
+    if {each.id for each in own} & seen:
+        raise BookError(f"{run}: this run is counted twice: another of the given ones has the same entry {own[0].id}")
+    _check_charges(run, state, history, own, _asks(ledger))
+    return {each.id for each in own}
+
+
+def _asks(ledger: Path) -> list[tuple[int, Question]]:
+    """The questions of a ledger that was checked, and how many rows stood before each."""
+    found = []
+    for place, line in enumerate(ledger.read_bytes().splitlines()):
+        row = json.loads(line)
+        if row["row"] == "ask":
+            found.append((place, Question.from_json(row).during(row["attempt"])))
+    return found
+
+
+def _check_charges(
+    run: Path, state: State, history: LedgerHistory, own: Sequence[Reservation], asks: Sequence[tuple[int, Question]]
+) -> None:
+    """Every charge was written at a place of this ledger, and every question was charged before it was asked."""
+    for each in own:
+        for rows, head in (*each.heads, *([each.ledger_end] if each.ledger_end else [])):
+            if history.heads[rows - 1 : rows] != [head]:
+                raise BookError(f"{run}: its ledger is not the one that was charged under {each.id}: cut or replaced")
+    rows_per_user = next((each.facts["rows_per_user"] for each in own if "rows_per_user" in each.facts), None)
+    users = history.facts.get("users")
+    unit = state.book_terms.unit
+    counted = sum((each.counted for each in own), Counter[Question]())
+    waiting = sorted((block for each in own for block in each.blocks), key=lambda block: -block[0])
+    asked, charged = Counter[Question](), Counter[Question]()
+    for place, question in asks:
+        while waiting and waiting[-1][0] <= place:
+            charged.update(waiting.pop()[1])
+        [(same, _)] = prices.for_unit(
+            {question: 1}, None if users is None else Users.from_json(users), unit, rows_per_user
+        ).items()
+        asked[same] += 1
+        if asked[same] > charged[same]:
+            raise BookError(
+                f"{run}, line {place + 1}: {same!r} was asked {asked[same]} times, and charged {charged[same]} before"
+            )
+    if not within(asked, counted):
+        raise BookError(f"{run}: the book counts less than this run asked")
+
+
+def _check_comparison(book: Path, state: State, folder: Path, seen: set[str]) -> set[str]:
+    """A comparison was charged as a whole: its records must not have been charged more."""
+    entry = json.loads((folder / "budget.json").read_text())
+    if entry["book"] != state.id:
+        raise BookError(
+            f"{folder}: this comparison was charged to the book {entry['book']}, not to {state.id} ({book})"
+        )
+    held = state.reservations.get(entry["reservation"])
+    if held is None:
+        raise BookError(f"{book}: nothing was charged for {folder}: rows were cut from the book, or it was forked")
+    if held.id in seen:
+        raise BookError(f"{folder}: this comparison is counted twice")
+    asked: Counter[Question] = Counter()
+    for path in sorted((folder / "runs").glob("*.json")):
+        for row in json.loads(path.read_text()).get("charged") or ():
+            count = row["count"]
+            asked[Question.from_json({key: value for key, value in row.items() if key != "count"})] += count
+    if not within(prices.as_pairs(asked), prices.as_pairs(held.counted)):
+        raise BookError(f"{folder}: its records were charged more than the book counts under {held.id}")
+    return {held.id}
+
+
+@dataclass
+class Replay:
+    """A book's reading over time."""
+
+    points: list[tuple[str, float, float]] = field(default_factory=list)
+
+    @staticmethod
+    def of(book: Book) -> Replay:
+        """After each row that changes it: when, what was spent, and what was spent or reserved."""
+        state, found = State(whole=True), Replay()
+        for row in BookFile(book.path, whole=True).new_rows():
+            state.take(row)
+            if row["row"] in ("open", "reserve", "close", "enter"):
+                reading = state.reading()
+                found.points.append((row["at"], reading.epsilon_spent, reading.epsilon_reserved))
+        return found

@@ -1,0 +1,1 @@
+"""How does a person keep the budget of a dataset from the terminal?"""

@@ -1,0 +1,79 @@
+"""Users in a loop of one's own: whose rows a loader has, and how many of one take part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Subset
+
+from vestige.mechanism.users.ownership import facts_of_users, ownership
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import Poisson, RowsOfUsers, Sampling
+from vestige.units import Users
+
+
+@dataclass(frozen=True, eq=False)
+class LoaderOfUsers:
+    """A loader of rows whose users are named; None in the place of users: each row is somebody's own."""
+
+    loader: DataLoader[Any]
+    users: Users | None = None
+    owners: np.ndarray | None = None
+
+    def sampling(self, drawn: Sampling, name: str) -> Sampling:
+        """How samples are drawn that are Poisson ones of rows; others have no theorem for several rows of one user."""
+        if self.users is None or self.users.rows_per_user == 1:
+            return drawn
+        if not isinstance(drawn, Poisson):
+            raise ValueError(
+                f"sampling={name!r}: of sampled rows, several of which are one user's, only Poisson samples have a "
+                "theorem; leave it out, or use vestige.train(users=..., sample='users')"
+            )
+        assert self.users.cap is None or self.owners is not None
+        return RowsOfUsers(drawn, self.users, np.zeros(0) if self.owners is None else self.owners)
+
+
+def of_users(
+    loader: DataLoader[Any],
+    ids: Any,
+    sample: str,
+    rows_per_user: int | str | None,
+    cap: int | None,
+    delta: float | None,
+) -> LoaderOfUsers:
+    """The loader with at most `rows_per_user` rows of each user. The coins that leave others out are public: every
+    process, and a run that goes on, leaves out the same, and nothing is concluded from their being secret."""
+    if ids is None:
+        asked = (("sample", sample, "rows"), ("rows_per_user", rows_per_user, None), ("cap", cap, None))
+        for name, value, usual in asked:
+            if value != usual:
+                raise ValueError(f"{name}={value!r} is about users: give users=, an id for each row")
+        return LoaderOfUsers(loader)
+    if sample != "rows":
+        raise ValueError(
+            f"sample={sample!r}: in a loop each row's gradient is clipped by itself; use sample='rows', or "
+            "vestige.train(users=..., sample='users')"
+        )
+    dataset: Any = loader.dataset
+    owned = ownership(ids, len(dataset))
+    users = facts_of_users(owned, sample, rows_per_user, cap, delta)
+    assert users.rows_per_user is not None
+    kept = owned.bounded(users.rows_per_user, Randomness.reproducible(0))
+    owners = None if owned.several else owned.owners[kept]
+    return LoaderOfUsers(loader if len(kept) == len(dataset) else _of_rows(loader, kept, users), users, owners)
+
+
+def _of_rows(loader: DataLoader[Any], kept: np.ndarray, users: Users) -> DataLoader[Any]:
+    """The same loader over some of its rows."""
+    if hasattr(loader, "base_dataloader"):
+        raise ValueError(
+            f"rows_per_user={users.rows_per_user} leaves rows out, and Accelerate has prepared this loader: call "
+            "make_private before accelerator.prepare, or leave those rows out of the dataset"
+        )
+    if loader.batch_size is None or len(kept) == 0:
+        raise ValueError(f"rows_per_user={users.rows_per_user} leaves rows out: give the loader a batch_size and rows")
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    same = {name: getattr(loader, name) for name in (*names, "prefetch_factor", "persistent_workers")}
+    return DataLoader(Subset(loader.dataset, kept.tolist()), batch_size=loader.batch_size, shuffle=True, **same)

@@ -1,0 +1,191 @@
+"""Who owns which row, and which rows take part? Public facts and coins: no row's content is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from vestige.checks import check_delta, check_steps
+from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import first_of_each
+from vestige.units import Users
+
+Rows = npt.NDArray[np.int64]
+Ids = Any
+"""One id for each row; or a list of owners for each row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ownership:
+    """Pairs of a row and one of its owners, in the order of the rows. Users are numbered in the order of their ids."""
+
+    population: int
+    """How many rows there are."""
+    users: int
+    rows: Rows
+    owners: Rows
+    """`owners[i]` owns `rows[i]`."""
+
+    @property
+    def several(self) -> bool:
+        """Whether some row has several owners."""
+        return len(self.rows) > self.population
+
+    @cached_property
+    def counts(self) -> Rows:
+        """How many rows each user has."""
+        return np.bincount(self.owners, minlength=self.users)
+
+    @cached_property
+    def starts(self) -> Rows:
+        """Where each user's rows begin in `by_user`."""
+        return np.cumsum(self.counts) - self.counts
+
+    @cached_property
+    def by_user(self) -> Rows:
+        """The rows of the first user, of the second, and so on."""
+        return np.asarray(self.rows[np.argsort(self.owners, kind="stable")])
+
+    def bounded(self, most: int, randomness: Randomness) -> Rows:
+        """Rows of which no user has more than `most`, in their order.
+
+        With one owner each, those that stay are drawn uniformly from each user's own. With several, rows are gone
+        through by the number of their owners, then by their place: one stays if all of its owners have room for it
+        (2503.03622, algorithm 2). Either way nothing but the ownership decides, which is public.
+        """
+        if self.counts.max(initial=0) <= most:
+            return np.arange(self.population)
+        if not self.several:
+            coins = randomness.stream("rows of users", 0).permutation(self.population)
+            return np.sort(first_of_each(self.owners, coins, most))
+        return _greedy(self, most)
+
+
+def _greedy(owned: Ownership, most: int) -> Rows:
+    how_many = np.bincount(owned.rows, minlength=owned.population)
+    first = np.cumsum(how_many) - how_many
+    taken, room = [], np.full(owned.users, most)
+    for row in np.argsort(how_many, kind="stable"):
+        owners = owned.owners[first[row] : first[row] + how_many[row]]
+        if np.all(room[owners] > 0):
+            room[owners] -= 1
+            taken.append(row)
+    return np.sort(np.array(taken, dtype=np.int64))
+
+
+def ownership(ids: Ids, population: int) -> Ownership:
+    """Who owns which of so many rows, from an id for each row, or a list of owners for each row."""
+    if isinstance(ids, Tensor):
+        ids = ids.cpu().numpy()
+    if isinstance(ids, str | Mapping) or not hasattr(ids, "__len__"):
+        raise ValueError(
+            f"users={type(ids).__name__}: give one id for each row (an array, a list), a list of owners for each row, "
+            "or the name of a column"
+        )
+    if len(ids) != population:
+        raise ValueError(f"users: {len(ids)} ids for {population} rows; give one for each row")
+    if population and not isinstance(ids, np.ndarray) and isinstance(ids[0], list | tuple | set | frozenset):
+        return _several(ids, population)
+    values = np.asarray(ids)
+    if values.ndim != 1:
+        raise ValueError(f"users: an array of shape {list(values.shape)}; give one id for each row, or lists of owners")
+    missing = _missing(values)
+    if len(missing):
+        raise ValueError(f"users: row {missing[0]} has no user, of {len(missing)} such rows; leave those rows out")
+    if values.dtype == object:
+        values = values.astype(str)
+    found, numbers = np.unique(values, return_inverse=True)
+    return Ownership(population, len(found), np.arange(population), numbers.astype(np.int64))
+
+
+def _missing(values: npt.NDArray[Any]) -> Rows:
+    """The rows whose id is None, not a number, or an empty text."""
+    if values.dtype.kind == "f":
+        return np.flatnonzero(np.isnan(values))
+    if values.dtype.kind in "US":
+        return np.flatnonzero(values == values.dtype.type())
+    if values.dtype == object:
+        return np.array([i for i, v in enumerate(values) if v is None or v == "" or v != v], dtype=np.int64)
+    return np.zeros(0, dtype=np.int64)
+
+
+def _several(ids: Sequence[Any], population: int) -> Ownership:
+    rows, owners = [], []
+    for row, each in enumerate(ids):
+        if isinstance(each, str) or not hasattr(each, "__iter__"):
+            raise ValueError(f"users: row {row} has {each!r}, where others have a list of owners")
+        distinct = {str(owner) for owner in each if owner is not None}
+        if not distinct:
+            raise ValueError(f"users: row {row} has no owner; leave it out")
+        rows += [row] * len(distinct)
+        owners += sorted(distinct)
+    found, numbers = np.unique(np.array(owners), return_inverse=True)
+    return Ownership(population, len(found), np.array(rows, dtype=np.int64), numbers.astype(np.int64))
+
+
+def bound_of(asked: int | str | None, owned: Ownership) -> int:
+    """The most rows of one user in a run: a number, "median" of the public counts, or the largest of them (None)."""
+    if asked is None:
+        return int(owned.counts.max(initial=1))
+    if asked == "median":
+        return max(1, int(np.median(owned.counts)))
+    if isinstance(asked, str):
+        raise ValueError(f"rows_per_user={asked!r} must be a whole number, or 'median'")
+    check_steps(asked, "rows_per_user")
+    return asked
+
+
+def facts_of_users(
+    owned: Ownership, sample: str, rows_per_user: int | str | None, cap: int | None, delta: float | None
+) -> Users:
+    """What is public of these users, and how steps draw from them; ValueError where no theorem covers it."""
+    bound: int | None = bound_of(rows_per_user, owned) if sample != "users" else None
+    if sample == "users" and rows_per_user is not None:
+        raise ValueError(
+            f"rows_per_user={rows_per_user}: not with sample='users', where a user is one clipped vector however many "
+            "rows there are; cap= is the most rows of one in a step"
+        )
+    several = owned.several
+    found = Users(sample=sample, rows_per_user=bound, cap=cap, users=owned.users, several_owners=several)
+    if delta is not None:
+        check_delta(delta)
+    if delta is not None and delta >= 1 / owned.users:
+        raise ValueError(
+            f"delta={delta} is not below 1/U = {1 / owned.users:.3g} for {owned.users} users: it would allow "
+            f"publishing all rows of one; choose a smaller delta, such as {0.1 / owned.users:.0e}"
+        )
+    return found
+
+
+def with_users(data: Any, users: Any) -> tuple[Any, Ids]:
+    """The data without the column that names users, and the ids; `users` may be the ids themselves."""
+    if not isinstance(users, str):
+        return data, users
+    if isinstance(data, Mapping):
+        _require_column(users, list(data))
+        return {name: column for name, column in data.items() if name != users}, _plain(data[users])
+    if hasattr(data, "column_names") and hasattr(data, "remove_columns"):  # of Hugging Face
+        _require_column(users, list(data.column_names))
+        return data.remove_columns([users]), list(data[users])
+    if isinstance(data, list) and data and isinstance(data[0], Mapping):
+        _require_column(users, [str(name) for name in data[0]])
+        rows = [{name: value for name, value in row.items() if name != users} for row in data]
+        return rows, [row.get(users) for row in data]
+    raise ValueError(
+        f"users={users!r} names a column, but data is a {type(data).__name__}: give the ids, one for each row"
+    )
+
+
+def _require_column(name: str, columns: list[str]) -> None:
+    if name not in columns:
+        raise ValueError(f"users={name!r} is no column of the data, which has {', '.join(map(str, columns))}")
+
+
+def _plain(column: Any) -> Any:
+    return column.cpu().numpy() if isinstance(column, Tensor) else column

@@ -1,0 +1,114 @@
+"""Do kept candidates tell what the computed laws say, and is the proved epsilon one that an attack reaches?"""
+
+import json
+from dataclasses import replace
+from math import log
+
+import numpy as np
+import pytest
+from scipy.stats import beta
+from typer.testing import CliRunner
+
+from vestige.accounting.lower_bounds import rejected
+from vestige.accounting.lower_bounds.rejected import Claimed, certify, laws
+from vestige.audit.claimed import STUDIES, claim, updates_for
+from vestige.cli.main import app
+from vestige.compare.presets import published
+
+LEAKY = Claimed(rate=0.2, sigma_t=2.0, validation_rate=0.4, sigma_v=1.3, threshold=-1.5, buffer=2)
+
+
+def played(claimed, cut, present, count, rng):
+    """The literal loop, trial by trial: the watched coordinate of each released candidate."""
+    released = []
+    while len(released) < count:
+        held = []
+        while len(held) < claimed.buffer:
+            y = claimed.sigma_t * rng.normal() + (present and rng.random() < claimed.rate)
+            raises = (y >= cut) != (present and rng.random() < claimed.validation_rate)
+            noisy = (1 if raises else -1) + 2 * claimed.sigma_v * rng.normal()
+            if noisy < claimed.threshold:
+                held.append((noisy, y))
+        gap = held[0][0] - held[-1][0]
+        tied = abs(gap) <= claimed.tie
+        first = rng.random() < 0.5 if tied else gap < 0
+        released.append(held[0 if first or claimed.buffer == 1 else 1][1])
+    return np.array(released)
+
+
+@pytest.mark.parametrize("buffer", [1, 2])
+@pytest.mark.parametrize("present", [True, False])
+def test_the_law_of_a_released_candidate_is_that_of_the_loop(buffer, present):
+    claimed, cut, rng, count = replace(LEAKY, buffer=buffer), -1.0, np.random.default_rng(3), 8000
+    edges, *both = laws(claimed, cut)
+    law = both[0 if present else 1]
+    assert law.sum() == pytest.approx(1, abs=1e-9)
+    seen = played(claimed, cut, present, count, rng)
+    at = np.searchsorted(edges, [-3.0, -1.0, 0.0, 1.5, 3.0])
+    wanted = np.array([part.sum() for part in np.split(law, at)])
+    found = np.array([part.sum() for part in np.split(np.histogram(seen, edges)[0], at)])
+    assert ((found - count * wanted) ** 2 / (count * wanted)).sum() < 25  # chi-square, 5 degrees of freedom
+
+
+def test_an_attack_on_whole_runs_reaches_what_is_proved_and_not_more():
+    """Four updates of a leaky setting: the likelihood ratio test on 200,000 runs, at 95% confidence."""
+    claimed, cut, updates, delta, half = replace(LEAKY, rate=0.1, validation_rate=0.2), -1.0, 4, 1e-2, 100_000
+    proved = rejected._proved(claimed, cut, updates, delta, rejected.COARSE)
+    _, present, absent = laws(claimed, cut)
+    there = (present > 0) & (absent > 0)
+    loss = np.where(there, np.log(np.where(there, present, 1) / np.where(there, absent, 1)), 0.0)
+    rng = np.random.default_rng(0)
+    inside, outside = (
+        loss[rng.choice(len(law), size=(half, updates), p=law / law.sum())].sum(1) for law in (present, absent)
+    )
+    found = 0.0
+    for line in np.linspace(0.5, 1.5, 5) * proved:  # five lines, each at 99%
+        hits, alarms = int((inside >= line).sum()), int((outside >= line).sum())
+        power, false = beta.ppf(0.005, hits, half - hits + 1), beta.ppf(0.995, alarms + 1, half - alarms)
+        found = max(found, log(max(power - delta, 1e-9) / false))
+    assert 0.7 * proved < found < proved, (found, proved)
+
+
+def test_without_rejection_the_bound_is_below_the_exact_price():
+    """If every candidate is kept, what is proved is DP-SGD's own epsilon from below, and close to it."""
+    from vestige.accounting import epsilon
+    from vestige.questions import SampledGaussian
+
+    claimed = replace(LEAKY, rate=0.05)
+    exact = epsilon({SampledGaussian(0.05, 2.0): 200}, 1e-5)
+    assert 0.98 * exact < rejected._proved(claimed, None, 200, 1e-5, rejected.COARSE) <= exact
+
+
+def test_br_at_its_own_settings_on_mnist_is_refuted():
+    (settings,) = [each for name, each in STUDIES["br-lower-bound"].settings(published()) if name == "mnist"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rejected, "FINE", rejected.COARSE)
+        found = certify(settings, updates_for(settings))
+    claimed = claim(settings, found.updates)
+    assert found.updates == 1246
+    assert claimed == pytest.approx(1.0, abs=1e-3)
+    assert claimed <= 1
+    assert found.epsilon > 1.25 > claimed > found.without_rejection
+    with pytest.raises(ValueError, match="buffer=3"):
+        replace(settings, buffer=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("br-lower-bound", {"mnist": 1.37, "fmnist": 1.45, "cifar10": 1.31, "imdb": 1.22}),
+        ("dpsur-lower-bound", {"mnist": 1.07, "fmnist": 1.14, "cifar10": 1.13, "imdb": 0.97}),
+    ],
+)
+def test_the_command_says_what_is_refuted(name, least):
+    result = CliRunner().invoke(app, ["reproduce", name, "--json"])
+    rows = {row["dataset"]: row for row in json.loads(result.stdout)["rows"]}
+    for dataset, bound in least.items():
+        assert bound < rows[dataset]["epsilon"] < bound + 0.05
+        assert rows[dataset]["refuted"] == (bound > 1)
+
+
+def test_what_takes_no_data_refuses_them():
+    result = CliRunner().invoke(app, ["reproduce", "br-lower-bound", "--data", "x", "--json"])
+    assert result.exit_code == 2 or "--data" in result.output + str(result.exception)

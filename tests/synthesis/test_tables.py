@@ -1,0 +1,408 @@
+"""Are made-up rows made of noised answers alone, at the price that is stated, and are they of any use?"""
+
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+import vestige
+from commands import as_json
+from commands import vestige as command
+from vestige import accounting
+from vestige.accounting.ledger import LedgerError, read
+from vestige.questions import ExponentialMechanism, Gaussian
+from vestige.randomness.keys import Randomness
+from vestige.synthesis import quality
+from vestige.synthesis.curator import InFile, InMemory, TableCurator
+from vestige.synthesis.evolution import EvolutionPlan, evolved, varied
+from vestige.synthesis.marginals import MarginalsPlan, fit, fitted, marginals, simplex
+from vestige.synthesis.schema import columns_of, read_table
+from vestige.synthesis.tables import TableRun, TableSynthesis
+from vestige.training.verify import verify
+
+COLUMNS = "age=18..80;work=office|field;pay=0.0..9000.0"
+
+
+def people(count=1500, seed=0):
+    random = np.random.default_rng(seed)
+    office = random.random(count) < 0.4
+    age = np.clip(random.normal(30 + 20 * office, 6), 18, 80).astype(int)
+    return {
+        "age": age.tolist(),
+        "work": np.where(office, "office", "field").tolist(),
+        "pay": (100.0 * age + random.normal(0, 300, count)).tolist(),
+    }
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("people") / "people.csv"
+    rows = people()
+    lines = [",".join(rows), *(",".join(map(str, row)) for row in zip(*rows.values(), strict=True))]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def curator(rows, columns, charged=None, **settings):
+    def ask(question, *, step, part, sensitivity):
+        if charged is not None:
+            charged.append((question, step, sensitivity))
+
+    sizes = [column.cells for column in columns]
+    return TableCurator(rows, sizes, ask, Randomness.reproducible(0), InMemory(), **settings)
+
+
+# --- the schema -------------------------------------------------------------------------------------------------------
+
+
+def test_columns_are_what_is_declared_and_nothing_of_the_rows():
+    columns = columns_of("age=18..80;work?=office|field;pay=0.0..9000.0", bins=8)
+    rows = read_table({"age": [18, 80, 500], "work": ["field", "", None], "pay": [0, 8999.0, -5]}, columns)
+    assert [column.cells for column in columns] == [8, 3, 8]
+    assert rows.tolist() == [[0, 1, 0], [7, 2, 7], [7, 2, 0]]
+    values = columns[0].decode(np.array([0, 7] * 200), np.random.default_rng(0))
+    assert all(isinstance(value, int) and 18 <= value <= 80 for value in values)
+    assert min(values) == 18
+    assert max(values) == 80
+    assert columns[1].decode(np.array([0, 2]), np.random.default_rng(0)) == ["office", None]
+
+
+def test_a_value_falls_into_the_cell_that_gives_it_back():
+    (age,) = columns_of("age=0..10", bins=4)
+    for value in range(11):
+        cell = int(age.encode([value])[0])
+        assert any(age.decode(np.array([cell]), np.random.default_rng(seed)) == [value] for seed in range(60))
+
+
+def test_a_public_file_declares_columns_too(tmp_path):
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps({"age": [18, 80], "work?": ["office", "field"]}))
+    assert columns_of(str(path)) == columns_of("age=18..80;work?=office|field")
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ("", "none is named"),
+        ("age", "must be NAME=LOW..HIGH"),
+        ("age=5..5", "to a larger one"),
+        ("age=a..b", "from a number"),
+        ("work=a", "one category"),
+        ("work=a|a", "each category once"),
+        ("age=1..2;age=1..3", "named twice"),
+        ({"age": 5}, "pair of bounds"),
+        ("nowhere.json", "cannot be read"),
+    ],
+)
+def test_columns_that_are_none_are_refused(declared, words):
+    with pytest.raises(ValueError, match=words):
+        columns_of(declared)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [(["secret"], "row 1 of the data is no number"), ([""], r"declare that it may: 'age\?=...'")],
+)
+def test_a_value_without_a_cell_is_named_by_its_place_and_never_shown(values, words):
+    with pytest.raises(ValueError, match=words) as error:
+        read_table({"age": values}, columns_of("age=1..5"))
+    assert "secret" not in str(error.value)
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def test_adding_a_row_moves_counts_votes_and_scores_by_what_is_charged():
+    """Exactly, without noise: the sensitivity that each question states is the largest move."""
+    columns = columns_of(COLUMNS, bins=5)
+    rows = read_table(people(300), columns)
+    exact = 1e-9
+
+    def answers(table):
+        charged = []
+        held = curator(table, columns, charged)
+        own = [np.arange(cells) for cells in held.sizes]
+        one = np.concatenate([c.ravel() for c in held.counts([(0,), (1,), (2,)], own, exact)])
+        two = np.concatenate([c.ravel() for c in held.counts([(0, 1), (1, 2)], own, exact)])
+        vectors = [torch.from_numpy(column.vectors()) for column in columns]
+        points = torch.rand(40, sum(v.shape[1] for v in vectors), generator=torch.Generator().manual_seed(0))
+        votes = held.votes(points, vectors, exact)
+        guesses = [np.full(cells, 1 / cells) for cells in held.sizes]
+        held.population = 300
+        scores = np.array(list(held.pair_errors(own, guesses).values()))
+        return (one, two, votes), scores, [sensitivity for _, _, sensitivity in charged]
+
+    before, scores_before, sensitivities = answers(rows)
+    assert before[2].sum() == pytest.approx(300, abs=1e-3)
+    for row in range(0, 300, 60):
+        after, scores_after, _ = answers(np.delete(rows, row, axis=0))
+        for first, second, sensitivity in zip(before, after, sensitivities, strict=True):
+            assert np.linalg.norm(first - second) == pytest.approx(sensitivity, abs=1e-4)
+        assert np.abs(scores_before - scores_after).max() <= 1 + 1e-9
+
+
+def test_the_noise_is_what_was_priced():
+    columns = columns_of("a=x|y;b=x|y")
+    held = curator(np.zeros((10, 2), dtype=np.int64), columns)
+    own = [np.arange(2)] * 2
+    found = np.concatenate([np.concatenate(held.counts([(0,), (1,)], own, 3.0)) for _ in range(500)])
+    noise = found - np.tile([10, 0, 10, 0], 500)
+    assert noise.std() == pytest.approx(3.0 * np.sqrt(2), rel=0.06)
+
+
+@pytest.mark.parametrize("method", ["marginals", "evolution"])
+def test_a_run_asks_what_it_planned_and_costs_at_most_its_budget(method):
+    columns = columns_of(COLUMNS)
+    plan = MarginalsPlan(3, 4.0) if method == "marginals" else EvolutionPlan(4.0, 3)
+    charged = []
+    held = curator(read_table(people(), columns), columns, charged)
+    if method == "marginals":
+        fitted(held, plan)
+    else:
+        evolved(held, plan, columns, np.random.default_rng(0))
+    assert Counter(question for question, _, _ in charged) == Counter(dict(plan.questions()))
+    assert [step for _, step, _ in charged] == list(range(len(charged)))
+    if method == "marginals":
+        # By Renyi divergences of order a, all of it is one Gaussian question of the plan's multiplier: a / 2 m^2.
+        total = sum(
+            count * (1 / (2 * q.multiplier**2) if isinstance(q, Gaussian) else q.choice_epsilon**2 / 8)
+            for q, count in plan.questions()
+        )
+        assert total == pytest.approx(1 / (2 * 4.0**2))
+
+
+# --- what is made of it -----------------------------------------------------------------------------------------------
+
+
+def test_belief_propagation_gives_the_marginals_of_the_whole_distribution():
+    random = np.random.default_rng(0)
+    nodes = [random.normal(size=k) for k in (2, 3, 4, 2)]
+    edges = {(0, 1): random.normal(size=(2, 3)), (1, 2): random.normal(size=(3, 4))}
+    found, pairs = marginals(nodes, edges, [(0, None), (1, 0), (2, 1), (3, None)])
+    logs = nodes[0][:, None, None, None] + nodes[1][:, None, None] + nodes[2][:, None] + nodes[3]
+    logs = logs + edges[0, 1][:, :, None, None] + edges[1, 2][None, :, :, None]
+    whole = np.exp(logs) / np.exp(logs).sum()
+    for place, share in enumerate(found):
+        np.testing.assert_allclose(share, whole.sum(axis=tuple(a for a in range(4) if a != place)))
+    np.testing.assert_allclose(pairs[0, 1], whole.sum(axis=(2, 3)))
+    np.testing.assert_allclose(pairs[1, 2], whole.sum(axis=(0, 3)))
+
+
+def test_a_fit_to_exact_counts_gives_them_back():
+    random = np.random.default_rng(1)
+    joint = random.random((3, 4)) + 0.1
+    joint /= joint.sum()
+    counted = [1000 * joint.sum(axis=1), 1000 * joint.sum(axis=0)]
+    nodes, pairs = fit(counted, [np.ones(3), np.ones(4)], {(0, 1): 1000 * joint}, 1.0, 1000)
+    np.testing.assert_allclose(pairs[0, 1], joint, atol=2e-3)
+    np.testing.assert_allclose(nodes[0], joint.sum(axis=1), atol=2e-3)
+
+
+def test_the_simplex_is_the_nearest_point():
+    counts = np.array([5.0, -2.0, 1.0, 0.5])
+    near = simplex(counts, 4.0)
+    assert near.sum() == pytest.approx(4.0)
+    assert near.min() >= 0
+    for other in np.random.default_rng(0).dirichlet(np.ones(4), 200) * 4:
+        assert np.linalg.norm(counts - near) <= np.linalg.norm(counts - other) + 1e-9
+
+
+def test_with_next_to_no_noise_rows_are_those_of_the_table():
+    columns = columns_of(COLUMNS, bins=8)
+    rows = read_table(people(), columns)
+    made = fitted(curator(rows, columns), MarginalsPlan(3, 0.02)).sample(3000, np.random.default_rng(0))
+    assert quality.variation(made, rows, columns, (0,)) < 0.03
+    assert quality.variation(made, rows, columns, (0, 1)) < 0.06
+    grown = evolved(curator(rows, columns), EvolutionPlan(0.05, 6), columns, np.random.default_rng(0))
+    assert quality.variation(grown.sample(3000, np.random.default_rng(0)), rows, columns, (0, 1)) < 0.25
+
+
+def test_columns_that_tell_nothing_of_each_other_are_not_paired():
+    words = [f"w{place}" for place in range(30)]
+    columns = columns_of({"a": words, "b": words, "c": words})
+    random = np.random.default_rng(0)
+    first = random.integers(0, 30, 20_000)
+    rows = np.column_stack([first, first, random.integers(0, 30, 20_000)])
+    found = fitted(curator(rows, columns), MarginalsPlan(3, 30.0))
+    assert list(found.edges) == [(0, 1)]
+
+
+def test_variations_stay_within_the_columns():
+    columns = columns_of("age?=18..80;work=office|field")
+    shares = [np.full(column.cells, 1 / column.cells) for column in columns]
+    rows = np.zeros((500, 2), dtype=np.int64)
+    for share in (0.0, 0.3, 1.0):
+        found = varied(rows, columns, shares, share, np.random.default_rng(0))
+        assert (found[:, 0] < columns[0].cells).all()
+        assert (found[:, 1] < 2).all()
+        assert (found != rows).any() == (share > 0)
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["marginals", "evolution"])
+def test_a_synthesis_verifies_has_a_card_and_a_page_and_is_of_use(method, file, tmp_path):
+    out = tmp_path / "synth"
+    made = vestige.synthesize(
+        file, columns=COLUMNS, epsilon=1, delta=1e-5, samples=700, method=method, test=people(400, 1),
+        label_column="work", out=out, bins=10,
+    )  # fmt: skip
+    assert 0.99 < made.guarantee.epsilon <= 1.0
+    assert made.quality["test_accuracy"] > 0.8
+    assert made.quality["column_error"] < 0.35
+    lines = (out / "data.csv").read_text().splitlines()
+    assert lines[0] == "age,work,pay"
+    assert len(lines) == 701
+    assert all(re.fullmatch(r"\d+,(office|field),[\d.e+]+", line) for line in lines[1:])
+    verdict = verify(out)
+    assert verdict.finished
+    assert verdict.unchecked == ()
+    assert verdict.guarantee.epsilon == made.guarantee.epsilon
+    history = read(out / "ledger.jsonl")
+    assert accounting.epsilon(history.asks, 1e-5) == pytest.approx(made.guarantee.epsilon, rel=1e-6)
+    if method == "marginals":
+        assert sum(n for q, n in history.asks.items() if isinstance(q, ExponentialMechanism)) == 2
+    assert "made with differential privacy: **epsilon" in (out / "README.md").read_text()
+    assert "Columns" in (out / "report.html").read_text()
+    (out / "data.csv").write_text("\n".join([*lines[:-1], "33,office,1"]) + "\n")
+    with pytest.raises(LedgerError, match="is not what the run left"):
+        verify(out)
+
+
+def test_a_record_that_claims_less_than_its_ledger_does_not_verify(tmp_path):
+    out = tmp_path / "synth"
+    vestige.synthesize(people(300), columns=COLUMNS, epsilon=1, delta=1e-5, out=out)
+    path = out / "synthesis.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "epsilon": 0.5}))
+    with pytest.raises(LedgerError, match="synthesis.json says epsilon 0.5"):
+        verify(out)
+
+
+def test_an_interrupted_run_resumes_without_asking_again_and_one_that_lost_an_answer_is_refused(file, tmp_path):
+    def job(**more):
+        return TableSynthesis(data=str(file), columns=COLUMNS, epsilon=1, method="evolution", **more)
+
+    out = tmp_path / "synth"
+    assert TableRun(job(), out).complete(lambda done, of: done < 2) is None
+    made = vestige.synthesize(file, columns=COLUMNS, epsilon=1, method="evolution", out=out, resume=True)
+    assert made.asked == 9
+    assert verify(out).attempts == 2
+    lost = tmp_path / "lost"
+    assert TableRun(job(), lost).complete(lambda done, of: done < 2) is None
+    (lost / "answers.pt").unlink()
+    with pytest.raises(vestige.BudgetSpent):
+        vestige.synthesize(file, columns=COLUMNS, epsilon=1, method="evolution", out=lost, resume=True)
+
+
+def test_answers_of_a_resumed_run_are_those_that_were_kept(tmp_path):
+    kept = InFile(tmp_path / "answers.pt")
+    kept.keep(0, torch.tensor([1.5]))
+    again = InFile(tmp_path / "answers.pt")
+    assert len(again) == 1
+    assert again.known(0).tolist() == [1.5]
+    assert again.known(1) is None
+
+
+def test_a_private_evaluation_is_charged_and_near_the_truth():
+    rows = people(4000)
+    made = vestige.synthesize(
+        rows, columns=COLUMNS, epsilon=4, delta=1e-5, label_column="work", evaluate="private", bins=8
+    )
+    assert made.asked == 5
+    assert made.quality["private_accuracy"] == pytest.approx(0.95, abs=0.06)
+    assert 0 < made.quality["private_accuracy_error"] < 0.01
+
+
+def test_a_reproducible_run_repeats_and_has_no_epsilon():
+    settings = {"columns": COLUMNS, "epsilon": 1, "delta": 1e-5, "seed": 4, "reproducible": True, "samples": 20}
+    first, second = (vestige.synthesize(people(300), **settings) for _ in range(2))
+    assert first.rows == second.rows
+    assert first.guarantee.epsilon is None
+    secret = vestige.synthesize(people(300), **{**settings, "reproducible": False})
+    assert secret.rows != first.rows
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"columns": None}, "columns=None"),
+        ({"epsilon": None}, "epsilon=None"),
+        ({"method": "mst"}, "method='mst' is unknown"),
+        ({"iterations": 4}, "goes with method='evolution'"),
+        ({"label_column": "pay"}, "no column of categories"),
+        ({"evaluate": "private"}, "label_column=None"),
+        ({"evaluate": "public"}, "must be 'private'"),
+        ({"delta": 0.01}, "is not below 1/N"),
+        ({"samples": 0}, "samples=0"),
+        ({"speed": 3}, "speed=3 is unknown"),
+        ({"columns": "years=1..3"}, "no such column"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_in_one_line(given, words):
+    settings = {"columns": COLUMNS, "epsilon": 1.0, "delta": 1e-5, **given}
+    with pytest.raises(ValueError, match=words):
+        vestige.synthesize(people(300), **{key: value for key, value in settings.items() if value is not None})
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_leave_in_the_form_that_they_came_in(suffix, tmp_path):
+    if suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table(people(300)), tmp_path / "people.parquet")
+    else:
+        rows = people(300)
+        lines = (json.dumps(dict(zip(rows, row, strict=True))) for row in zip(*rows.values(), strict=True))
+        (tmp_path / "people.jsonl").write_text("\n".join(lines))
+    out = tmp_path / "synth"
+    made = vestige.synthesize(tmp_path / f"people{suffix}", columns=COLUMNS, epsilon=1, delta=1e-5, samples=30, out=out)
+    assert verify(out).finished
+    again = read_table(str(out / f"data{suffix}"), columns_of(COLUMNS))
+    assert len(again) == made.count == 30
+
+
+def test_the_command_makes_rows_and_its_errors_are_one_line(file, tmp_path):
+    out = tmp_path / "synth"
+    base = ["synthesize", "--data", str(file), "--columns", COLUMNS, "--epsilon", "1"]
+    said = as_json(*base, "--samples", "50", "--out", out)
+    assert said["samples"] == 50
+    assert said["epsilon"] <= 1
+    assert command("verify", out)[0] == 0
+    for flags, words in (
+        (["--columns", "ages=1..3"], "no such column"),
+        (["--method", "mst"], "--method='mst' is unknown"),
+        (["--out", out], "already holds a run"),
+        (["--test", file], "is the training data"),
+    ):
+        code, _, error = command(*base, *flags)
+        assert code == 2
+        assert words in error
+        assert error.count("\n") == 1
+    assert "already finished" in command("synthesize", "--resume", out)[2]
+
+
+def test_a_book_pays_for_a_synthesis_and_refuses_the_one_too_many(file, tmp_path):
+    book = tmp_path / "people.book"
+    opened = command(
+        "budget", "open", book, "--data", file, "--epsilon", "1.3", "--delta", "1e-5", "--key", tmp_path / "k"
+    )
+    assert opened[0] == 0, opened[2]
+    base = ["synthesize", "--data", file, "--columns", COLUMNS, "--epsilon", "1", "--samples", "20", "--budget", book]
+    said = as_json(*base, "--out", tmp_path / "first")
+    assert read(tmp_path / "first" / "ledger.jsonl").facts["budget"]["run"]
+    assert command("verify", tmp_path / "first")[0] == 0
+    spent = as_json("budget", "show", book)
+    assert said["epsilon"] <= 1
+    code, _, error = command(*base, "--out", tmp_path / "second")
+    assert code != 0
+    assert "book" in error
+    assert not (tmp_path / "second").exists()
+    assert as_json("budget", "show", book) == spent
+    other = tmp_path / "others.csv"
+    other.write_text(file.read_text().replace("office", "field"))
+    assert command(*base[:1], "--data", other, *base[3:], "--out", tmp_path / "third")[0] == 2
