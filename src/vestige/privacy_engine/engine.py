@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -108,6 +109,7 @@ class PrivacyEngine(HoldsKey):
         cuda_graphs: bool = True,
         nonprivate_outputs: bool = False,
         audit: int | None = None,
+        record: bool | None = None,
     ) -> None:
         """One engine for one model.
 
@@ -139,7 +141,11 @@ class PrivacyEngine(HoldsKey):
         self._steps: PrivateSteps | None = None
         self._loop: ShardedLoop | None = None
         """How a module that is sharded among processes is trained."""
-        self._cuda_graphs = cuda_graphs
+        if record is not None:
+            warnings.warn("record= is called cuda_graphs= now", DeprecationWarning, stacklevel=2)
+        self._cuda_graphs = cuda_graphs if record is None else record
+        self._reads = 0
+        """Places where the loop reads values of its examples, as far as they are in the ledger."""
         self._collates = False
         self._population = 0
         """All rows that samples are drawn from: the examples, and canaries if there are any."""
@@ -463,13 +469,19 @@ class PrivacyEngine(HoldsKey):
     def _record_passes(self) -> None:
         """Write down what the passes of a step have shown, before it is charged."""
         passes, ledger = self._private_steps().passes, self._ledger
-        seen = "torch's own loss of the model's outputs, or a loss by criterion()"
-        unseen = "a loss of your own was met that was not recognised"
+        seen = "every operator from the loader to the backward pass was followed"
+        unseen = "batches came by a loader of another library: what was made of targets before the model was not followed"
         status, detail = ("assumed", unseen) if passes.assumed else ("checked", seen)
         assumptions.record(ledger, "loss_per_example", status, detail)  # type: ignore[arg-type]
         assumptions.record(ledger, "divisor", status, detail)  # type: ignore[arg-type]
         if passes.lengths.vary:
             assumptions.record(ledger, "padding", "assumed", "batches had several lengths")
+        reads = passes.tracking.reads
+        if len(reads) > self._reads:
+            self._reads = len(reads)
+            where = ", ".join(sorted({f"{read.operator} at {read.where}" for read in reads}))
+            detail = f"the loop reads values of its examples ({where}): do not act on them or publish them"
+            assumptions.record(ledger, "nothing_else", "assumed", detail)
 
     def get_epsilon(self, delta: float) -> float:
         """What has been spent so far; an error, with the reason, where no epsilon holds."""

@@ -108,7 +108,7 @@ def known_of_a_run(facts: accounting.Facts, processes: int = 1, read_one_by_one:
     found = [
         Stated("unit", "assumed", "a row is a unit of its own"),
         Stated("adjacency", "checked", "a blank row keeps its place in the samples; the number of rows is public"),
-        Stated("rows_apart", "checked", "layers by their kind, and the model on made-up rows"),
+        Stated("rows_apart", "checked", "every operator of every pass is followed"),
         Stated("loss_per_example", "checked", "the loss is taken of one example at a time"),
         Stated("padding", "checked", "every example is collated and padded by itself"),
         Stated("divisor", "checked", "sums are divided by the sampling rate times the number of rows"),
