@@ -211,11 +211,14 @@ class PrivateSteps:
                 )
             self.passes.discard()
             value = self._elsewhere(closure)
+        if closure is not None:
+            self.passes.settle()  # its passes are over too
         self.held.now = parameters if closure is None else self.held.parameters()
         try:
             self._finish()
         finally:
             self.held.now = None
+            self.passes.parts.go_on()
         return value
 
     def _finish(self) -> None:
