@@ -200,6 +200,8 @@ class PrivateSteps:
         parameters = self.held.parameters()
         self._check(parameters)
         value: Any = None
+        if closure is not None:
+            self.passes.parts.go_on()
         if self.method.probe.at_parameters:
             if closure is not None:
                 with torch.enable_grad():

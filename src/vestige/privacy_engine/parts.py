@@ -93,8 +93,8 @@ class Parts:
             self.tracking.stop()
 
     def go_on(self) -> None:
-        """A step is over: follow what is made of batches that were fetched before it."""
-        if self.tracking is not None and self.waiting():
+        """A step is over, or its closure begins: follow what is made of its batch, and of others fetched before it."""
+        if self.tracking is not None and (self._ahead is not None or self.waiting()):
             self.tracking.start()
 
     def forget(self) -> None:
