@@ -81,6 +81,13 @@ class Frozen(nn.Module):
         return self.last(hidden)
 
 
+def test_packed_sequences_are_refused_by_name():
+    """Rows of several examples lie in one axis, in an order that depends on them."""
+    model, _, loader = private(Packed(), fresh("mlp")[1])[1:]
+    with pytest.raises(ValueError, match=r"_pack_padded_sequence\S* at .*test_passes.py:\d+"):
+        model(next(iter(loader))[0])
+
+
 def fresh(name):
     torch.manual_seed(4)
     x, y = torch.randn(40, 5), torch.randint(3, (40,))
@@ -102,15 +109,15 @@ def fresh(name):
         return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(5, 3)), (x, y)
     if name == "tokens":
         return Tokens(), (torch.randint(9, (40, 4)), y)
-    modules = {"custom": Custom, "checkpointed": Checkpointed, "packed": Packed, "one layer": lambda: nn.Linear(5, 3)}
+    modules = {"custom": Custom, "checkpointed": Checkpointed, "one layer": lambda: nn.Linear(5, 3)}
     modules["inner custom"] = lambda: nn.Sequential(Custom(), nn.Tanh(), nn.Linear(3, 3))
     modules["no_grad"] = Frozen
     return modules[name](), (x, y)
 
 
 NAMES = [
-    "mlp", "frozen", "cnn", "upsampling", "twice used", "tokens", "custom", "inner custom", "checkpointed", "packed",
-    "one layer", "no_grad",
+    "mlp", "frozen", "cnn", "upsampling", "twice used", "tokens", "custom", "inner custom", "checkpointed", "one layer",
+   , "no_grad",
 ]  # fmt: skip
 
 
@@ -262,10 +269,6 @@ def test_a_forward_pass_that_fails_leaves_the_model_as_it_was(problem):
         if trap.armed:
             with pytest.raises(type(problem)):
                 model(x)
-            if isinstance(problem, KeyboardInterrupt):
-                trap.armed = False
-                with pytest.raises(ValueError, match="interrupted"):
-                    model(x)
             trap.armed = False  # and the batch is used after all
         same_step(model, optimizer, x, y)
         assert {name: id(p) for name, p in model.named_parameters()} == own
@@ -313,17 +316,14 @@ class TwoInputs(nn.Module):
         return self.how(self, x, other)
 
 
-@pytest.mark.parametrize("guessed", [False, True])
-def test_an_input_is_no_constant_if_it_may_hold_examples(guessed):
+def test_an_input_is_no_constant_if_it_may_hold_examples():
     def everyone(model, x, other):
-        if guessed and len(x) == len(other):  # all inputs as examples cannot even be run
-            raise RuntimeError("of another size")
         return model.left(x) @ model.right(other).t()
 
     x, y = torch.randn(12, 5), torch.randint(3, (12,))
     model, _, loader = private(TwoInputs(everyone), (x, y))[1:]
     rows = next(iter(loader))[0]
-    with pytest.raises(ValueError, match="of another size" if guessed else "examples beside it"):
+    with pytest.raises(ValueError, match=r"mm at .*test_passes.py:\d+ combines rows of different examples"):
         model(rows, rows)
 
 
@@ -336,7 +336,7 @@ def test_a_mask_as_long_as_the_batch_is_a_constant():
     LOSS(model(rows, torch.eye(len(rows))), torch.zeros(len(rows), dtype=torch.long)).backward()
 
 
-def test_a_call_of_another_form_is_rehearsed_by_itself():
+def test_a_call_of_another_form_is_followed_by_itself():
     class Either(nn.Module):
         def __init__(self):
             super().__init__()
@@ -351,6 +351,10 @@ def test_a_call_of_another_form_is_rehearsed_by_itself():
     ways = [lambda m, x: m(x), lambda m, x: m(x, torch.ones(len(x), 5).to(x)), lambda m, x: m(x, both=True)[0]]
     for number, (x, y) in enumerate(pair for _ in range(2) for pair in loader):
         same_step(model, optimizer, x, y, lambda m, x, y, way=ways[number % 3]: LOSS(way(m, x), y))
+
+
+WARNED = ("wrapped", "in place", "later", "inner")
+"""Of what is compiled around the model's call nothing is said: torch does not trace what is followed."""
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place", "later", "wrapped later", "wrapped step", "inner"])
@@ -379,7 +383,7 @@ def test_compiled_models_train_uncompiled(how):
                 optimizer.zero_grad()
                 loss(x, y).backward()
                 optimizer.step()
-        assert len([w for w in said if "torch.compile is ignored" in str(w.message)]) == (how != "not at all")
+        assert len([w for w in said if "torch.compile is ignored" in str(w.message)]) == (how in WARNED)
         assert list(model.state_dict()) == list(base.state_dict())
         seen = given.eval()(data[0])  # compiled, where nothing is private
         torch.testing.assert_close(seen, plain(model).eval()(data[0]))
@@ -404,7 +408,7 @@ def test_vestige_train_of_compiled_models(how):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             list(vestige.train(given, LOSS, data, reproducible=1, **common))
-        ends.append((flat(model), ["compiled" in str(w.message) for w in said], list(model.state_dict())))
+        ends.append((flat(model), ["torch.compile is ignored" in str(w.message) for w in said], list(model.state_dict())))
     torch._dynamo.reset()
     assert torch.equal(ends[0][0], ends[1][0])
     assert [said for _, said, _ in ends] == [[], [True]]

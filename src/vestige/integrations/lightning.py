@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from vestige.checks import check_number
 from vestige.mechanism.loading import rate_of
 from vestige.privacy_engine.engine import PrivacyEngine
-from vestige.privacy_engine.loaders import CollateEmpty, draws_per_epoch
+from vestige.privacy_engine.loaders import draws_per_epoch
 from vestige.processes.plan import unwrapped
 
 try:
@@ -210,11 +210,11 @@ def _called(trainer: Any, pl_module: nn.Module, loader: DataLoader[Any]) -> nn.M
     vars(pl_module)["log"] = lambda *args, **kwargs: None
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            row = CollateEmpty(loader.dataset, loader.collate_fn)([])
+            row = next(iter(DataLoader(loader.dataset, batch_sampler=[[0, 0]], collate_fn=loader.collate_fn)))
             row = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(row), dataloader_idx=0)
             wanted = len(inspect.signature(pl_module.training_step).parameters)  # type: ignore[arg-type, operator]
             pl_module.training_step(*(row, 0)[:wanted])  # type: ignore[operator]
-    except Exception:  # a made-up example may be one that it does not take
+    except Exception:  # it may need what a fit sets up
         pass
     finally:
         del vars(pl_module)["log"]

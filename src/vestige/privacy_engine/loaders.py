@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
@@ -80,6 +80,19 @@ class PrivateBatches(Sampler[list[int]]):
                 yield piece + [piece[0] if piece else 0] * (part.rows - len(piece))
 
 
+class Labelling:
+    """A collate_fn whose batches are labelled where no `PrivateLoader` hands them out: other libraries that rebuild a
+    loader keep its collate_fn."""
+
+    def __init__(self, collate: Callable[[Any], Any], parts: Parts) -> None:
+        self._collate, self._parts = collate, parts
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self._collate(rows)
+        self._parts.collated(batch)
+        return batch
+
+
 class PrivateLoader(DataLoader[Any]):
     """A loader over private samples that tells when it hands one out: workers fetch others meanwhile."""
 
@@ -115,7 +128,7 @@ def private_loader(
         dataset,
         batch_sampler=batches,
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
+        collate_fn=loader.collate_fn if loader.num_workers else Labelling(loader.collate_fn, parts),
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,

@@ -202,6 +202,8 @@ class PrivateSteps:
         parameters = self.held.parameters()
         self._check(parameters)
         value: Any = None
+        if closure is not None:
+            self.passes.parts.go_on()
         if self.method.probe.at_parameters:
             if closure is not None:
                 with torch.enable_grad():
@@ -213,11 +215,14 @@ class PrivateSteps:
                 )
             self.passes.discard()
             value = self._elsewhere(closure)
+        if closure is not None:
+            self.passes.settle()  # its passes are over too
         self.held.now = parameters if closure is None else self.held.parameters()
         try:
             self._finish()
         finally:
             self.held.now = None
+            self.passes.parts.go_on()
         return value
 
     def _finish(self) -> None:

@@ -76,13 +76,26 @@ class Parts:
     def _hand_out(self, batch: Any) -> None:
         if self._ahead:
             self._drawn.append(self._ahead.popleft())
-            if self.tracking is not None:
-                self.tracking.hand_out(batch, self._drawn[-1].rows)
+            self._label(batch)
+
+    def collated(self, batch: Any) -> None:
+        """A loader that another library has built around the sampler has just made a batch of the last draw."""
+        if self._ahead is None and self._drawn:
+            self._label(batch)
+
+    def _label(self, batch: Any) -> None:
+        if self.tracking is not None:
+            self.tracking.hand_out(batch, self._drawn[-1].rows)
 
     def pause(self) -> None:
-        """Nothing of a batch is computed now: the next one is fetched."""
-        if self.tracking is not None:
+        """Nothing of a batch is computed now, unless one that was handed out waits to be used."""
+        if self.tracking is not None and not self._drawn:
             self.tracking.stop()
+
+    def go_on(self) -> None:
+        """A step is over, or its closure begins: follow what is made of its batch, and of others fetched before it."""
+        if self.tracking is not None and (self._ahead is not None or self.waiting()):
+            self.tracking.start()
 
     def forget(self) -> None:
         """The loader starts anew: what was drawn and not used never will be."""

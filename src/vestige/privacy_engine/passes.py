@@ -387,8 +387,8 @@ class Passes:
             rows = self._rows([leaf for _, leaf in tensors])
             tracking.label_arguments(call.leaves, rows)
             self.assumed = self.assumed or not isinstance(self.parts, AnyRows)
-            tracking.start()
             known = [Rows(0, 1, rows, tracking.batches)]
+        tracking.start()
         if any(label.batch != known[0].batch for label in known):
             raise ValueError("arguments of the private model are rows of different batches: each step is about one batch")
         for _, leaf in tensors:  # public values of as many rows, such as drawn time steps, are given row by row

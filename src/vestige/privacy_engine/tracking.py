@@ -50,6 +50,7 @@ class Tracking:
                 self.tracker.label_rows(leaf, rows, self.batches)
             elif leaf.numel():
                 self.labels.set(leaf, mixed("collate_fn", "made a tensor that has no row for each example"))
+        self._forget_losses()
         self.start()
 
     def label_arguments(self, leaves: list[Any], rows: int) -> None:
@@ -60,8 +61,6 @@ class Tracking:
                 self.tracker.label_rows(leaf, rows, self.batches)
 
     def start(self) -> None:
-        self.tracker.reductions.clear()
-        self.tracker.averaged.clear()
         if self._on is None:
             self._functions.__enter__()
             self.tracker.__enter__()
@@ -76,7 +75,12 @@ class Tracking:
             self._functions.__exit__(None, None, None)
             torch._C._set_multithreading_enabled(self._threads)  # type: ignore[attr-defined]
             self._on = None
+        self._forget_losses()
         self.labels.prune()
+
+    def _forget_losses(self) -> None:
+        self.tracker.reductions.clear()
+        self.tracker.averaged.clear()
 
     @contextmanager
     def model(self, rows: int, batch: int, promoting: bool, fresh: bool = False) -> Iterator[Tracker]:

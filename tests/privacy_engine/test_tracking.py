@@ -1,0 +1,458 @@
+"""Is every gradient of a loop public, released, or that row's own? Loops that leak, and loops that do not."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from conftest import make_toy
+from loops import LOSS, flat, moved, oracle, private
+from vestige.accounting.guarantees import OPAQUE_LOSS
+
+
+class Scaled(nn.Module):
+    """A model with a second argument: a number, one number for all, or one for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.map, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x, scale):
+        return self.head(torch.tanh(self.map(x)) * scale)
+
+
+def batch_norm():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
+
+
+# --- loops that leak: the line that is marked is the one that is named -------------------------------------------------
+
+
+def class_weights(model, x, y):
+    seen = F.one_hot(y, 3).float().sum(0)  # mixes
+    F.cross_entropy(model(x), y, weight=len(y) / seen.clamp(min=1)).backward()
+
+
+def class_weights_counted(model, x, y):
+    seen = torch.bincount(y, minlength=3)  # mixes
+    nn.CrossEntropyLoss(weight=len(y) / seen.clamp(min=1))(model(x), y).backward()
+
+
+def balanced_bce(model, x, y):
+    positive = (y == 0).float()
+    share = positive.mean()  # mixes
+    weight = torch.where(positive > 0, 1 / share, 1 / (1 - share))
+    F.binary_cross_entropy_with_logits(model(x)[:, 0], positive, weight=weight).backward()
+
+
+def standardised_targets(model, x, y):
+    wanted = y.float() - y.float().mean()  # mixes
+    F.mse_loss(model(x)[:, 0], wanted / y.float().std()).backward()
+
+
+def targets_over_their_maximum(model, x, y):
+    F.mse_loss(model(x)[:, 0], y / y.max()).backward()  # mixes
+
+
+def centred_targets(model, x, y):
+    with torch.no_grad():
+        wanted = model(x)
+        wanted = wanted - wanted.mean(0)  # mixes
+    LOSS(model(x), wanted.softmax(-1)).backward()
+
+
+def sinkhorn_targets(model, x, y):
+    with torch.no_grad():
+        assigned = model(x).exp()
+        for _ in range(2):
+            assigned = assigned / assigned.sum(0)  # mixes
+            assigned = assigned / assigned.sum(1, keepdim=True)
+    LOSS(model(x), assigned).backward()
+
+
+def above_the_median(model, x, y):
+    wanted = (x[:, 0] > x[:, 0].median()).float()  # mixes
+    F.binary_cross_entropy_with_logits(model(x)[:, 0], wanted).backward()
+
+
+def training_backbone(model, x, y):
+    with torch.no_grad():
+        features = batch_norm()(x)  # mixes
+    LOSS(model(features), y).backward()
+
+
+def training_teacher(model, x, y):
+    with torch.no_grad():
+        wanted = batch_norm()(x)[:, :3].softmax(-1)  # mixes
+    F.kl_div(model(x).log_softmax(-1), wanted, reduction="batchmean").backward()
+
+
+def standardised_inputs(model, x, y):
+    LOSS(model((x - x.mean(0)) / x.std(0)), y).backward()  # mixes
+
+
+def statistic_as_a_tensor(model, x, y):
+    LOSS(model(x, x.abs().mean()), y).backward()  # mixes
+
+
+def statistic_as_a_number(model, x, y):
+    LOSS(model(x, 2 * x.abs().mean().item()), y).backward()  # mixes
+
+
+def number_in_the_loss(model, x, y):
+    loss = LOSS(model(x), y)
+    (loss / loss.item()).backward()  # mixes
+
+
+def divided_by_the_loss(model, x, y):
+    loss = LOSS(model(x), y)  # mixes
+    loss.backward(1 / loss.detach())
+
+
+def weighted_by_a_statistic(model, x, y):
+    losses = LOSS(model(x), y, reduction="none")
+    losses.backward(losses.detach() / losses.detach().sum())  # mixes
+
+
+def normalising_hook(model, x, y):
+    outputs = model(x)
+    outputs.register_hook(lambda g: g / g.norm())  # mixes
+    LOSS(outputs, y).backward()
+
+
+def mixup(model, x, y):
+    others = torch.randperm(len(x))
+    soft = F.one_hot(y, 3).float()
+    LOSS(model(0.7 * x + 0.3 * x[others]), 0.7 * soft + 0.3 * soft[others]).backward()  # mixes
+
+
+def mixup_of_targets(model, x, y):
+    soft = F.one_hot(y, 3).float()
+    wanted = 0.7 * soft + 0.3 * soft.flip(0)  # mixes
+    LOSS(model(x), wanted).backward()
+
+
+def normalised_advantages(model, x, y):
+    reward = x[:, 0]
+    advantage = (reward - reward.mean()) / (reward.std() + 1e-6)  # mixes
+    taken = model(x).log_softmax(-1).gather(1, y[:, None])[:, 0]
+    (-taken * advantage).mean().backward()
+
+
+def contrastive(model, x, y):
+    z = F.normalize(model(x), dim=-1)
+    LOSS(z @ z.t() / 0.1, torch.arange(len(x))).backward()  # mixes
+
+
+def supervised_contrastive(model, x, y):
+    z = F.normalize(model(x), dim=-1)
+    scores = (z @ z.t()).log_softmax(-1)  # mixes
+    same = (y[:, None] == y[None, :]).float()  # mixes
+    (-(same * scores).sum(1) / same.sum(1)).mean().backward()
+
+
+def pairwise_ranking(model, x, y):
+    score = model(x)[:, 0]
+    F.softplus(score[:, None] - score[None, :]).mean().backward()  # mixes
+
+
+def pearson(model, x, y):
+    score = model(x)[:, 0]
+    score = score - score.mean()  # mixes
+    (-(score * x[:, 0]).sum() / (score.norm() * x[:, 0].norm())).backward()
+
+
+LEAKS = {
+    "one_hot": (class_weights, "sum"),
+    "bincount": (class_weights_counted, "bincount"),
+    "balanced": (balanced_bce, "mean"),
+    "standardised targets": (standardised_targets, "mean"),
+    "maximum": (targets_over_their_maximum, "max"),
+    "centred": (centred_targets, "mean"),
+    "sinkhorn": (sinkhorn_targets, "sum"),
+    "median": (above_the_median, "median"),
+    "backbone": (training_backbone, "batch_norm"),
+    "teacher": (training_teacher, "batch_norm"),
+    "standardised inputs": (standardised_inputs, "mean"),
+    "tensor": (statistic_as_a_tensor, "mean"),
+    "number": (statistic_as_a_number, "read"),
+    "number in the loss": (number_in_the_loss, "read"),
+    "1 / loss": (divided_by_the_loss, "mean"),
+    "weights": (weighted_by_a_statistic, "sum"),
+    "hook": (normalising_hook, "norm"),
+    "mixup": (mixup, "index"),
+    "mixup of targets": (mixup_of_targets, "flip"),
+    "advantages": (normalised_advantages, "mean"),
+    "contrastive": (contrastive, "mm"),
+    "supervised contrastive": (supervised_contrastive, "mm|eq"),
+    "ranking": (pairwise_ranking, "sub"),
+    "pearson": (pearson, "mean"),
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_a_leak_is_refused_at_its_line(name):
+    leak, operator = LEAKS[name]
+    steps, model, optimizer, loader = private(Scaled() if leak.__name__.startswith("statistic") else make_toy()[0])
+    before = flat(model)
+    for x, y in loader:
+        with pytest.raises(ValueError, match=operator) as problem:
+            leak(model, x, y)
+        break
+    named = re.search(r"privacy_engine.test_tracking\.py:(\d+)", str(problem.value))
+    assert named is not None, problem.value
+    assert "# mixes" in linecache.getline(__file__, int(named[1])), problem.value
+    with pytest.raises(ValueError, match="without a backward pass"):
+        optimizer.step()
+    assert torch.equal(flat(model), before)
+    assert not steps.ledger.spent
+
+
+@pytest.mark.parametrize("how", ["list", "next", "closure"])
+def test_batches_that_were_fetched_ahead_are_followed(how):
+    """Also before the model is called, after a step, and in a closure."""
+    _, model, optimizer, loader = private(make_toy()[0])
+    batches = [next(iter(loader))] if how == "next" else list(loader)
+
+    def leaking():
+        standardised_targets(model, *batches[-1])
+
+    for x, y in batches[:-1]:
+        LOSS(model(x), y).backward()
+        optimizer.step()
+    with pytest.raises(ValueError, match="mean at .*test_tracking"):
+        optimizer.step(leaking) if how == "closure" else leaking()
+
+
+@pytest.mark.parametrize("how", ["state", "bank"])
+def test_rows_of_another_batch_are_not_this_rows_own(how):
+    _, model, optimizer, loader = private(make_toy()[0])
+    held = None
+    for x, y in loader:
+        if held is not None:
+            with pytest.raises(ValueError, match=r"(different batches|mm) ?.*|mm at .*test_tracking.py"):
+                if how == "state":
+                    few = min(len(x), len(held))
+                    LOSS(model(x[:few] + held[:few]), y[:few]).backward()
+                else:
+                    LOSS(model(x) @ model(held).detach().t(), torch.zeros_like(y)).backward()
+            return
+        held = x
+        LOSS(model(x), y).backward()
+        optimizer.step()
+
+
+# --- sound loops ------------------------------------------------------------------------------------------------------
+
+WEIGHT = torch.tensor([0.5, 1.0, 3.0])
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 1)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x))
+        return self.left(hidden), self.right(hidden)[:, 0]
+
+
+class Tagger(nn.Module):
+    """A class for each of four positions: [rows, classes, positions]."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(5, 12)
+
+    def forward(self, x):
+        return self.map(x).reshape(len(x), 3, 4)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(5, 6), nn.Tanh()), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
+def tags(x, y):
+    """Targets of which each row counts a number of its own."""
+    wanted = (y[:, None] + torch.arange(4)) % 3
+    return torch.where(torch.arange(4) > y[:, None], -100, wanted)
+
+
+def two_heads(m, x, y):
+    left, right = m(x)
+    return LOSS(left, y) + 0.5 * F.mse_loss(right, x[:, 0])
+
+
+def teacher(m, x, y):
+    frozen = batch_norm().eval().to(x.dtype)
+    with torch.no_grad():
+        wanted = frozen(x)[:, :3].softmax(-1)
+    return F.kl_div(m(x).log_softmax(-1), wanted, reduction="none").sum(1).mean()
+
+
+def of_each_row(m, x, y):
+    taken = m(x).log_softmax(-1).gather(1, y[:, None])[:, 0]
+    return -(taken * (x[:, 0] - 0.5).detach()).mean()
+
+
+SOUND = {
+    "targets by public bounds": (None, lambda m, x, y: F.mse_loss(m(x)[:, 0], (y - 1) / 2.0)),
+    "teacher": (None, teacher),
+    "frozen backbone": (None, lambda m, x, y: LOSS(m(batch_norm().eval().to(x.dtype)(x).detach()), y)),
+    "mixup of views": (None, lambda m, x, y: LOSS(m(0.6 * x + 0.4 * x.flip(1)), y)),
+    "two heads": (TwoHeads, two_heads),
+    "two losses": (None, lambda m, x, y: LOSS(m(x), y) + m(x).square().sum(1).mean()),
+    "ignored targets": (Tagger, lambda m, x, y: LOSS(m(x), tags(x, y))),
+    "ignored plus mse": (Tagger, lambda m, x, y: LOSS(m(x), tags(x, y)) + F.mse_loss(m(x)[:, :, 0], x[:, :3])),
+    "smoothing": (None, lambda m, x, y: F.cross_entropy(m(x), y, label_smoothing=0.1)),
+    "mse plus l1": (None, lambda m, x, y: F.mse_loss(m(x), x[:, :3]) + 0.1 * F.l1_loss(m(x), x[:, :3])),
+    "checkpointed": (Checkpointed, lambda m, x, y: LOSS(m(x), y)),
+    "advantages": (None, of_each_row),
+    "normalised rows": (None, lambda m, x, y: LOSS(m((x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)), y)),
+    "hook of each row": (None, lambda m, x, y: LOSS(m(x / x.norm(dim=1, keepdim=True)), y)),
+    "scaled": (Scaled, lambda m, x, y: LOSS(m(x, 0.7), y)),
+    "a number for each row": (Scaled, lambda m, x, y: LOSS(m(x, x[:, :1].abs()), y)),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_loop_steps_as_one_example_at_a_time(name):
+    made, loss = SOUND[name]
+    torch.manual_seed(2)
+    compare(made() if made else make_toy()[0], loss, loss)
+
+
+def test_constant_class_weights():
+    """Divided by the weights' own mean, not by that of the batch."""
+    def alone(m, x, y):
+        weight = WEIGHT.to(x.dtype)
+        return F.cross_entropy(m(x), y, weight=weight, reduction="none").mean() / weight.mean()
+
+    compare(make_toy()[0], lambda m, x, y: F.cross_entropy(m(x), y, weight=WEIGHT), alone)
+
+
+def test_a_sum_of_losses():
+    def summed(m, x, y):
+        return LOSS(m(x), y, reduction="sum")
+
+    compare(make_toy()[0], summed, summed, loss_reduction="sum")
+
+
+def compare(model, loss, alone, **options):
+    """Two steps of a loop against one example at a time in float64; nothing is assumed of the loss."""
+    steps, model, optimizer, loader = private(model, **options)
+    for _, (x, y) in zip(range(2), loader, strict=False):
+        before, expected = flat(model), oracle(model, alone, list(zip(x, y, strict=True)))
+        optimizer.zero_grad()
+        loss(model, x, y).backward()
+        optimizer.step()
+        np.testing.assert_allclose(moved(before, flat(model)), expected, rtol=1e-3, atol=3e-5)
+    assert not steps.passes.assumed
+
+
+def test_everyday_loops_are_left_alone():
+    """Logs, an average of the weights, a scheduler, noise on inputs, dropout, an evaluation in between."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Dropout(0.2), nn.Linear(7, 3))
+    steps, model, optimizer, loader = private(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    average = [p.detach().clone() for p in model.parameters()]
+    logged, right = 0.0, 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        outputs = model(x + 0.1 * torch.randn_like(x))
+        loss = LOSS(outputs, y)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        logged += loss.item()
+        right += int((outputs.argmax(-1) == y).sum())
+        print(f"loss {loss.item():.3f} {loss}")
+        for mean, parameter in zip(average, model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.1)
+        with torch.no_grad():
+            model.eval()(x[:2])
+            model.train()
+    assert logged > 0
+    assert right >= 0
+    assert steps.ledger.spent == {steps.planned: 5}
+    assert {read.operator for read in steps.passes.tracking.reads} >= {"local_scalar_dense"}
+    assert all("test_tracking.py" in read.where for read in steps.passes.tracking.reads)
+
+
+def test_time_steps_that_a_loop_draws_are_each_rows_own():
+    class Denoiser(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.times, self.map = nn.Embedding(10, 5), nn.Linear(5, 5)
+
+        def forward(self, x, t):
+            return self.map(torch.tanh(x + self.times(t)))
+
+    _, model, optimizer, loader = private(Denoiser())
+    for x, _ in loader:
+        t, noise = torch.randint(10, (len(x),)), torch.randn_like(x)
+        kept = torch.linspace(0.9, 0.1, 10)[t][:, None]
+        before = flat(model)
+        expected = oracle(
+            model,
+            lambda m, x, t, noise: F.mse_loss(m(torch.linspace(0.9, 0.1, 10).to(x)[t][:, None] * x + noise, t), noise),
+            list(zip(x, t, noise, strict=True)),
+        )
+        F.mse_loss(model(kept * x + noise, t), noise).backward()
+        optimizer.step()
+        np.testing.assert_allclose(moved(before, flat(model)), expected, rtol=1e-3, atol=3e-5)
+
+
+def test_the_loss_of_a_transformers_model():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attn_implementation": "eager"}
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=6, **options)
+    data = torch.randint(11, (40, 6)), torch.zeros(40)
+    steps, model, optimizer, loader = private(transformers.GPT2LMHeadModel(config), data)
+
+    def loss(m, x, y):
+        return m(input_ids=x, labels=x).loss
+
+    for _, (x, y) in zip(range(2), loader, strict=False):
+        twin = copy.deepcopy(model)
+        before, expected = flat(model), oracle(twin, loss, list(zip(x, y, strict=True)))
+        loss(model, x, y).backward()
+        optimizer.step()
+        np.testing.assert_allclose(moved(before, flat(model)), expected, rtol=1e-3, atol=3e-5)
+    assert not steps.passes.assumed
+
+
+def test_a_gradient_penalty_on_inputs_is_refused_in_words():
+    model, _, loader = private(make_toy()[0])[1:]
+    for x, y in loader:
+        with pytest.raises(ValueError, match="an input of the private model requires a gradient"):
+            model(x.requires_grad_())
+        break
+
+
+def test_a_value_that_was_read_is_assumed_of_nothing_else():
+    """What a loop reads is noted with its line, and the loss stays one of which nothing is assumed."""
+    assert OPAQUE_LOSS
+    steps, model, optimizer, loader = private(make_toy()[0])
+    for x, y in loader:
+        loss = LOSS(model(x), y)
+        loss.backward()
+        optimizer.step()
+        loss.tolist()
+    assert not steps.passes.assumed
