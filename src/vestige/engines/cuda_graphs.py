@@ -334,7 +334,14 @@ class CapturedStep:
         self.full = full
         self.engine, self.mean, self.rows, self.views = engine, mean, rows, mean.views
         count = rows * mean.views
-        self.clip, self.bound = clip, None
+        self.batch: list[Tensor]
+        self.place: Tensor
+        self.count: Tensor
+        self.total: Tensor
+        self.holds: list[float]
+        """The number in `bound`, which all graphs of one memory share: it is written where it changes."""
+        self.clip: Clip = clip
+        self.bound: Tensor | None = None
         if within is not None:
             self.batch = [part[:count] for part in within.batch]
             self.place, self.count, self.total = within.place[:rows], within.count, within.total
