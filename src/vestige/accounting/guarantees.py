@@ -119,11 +119,11 @@ class Guarantee:
 
 
 SAMPLING: dict[str, tuple[type[Question], ...]] = {
-    "poisson": (SampledGaussian, Gaussian, GroupedGaussian, Trial),
-    "cyclic-poisson": (CyclicGaussian, Gaussian),
+    "poisson": (SampledGaussian, GroupedGaussian, Trial, Gaussian, ExponentialMechanism),
+    "cyclic-poisson": (CyclicGaussian, Gaussian, ExponentialMechanism),
     "every-example": (Gaussian, ExponentialMechanism),
-    "allocation": (AllocatedGaussian, Gaussian),
-    "truncated": (TruncatedGaussian, Gaussian),
+    "allocation": (AllocatedGaussian, Gaussian, ExponentialMechanism),
+    "truncated": (TruncatedGaussian, Gaussian, ExponentialMechanism),
 }
 """Which questions a way of sampling answers as their theorems suppose."""
 
