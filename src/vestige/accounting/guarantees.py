@@ -212,7 +212,7 @@ def _reasons_of_users(history: History, facts: Facts) -> list[str]:
             users.rows_per_user,
             users.cap,
         )
-        if not (fits or isinstance(question, Gaussian)):
+        if not (fits or isinstance(question, Gaussian | ExponentialMechanism)):
             return [f"{type(question).__name__} questions were not charged for users with {users.rows_per_user} rows"]
     return []
 
