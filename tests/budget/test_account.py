@@ -244,9 +244,14 @@ def test_a_run_whose_reservation_was_freed_reserves_again(tmp_path):
     for record in training.steps():
         if record.step == 9:
             break
+    book.refresh()
+    [held] = book.state.open.values()
+    assert held.charged[STEP] == 12
     training.ledger.close()
     book.refresh()
     [first] = book.state.open
+    assert book.state.open[first].charged[STEP] == 10, "what was charged ahead is only reserved again"
+    assert book.state.open[first].plan[STEP] == 24
     book.close(first, why="released by hand")
     with pytest.raises(BudgetSpent, match="was closed, so nothing more may be asked"):
         training.ledger.spending.book.charge(first, {STEP: 1})
