@@ -1,7 +1,7 @@
 """What does spectral memory cost? A step of SMA-DP-SGD over our own group-wise DP-SGD, side by side in one run.
 
-usage: python bench/sma.py [--device cpu|cuda] [--models cnn resnet18] [--engine NAME] [--batch N] [--physical-batch N]
-                           [--lags N ...] [--solver threads|stream] [--epochs N] [--threads N] [--json FILE]
+usage: python bench/sma.py [--device cpu|cuda] [--models mlp cnn resnet18] [--engine NAME] [--batch N] [--epochs N]
+                           [--physical-batch N] [--lags N ...] [--solver threads|stream] [--threads N] [--json FILE]
 
 The images are random: the cost does not depend on what they show. The methods train in turn, an epoch (25 steps) each;
 a ratio is of two such epochs on the same samples, the spectra begun in one included. Lag 0 waits for each spectrum;
@@ -40,6 +40,7 @@ EPOCH = round(1 / RATE)
 NEVER = 1_000_000
 GOALS = {"every step": 1.25, "once an epoch": 1.05}
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Flatten(), models.mlp(3 * 32 * 32, 10)),
     "cnn": lambda: models.cnn(3, 32, 10),
     "resnet18": lambda: models.resnet18(10),
 }

@@ -58,7 +58,8 @@ ABOVE: dict[str, str] = {
     "audit": "budget processes accounting accounting.lower_bounds randomness mechanism mechanism.losses engines optim methods tasks training "
     "compare.stacked",
     # It holds private rows in its curator alone, attacks what it makes, and draws pages of releases.
-    "synthesis": "budget accounting accounting.meaning accounting.lower_bounds randomness mechanism mechanism.losses methods "
+    "synthesis": "budget accounting accounting.meaning accounting.lower_bounds randomness mechanism mechanism.losses mechanism.users "
+    "methods "
     "tasks training "
     "integrations finetuning processes compare.report audit",
     "cli": "budget processes accounting mechanism mechanism.losses engines methods tasks training integrations compare compare.report "

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from vestige.synthesis.api import synthesize
     from vestige.training.loop import Record, accuracy
     from vestige.training.run import Training, train
+    from vestige.training.statistics import PrivateStatistics, Vocabulary, private_statistics
 
 __version__ = "0.2.0"
 
@@ -32,8 +33,10 @@ __all__ = [
     "PerGroup",
     "PrivacyEngine",
     "PrivateEvaluation",
+    "PrivateStatistics",
     "Record",
     "Training",
+    "Vocabulary",
     "accuracy",
     "build",
     "by_group",
@@ -44,6 +47,7 @@ __all__ = [
     "fo_dp_sgd",
     "post_fm",
     "prepared",
+    "private_statistics",
     "recipe",
     "register_rule",
     "sma_dp_sgd",
@@ -54,6 +58,7 @@ __all__ = [
 
 _MODULES = {
     "training.run": ("Training", "train"),
+    "training.statistics": ("PrivateStatistics", "Vocabulary", "private_statistics"),
     "privacy_engine.engine": ("PrivacyEngine",),
     "engines.replacements": ("fix",),
     "engines.own_rules": ("register_rule",),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vestige.checks import check_steps
-from vestige.questions import Gaussian, GroupedGaussian, Question, SampledGaussian
+from vestige.questions import ExponentialMechanism, Gaussian, GroupedGaussian, Question, SampledGaussian
 
 SAMPLES = ("rows", "users")
 
@@ -59,6 +59,8 @@ class Users:
             return GroupedGaussian(asked.rate, asked.multiplier, self.rows_per_user, self.cap)
         if isinstance(asked, Gaussian):  # all rows are in it
             return Gaussian(asked.multiplier / self.rows_per_user)
+        if isinstance(asked, ExponentialMechanism):  # each row moves a score by its sensitivity
+            return ExponentialMechanism(asked.choice_epsilon * self.rows_per_user)
         return None
 
     @property

@@ -13,6 +13,7 @@ from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.examples import Examples
+from vestige.questions import SampledGaussian
 from vestige.records import RunResult
 from vestige.training.verify import verify
 
@@ -133,3 +134,33 @@ def test_a_run_without_canaries_says_how_to_plant_some(tmp_path):
         read(tmp_path / "run")
     with pytest.raises(ValueError, match="no finished run"):
         read(tmp_path)
+
+
+def test_canary_users_have_as_many_rows_as_a_user_may_and_show_it():
+    """Priced as if rows were people, eight rows of one are caught; priced for users they are not."""
+    owners = np.repeat(np.arange(5), 8)
+    asked = {"users": owners, "noise_multiplier": 4.0, "audit": 200, "steps": 2, "sample_rate": 1.0}
+    rows = finished(**asked)
+    assert rows._population == 40 + 200 * 8
+    found, most = rows.result().audit.epsilon_lower_bound, rows.guarantee().epsilon
+    as_rows = vestige.accounting.epsilon({SampledGaussian(1.0, 4.0): 2}, 1e-5)
+    assert as_rows < found < most
+    users = finished(**asked, sample="users")
+    assert users._population == 5 + 200
+    assert users.result().audit.epsilon_lower_bound < users.guarantee().epsilon
+    capped = finished(**asked, cap=1)
+    assert capped.result().audit.epsilon_lower_bound < capped.guarantee().epsilon
+
+
+def test_users_whose_rows_are_clipped_apart_are_caught(monkeypatch):
+    """A sampler that splits a user: the canary's rows are clipped one by one where one vector was priced."""
+    owners = np.repeat(np.arange(5), 8)
+    asked = {"users": owners, "noise_multiplier": 4.0, "audit": 200, "steps": 2, "sample_rate": 1.0, "sample": "users"}
+    whole = Canaries.add
+
+    def split(self, numbers, clip, into):
+        return whole(self, numbers.repeat_interleave(8), clip, into)
+
+    monkeypatch.setattr(Canaries, "add", split)
+    broken = finished(**asked)
+    assert broken.result().audit.epsilon_lower_bound > broken.guarantee().epsilon

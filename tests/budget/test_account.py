@@ -244,9 +244,14 @@ def test_a_run_whose_reservation_was_freed_reserves_again(tmp_path):
     for record in training.steps():
         if record.step == 9:
             break
+    book.refresh()
+    [held] = book.state.open.values()
+    assert held.charged[STEP] == 12
     training.ledger.close()
     book.refresh()
     [first] = book.state.open
+    assert book.state.open[first].charged[STEP] == 10, "what was charged ahead is only reserved again"
+    assert book.state.open[first].plan[STEP] == 24
     book.close(first, why="released by hand")
     with pytest.raises(BudgetSpent, match="was closed, so nothing more may be asked"):
         training.ledger.spending.book.charge(first, {STEP: 1})
@@ -507,3 +512,16 @@ def test_verification_adds_sums_up_again(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(BookError, match="a sum is not that of the rows before it"):
         verify(book.path)
+
+
+def test_verification_finds_a_question_that_was_asked_past_the_book(tmp_path):
+    book = book_on(tmp_path)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    entry = attach(ledger, str(book.path), {Gaussian(9.0): 1}, purpose="x", source=Provenance())
+    ledger.open({"noise": "secret", "budget": entry})
+    ledger.ask(Gaussian(9.0), step=0, part=0, sensitivity=1.0)
+    verify(book.path, [tmp_path / "ledger.jsonl"])
+    ledger.spending = None
+    ledger.ask(Gaussian(9.0), step=1, part=0, sensitivity=1.0)
+    with pytest.raises(BookError, match="line 3: .* was asked 2 times, and charged 1 before"):
+        verify(book.path, [tmp_path / "ledger.jsonl"])

@@ -381,3 +381,16 @@ def test_slots_of_all_kinds():
 def test_terms_that_are_wrong(arguments, problem):
     with pytest.raises(ValueError, match=problem):
         terms(**{"epsilon": 1.0, "delta": 1e-5, **arguments})
+
+
+def test_what_is_set_aside_for_entries_by_hand_is_not_the_filters(tmp_path):
+    """Half of delta is set aside: the filter has the other half, and both together are delta."""
+    told = terms(3.0, 1e-5, expect=RUN, external_share=0.5)
+    book = Book.create(tmp_path / "book", told)
+    curve = prices.total([RUN], "add-remove")
+    assert told.external_delta == pytest.approx(0.5e-5)
+    assert book.state.filter().reading(curve) == RenyiFilter(told.weights, 3.0, 0.5e-5).reading(curve)
+    assert book.state.filter().reading(curve) > RenyiFilter(told.weights, 3.0, 1e-5).reading(curve)
+    book.enter(0.1, 0.4e-5, "most of it")
+    with pytest.raises(BudgetSpent, match="is more than the 1e-06 that are left"):
+        book.enter(0.1, 0.2e-5, "too much")

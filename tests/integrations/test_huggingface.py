@@ -584,3 +584,19 @@ def test_a_user_column_is_priced_and_not_given_to_the_model(tmp_path):
         trainer_of(tmp_path / "wrong", data=named, privacy=asked(user_column="writer")).train()
     with pytest.raises(ValueError, match="cap=2 is about users"):
         asked(cap=2)
+
+
+def test_a_trainer_is_charged_to_the_book_of_its_data(tmp_path):
+    from vestige.budget import Book, terms
+    from vestige.budget.verify import verify as verify_book
+
+    book = Book.create(tmp_path / "book", terms(30.0, DELTA))
+    privacy = PrivacyArguments(noise_multiplier=1.0, target_delta=DELTA, budget=str(book.path))
+    trainer = trainer_of(tmp_path / "run", privacy=privacy)
+    trainer.train()
+    [held] = Book(book.path, whole=True).state.reservations.values()
+    assert held.why == "finished"
+    assert held.asked == trainer.privacy_engine._ledger.spent
+    assert verify_book(book.path, [tmp_path / "run"]).runs == 1
+    with pytest.raises(ValueError, match="derived_from='x' is about a book"):
+        PrivacyArguments(noise_multiplier=1.0, target_delta=DELTA, derived_from="x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -337,3 +338,20 @@ def test_groups_must_fit_the_method():
     method = vestige.Method(name="other", clip=Other())
     with pytest.raises(ValueError, match="clips by Other, which cannot be split"):
         vestige.by_group(method, Layers())
+
+
+def test_a_bound_for_each_group_is_that_of_the_whole_over_its_root():
+    """C for each of G groups is C sqrt(G) for the whole gradient: the same factors, noise and price."""
+    each, whole, groups = PerGroup(0.5, each=True), PerGroup(0.5 * 3**0.5), 3
+    norms = torch.tensor([[0.2, 0.5, 4.0], [1.0, 0.6, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(each.factors(norms), whole.factors(norms), rtol=1e-12, atol=0)
+    torch.testing.assert_close(each.bounds(groups), torch.full((3,), 0.5, dtype=torch.float64))
+    for share in ("equal", "isotropic", "least-noise"):
+        mine, theirs = (replace(clip, share=share).scales([4, 9, 100]) for clip in (each, whole))
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
+    layout = Layout.of(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2)), Layers())
+    assert each.sensitivity(layout) == pytest.approx(0.5 * 3**0.5, rel=1e-12)
+    with pytest.raises(ValueError, match="splits one bound"):
+        PerGroup(0.5, (1.0, 2.0), each=True)
+    with pytest.raises(ValueError, match="has a bound of its own"):
+        vestige.by_group(vestige.sma_dp_sgd(clip_per_layer=True), Layers())

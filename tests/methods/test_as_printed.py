@@ -13,7 +13,7 @@ from vestige.methods.registry import build
 from vestige.optim.spectral.memory import _permutation
 
 LOSS = nn.functional.cross_entropy
-EVERYDAY, ALL = range(12), range(12, 312)
+EVERYDAY, ALL = range(6), range(6, 306)
 
 
 def contenders(method):
@@ -159,9 +159,9 @@ def test_buffered_rejection_is_algorithm_1_in_every_run(seed, monkeypatch):
 def test_our_variant_is_not_algorithm_1(monkeypatch):
     """A coarse decay and a buffer refilled after every update differ from the printed algorithm in most runs."""
     different = 0
-    for seed in range(4):
+    for seed in range(2):
         try:
             law_of_br(seed, monkeypatch, "dpsgd-br-stepped")
         except AssertionError:
             different += 1
-    assert different == 4
+    assert different == 2

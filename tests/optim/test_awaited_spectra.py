@@ -89,6 +89,21 @@ def test_a_lag_of_zero_is_the_memory_that_waits_bit_for_bit(walk):
     assert "awaited" not in states[-1]
 
 
+def test_a_spectrum_begun_before_the_step_is_the_steps_own(walk):
+    """Whether `prepare` was called, for these parameters or an earlier step's, makes no difference."""
+    layout, releases, points = walk
+    memory = Spectral(interval=OUTSIDE)
+    wanted, _ = filtered(memory, walk)
+    state, found = memory.init(layout, torch.device("cpu")), []
+    for step, (release, point) in enumerate(zip(releases, points, strict=True)):
+        if step % 3:
+            memory.prepare(state, points[0], RATE)  # of a step that failed
+            memory.prepare(state, point, RATE)
+        direction, state, _ = memory.step(Release(release.clone(), 1.0, 10.0, RATE), state, point)
+        found.append(direction.clone())
+    assert torch.equal(torch.stack(found), wanted)
+
+
 # --- whatever the threads do -------------------------------------------------------------------------------------------
 
 
@@ -297,6 +312,24 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_began(tmp_path):
     _, again = start(load(training.folder), tmp_path / "run", resume=True)
     list(again)
     assert again.method.memory.lag == 0
+
+
+def test_a_run_begun_with_one_spectrum_an_epoch_goes_on_with_it(tmp_path):
+    """Until 0.3 that was the default of sma-dp-sgd, so that no option of the job said so."""
+    before = {"refresh_spectrum": None, "spectrum_lag": 4}
+    job = Job(task="digits-mlp", method="sma-dp-sgd", options=dict(before), noise_multiplier=1.0, steps=3)
+    _, training = start(job, tmp_path / "run")
+    next(iter(training))
+    training.ledger.close()
+    request = training.folder.request()
+    for name in before:
+        del request["job"]["options"][name]
+    for name in ("shuffled", "clip_per_layer"):
+        del request["public"]["method"]["options"][name]
+    write_json(tmp_path / "run" / "run.json", request)
+    _, again = start(load(training.folder), tmp_path / "run", resume=True)
+    list(again)
+    assert (again.method.memory.refresh, again.method.memory.lag) == (None, 4)
 
 
 ENDS = """

@@ -44,6 +44,28 @@ def same(found, wanted, tolerance=TOLERANCE):
         assert each["accuracy"] == wanted["accuracy"]
 
 
+USERS = tuple(place // 4 if place < 40 else place for place in range(60))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sample": "users", "physical_batch": 3}, {"sample": "users", "cap": 2}, {"rows_per_user": 3, "cap": 2}],
+    ids=str,
+)
+def test_two_processes_keep_users_whole(two, options):
+    """A user's rows are averaged and clipped by one process, or the run would be another."""
+    wanted = process_gang.train(users=USERS, **options)
+    for each in two(process_gang.train, users=USERS, **options):
+        assert not isinstance(each, process_gang.Failed), each
+        assert torch.allclose(each["path"], wanted["path"], atol=TOLERANCE)
+        assert (each["asked"], each["epsilon"]) == (wanted["asked"], wanted["epsilon"])
+
+
+def test_users_are_not_for_sharded_models(two):
+    found = two(process_gang.train, users=USERS, sample="users", kind="sharded")
+    assert all("users: not for a sharded model" in each.message for each in found)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
 def test_two_processes_make_the_run_of_one(two, method, kind):

@@ -406,3 +406,34 @@ def test_a_book_pays_for_a_synthesis_and_refuses_the_one_too_many(file, tmp_path
     other = tmp_path / "others.csv"
     other.write_text(file.read_text().replace("office", "field"))
     assert command(*base[:1], "--data", other, *base[3:], "--out", tmp_path / "third")[0] == 2
+
+
+def test_all_rows_of_a_user_are_hidden_together(tmp_path):
+    rows = {**people(600), "patient": [place // 6 for place in range(600)]}
+    out = tmp_path / "synth"
+    settings = {"columns": COLUMNS, "epsilon": 1, "delta": 1e-5, "user_column": "patient", "rows_per_user": 2}
+    made = vestige.synthesize(rows, **settings, out=out)
+    assert made.guarantee.unit == "user"
+    assert verify(out).guarantee.adjacency == made.guarantee.adjacency
+    history = read(out / "ledger.jsonl")
+    assert history.facts["population"] == 200  # two of six rows of each patient
+    lines = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+    asked = [line["sensitivity"] for line in lines if line["row"] == "ask"]
+    assert asked == pytest.approx([2 * np.sqrt(3), 2, 2, asked[-1]])
+    assert asked[-1] in (2.0, 2 * np.sqrt(2))
+    assert "one user" in (out / "README.md").read_text()
+    for wrong, words in (({"rows_per_user": None}, "rows_per_user=None"), ({"user_column": "age"}, "is among")):
+        with pytest.raises(ValueError, match=words):
+            vestige.synthesize(rows, **{**settings, **wrong})
+
+
+def test_a_finished_table_has_a_price_for_people_with_several_rows(tmp_path):
+    out = tmp_path / "synth"
+    vestige.synthesize(people(300), columns=COLUMNS, epsilon=1, delta=1e-5, out=out)
+    told = verify(out, rows_per_user=2).for_user
+    asked = read(out / "ledger.jsonl").asks
+    doubled = {
+        Gaussian(q.multiplier / 2) if isinstance(q, Gaussian) else ExponentialMechanism(2 * q.choice_epsilon): count
+        for q, count in asked.items()
+    }
+    assert told.epsilon == pytest.approx(accounting.epsilon(doubled, 1e-5), rel=1e-3)

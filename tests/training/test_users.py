@@ -153,8 +153,20 @@ def test_a_step_takes_so_many_rows_of_a_user_and_all_in_turn():
         assert (np.bincount(OWNERS[drawn]) == np.minimum(COUNTS, 2)).all()
         seen |= set(drawn)
     assert len(seen) == len(OWNERS)
-    again = [part.tolist() for part in examples._rows(3, everyone)]
-    assert again == [part.tolist() for part in examples._rows(3, everyone)]
+    whole, parts = (
+        sorted(row for part in each for row in part.flatten().tolist())
+        for each in (examples._rows(3, everyone), examples._rows(3, everyone[:9]) + examples._rows(3, everyone[9:]))
+    )
+    assert whole == parts, "a sample may be divided over physical batches and processes"
+
+
+def test_rows_of_a_user_are_drawn_uniformly():
+    run = training(sample="users", cap=2, sample_rate=1.0)
+    seen = np.zeros(7)
+    for index in range(700):
+        (drawn,) = run.curator._examples._rows(index, torch.tensor([6]))
+        seen += np.isin(np.flatnonzero(OWNERS == 6), drawn.numpy())
+    assert ((seen - 200) ** 2 / 200).sum() < 25
 
 
 # --- one row per user ---------------------------------------------------------------------------------------------------

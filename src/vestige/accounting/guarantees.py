@@ -119,11 +119,11 @@ class Guarantee:
 
 
 SAMPLING: dict[str, tuple[type[Question], ...]] = {
-    "poisson": (SampledGaussian, Gaussian, GroupedGaussian, Trial),
-    "cyclic-poisson": (CyclicGaussian, Gaussian),
+    "poisson": (SampledGaussian, GroupedGaussian, Trial, Gaussian, ExponentialMechanism),
+    "cyclic-poisson": (CyclicGaussian, Gaussian, ExponentialMechanism),
     "every-example": (Gaussian, ExponentialMechanism),
-    "allocation": (AllocatedGaussian, Gaussian),
-    "truncated": (TruncatedGaussian, Gaussian),
+    "allocation": (AllocatedGaussian, Gaussian, ExponentialMechanism),
+    "truncated": (TruncatedGaussian, Gaussian, ExponentialMechanism),
 }
 """Which questions a way of sampling answers as their theorems suppose."""
 
@@ -212,7 +212,7 @@ def _reasons_of_users(history: History, facts: Facts) -> list[str]:
             users.rows_per_user,
             users.cap,
         )
-        if not (fits or isinstance(question, Gaussian)):
+        if not (fits or isinstance(question, Gaussian | ExponentialMechanism)):
             return [f"{type(question).__name__} questions were not charged for users with {users.rows_per_user} rows"]
     return []
 

@@ -44,6 +44,10 @@ class Spending(Protocol):
         """Say that nothing more will be asked."""
         ...
 
+    def pause(self, ledger: tuple[int, str]) -> None:
+        """Say that this process asks nothing more."""
+        ...
+
 
 _held: WeakValueDictionary[Path, Ledger] = WeakValueDictionary()
 """The ledgers that this process writes."""
@@ -217,11 +221,15 @@ class Ledger:
             self.spending.finish((self.rows, self.head))
 
     def close(self) -> None:
-        if self.path is None and self.spending is not None:
-            self.spending.finish()  # nobody can go on with a ledger in memory
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        try:
+            if self.spending is not None and self.path is None:
+                self.spending.finish()  # nobody can go on with a ledger in memory
+            elif self.spending is not None and self._file is not None:
+                self.spending.pause((self.rows, self.head))
+        finally:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
 
     def _hold(self, flags: int) -> None:
         assert self.path is not None

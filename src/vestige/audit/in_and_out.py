@@ -16,7 +16,7 @@ from scipy.interpolate import PchipInterpolator
 from torch import Tensor, nn
 
 from vestige import accounting, tasks
-from vestige.accounting.lower_bounds.bounds import epsilon_lower_bound, gaussian_fit
+from vestige.accounting.lower_bounds.bounds import best_lower_bound, epsilon_lower_bound, gaussian_fit
 from vestige.accounting.lower_bounds.rates import (
     Array,
     Interval,
@@ -325,7 +325,7 @@ def judged(scores: Scores, subject: Subject, planned: Plan, sees: str, confidenc
     promise = planned.epsilon if filtered and planned.epsilon is not None else accounting.epsilon(asked, delta)
     curve = None if filtered else accounting.tradeoff(asked, delta).promise
     a, b = scores.inside, scores.outside
-    bound = epsilon_lower_bound(a, b, delta, confidence)
+    lower, bounded_by, bound = best_lower_bound(a, b, delta, confidence)
     broken = bound if curve is None else epsilon_lower_bound(a, b, delta, confidence, curve)
     fit = gaussian_fit(a, b, delta, confidence)
     area = area_under_curve(a, b, confidence)
@@ -347,7 +347,8 @@ def judged(scores: Scores, subject: Subject, planned: Plan, sees: str, confidenc
         delta=delta,
         confidence=confidence,
         epsilon=promise,
-        epsilon_lower_bound=bound.epsilon,
+        epsilon_lower_bound=lower,
+        bounded_by=bounded_by,
         epsilon_estimate=fit.epsilon,
         epsilon_estimate_low=fit.epsilon_low,
         mu=fit.mu,

@@ -34,7 +34,10 @@ class InAndOut:
     epsilon: float
     """The accountant's: an upper bound for the same charges."""
     epsilon_lower_bound: float
-    """Epsilon is at least this, with `confidence`, whatever the scores' distributions."""
+    """Epsilon is at least this, with `confidence`, whatever the scores' distributions: the better of the bounds by a
+    threshold and by the ROC's area, each with half the error."""
+    bounded_by: str
+    """ "threshold" or "area"."""
     epsilon_estimate: float
     """An estimate: the epsilon of two normal distributions fitted to the scores."""
     epsilon_estimate_low: float

@@ -28,7 +28,7 @@ VARIABLE = "VESTIGE_BUDGET"
 BLOCKS = 8
 """A plan is charged in about so many parts, each before the first of its questions: a kill loses one part at most."""
 AHEAD = 256
-"""The most questions that are charged ahead where there is no plan."""
+"""The most questions that are charged ahead where there is no plan, or beyond it."""
 
 Candidates = Sequence[tuple[str, Hashes]]
 """Several readings of the same rows, such as a file's columns and what a task makes of them: each with its hashes."""
@@ -153,7 +153,7 @@ class Spending:
                 if each != asked and size > sum(block.values()) and not isinstance(each, prices.WHOLE):
                     block[each] = min(count, size - sum(block.values()))
         else:
-            block = Counter[Question]({asked: 1 if plan else max(1, min(AHEAD, sum(self._asked.values()) // BLOCKS))})
+            block = Counter[Question]({asked: max(1, min(AHEAD, sum(self._asked.values()) // BLOCKS))})
         try:
             self.book.charge(self.reservation, block, ledger)
         except BudgetSpent:
@@ -170,9 +170,11 @@ class Spending:
             self.book.close(self.reservation, self._asked, ledger)
             self.reservation = None
 
-    def cancel(self) -> None:
-        """The run did not start."""
-        self.finish()
+    def pause(self, ledger: tuple[int, str]) -> None:
+        """The run is interrupted, and may go on later: what was charged ahead is reserved again."""
+        if self.reservation is not None and os.getpid() == self._process:
+            self.book.settle(self.reservation, self._asked, ledger)
+            self._charged = prices.with_whole(self._asked, self._charged)
 
 
 def attach(

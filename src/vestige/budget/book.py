@@ -249,6 +249,8 @@ class State:
                 held.blocks.append((row["ledger"][0] if row.get("ledger") else 0, asks))
             if row.get("ledger"):
                 held.heads.append((row["ledger"][0], row["ledger"][1]))
+        elif kind == "settle":
+            self._settle(row)
         elif kind == "close":
             self._close(row)
         elif kind == "enter":
@@ -283,6 +285,17 @@ class State:
         self.open[made.id] = made
         if self.whole:
             self.reservations[made.id] = made
+
+    def _settle(self, row: Row) -> None:
+        """A run pauses: what it charged ahead and did not ask is only reserved again."""
+        held, asked = self._held(row), prices.from_json(row["asked"])
+        if not within(asked, held.charged):
+            raise BookError(f"{held.id} is settled with more than was charged")
+        if self.whole:
+            ahead = Counter(held.charged)
+            ahead.subtract(asked)
+            held.blocks.append((row["ledger"][0], Counter({each: -count for each, count in ahead.items()})))
+        held.charged = asked
 
     def _close(self, row: Row) -> None:
         held = self._held(row)
@@ -489,6 +502,16 @@ class Book:
             row = {"row": "charge", "id": name, "asks": prices.to_json(asks)}
             writer.write(row if ledger is None else {**row, "ledger": list(ledger)})
 
+    def settle(self, name: str, asked: History, ledger: tuple[int, str]) -> None:
+        """Say, by the process that asked, what of all that was charged was asked; the rest is reserved again."""
+        with self._held() as writer:
+            held = self.state.open.get(name)
+            if held is not None:
+                final = prices.with_whole(asked, held.charged)
+                if final != held.charged:
+                    row = {"row": "settle", "id": name, "asked": prices.to_json(final), "ledger": list(ledger)}
+                    writer.write(row)
+
     def close(
         self, name: str, asked: History | None = None, ledger: tuple[int, str] | None = None, why: str = "finished"
     ) -> None:
@@ -592,10 +615,7 @@ class Writer:
         return name
 
     def close(self, held: Reservation, asked: History | None, ledger: tuple[int, str] | None, why: str) -> None:
-        final = Counter(held.charged if asked is None else asked)
-        for question in held.charged:
-            if isinstance(question, prices.WHOLE):  # a strategy that was begun is charged whole
-                final[question] = held.charged[question]
+        final = prices.with_whole(held.charged if asked is None else asked, held.charged)
         if not within(final, held.charged):
             raise AssertionError(f"{held.id}: more was asked than charged")
         row: Row = {"row": "close", "id": held.id, "asked": prices.to_json(final), "why": why}

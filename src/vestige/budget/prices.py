@@ -145,6 +145,15 @@ def for_unit(run: History, users: Users | None, unit: str, rows_per_user: int | 
     return Counter(found)
 
 
+def with_whole(asked: History, charged: History) -> Counter[Question]:
+    """What was asked; of a mechanism over many steps that was begun, all that was charged."""
+    found = Counter(asked)
+    for question, count in charged.items():
+        if isinstance(question, WHOLE):
+            found[question] = count
+    return found
+
+
 def repeated(run: History, times: int, beside: History) -> Counter[Question]:
     """A run made several times, beside others. A strategy of correlated noise is another one each time."""
     found: Counter[Question] = Counter()

@@ -37,6 +37,7 @@ def described(book: Book) -> dict[str, Any]:
         "delta": told.delta,
         "unit": told.unit,
         "adjacency": told.adjacency,
+        "neighbours": prices.ADJACENCIES[told.adjacency].format(unit=told.unit),
         "guarantee": guarantee(book),
         "mode": told.mode,
         "epsilon_spent": reading.epsilon_spent,

@@ -235,7 +235,8 @@ def _print(found: Any) -> None:
         f"{found.method}, {found.canary} canary among {found.examples} examples of {found.task}; {VIEWS[found.sees]}",
         f"{found.runs} runs{fewer} of {found.steps} steps at rate {found.sample_rate:g}, half of them with the canary "
         f"({way}, {found.seconds:g} s)",
-        f"epsilon is at least {found.epsilon_lower_bound:.3f} ({found.confidence:.4g} confidence, no assumption) and "
+        f"epsilon is at least {found.epsilon_lower_bound:.3f} ({found.confidence:.4g} confidence, no assumption, by "
+        f"the {'ROC area' if found.bounded_by == 'area' else 'best threshold'}) and "
         f"at most {found.epsilon:.3f} (accountant) at delta {found.delta:g}",
         f"estimate, if scores are normal: {found.epsilon_estimate:.3f}, at least {found.epsilon_estimate_low:.3f} "
         f"({found.confidence:.4g}); mu {found.mu:.3f}",

@@ -29,7 +29,10 @@ COMMANDS = {
         "checks",
         "Recompute a run's epsilon from its ledger alone, and hold its result, model and checkpoint against it.",
     ),
-    "budget": ("books.budget", "Keep one budget for a dataset: what all runs on it may spend, and have spent."),
+    "budget": (
+        "books.budget",
+        "Keep one budget for a dataset: what all runs on it may spend together, and what they have spent.",
+    ),
     "audit": ("audit", "Attack a method with a canary, and bound epsilon from below with a confidence."),
     "doctor": (
         "checks",

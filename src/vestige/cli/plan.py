@@ -27,6 +27,15 @@ def plan(
     views_per_second: Annotated[
         float | None, typer.Option(help="Throughput, if it is known: nothing is timed then.")
     ] = None,
+    users: Annotated[
+        int | None,
+        typer.Option(
+            help="How many users the rows belong to: also compare what hides all rows of one.", rich_help_panel="Users"
+        ),
+    ] = None,
+    rows_per_user: Annotated[
+        int | None, typer.Option(help="The most rows that one has.", rich_help_panel="Users")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Where to time it: cpu, cuda, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the plan as one page, FILE.html.")] = None,
     as_json: Json = False,
@@ -41,12 +50,17 @@ def plan(
         vestige plan --examples 50000 --epsilon 3 --time 1h --model wrn16-4
 
         vestige plan --examples 20000 --epsilon 1 --time 10m --kind tabular --views-per-second 50000 --out plan.html
+
+        vestige plan --examples 160000 --users 10000 --rows-per-user 16 --epsilon 4 --time 10m --kind tabular
+        --views-per-second 50000
     """
     from vestige.compare.report import plans as report
     from vestige.recipes.catalogue import find
     from vestige.recipes.planner import USUAL, Budget, seconds_of
     from vestige.recipes.planner import plan as planned
 
+    if (users is None) != (rows_per_user is None):
+        raise ValueError("give --users and --rows-per-user, both of them: all that is hidden belongs to one of so many")
     seconds = seconds_of(time)
     if recipe is None and kind not in USUAL:
         raise ValueError(f"kind={kind!r} must be one of {', '.join(USUAL)}")
@@ -59,6 +73,8 @@ def plan(
         refuse_if_given(context, ("model", "device", "shape"), "the throughput is given, and nothing is timed")
     budget = Budget(examples=examples, epsilon=epsilon, delta=delta, seconds=seconds, views_per_second=views_per_second)
     found = planned(budget, recipe, kind).to_json()
+    if users is not None and rows_per_user is not None:
+        found["users"] = _for_users(found["choice"], users, rows_per_user, epsilon, delta)
     if out is not None:
         from vestige.files import make_folder
 
@@ -84,8 +100,43 @@ def plan(
         "the table's noise is by Renyi, a little above; that of the plan is by loss distributions", markup=False
     )
     stdout.print(found["command"], markup=False)
+    if "users" in found:
+        _print_users(found["users"], found["choice"])
     if out is not None:
         stdout.print(f"wrote {out}", markup=False)
+
+
+def _for_users(
+    choice: dict[str, Any], users: int, rows_per_user: int, epsilon: float, delta: float
+) -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    from vestige.recipes.users import mechanisms
+
+    sizes = {"users": users, "rows_per_user": rows_per_user, "batch": choice["batch"], "steps": choice["steps"]}
+    return [asdict(each) for each in mechanisms(**sizes, epsilon=epsilon, delta=delta)]
+
+
+def _print_users(found: list[dict[str, Any]], choice: dict[str, Any]) -> None:
+    """What hides all rows of one user, at as many rows a step and as many steps."""
+    stdout.print(
+        f"to hide all rows of one user at the same epsilon, {choice['batch']:,} rows a step, {choice['steps']:,} steps "
+        "(noise by Renyi; of a mean, in clips):",
+        markup=False,
+    )
+    table = Table("sample", "rows per user", "cap", "rate", "noise multiplier", "noise of a mean")
+    least = min(each["noise_of_mean"] for each in found)
+    for each in found:
+        mark = " <" if each["noise_of_mean"] == least else ""
+        cap = "" if each["cap"] is None else str(each["cap"])
+        noise = f"{each['noise_multiplier']:.3g}", f"{each['noise_of_mean']:.3g}{mark}"
+        table.add_row(each["sample"], str(each["rows_per_user"]), cap, f"{each['sample_rate']:.3g}", *noise)
+    stdout.print(table)
+    stdout.print(
+        "at one clip; the mean of a user's unlike rows is shorter, and its clip may shrink towards one over the root "
+        "of their number",
+        markup=False,
+    )
 
 
 def _timed(recipe: Any, model: str | None, shape: str, device: str | None) -> float:

@@ -17,7 +17,9 @@ CLambda = Annotated[float, "how fast tempering grows with the distance from the 
 GammaEma = Annotated[float, "weight of the newest release in the running mean"]
 WarmUp = Annotated[int | None, "steps over which the memory sets in; 0: at once (default: one epoch)"]
 NormCap = Annotated[str | float, "largest factor when the memory is matched to the running mean's norm; off: factor 1"]
-Refresh = Annotated[int | None, "steps between two spectra of the weights; 1: one at every step (none: one an epoch)"]
+Refresh = Annotated[
+    int | None, "steps between two spectra of the weights; 1: one at every step (none given: one an epoch)"
+]
 SpectrumLag = Annotated[int, "steps after which a spectrum is used, found meanwhile; 0: in the step of its own weights"]
 Reading = Annotated[str, "a convolution as one matrix (flatten) or one per kernel position (per-position)"]
 GateName = Annotated[str, "paper; disjoint: even lags against odd ones, no noise in common; open: none"]

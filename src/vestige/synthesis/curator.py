@@ -75,8 +75,18 @@ class TableCurator:
     """SENSITIVE: holds the rows of a table, as cells; gives noised counts and noisy choices."""
 
     def __init__(
-        self, rows: Codes, sizes: Sequence[int], ask: Ask, randomness: Randomness, answers: Answers, device: str = "cpu"
+        self,
+        rows: Codes,
+        sizes: Sequence[int],
+        ask: Ask,
+        randomness: Randomness,
+        answers: Answers,
+        device: str = "cpu",
+        rows_per_unit: int = 1,
     ) -> None:
+        """`rows_per_unit` is the most rows of one user, where users are protected: all of them together move an answer
+        by so many times what one of them does."""
+        self.rows_per_unit = rows_per_unit
         self._rows, self.sizes = rows, tuple(sizes)
         self.population = len(rows)
         """Public, as everywhere: what was declared about the data."""
@@ -95,13 +105,14 @@ class TableCurator:
         """
         sizes = [int(each.max()) + 1 for each in maps]
         shapes = [tuple(sizes[column] for column in group) for group in groups]
+        sensitivity = self.rows_per_unit * sqrt(len(groups))
 
         def answer() -> Tensor:
             merged = self._merged(maps)
             parts = [_table(merged, group, shape) for group, shape in zip(groups, shapes, strict=True)]
-            return self._noised(np.concatenate([part.ravel() for part in parts]), sqrt(len(groups)), multiplier)
+            return self._noised(np.concatenate([part.ravel() for part in parts]), sensitivity, multiplier)
 
-        found = self._answered(Gaussian(multiplier), sqrt(len(groups)), answer).numpy()
+        found = self._answered(Gaussian(multiplier), sensitivity, answer).numpy()
         ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]
         return [part.reshape(shape) for part, shape in zip(np.split(found, ends), shapes, strict=True)]
 
@@ -124,9 +135,9 @@ class TableCurator:
         """
 
         def answer() -> int:
-            return choose(scores(), 1.0, epsilon, self._randomness.stream("choice", self.step))
+            return choose(scores(), self.rows_per_unit, epsilon, self._randomness.stream("choice", self.step))
 
-        return int(self._answered(ExponentialMechanism(epsilon), 1.0, answer))
+        return int(self._answered(ExponentialMechanism(epsilon), self.rows_per_unit, answer))
 
     def votes(self, candidates: Tensor, vectors: Sequence[Tensor], multiplier: float) -> Counts:
         """How many rows have each candidate for their nearest, noised. Candidates are points, [candidates, width].
@@ -142,9 +153,9 @@ class TableCurator:
                 own = embedded(part, vectors).to(self._device)
                 nearest = torch.cdist(own, points, p=1).argmin(dim=1).cpu().numpy()
                 counts += np.bincount(nearest, minlength=len(candidates))
-            return self._noised(counts, 1.0, multiplier)
+            return self._noised(counts, self.rows_per_unit, multiplier)
 
-        return np.asarray(self._answered(Gaussian(multiplier), 1.0, answer).numpy())
+        return np.asarray(self._answered(Gaussian(multiplier), self.rows_per_unit, answer).numpy())
 
     def right_answers(self, predict: Labels, label: int, multiplier: float) -> float:
         """The share of rows whose cell of column `label` is what `predict` says of the others, noised.
@@ -154,9 +165,9 @@ class TableCurator:
 
         def answer() -> Tensor:
             right = float((predict(self._rows) == self._rows[:, label]).sum())
-            return self._noised(np.array([right]), 1.0, multiplier)
+            return self._noised(np.array([right]), self.rows_per_unit, multiplier)
 
-        count = float(self._answered(Gaussian(multiplier), 1.0, answer)[0])
+        count = float(self._answered(Gaussian(multiplier), self.rows_per_unit, answer)[0])
         return min(1.0, max(0.0, count / self.population))
 
     def _answered(self, question: Question, sensitivity: float, answer: Callable[[], Any]) -> Any:

@@ -48,7 +48,7 @@ class EvolutionPlan:
     def questions(self) -> list[tuple[Question, int]]:
         return [(Gaussian(self.column_multiplier), 1), (Gaussian(self.vote_multiplier), self.iterations)]
 
-    def parents(self, population: int) -> int:
+    def parents(self, population: float) -> int:
         """So many that a parent has votes of about twice their noise."""
         return int(min(MOST, max(FEWEST, population / (2 * self.vote_multiplier))))
 
@@ -79,7 +79,7 @@ def evolved(
     counted = curator.counts([(column,) for column in range(len(columns))], own, plan.column_multiplier)
     shares = [_positive(each, curator.population) for each in counted]
     vectors = [torch.from_numpy(column.vectors()) for column in columns]
-    kept = plan.parents(curator.population)
+    kept = plan.parents(curator.population / curator.rows_per_unit)
     first = [random.choice(len(share), kept * (1 + CHILDREN), p=share) for share in shares]
     candidates, votes = np.column_stack(first).astype(np.int64), np.ones(0)
     for turn in range(plan.iterations):
@@ -92,7 +92,7 @@ def evolved(
         points = embedded(torch.from_numpy(candidates), vectors)
         # Votes below the noise count as none: the many candidates without any would outweigh the rest together.
         noisy = curator.votes(points, vectors, plan.vote_multiplier)
-        votes = np.maximum(noisy - plan.vote_multiplier, 0.0)
+        votes = np.maximum(noisy - curator.rows_per_unit * plan.vote_multiplier, 0.0)
         votes = votes if votes.sum() > 0 else np.ones(len(candidates))
     return Evolved(candidates, votes, columns, shares)
 

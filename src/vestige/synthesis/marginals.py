@@ -103,7 +103,7 @@ def fitted(curator: TableCurator, plan: MarginalsPlan) -> Fitted:
     size, population = plan.columns, curator.population
     alone = [(column,) for column in range(size)]
     own = [np.arange(cells) for cells in curator.sizes]
-    noise = plan.column_multiplier * sqrt(size)
+    noise = curator.rows_per_unit * plan.column_multiplier * sqrt(size)
     counted = curator.counts(alone, own, plan.column_multiplier)
     shares = [simplex(each, population) / population for each in counted]
     maps = [_merging(each, RARE * noise) for each in counted]
@@ -115,7 +115,7 @@ def fitted(curator: TableCurator, plan: MarginalsPlan) -> Fitted:
     tables: dict[Edge, Counts] = {}
     if edges:
         tables = dict(zip(edges, curator.counts(edges, maps, plan.pair_multiplier), strict=True))
-    spread = plan.pair_multiplier * sqrt(max(1, len(edges)))
+    spread = curator.rows_per_unit * plan.pair_multiplier * sqrt(max(1, len(edges)))
     nodes, pairs = fit(counted, deviations, tables, spread, population)
     return Fitted(nodes, pairs, maps, shares)
 
@@ -139,7 +139,7 @@ def _tree(curator: TableCurator, plan: MarginalsPlan, maps: Sequence[Codes], gue
     """Pairs that connect columns without a circle, chosen one after the other; a round may choose none."""
     errors: dict[Edge, float] = {}
     part, chosen = list(range(plan.columns)), []
-    cost = NOISE_COST * sqrt(2 / pi) * plan.pair_multiplier * sqrt(max(1, plan.columns - 1))
+    cost = NOISE_COST * curator.rows_per_unit * sqrt(2 / pi) * plan.pair_multiplier * sqrt(max(1, plan.columns - 1))
     every = [(left, right) for left in range(plan.columns) for right in range(left + 1, plan.columns)]
     for _ in range(plan.columns - 1):
         left_over = [(left, right) for left, right in every if part[left] != part[right]]

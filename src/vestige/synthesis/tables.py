@@ -19,6 +19,7 @@ from vestige.budget.account import Provenance, account_of, attach, continued
 from vestige.checks import check_delta, check_epsilon, check_number, check_steps, renamed
 from vestige.devices import check_device
 from vestige.files import write_json
+from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
 from vestige.questions import Gaussian, Question
 from vestige.randomness.keys import Randomness
 from vestige.synthesis import quality
@@ -28,6 +29,7 @@ from vestige.synthesis.marginals import Fitted, MarginalsPlan, fitted
 from vestige.synthesis.output import Synthesis, card_of, check_writable, page_of, write_rows
 from vestige.synthesis.schema import BINS, Codes, Column, columns_of, described, read_table
 from vestige.training.run_folder import RunFolder
+from vestige.units import Users
 
 METHODS = ("marginals", "evolution")
 KNOWN: dict[str, tuple[Status, str]] = {
@@ -64,6 +66,10 @@ class TableSynthesis:
     iterations: int | None = None
     label_column: str | None = None
     """The column that a classifier, trained on the made-up rows, is judged by."""
+    user_column: str | None = None
+    """The column that names whose each row is: all rows of one user are hidden, of which at most `rows_per_user` are
+    used."""
+    rows_per_user: int | None = None
     test: Any = None
     """Rows with the same columns that need no protection: quality is measured on them, without noise."""
     evaluate: str | None = None
@@ -110,6 +116,8 @@ class TableRun:
         rows = read_table(job.data, self.columns)
         with renamed({"data": "test"}):
             self._test = None if job.test is None else read_table(job.test, self.columns)
+        key = Randomness.reproducible(job.seed or 0) if job.reproducible else Randomness.secret()
+        rows, users = self._of_users(rows, key)
         check_delta(job.delta, len(rows))
         self.samples = job.samples or len(rows)
         self.plan = plan_of(job, self.columns, self._calibrated())
@@ -117,16 +125,33 @@ class TableRun:
         self.ledger = Ledger(None if self.folder is None else self.folder.ledger, replays_are_free=seeded)
         self.ledger.budget = accounting.Budget(job.epsilon, job.delta, self.plan.runs())
         self._facts = accounting.Facts(
-            sampling="every-example", noise="seeded" if seeded else "secret", coordinates=_coordinates(self.columns)
+            sampling="every-example",
+            noise="seeded" if seeded else "secret",
+            coordinates=_coordinates(self.columns),
+            users=users,
         )
         self._open(len(rows), resume)
         for name, (status, detail) in KNOWN.items():
             if name != "key" or not seeded:
                 record(self.ledger, name, status, detail)
         answers = InMemory() if self.folder is None else InFile(self.folder.path / "answers.pt")
-        key = Randomness.reproducible(job.seed or 0) if seeded else Randomness.secret()
         sizes = [column.cells for column in self.columns]
-        self.curator = TableCurator(rows, sizes, self.ledger.ask, key, answers, job.device)
+        most = 1 if users is None or users.rows_per_user is None else users.rows_per_user
+        self.curator = TableCurator(rows, sizes, self.ledger.ask, key, answers, job.device, most)
+
+    def _of_users(self, rows: Codes, key: Randomness) -> tuple[Codes, Users | None]:
+        """The rows that are used, at most so many of each user, and what is public of the users."""
+        job = self.job
+        if job.user_column is None:
+            return rows, None
+        if isinstance(job.data, str | Path):
+            ids = tasks.read_columns(Path(job.data), {"user_column": job.user_column})["user_column"]
+        else:
+            _, ids = with_users(job.data, job.user_column)
+        owned = ownership([str(each) for each in ids], len(rows))
+        users = facts_of_users(owned, "rows", job.rows_per_user, None, job.delta)
+        assert users.rows_per_user is not None
+        return rows[owned.bounded(users.rows_per_user, key)], users
 
     def _calibrated(self) -> float:
         job = self.job
@@ -197,7 +222,8 @@ class TableRun:
             "steps": sum(count for _, count in self.plan.runs()),
             "method": {"name": job.method, "options": options},
             **{key: getattr(facts, key) for key in kept},
-            "adjacency": ADJACENCY,
+            "adjacency": ADJACENCY if facts.users is None else facts.users.adjacency,
+            **({} if facts.users is None else {"users": facts.users.to_json()}),
             "columns": described(self.columns),
             "samples": self.samples,
         }
@@ -280,6 +306,11 @@ def _checked(job: TableSynthesis) -> tuple[Column, ...]:
     for name in ("samples", "iterations"):
         if getattr(job, name) is not None:
             check_steps(getattr(job, name), name)
+    if (job.user_column is None) != (job.rows_per_user is None):
+        missing = "user_column" if job.user_column is None else "rows_per_user"
+        raise ValueError(f"{missing}=None: user_column and rows_per_user go together")
+    if job.user_column is not None and job.user_column in [column.name for column in columns_of(job.columns)]:
+        raise ValueError(f"user_column={job.user_column!r} is among the columns: who owns which row is not made up")
     if job.iterations is not None and job.method != "evolution":
         raise ValueError(f"iterations={job.iterations} goes with method='evolution'")
     if job.evaluate not in (None, "private"):

@@ -107,9 +107,6 @@ class TextRun:
         settings: dict[str, Any] = {"audit": job.audit, "bfloat16": job.bfloat16}
         if job.labels and job.label_shares is None:
             settings["normalise"] = self._counts = LabelCounts(self.prompts, label_multiplier(job), out / "labels.json")
-        if job.user_column is not None:
-            ids = tasks.read_columns(Path(job.data), {"user_column": job.user_column})["user_column"]
-            settings |= {"users": [str(each) for each in ids], "rows_per_user": job.rows_per_user}
         self.checkpoint, self._public, self.training = start(
             tuning,
             out,
@@ -256,6 +253,8 @@ def tuning_of(job: TextSynthesis) -> FineTuning:
         "device",
         "budget",
         "slot",
+        "user_column",
+        "rows_per_user",
     )
     epochs = job.epochs or (None if job.steps is not None else USUAL_EPOCHS)
     return FineTuning(

@@ -65,11 +65,13 @@ from vestige.randomness.lattice import prepare
 from vestige.records import LedgerEnd, RunResult, Selection
 from vestige.tasks import of_file
 from vestige.training import persistence
+from vestige.training.detectors import doubts, tell
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, made_up, part_of_a_run
 from vestige.training.planning import Plan, Request, plan, questions, sampling_of, settled
 from vestige.training.results import audited, known_of_a_run, last_diagnostics, selection, statement
 from vestige.training.run_folder import RunFolder, paced
+from vestige.training.statistics import PrivateStatistics
 from vestige.training.transcript import Transcript
 from vestige.units import Users
 
@@ -113,6 +115,7 @@ def train(
     request: dict[str, Any] | None = None,
     public: tuple[Tensor, Tensor] | None = None,
     normalise: FirstSums | None = None,
+    statistics: PrivateStatistics | None = None,
     evaluate: PrivateEvaluation | Literal["private"] | None = None,
     audit: int | None = None,
     budget: Budget = None,
@@ -157,6 +160,8 @@ def train(
     - `public` are validation examples that need no protection, for schedules that look at them. `normalise` asks,
       before the first step, for the moments that the model's first module standardises its inputs with
       (`with_moments`).
+    - `statistics` is what `vestige.private_statistics` returned about the same rows: its questions are planned and
+      priced with the steps.
     - `evaluate="private"` asks, after the last step, how many training examples the model gets right: one more
       question, planned and priced with the others; `PrivateEvaluation` chooses its error, or other private examples.
       `training.result()` has the answer.
@@ -227,6 +232,7 @@ def train(
             seed=reproducible,
             public=public,
             normalise=normalise,
+            statistics=_statistics(statistics, normalise),
             evaluate=_evaluation(evaluate),
             audit=audit,
             users=owned,
@@ -255,7 +261,14 @@ def train(
         shards.empty()
     group.agree(training.agreed())
     require_same_rows(group, training.nonprivate_hash)
+    seen = doubts(data)
+    tell(seen)
     training.open(resume, request or {})
+    for name, what in seen:
+        assumptions.record(training.ledger, name, "assumed", what)
+    if statistics is not None:
+        asked = f"{len(statistics.questions)} questions of private_statistics are charged here"
+        assumptions.record(training.ledger, "nothing_fitted", "assumed", asked)
     return training
 
 
@@ -320,6 +333,23 @@ def _transcript(path: Any) -> Path | None:
     if path is not None and not isinstance(path, str | Path):
         raise ValueError(f"nonprivate_transcript={path!r} must be the path of a file to write")
     return None if path is None else Path(path)
+
+
+def _statistics(asked: Any, normalise: Any) -> PrivateStatistics | None:
+    if asked is None:
+        return None
+    if not isinstance(asked, PrivateStatistics):
+        raise ValueError(f"statistics={type(asked).__name__} must be what vestige.private_statistics returned")
+    if normalise is not None:
+        raise ValueError("statistics and normalise are both asked before the first step: give one of them")
+    if asked.noise != "secret":
+        raise ValueError("statistics: their noise was predictable (reproducible=), so no epsilon would cover them")
+    if asked.selection_delta:
+        raise ValueError(
+            "statistics: a vocabulary by a threshold has a delta of its own, which a run's epsilon cannot count; give "
+            "Vocabulary(candidates=...), or add its guarantee to the run's by hand"
+        )
+    return asked
 
 
 def _evaluation(asked: Any) -> PrivateEvaluation | None:
@@ -392,6 +422,8 @@ def _owned(
 
 def _check_users(settings: Settings, shards: Shards | None) -> None:
     """Refuse what is not priced, or not there, for users."""
+    if settings.statistics is not None:
+        raise ValueError("statistics: asked about rows, and not priced for users with several; leave them out")
     if settings.normalise is not None or settings.evaluate is not None:
         name = "normalise" if settings.normalise is not None else "evaluate"
         raise ValueError(f"{name}: asked about rows, and not priced for users with several; leave it out")
@@ -414,6 +446,7 @@ class Settings:
     seed: int | None = None
     public: tuple[Tensor, Tensor] | None = None
     normalise: FirstSums | None = None
+    statistics: PrivateStatistics | None = None
     evaluate: PrivateEvaluation | None = None
     audit: int | None = None
     users: AskedUsers | None = None
@@ -471,6 +504,8 @@ class Training(HoldsKey):
         self.method = settled(replace(method, gate=method.gate.at(examples.population)), request)
         self.normalised = settings.normalise is None
         self._first: tuple[Question, ...] = () if settings.normalise is None else settings.normalise.questions
+        if settings.statistics is not None:
+            self._first = settings.statistics.questions
         self._judged_examples = judged = self._judged(examples)
         self._last_question = None if judged is None else settings.evaluate.question(judged.population)  # type: ignore[union-attr]
         self.plan: Plan = plan(model, self.layout, self.method, self._population, request, self._besides)
@@ -712,6 +747,7 @@ class Training(HoldsKey):
             "normalise": repr(self.settings.normalise),
             "evaluate": self.settings.evaluate and self.settings.evaluate.identity,
             **({} if self.method.balance is None else {"balance": self.layout.constants_of_all}),
+            **({} if self.settings.statistics is None else {"statistics": self.settings.statistics.identity}),
             **({} if self.settings.audit is None else {"canaries": self.settings.audit}),
             **({"bfloat16": True} if self.settings.bfloat16 else {}),
             **({} if self._book_entry is None else {"budget": self._book_entry}),
@@ -871,6 +907,7 @@ class Training(HoldsKey):
     def _records(self) -> Generator[Record, None, None]:
         plan = self.plan
         with contextlib.suppress(BudgetSpent):
+            self._charge_statistics()
             self._ask_moments()
         if not self.normalised:
             return
@@ -899,6 +936,14 @@ class Training(HoldsKey):
             self.private_accuracy = self._evaluator.accuracy(
                 point, self._last_question, step=self.state.step, rows=rows
             )
+
+    def _charge_statistics(self) -> None:
+        """Write what private statistics cost into this run's ledger too, once, before its first step."""
+        stats = self.settings.statistics
+        if stats is None or not Counter(stats.questions) - self.ledger.spent:
+            return
+        for part, question in enumerate(stats.questions):
+            self.ledger.ask(question, step=-1, part=part, sensitivity=1.0)
 
     def _ask_moments(self) -> None:
         """Ask, once and before the first step, for sums over all examples, such as the moments that standardise the

@@ -81,8 +81,9 @@ def profile(question: GroupedGaussian) -> Profile:
 def _without_mixture(question: GroupedGaussian) -> tuple[float, float] | None:
     """The rate and multiplier of a sampled Gaussian that is the same pair: one contribution at most, or always all."""
     if question.most == 1:
-        rate = question.rate if question.group == 1 else -np.expm1(question.group * np.log1p(-min(question.rate, 1)))
-        return float(rate) if question.rate < 1 else 1.0, question.multiplier
+        if question.group == 1 or question.rate == 1:
+            return question.rate, question.multiplier
+        return float(-np.expm1(question.group * np.log1p(-question.rate))), question.multiplier
     if question.rate in (0, 1):
         return question.rate, question.multiplier / question.most
     return None
@@ -166,8 +167,8 @@ def _nodes(counts: Array, logs: Array, scale: float) -> Array:
     """A grid of places in deviations, to where the largest number of rows outweighs all others by e^8."""
     top, others = counts[-1], counts[:-1]
     far = float(np.max((8 + logs[:-1] - logs[-1]) * scale / (top - others) + (top + others) / (2 * scale)))
-    centre = np.linspace(-12.0, 12.0, 4801)
-    return centre if far <= 12.1 else np.concatenate([centre, np.geomspace(12.0, far, 1200)[1:]])
+    centre = np.linspace(-12.0, 12.0, 2401)
+    return centre if far <= 12.1 else np.concatenate([centre, np.geomspace(12.0, far, 600)[1:]])
 
 
 def _removing(nodes: Array, heights: Array, steepest: float) -> Array:

@@ -136,7 +136,7 @@ def _row(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _terms(found: dict[str, Any]) -> str:
-    lines = [f"{found['mode']}: {_mode(found)}", f"neighbours: {found['adjacency']} one {found['unit']}"]
+    lines = [f"{found['mode']}: {_mode(found)}", f"guaranteed for: {found['neighbours']}"]
     aside = found["external_delta"]
     lines.append(f"delta set aside for entries by hand: {aside['set_aside']:.3g}, of which {aside['left']:.3g} is left")
     lines.append(f"opened {found['opened']['at'][:16].replace('T', ' ')} by {found['opened']['by']}")

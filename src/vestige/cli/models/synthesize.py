@@ -23,6 +23,7 @@ from vestige.cli.models.flags import (
     ReproducibleFlag,
     ResumeFlag,
     SlotFlag,
+    UserColumnFlag,
     part_size,
 )
 from vestige.cli.models.said import NOT_PRIVATE
@@ -33,8 +34,6 @@ OF_TEXTS: tuple[str, ...] = (
     "text_column",
     "labels",
     "label_shares",
-    "user_column",
-    "rows_per_user",
     "max_length",
     "pad_token",
     "lora",
@@ -76,10 +75,10 @@ def synthesize(
         str | None,
         typer.Option(help="Texts: public shares of the labels, '1,1'. [default: one noised count of each, charged]"),
     ] = None,
-    user_column: Annotated[
-        str | None, typer.Option(help="Texts: the column of who wrote them; a user is protected, not a row.")
+    user_column: UserColumnFlag = None,
+    rows_per_user: Annotated[
+        int | None, typer.Option(help="The most rows of one user that are used.", rich_help_panel="Users")
     ] = None,
-    rows_per_user: Annotated[int | None, typer.Option(help="Texts: the most rows of one user that are used.")] = None,
     max_length: Annotated[int, typer.Option(help="Texts: tokens of a text with its label, at most.")] = 128,
     pad_token: Annotated[
         str | None, typer.Option(help="Texts: the token to pad with, where the tokenizer has none: '<|endoftext|>'.")
@@ -166,7 +165,7 @@ def synthesize(
         )
         shared: dict[str, Any] = {"data": data, "epsilon": epsilon, "delta": delta, "samples": samples, "test": test}
         shared |= {"label_column": label_column, "reproducible": reproducible, "device": where}
-        shared |= {"budget": budget, "slot": slot}
+        shared |= {"budget": budget, "slot": slot, "user_column": user_column, "rows_per_user": rows_per_user}
         if model is None:
             from vestige.synthesis.tables import TableSynthesis
 
@@ -182,8 +181,6 @@ def synthesize(
                 text_column=text_column,
                 labels=_several(labels),
                 label_shares=_numbers(label_shares),
-                user_column=user_column,
-                rows_per_user=rows_per_user,
                 max_length=max_length,
                 pad_token=pad_token,
                 lora=lora,

@@ -14,6 +14,7 @@ from vestige.mechanism.examples import Draw, Examples
 from vestige.mechanism.transforms import Linear, Term, one_after
 from vestige.mechanism.users.ownership import Ownership
 from vestige.randomness.keys import Randomness
+from vestige.randomness.sampling import first_of_each
 
 
 class UserBatch(list[Tensor]):
@@ -43,6 +44,15 @@ class UserEngine:
         if not isinstance(batch, UserBatch):  # one row each, as any example
             return self._engine(batch, parameters, clip, into, transform)
         return self._engine(batch, parameters, clip, into, one_after(transform, Mean()))
+
+
+def mixed(numbers: np.ndarray, seed: int) -> np.ndarray:
+    """Numbers in a pseudorandom order: SplitMix64 of each, from a place that the seed gives."""
+    with np.errstate(over="ignore"):
+        found = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(found ^ (found >> np.uint64(31)))
 
 
 class UserExamples:
@@ -95,27 +105,21 @@ class UserExamples:
         if len(users) == 0:
             return [torch.zeros(0, 1, dtype=torch.long)]
         chosen, counts = users.numpy(), self._most[users.numpy()]
-        coins = None
-        if (counts < self._owned.counts[chosen]).any():
-            # Which of a user's rows take part need not be secret, only blind to their content.
-            seed = int(self._randomness.stream("rows of users", 1 + index).integers(2**63))
-            coins = np.random.default_rng([seed, int(chosen[0])])
-        return [self._rows_of(chosen[counts == count], int(count), coins) for count in np.unique(counts)]
+        # Which of a user's rows take part need not be secret, only blind to their content, and the same in every part
+        # and process that a sample may be divided over.
+        seed = int(self._randomness.stream("rows of users", 1 + index).integers(2**63))
+        return [self._rows_of(chosen[counts == count], int(count), seed) for count in np.unique(counts)]
 
-    def _rows_of(self, users: np.ndarray, count: int, coins: np.random.Generator | None) -> Tensor:
+    def _rows_of(self, users: np.ndarray, count: int, seed: int) -> Tensor:
+        """So many rows of each of these users, [users, rows], drawn uniformly where there are more."""
         owned = self._owned
-        starts, all_of_them = owned.starts[users], owned.counts[users]
-        if (all_of_them == count).all():
-            places = starts[:, None] + np.arange(count)
-        else:
-            assert coins is not None
-            places = np.stack(
-                [
-                    start + np.sort(coins.permutation(have)[:count])
-                    for start, have in zip(starts, all_of_them, strict=True)
-                ]
-            )
-        return torch.from_numpy(owned.by_user[places])
+        starts, have = owned.starts[users], owned.counts[users]
+        if (have == count).all():
+            return torch.from_numpy(owned.by_user[starts[:, None] + np.arange(count)])
+        owner = np.arange(len(users)).repeat(have)
+        rows = owned.by_user[np.arange(have.sum()) + (starts - (np.cumsum(have) - have)).repeat(have)]
+        chosen = first_of_each(owner, mixed(rows, seed), count).reshape(-1, count)
+        return torch.from_numpy(rows[np.sort(chosen, axis=1)])
 
     def _stacked(self, rows: Tensor, found: list[Batch]) -> list[Batch]:
         """Fetched rows as batches of users."""

@@ -1,0 +1,395 @@
+"""How is a scaler, a vocabulary or a class weight fitted without telling about a row? By bounded, charged questions.
+
+What is fitted to private rows without noise is an exact statistic of them. `private_statistics` asks for the same
+things with noise, and `vestige.train(..., statistics=...)` counts their price with that of the steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import ndtri
+
+from vestige import accounting, assumptions
+from vestige.accounting.ledger import Ledger
+from vestige.checks import check_delta, check_epsilon, check_multiplier, check_number, check_steps
+from vestige.questions import ExponentialMechanism, Gaussian, Question
+from vestige.randomness import lattice, rounded_gaussian
+from vestige.randomness.choosing import choose
+from vestige.randomness.keys import Randomness
+from vestige.randomness.release import BoundedSum
+from vestige.randomness.rounded_gaussian import STEPS
+
+Bounds = tuple[float, float]
+GRID = 1024
+"""Points of the public grid that a quantile is chosen from."""
+PER_MULTIPLIER = 0.5
+"""The epsilon of choosing a quantile, times the noise multiplier of the sums: about as private as they are."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The `size` most frequent words of a column of texts, each row counting for at most `words_per_row` of its own.
+
+    With `candidates`, a public list, all of them are counted. Without, only words that occur are, and only those are
+    shown whose noised count passes a threshold, which fails with probability `delta` for a word of one row alone.
+    """
+
+    size: int
+    words_per_row: int = 64
+    candidates: Sequence[str] | None = None
+    delta: float | None = None
+    split: Callable[[str], Sequence[str]] = str.split
+
+    def __post_init__(self) -> None:
+        check_steps(self.size, "size")
+        check_steps(self.words_per_row, "words_per_row")
+        if (self.candidates is None) == (self.delta is None):
+            raise ValueError(
+                "vocabulary: give candidates, a public list of words, or delta, with which words of the rows are shown "
+                "by a threshold: noise on the words that occur tells which they are"
+            )
+        if self.delta is not None:
+            check_delta(self.delta)
+
+
+@dataclass(frozen=True)
+class PrivateStatistics:
+    """Noised statistics of private rows: releases, free to use, and the questions that they cost."""
+
+    means: dict[Any, float] = field(default_factory=dict)
+    deviations: dict[Any, float] = field(default_factory=dict)
+    quantiles: dict[Any, tuple[float, ...]] = field(default_factory=dict)
+    counts: dict[Any, dict[Any, float]] = field(default_factory=dict)
+    """Of each class of a column, not below zero."""
+    words: dict[Any, tuple[str, ...]] = field(default_factory=dict)
+    """The vocabulary of a column, most frequent first."""
+    questions: tuple[Question, ...] = ()
+    rows: int = 0
+    delta: float = 1e-6
+    selection_delta: float = 0.0
+    """What thresholds of vocabularies add to delta."""
+    noise: str = "secret"
+    ledger: Ledger | None = field(default=None, repr=False, compare=False)
+
+    def guarantee(self) -> accounting.Guarantee:
+        """What these answers cost by themselves, at `delta`."""
+        facts = accounting.Facts(sampling="every-example", noise=self.noise)
+        known = {} if self.ledger is None else self.ledger.assumptions
+        left = self.delta - self.selection_delta
+        found = accounting.guarantee(Counter(self.questions), left, facts, known)
+        return replace(found, delta=self.delta)
+
+    def scaled(self, inputs: Any) -> torch.Tensor:
+        """Columns of an array less their noised means, over their noised deviations: `StandardScaler`'s place."""
+        x = torch.as_tensor(inputs, dtype=torch.get_default_dtype())
+        places = list(self.means)
+        if x.dim() != 2 or places != list(range(x.shape[1])):
+            raise ValueError(f"scaled: the means are of the columns {places}, and the array is {list(x.shape)}")
+        mean, deviation = (torch.tensor([each[place] for place in places]) for each in (self.means, self.deviations))
+        return (x - mean) / deviation
+
+    def class_weights(self, column: Any) -> torch.Tensor:
+        """Weights for a loss, in the order of the public classes: as scikit-learn's "balanced", of noised counts."""
+        counts = torch.tensor(list(self.counts[column].values()))
+        floor = max(1.0, 0.001 * self.rows)  # a class that noise has emptied must not weigh without bound
+        return self.rows / (len(counts) * counts.clamp(min=floor))
+
+    def encoded(self, column: Any, texts: Sequence[str], length: int, split: Any = str.split) -> torch.Tensor:
+        """Texts as numbers of words, cut and padded to a public length: 0 pads, 1 is any other word."""
+        numbers = {word: 2 + place for place, word in enumerate(self.words[column])}
+        found = torch.zeros(len(texts), length, dtype=torch.long)
+        for row, text in zip(found, texts, strict=True):
+            for place, word in enumerate(split(text)[:length]):
+                row[place] = numbers.get(word, 1)
+        return found
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What is public of it, for a ledger."""
+        asked = Counter(self.questions)
+        return {"rows": self.rows, "questions": [{**each.to_json(), "count": n} for each, n in asked.items()]}
+
+
+def private_statistics(
+    data: Any,
+    *,
+    means: Bounds | Mapping[Any, Bounds] | None = None,
+    quantiles: Mapping[Any, tuple[float, float, Sequence[float]]] | None = None,
+    classes: Mapping[Any, Sequence[Any]] | None = None,
+    vocabulary: Mapping[Any, Vocabulary] | None = None,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    delta: float = 1e-6,
+    ledger: str | Path | None = None,
+    reproducible: int | None = None,
+) -> PrivateStatistics:
+    """Ask for statistics of private rows with noise, in place of fitting to them; the answers are free to use.
+
+    - `data` is an array or tensor [rows, columns], whose columns are 0, 1, ...; or a data frame or dictionary of
+      columns by name.
+    - `means` are public bounds (low, high) of all columns, or of some by name: their means and deviations. Values
+      beyond the bounds are clamped; a missing or non-finite one counts for nothing.
+    - `quantiles` are bounds and shares by column: {"income": (0, 1e6, (0.25, 0.5, 0.75))}.
+    - `classes` are public lists of the values that a column may have: how many rows have each.
+    - `vocabulary` are `Vocabulary(...)` by column.
+    - `epsilon` is what all of them may cost together at `delta`, with as much noise for each; or give
+      `noise_multiplier`, their noise over what one row can change.
+    - `ledger` is a file for the questions, written before they are answered.
+
+    Hand the result to `vestige.train(..., statistics=result)`: its epsilon then covers both.
+
+    >>> import torch, vestige
+    >>> rows = torch.randn(1000, 3)
+    >>> found = vestige.private_statistics(rows, means=(-5, 5), epsilon=1, delta=1e-6)
+    >>> found.scaled(rows).shape
+    torch.Size([1000, 3])
+
+    Formal guarantees: `result.guarantee()`, for one row or a blank in its place. Means and deviations of all columns
+    together, each histogram and each vocabulary are one Gaussian mechanism: a row's part has a public norm at most.
+    Each quantile is one exponential mechanism: a row moves every candidate's score by at most 1. A threshold without
+    candidates fails with probability at most its own delta, which is added.
+    """
+    columns, rows = _columns(data)
+    asked = _asked(columns, means, quantiles or {}, classes or {}, vocabulary or {})
+    if not asked:
+        raise ValueError("private_statistics: nothing was asked for; give means, quantiles, classes or vocabulary")
+    check_delta(delta, rows)
+    reserved = sum(each.delta or 0.0 for each in (vocabulary or {}).values())
+    if reserved >= delta:
+        raise ValueError(f"delta={delta} must be more than the vocabularies' own, {reserved:g}, a part of it")
+    multiplier = _multiplier(asked, epsilon, noise_multiplier, delta - reserved)
+    key = Randomness.secret() if reproducible is None else Randomness.reproducible(reproducible)
+    books = Ledger(None if ledger is None else Path(ledger))
+    books.open(
+        {
+            "population": rows,
+            "delta": delta,
+            "noise": "secret" if reproducible is None else "seeded",
+            "sampling": "every-example",
+            "arithmetic": "lattice",
+            "schedule": "fixed",
+            "adjacency": assumptions.ADJACENCY,
+        }
+    )
+    _record(books, reproducible)
+    found: dict[str, Any] = {}
+    for number, each in enumerate(asked):
+        question = each.question(multiplier)
+        books.ask(question, step=number, part=0, sensitivity=each.sensitivity)
+        for name, values in each.answer(multiplier, key.stream(f"statistics/{each.name}", number)).items():
+            found.setdefault(name, {}).update(values)
+    books.close()
+    by_column: dict[Any, tuple[float, ...]] = {}
+    for (column, _), value in found.pop("quantiles", {}).items():
+        by_column[column] = tuple(sorted((*by_column.get(column, ()), value)))
+    questions = tuple(each.question(multiplier) for each in asked)
+    facts: dict[str, Any] = {"rows": rows, "delta": delta, "selection_delta": reserved, "ledger": books}
+    facts |= {"questions": questions, "noise": "secret" if reproducible is None else "seeded"}
+    return PrivateStatistics(**found, quantiles=by_column, **facts)
+
+
+def _record(books: Ledger, reproducible: int | None) -> None:
+    """What is known of these questions about the assumptions."""
+    if reproducible is None:
+        assumptions.record(books, "key", "checked", "drawn from the operating system for this call")
+    for name in ("rows_apart", "loss_per_example", "padding", "processes"):
+        assumptions.record(books, name, "not needed", "sums of single rows, in one process")
+    assumptions.record(books, "adjacency", "checked", "a blank row counts for nothing; the number of rows is public")
+    assumptions.record(books, "sampling", "not needed", "every row is asked")
+    assumptions.record(books, "divisor", "checked", "the public number of rows")
+    assumptions.record(books, "bad_rows", "checked", "a value that is missing or out of range counts for nothing")
+    assumptions.record(books, "fixed_steps", "checked", "all questions were fixed beforehand")
+
+
+def _multiplier(asked: Sequence[_Asked], epsilon: float | None, given: float | None, delta: float) -> float:
+    if (epsilon is None) == (given is None):
+        raise ValueError("give epsilon, or noise_multiplier: how private the statistics are")
+    if given is not None:
+        check_multiplier(given)
+        return given
+    assert epsilon is not None
+    check_epsilon(epsilon)
+    return accounting.calibrate(lambda m: Counter(each.question(m) for each in asked), epsilon, delta)
+
+
+# --- the questions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One question: what it costs, and how it is answered."""
+
+    name: str
+    sensitivity: float
+    question: Callable[[float], Question]
+    answer: Callable[[float, Any], dict[str, dict[Any, Any]]]
+
+
+def _asked(
+    columns: Mapping[Any, Any],
+    means: Bounds | Mapping[Any, Bounds] | None,
+    quantiles: Mapping[Any, tuple[float, float, Sequence[float]]],
+    classes: Mapping[Any, Sequence[Any]],
+    vocabulary: Mapping[Any, Vocabulary],
+) -> list[_Asked]:
+    found = []
+    if means is not None:
+        bounds = means if isinstance(means, Mapping) else dict.fromkeys(columns, means)
+        for column, bound in bounds.items():
+            _check_bounds("means", column, bound)
+        found.append(_moments({column: _numbers(columns, column) for column in bounds}, bounds))
+    for column, (low, high, shares) in quantiles.items():
+        _check_bounds("quantiles", column, (low, high))
+        values = np.sort(np.clip(_finite(_numbers(columns, column)), low, high))
+        total = len(_numbers(columns, column))
+        found += [_quantile(column, values, total, low, high, share) for share in shares]
+    for column, labels in classes.items():
+        found.append(_histogram(column, list(_column(columns, column)), list(labels)))
+    for column, wanted in vocabulary.items():
+        found.append(_words(column, list(_column(columns, column)), wanted))
+    return found
+
+
+def _moments(values: Mapping[Any, np.ndarray], bounds: Mapping[Any, Bounds]) -> _Asked:
+    """Sums of z and of z^2 - 1/2, each value being z in [-1, 1] of its bounds: of all columns as one vector. A row's
+    part has the square norm z^2 + (z^2 - 1/2)^2 <= 5/4 in each column."""
+    sensitivity = sqrt(1.25 * len(values))
+
+    def answer(multiplier: float, stream: Any) -> dict[str, dict[Any, Any]]:
+        sums = []
+        for column, numbers in values.items():
+            low, high = bounds[column]
+            z = np.clip((_finite(numbers) - low) / (high - low) * 2 - 1, -1, 1)
+            sums += [z.sum(), (z**2 - 0.5).sum()]
+        total = torch.tensor(sums, dtype=torch.float64)
+        lattice.add_noise(BoundedSum(total, sensitivity), multiplier, stream)
+        means, deviations = {}, {}
+        for place, (column, numbers) in enumerate(values.items()):
+            low, high = bounds[column]
+            first, second = (float(part) / len(numbers) for part in total[2 * place : 2 * place + 2])
+            first = min(1.0, max(-1.0, first))
+            spread = sqrt(max(second + 0.5 - first**2, 1e-4))  # a hundredth of half the range at least
+            means[column] = low + (first + 1) / 2 * (high - low)
+            deviations[column] = spread / 2 * (high - low)
+        return {"means": means, "deviations": deviations}
+
+    return _Asked("means", sensitivity, Gaussian, answer)
+
+
+def _quantile(column: Any, values: np.ndarray, rows: int, low: float, high: float, share: float) -> _Asked:
+    check_number("quantiles", share)
+    if not 0 < share < 1:
+        raise ValueError(f"quantiles={share} of column {column!r} must lie between 0 and 1")
+    grid = np.linspace(low, high, GRID)
+
+    def question(multiplier: float) -> Question:
+        return ExponentialMechanism(PER_MULTIPLIER / multiplier)
+
+    def answer(multiplier: float, stream: Any) -> dict[str, dict[Any, Any]]:
+        # A row more or less moves the count of values below a candidate by 1 at most; the number of rows is public.
+        scores = -np.abs(np.searchsorted(values, grid) - share * rows)
+        chosen = choose(scores.tolist(), 1.0, PER_MULTIPLIER / multiplier, stream)
+        return {"quantiles": {(column, share): float(grid[chosen])}}
+
+    return _Asked("quantile", 1.0, question, answer)
+
+
+def _histogram(column: Any, values: Sequence[Any], labels: Sequence[Any]) -> _Asked:
+    if len(set(labels)) != len(labels) or len(labels) < 2:
+        raise ValueError(f"classes of column {column!r} must be two or more different values that may occur")
+
+    def answer(multiplier: float, stream: Any) -> dict[str, dict[Any, Any]]:
+        found = Counter(value.item() if hasattr(value, "item") else value for value in values)
+        total = torch.tensor([float(found[label]) for label in labels], dtype=torch.float64)
+        lattice.add_noise(BoundedSum(total, 1.0), multiplier, stream)
+        return {"counts": {column: dict(zip(labels, total.clamp(min=0).tolist(), strict=True))}}
+
+    return _Asked("classes", 1.0, Gaussian, answer)
+
+
+def _words(column: Any, texts: Sequence[str], wanted: Vocabulary) -> _Asked:
+    """A row counts once for each of its first different words, `words_per_row` at most: the norm of its part is at most
+    the root of that."""
+    most = wanted.words_per_row
+    sensitivity = sqrt(most)
+
+    def answer(multiplier: float, stream: Any) -> dict[str, dict[Any, Any]]:
+        candidates = None if wanted.candidates is None else dict.fromkeys(wanted.candidates)
+        counts: Counter[str] = Counter()
+        for text in texts:
+            words = dict.fromkeys(wanted.split(text) if isinstance(text, str) else ())
+            kept = [word for word in words if candidates is None or word in candidates]
+            counts.update(kept[:most])
+        names = sorted(counts) if candidates is None else list(candidates)
+        # Steps of a public size: how many different words occur must not show.
+        deviation = multiplier * sensitivity * (1 + 2 * lattice.ROUNDING)
+        spacing = deviation * 2.0**-STEPS
+        steps = np.round(np.array([counts[name] for name in names], dtype=np.float64) / spacing)
+        noised = (steps + rounded_gaussian.draw(len(names), stream)) * spacing if names else np.zeros(0)
+        least = -np.inf
+        if candidates is None:
+            assert wanted.delta is not None
+            least = 1 + spacing + deviation * float(ndtri(1 - wanted.delta / most))
+        order = [place for place in np.argsort(-noised, kind="stable") if noised[place] > least]
+        return {"words": {column: tuple(names[place] for place in order[: wanted.size])}}
+
+    return _Asked("vocabulary", sensitivity, Gaussian, answer)
+
+
+# --- the rows ---------------------------------------------------------------------------------------------------------
+
+
+def _columns(data: Any) -> tuple[dict[Any, Any], int]:
+    """Columns by name or place, and how many rows there are."""
+    if isinstance(data, Mapping) or hasattr(data, "columns"):
+        columns = {name: data[name] for name in (data if isinstance(data, Mapping) else data.columns)}
+    else:
+        array = np.asarray(data.detach().cpu() if isinstance(data, torch.Tensor) else data)
+        if array.ndim != 2:
+            raise ValueError(
+                f"data: an array of shape {list(array.shape)}; give [rows, columns], or a dictionary of columns by name"
+            )
+        columns = {place: array[:, place] for place in range(array.shape[1])}
+    counts = {len(column) for column in columns.values()}
+    if len(counts) != 1 or counts == {0}:
+        raise ValueError(f"data: columns of {sorted(counts)} rows; they must have one number of rows, and some")
+    return columns, counts.pop()
+
+
+def _column(columns: Mapping[Any, Any], column: Any) -> Any:
+    if column not in columns:
+        raise ValueError(f"column {column!r} is none of {', '.join(map(repr, columns))}")
+    found = columns[column]
+    return found.tolist() if isinstance(found, torch.Tensor) else found
+
+
+def _numbers(columns: Mapping[Any, Any], column: Any) -> np.ndarray:
+    try:
+        return np.asarray(_column(columns, column), dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        if column not in columns:
+            raise
+        raise ValueError(f"column {column!r} holds no numbers") from error
+
+
+def _finite(numbers: np.ndarray) -> np.ndarray:
+    return numbers[np.isfinite(numbers)]
+
+
+def _check_bounds(name: str, column: Any, bounds: Any) -> None:
+    try:
+        low, high = bounds
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} of column {column!r}: give public bounds (low, high), not {bounds!r}") from None
+    check_number(name, low)
+    check_number(name, high)
+    if not low < high:
+        raise ValueError(f"{name} of column {column!r}: the bounds ({low}, {high}) must rise")

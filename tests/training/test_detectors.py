@@ -1,0 +1,78 @@
+"""Is it said, once, where objects of a pipeline show that an assumption is in doubt?"""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
+
+import vestige
+from vestige.training.detectors import doubts
+
+X, Y = torch.randn(60, 4), torch.randint(2, (60,))
+WHOLE = TensorDataset(X, Y)
+GIVEN = {"method": "dp-sgd", "noise_multiplier": 1.0, "delta": 1e-3, "sample_rate": 0.2, "steps": 2}
+
+
+class Scaled(Dataset):
+    def __init__(self, fitted=True, pipeline=False):
+        preprocessing = pytest.importorskip("sklearn.preprocessing")
+        scaler = preprocessing.StandardScaler()
+        if pipeline:
+            from sklearn.pipeline import make_pipeline
+
+            self.scaler = make_pipeline(scaler)
+        else:
+            self.scaler = scaler
+        if fitted:
+            self.scaler.fit(X.numpy())
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, place):
+        return X[place], Y[place]
+
+
+CASES = {
+    "one dataset twice": (lambda: ConcatDataset([WHOLE, WHOLE]), "one_example_per_row", "one dataset twice"),
+    "repeated indices": (lambda: Subset(WHOLE, [*range(60), 3]), "one_example_per_row", "one row several times"),
+    "the same object": (lambda: [(X[0], Y[0])] * 2 + list(zip(X, Y, strict=True)), "one_example_per_row", "a list"),
+    "a split": (lambda: random_split(WHOLE, [40, 20])[0], "public_evaluation", "random_split"),
+    "a scaler": (lambda: Scaled(), "nothing_fitted", "a fitted StandardScaler"),
+    "a pipeline": (lambda: Scaled(pipeline=True), "nothing_fitted", "a fitted Pipeline"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_said_once_and_written_beside_the_assumption(name):
+    make, assumption, words = CASES[name]
+    data = make()
+    if name == "the same object":
+        data = [data[0], *data]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        training = vestige.train(nn.Linear(4, 2), nn.functional.cross_entropy, data, **GIVEN)
+    assert sum(words in str(each.message) for each in told) == 1
+    found = training.guarantee().assumption(assumption)
+    assert found.status == "assumed"
+    assert words in found.detail
+
+
+def test_nothing_is_said_of_a_plain_pipeline():
+    assert doubts(WHOLE) == doubts((X, Y)) == doubts(DataLoader(WHOLE)) == doubts(Scaled(fitted=False)) == []
+
+
+def test_weights_by_which_rows_are_drawn_are_refused():
+    loader = DataLoader(WHOLE, batch_size=6, sampler=WeightedRandomSampler(torch.ones(60), 60))
+    with pytest.raises(ValueError, match="WeightedRandomSampler"):
+        vestige.train(nn.Linear(4, 2), nn.functional.cross_entropy, loader, **{**GIVEN, "sample_rate": None})
