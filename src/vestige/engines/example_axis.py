@@ -354,7 +354,7 @@ class Tracker(TorchDispatchMode):
         for tensor, label in zip(outputs, labels, strict=True):
             if isinstance(tensor, Tensor) and label is not None and tensor.untyped_storage()._cdata not in held:
                 self.labels.set(tensor, label)
-        if self.scalars and isinstance(found, Tensor) and found.dim() == 1 and isinstance(labels[0], Rows):
+        if self.scalars and isinstance(found, Tensor) and found.dim() == 1 and labels[0] is not None:
             made_of = [self.scalar(each) for each in args if isinstance(each, Tensor) and each.dim()]
             if made_of and made_of[0] is not None and all(made_of):
                 self.scalars[found.untyped_storage()._cdata] = made_of[0]
