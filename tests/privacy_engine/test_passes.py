@@ -117,7 +117,7 @@ def fresh(name):
 
 NAMES = [
     "mlp", "frozen", "cnn", "upsampling", "twice used", "tokens", "custom", "inner custom", "checkpointed", "one layer",
-   , "no_grad",
+    "no_grad",
 ]  # fmt: skip
 
 

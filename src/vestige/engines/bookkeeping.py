@@ -62,7 +62,7 @@ class BookKeeping:
         if terms is None:
             return self.reference(batch, parameters, clip, into, transform)
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
-        self._say_compiled()
+        self.say_compiled()
         with eagerly():
             try:
                 found = gradients([self.gradients_of(term) for term in terms], batch[0])
@@ -100,7 +100,7 @@ class BookKeeping:
         except (NotApart, RuntimeError, ValueError, TypeError, IndexError):
             return None
 
-    def _say_compiled(self) -> None:
+    def say_compiled(self) -> None:
         if compiled_in(self.model) and not self._said_compiled:
             self._said_compiled = True
             warnings.warn("per-example gradients need eager mode: torch.compile is ignored", stacklevel=4)

@@ -246,6 +246,7 @@ class Captured:
     ) -> Tensor:
         if not (self._captures and isinstance(into, Tensor) and capturable(into.device) and len(batch[0])):
             return self.engine(batch, parameters, clip, into, transform)
+        self.engine.say_compiled()
         most = self._sizes[0] if self._sizes else 0
         if transform is None and 0 < most < len(batch[0]):
             parts = zip(*(part.split(most) for part in batch), strict=True)  # more than was expected

@@ -194,6 +194,11 @@ class Labels:
         where = label if isinstance(label, Mixed) else mixed("a write", "puts examples beside others")
         memory.region, memory.known = where, {}
 
+    def no_identity(self, written: Sequence[Tensor]) -> None:
+        """What held 0, 1, 2, ... was written to."""
+        for tensor in written:
+            self.identity.pop(tensor.untyped_storage()._cdata, None)
+
     def prune(self) -> None:
         """Forget memory that nobody holds any more."""
         self._memory = {key: each for key, each in self._memory.items() if not each.ref.expired()}
@@ -232,8 +237,9 @@ class Read:
     where: str
 
 
-SPARED = ("transformers/masking_utils.py",)
-"""Files whose questions about a mask only skip work: both answers give the same numbers, so "no" is answered."""
+SPARED = ("transformers/masking_utils.py", "transformers/modeling_utils.py")
+"""Files whose questions about a mask only skip work, or warn: both answers give the same numbers, so "no" is
+answered."""
 
 
 def spared(function: Callable[..., Any]) -> bool:
@@ -327,15 +333,17 @@ class Tracker(TorchDispatchMode):
                     self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
                 elif self.expected is not None and func in FACTORIES:
                     self.promote(found)
+                elif self.labels.identity and func._schema.is_mutable:
+                    self.labels.no_identity(written_by(func, args, kwargs))
                 return found
         rule = rule_of(func)
-        if rule.of_one_example and (label := self._one_example(args, kwargs)) is not None:
+        if rule.of_one_example and (label := self.one_example(args, kwargs)) is not None:
             found = func(*args, **kwargs)
             outputs = found if isinstance(found, tuple | list) else (found,)
             return self.finish(func, found, [label] * len(outputs), args, kwargs)
         return rule(self, func, args, kwargs)
 
-    def _one_example(self, args: Any, kwargs: Any) -> Rows | None:
+    def one_example(self, args: Any, kwargs: Any) -> Rows | None:
         """The label of a function of one example alone, whatever the operator: that example's."""
         flat = [one for each in (*args, *kwargs.values()) for one in (each if type(each) is list else (each,))]
         labels = {self.labels.get(each) for each in flat if isinstance(each, Tensor)} - {None}
@@ -348,13 +356,14 @@ class Tracker(TorchDispatchMode):
         """Label what an operator gave: one label for each of its outputs."""
         outputs = found if isinstance(found, tuple | list) else (found,)
         written = written_by(func, args, kwargs)
+        self.labels.no_identity(written)
         for tensor in written:
             self.labels.write(tensor, labels[0])
         held = {tensor.untyped_storage()._cdata for tensor in written}
         for tensor, label in zip(outputs, labels, strict=True):
             if isinstance(tensor, Tensor) and label is not None and tensor.untyped_storage()._cdata not in held:
                 self.labels.set(tensor, label)
-        if self.scalars and isinstance(found, Tensor) and found.dim() == 1 and isinstance(labels[0], Rows):
+        if self.scalars and isinstance(found, Tensor) and found.dim() == 1 and labels[0] is not None:
             made_of = [self.scalar(each) for each in args if isinstance(each, Tensor) and each.dim()]
             if made_of and made_of[0] is not None and all(made_of):
                 self.scalars[found.untyped_storage()._cdata] = made_of[0]

@@ -41,13 +41,21 @@ class Op:
     def mixed(self, why: str = "mixes examples", unknown: bool = False) -> Mixed:
         return mixed(self.func.overloadpacket.__name__, why, unknown)
 
+    def public(self, *names: str) -> bool:
+        """Whether none of these arguments depends on an example: weights, statistics, tables."""
+        return all(self.label(name) is None for name in names)
+
+    def labelled(self) -> list[tuple[Tensor, Rows]]:
+        """The tensors that are rows, lists of them included."""
+        return labelled_tensors(self.tracker, tuple(self.given.values()), {})  # type: ignore[return-value]
+
     def meet(self, *named: tuple[str, Rows | None]) -> Label | None:
         """One label for all: they must be the same."""
         found: Rows | None = None
         for _, label in named:
             if label is not None and label.axis < 0:
                 return self.mixed("combines one example with others")
-            if label is None or label == found or (found is not None and found.count == label.count == 1):
+            if label is None or label == found or (found is not None and _of_one(found, label)):
                 continue
             if found is not None:
                 return self.mixed(_difference(found, label))
@@ -69,9 +77,14 @@ class Op:
             moved = label.at(axis)
             if found is None:
                 found = moved
-            elif moved != found and label.count > 1:
+            elif moved != found and not _of_one(found, moved):
                 return self.mixed(_difference(found, moved))
         return found
+
+
+def _of_one(one: Rows, other: Rows) -> bool:
+    """Whether both are of the only example of the same batch, along whichever axis."""
+    return one.count == other.count == 1 and one.batch == other.batch
 
 
 def _difference(one: Rows, other: Rows) -> str:
@@ -106,13 +119,28 @@ def ruled(labeller: Labeller) -> Rule:
 
     def rule(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
         found = func(*args, **kwargs)
-        problem = first_mixed(label for _, label in labelled_tensors(tracker, args, kwargs))
+        arguments = [label for _, label in labelled_tensors(tracker, args, kwargs)]
+        problem = first_mixed(arguments)
         given = problem if problem is not None else labeller(Op(tracker, func, bound(func, args, kwargs), found))
-        several = len(found) if isinstance(found, tuple | list) else 1
-        labels = given if type(given) in (list, tuple) and not isinstance(given, Rows) else [given] * several
+        outputs = found if isinstance(found, tuple | list) else (found,)
+        labels = given if type(given) in (list, tuple) and not isinstance(given, Rows) else [given] * len(outputs)
+        if problem is None and first_mixed(labels) is not None and _of_a_batch_of_one(arguments):
+            labels = [_whole(each, arguments[0]) for each in outputs]
         return tracker.finish(func, found, labels, args, kwargs)
 
     return Rule(rule)
+
+
+def _of_a_batch_of_one(labels: Sequence[Label]) -> bool:
+    batches = {(label.count, label.batch) for label in labels if isinstance(label, Rows)}
+    return len(batches) == 1 and batches.pop()[0] == 1
+
+
+def _whole(found: Any, label: Label) -> Label | None:
+    """Whatever is made of the only example of a batch is that example's."""
+    if not isinstance(found, Tensor) or not isinstance(label, Rows):
+        return None
+    return Rows(0, max(1, len(found)), 1, label.batch) if found.dim() else Rows(-1, 1, 1, label.batch)
 
 
 def unlabelled(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
@@ -152,9 +180,9 @@ def copied(op: Op) -> Label | None:
     return op.broadcast(op["self"].shape, [op["src"]])
 
 
-def overwritten(op: Op) -> None:
-    """Filled with something public."""
-    return None
+def overwritten(op: Op) -> Label | None:
+    """Filled with a number, or with draws of chances that may be rows; what was there before is gone."""
+    return op.broadcast(op["self"].shape, [op.given.get("value"), op.given.get("p")])
 
 
 def loss(op: Op) -> Any:
@@ -173,19 +201,23 @@ def loss_backward(op: Op) -> Label | None:
 
 def nll(op: Op) -> Any:
     """[rows, classes, ...] and targets [rows, ...]."""
-    label = op.meet(("self", op.label("self")), ("target", op.label("target")))
-    if isinstance(label, Rows) and (label.axis == 1 and op["self"].dim() > 1):
-        return op.mixed()
+    label = _of_targets(op)
     if op["reduction"] == 0 or not isinstance(label, Rows):
-        return label, None
+        return label, label if isinstance(label, Mixed) else None
     return (op.mixed("is a reduction over the batch"),) * 2
+
+
+def _of_targets(op: Op) -> Label | None:
+    label = op.meet(("self", op.label("self")), ("target", op.label("target")))
+    apart = not isinstance(label, Rows) or (label.axis == 0 and op["self"].dim() > 1)
+    return label if apart and op.public("weight") else op.mixed()
 
 
 def nll_backward(op: Op) -> Label | None:
     """A gradient for every target, or one for all; a mean divides by everybody's weights, which is a mixed argument."""
-    label = op.meet(("self", op.label("self")), ("target", op.label("target")))
+    label = _of_targets(op)
     own = op.label("grad_output")
-    return label if own is None else op.meet(("self", label if isinstance(label, Rows) else None), ("grad", own))
+    return label if own is None or isinstance(label, Mixed) else op.meet(("self", label), ("grad", own))
 
 
 def connectionist(op: Op) -> Any:
@@ -193,7 +225,8 @@ def connectionist(op: Op) -> Any:
     label = op.label("log_probs")
     targets = op.label("targets")
     padded = label is not None and label.axis == 1 and label.inner == 1 and op["targets"].dim() == 2
-    if not padded or label is None or (targets is not None and targets != label.at(0)):
+    others = (targets, op.label("input_lengths"), op.label("target_lengths"))
+    if not padded or label is None or any(each is not None and each != label.at(0) for each in others):
         return op.mixed("is not known of targets that are joined", unknown=True)
     if op.func.overloadpacket.__name__ == "_ctc_loss_backward":
         own = op.label("grad")
@@ -216,6 +249,8 @@ def reduced(op: Op) -> Any:
     if label is None:
         return None
     dims = _dims(op.given.get("dim"), tensor.dim())
+    if label.axis in dims and _alone(tensor, label):
+        return label.at(-1)
     if label.axis in dims:
         if op.func.overloadpacket is torch.ops.aten.mean:
             op.tracker.averaged.add(tensor.numel() // label.count)
@@ -243,19 +278,31 @@ def along_backward(op: Op) -> Any:
     return label if not isinstance(label, Rows) or label.axis not in dims else op.mixed()
 
 
+def _kept(op: Op, label: Rows, given: Tensor, found: Any) -> Label | None:
+    """An output that has the example axis where an argument has it."""
+    if not isinstance(found, Tensor) or not found.numel():
+        return None
+    kept = found.dim() > label.axis and found.shape[label.axis] == given.shape[label.axis]
+    return label if kept else op.mixed()
+
+
 def last_axes(count: int) -> Labeller:
     """Each entry of the axes before the last `count` ones is taken by itself: pools, triangles, matrix functions."""
 
     def labeller(op: Op) -> Any:
         tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
-        label = op.meet(*(("", op.tracker.labels.get(each)) for each in tensors if each.dim() > 1))  # type: ignore[misc]
+        rows = op.labelled()
+        label = op.meet(*(("", label) for _, label in rows))
         if not isinstance(label, Rows):
             return label
-        rank = next(each.dim() for each in tensors if op.tracker.labels.get(each) is not None)
-        if label.axis >= rank - count:
+        rank = rows[0][0].dim()
+        crossed = op.given.get("dim", -1) % rank  # of a cross product
+        if label.axis >= rank - count or label.axis == crossed or any(each.dim() != rank for each, _ in rows):
             return op.mixed()
+        if any(each.dim() > rank for each in tensors):
+            return op.mixed("spreads one example over the others")
         outputs = op.found if isinstance(op.found, tuple) else (op.found,)
-        made = [label if isinstance(each, Tensor) and each.dim() > label.axis else None for each in outputs]
+        made = [_kept(op, label, rows[0][0], each) for each in outputs]
         return made if isinstance(op.found, tuple) else made[0]
 
     return labeller
@@ -263,15 +310,14 @@ def last_axes(count: int) -> Labeller:
 
 def first_axis(op: Op) -> Any:
     """Each entry of the first axis is taken by itself, of all tensors that have examples."""
-    tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
-    label = op.meet(*(("", op.tracker.labels.get(each)) for each in tensors))  # type: ignore[misc]
+    rows = op.labelled()
+    label = op.meet(*(("", label) for _, label in rows))
     if not isinstance(label, Rows):
         return label
-    if label.axis:
+    if label.axis or max(each.dim() for each, _ in rows) < 2 or not op.public("weight", "bias"):
         return op.mixed()
-    rows = next(len(each) for each in tensors if op.tracker.labels.get(each) is not None)
     outputs = op.found if isinstance(op.found, tuple) else (op.found,)
-    made = [label if isinstance(each, Tensor) and each.dim() and len(each) == rows else None for each in outputs]
+    made = [_kept(op, label, rows[0][0], each) for each in outputs]
     return made if isinstance(op.found, tuple) else made[0]
 
 
@@ -295,11 +341,16 @@ def repeated(op: Op) -> Any:
 def _one_after_the_other(op: Op, tensors: Sequence[Tensor], dim: int, inner: int) -> Rows | None:
     """Tensors of single examples, all of them in their order, side by side."""
     labels = [op.tracker.labels.get(each) for each in tensors]
-    if not labels or any(not isinstance(label, Rows) or label.axis >= 0 for label in labels):
+    alone = [label.at(-1) for each, label in zip(tensors, labels, strict=True) if isinstance(label, Rows) and _alone(each, label)]
+    if not alone or len(alone) != len(labels) or len(alone) != alone[0].count:
         return None
-    first = labels[0]
-    in_order = all(label == first._replace(first=place) for place, label in enumerate(labels))  # type: ignore[union-attr]
-    return Rows(dim, inner, first.count, first.batch) if in_order and len(labels) == first.count else None  # type: ignore[union-attr]
+    in_order = all(label == alone[0]._replace(first=place) for place, label in enumerate(alone))
+    return Rows(dim, inner, alone[0].count, alone[0].batch) if in_order else None
+
+
+def _alone(tensor: Tensor, label: Rows) -> bool:
+    """Whether all of a tensor belongs to one example of several."""
+    return label.axis < 0 or (label.count > 1 and tensor.shape[label.axis] <= label.inner)
 
 
 def joined(op: Op) -> Any:
@@ -375,7 +426,7 @@ def linear(op: Op) -> Any:
     """An input of any rank times a weight that is nobody's."""
     label = op.label("input") if "input" in op.given else op.label("self")
     tensor = op["input"] if "input" in op.given else op["self"]
-    if label is None or op.label("weight") is not None or label.axis == tensor.dim() - 1:
+    if label is None or not op.public("weight", "bias") or label.axis == tensor.dim() - 1:
         return op.mixed()
     return label
 
@@ -383,10 +434,35 @@ def linear(op: Op) -> Any:
 def outer_distances(op: Op) -> Any:
     one, other = op.label("x1"), op.label("x2")
     rank = op["x1"].dim()
+    if op["x2"].dim() != rank:
+        return op.mixed()
     if one is not None and other is None:
-        return one if one.axis <= rank - 2 else op.mixed()
+        kept = one.axis <= rank - 2 and op.found.shape[one.axis] == op["x1"].shape[one.axis]
+        return one if kept else op.mixed()
     label = op.meet(("", one), ("", other))
-    return label if not isinstance(label, Rows) or label.axis < rank - 2 else op.mixed()
+    if not isinstance(label, Rows):
+        return label
+    apart = label.axis < rank - 2 and op["x1"].shape[label.axis] == op["x2"].shape[label.axis]
+    return label if apart else op.mixed()
+
+
+def distances_backward(op: Op) -> Any:
+    """The gradient of the first argument of `outer_distances`, by those of all distances of its rows."""
+    rows, rank = op.labelled(), op["x1"].dim()
+    label = op.meet(*(("", label) for _, label in rows))
+    if not isinstance(label, Rows):
+        return label
+    sizes = {each.shape[label.axis] for each, _ in rows}
+    stacks = label.axis < rank - 2 or (label.axis == rank - 2 and op.public("x2"))
+    same = len(sizes) == 1 and all(each.dim() == rank for each, _ in rows) and op.found.shape[label.axis] in sizes
+    return label if stacks and same else op.mixed()
+
+
+def routed(op: Op) -> Any:
+    """Each row times the matrix of its expert (`per_example.rules.routed`)."""
+    label = op.meet(("", op.label("input")), ("", op.label("index")))
+    apart = not isinstance(label, Rows) or (label.axis == 0 and op["index"].dim() == 1)
+    return label if apart and op.public("weight") else op.mixed()
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -394,7 +470,7 @@ def outer_distances(op: Op) -> Any:
 
 def convolution(op: Op) -> Any:
     label = op.label("input") if "input" in op.given else op.label("self")
-    if op.label("weight") is not None or label is None or label.axis != 0:
+    if not op.public("weight", "bias") or label is None or label.axis != 0:
         return op.mixed()
     return label
 
@@ -410,13 +486,15 @@ def convolution_backward(op: Op) -> Any:
 def layer_norm(op: Op) -> Any:
     label = op.label("input")
     apart = label is None or label.axis < op["input"].dim() - len(op["normalized_shape"])
-    return [label if apart else op.mixed()] * len(op.found)
+    return [label if apart and op.public("weight", "bias") else op.mixed()] * len(op.found)
 
 
 def norm_backward(op: Op) -> Any:
     """Gradients of the input, then of weight and bias, which are sums over the batch."""
     gradient = op["grad_out"]
-    label = op.meet(("", op.label("grad_out")), ("", op.label("input")), )
+    label = op.meet(("", op.label("grad_out")), ("", op.label("input")))
+    if not op.public("weight", "bias"):
+        label = op.mixed()
     if isinstance(label, Rows):
         behind = len(op["normalized_shape"]) if "normalized_shape" in op.given else gradient.dim() - 1
         label = label if label.axis < gradient.dim() - behind else op.mixed()
@@ -427,6 +505,8 @@ def batch_norm(op: Op) -> Any:
     """By statistics of the batch only where each example has channels of its own, as in an instance norm."""
     label = op.label("input")
     training = op.given.get("training", op.given.get("train", True))
+    if not op.public("weight", "bias", "running_mean", "running_var"):
+        return op.mixed()
     if label is None or (not training and label.axis != 1):
         apart: Label | None = label
         statistics: Label | None = None
@@ -443,6 +523,8 @@ def batch_norm(op: Op) -> Any:
 def batch_norm_backward(op: Op) -> Any:
     label = op.meet(("", op.label("grad_out")), ("", op.label("input")))
     train = op.given.get("train", True)
+    if not op.public("weight", "running_mean", "running_var"):
+        label = op.mixed()
     if isinstance(label, Rows) and (label.axis == 1) is not bool(train):
         label = op.mixed("normalises by statistics of the batch")
     return [label] + [op.mixed("is a sum over the batch")] * (len(op.found) - 1)
@@ -450,37 +532,45 @@ def batch_norm_backward(op: Op) -> Any:
 
 def attention(op: Op) -> Any:
     """Queries, keys, values, masks and what comes back: each entry of the first axis by itself."""
-    tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
     label: Rows | None = None
-    for each in tensors:
-        own = op.tracker.labels.get(each)
-        if own is None or isinstance(own, Mixed):
-            continue
-        if own.axis or each.dim() < 3:
+    rows = op["query"].shape[0]
+    for each, own in op.labelled():
+        if own.axis or each.dim() < 3 or len(each) != rows:
             return op.mixed()
         if label is not None and own != label:
             return op.mixed(_difference(label, own))
         label = own
-    rows = op["query"].shape[0]
-    made = [label if isinstance(each, Tensor) and each.dim() > 2 and len(each) == rows else None for each in op.found]
-    return made
+
+    def labelled(each: Any) -> Label | None:
+        if not isinstance(each, Tensor) or not each.is_floating_point() or not each.numel():
+            return None  # sizes, and the state of the generator
+        return label if each.dim() > 2 and len(each) == rows else op.mixed("is a sum over the batch")
+
+    return [labelled(each) for each in op.found]
 
 
 def recurrent(op: Op) -> Any:
-    """A frozen recurrent layer over [time, examples, width], or batch first."""
+    """A frozen recurrent layer over [time, examples, width], or batch first; its states are [layers, examples, width]."""
     label = op.label("input")
     first = bool(op.given.get("batch_first"))
-    if label is None or label.axis != (0 if first else 1):
+    states = {"hx", "cx", "hx_", "cx_"} & set(op.given)
+    others = [name for name in op.given if name not in (*states, "input", "weight")]
+    tables = op.given.get("weight") or ()
+    apart = op.public(*others) and all(op.tracker.labels.get(each) is None for each in tables)
+    if label is None or label.axis != (0 if first else 1) or not apart or op.given.get("batch_sizes"):
+        return op.mixed()
+    if any(op.label(name) not in (None, label.at(1)) for name in states):
         return op.mixed()
     made: list[Label | None] = [label]
-    made += [label.at(1) if isinstance(each, Tensor) and each.dim() == 3 else None for each in op.found[1:3]]
+    made += [label.at(1) if isinstance(each, Tensor) and each.dim() == 3 else op.mixed() for each in op.found[1:3]]
     return made + [op.mixed() if isinstance(each, Tensor) else None for each in op.found[3:]]
 
 
 def fused_cell(op: Op) -> Any:
-    tensors = [each for each in op.given.values() if isinstance(each, Tensor)]
-    label = op.meet(*(("", op.tracker.labels.get(each)) for each in tensors))  # type: ignore[misc]
-    return label if not isinstance(label, Rows) or label.axis == 0 else op.mixed()
+    rows = op.labelled()
+    label = op.meet(*(("", label) for _, label in rows))
+    apart = not isinstance(label, Rows) or (label.axis == 0 and all(each.dim() == 2 for each, _ in rows))
+    return label if apart else op.mixed()
 
 
 # --- gathers and scatters ---------------------------------------------------------------------------------------------
@@ -517,7 +607,7 @@ def selected(op: Op) -> Any:
 def added_at(op: Op) -> Any:
     dim = op["dim"] % max(op["self"].dim(), 1)
     label = op.meet(("", op.label("self")), ("", op.label("source")))
-    apart = op.label("index") is None and (not isinstance(label, Rows) or label.axis != dim)
+    apart = op.public("index", "value") and (not isinstance(label, Rows) or label.axis != dim)
     return label if apart else op.mixed()
 
 
@@ -553,15 +643,12 @@ def _indexed(op: Op, indices: Sequence[Any]) -> Any:
     for place, label in labels.items():
         if not isinstance(label, Rows):
             continue
-        rank = shape_rank = len(shape)
-        behind = indices[place].dim() if place != (own.axis if own is not None else -1) else indices[place].dim()
-        moved = label.at(label.axis + shape_rank - behind)
+        moved = label.at(label.axis + len(shape) - indices[place].dim())
         if shape[moved.axis] != indices[place].shape[label.axis] and label.count > 1:
             return op.mixed("spreads one example over the others")
         if within is not None and moved != within:
             return op.mixed(_difference(within, moved))
         within = moved
-        del rank
     if own is not None and own.axis not in places:
         if within is not None:
             return op.mixed("picks rows of other examples")
@@ -584,7 +671,10 @@ def _identity(op: Op, index: Tensor, own: Rows, size: int) -> int | None:
 def indexed(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
     masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
     if any(tracker.labels.get(each) is not None for each in masks):
-        return read(tracker, func, args, kwargs)
+        return read(tracker, func, args, kwargs)  # how much is chosen depends on values, be they of one example
+    label = tracker.one_example(args, kwargs)
+    if label is not None:
+        return tracker.finish(func, func(*args, **kwargs), [label], args, kwargs)
     return _INDEX(tracker, func, args, kwargs)
 
 
@@ -652,11 +742,11 @@ def _home(op: Op, own: Rows | None, target: Rows | None, indices: Sequence[Any])
 
 def sliced_backward(op: Op) -> Any:
     """The gradient of a part, within zeros of the shape of the whole."""
-    label = op.label("grad_output") if "grad_output" in op.given else op.label("grad")
+    label = op.label("grad_output") if "grad_output" in op.given else op.label("grad_in")
     if label is None:
         return None
-    dim = op["dim"] % len(op["input_sizes"])
-    return label if dim != label.axis else op.mixed()
+    rank = len(op["input_sizes"])
+    return label if label.axis not in (op["dim"] % rank, rank) else op.mixed()
 
 
 def select_backward(op: Op) -> Any:
@@ -686,7 +776,8 @@ def taken(op: Op) -> Any:
 
 def searched(op: Op) -> Any:
     edges = op["sorted_sequence"] if "sorted_sequence" in op.given else op["boundaries"]
-    return op.label("self") if op.tracker.labels.get(edges) is None else op.mixed()
+    apart = op.tracker.labels.get(edges) is None and op.public("sorter")
+    return op.label("self") if apart else op.mixed()
 
 
 # --- which operator has which rule ------------------------------------------------------------------------------------
@@ -732,9 +823,11 @@ TABLE: dict[Labeller, str] = {
     repeated: "repeat",
     joined: "cat",
     stacked: "stack",
-    multiplied: "mm addmm bmm baddbmm mv addmv dot addbmm addmm_ baddbmm_",
+    multiplied: "mm addmm bmm baddbmm mv addmv dot addmm_ baddbmm_",
     linear: "linear",
+    routed: "routed",
     outer_distances: "_cdist_forward",
+    distances_backward: "_cdist_backward",
     convolution: "convolution _convolution mkldnn_convolution cudnn_convolution convolution_overrideable "
     "_slow_conv2d_forward thnn_conv2d",
     convolution_backward: "convolution_backward",
@@ -752,9 +845,9 @@ TABLE: dict[Labeller, str] = {
     fused_cell: "_thnn_fused_lstm_cell _thnn_fused_gru_cell",
     looked_up: "embedding",
     gathered: "gather",
-    scattered: "scatter scatter_add scatter_reduce scatter_ scatter_add_ scatter_reduce_ index_reduce",
+    scattered: "scatter scatter_add scatter_reduce scatter_ scatter_add_ scatter_reduce_",
     selected: "index_select",
-    added_at: "index_add index_add_ index_copy index_copy_ index_fill index_fill_",
+    added_at: "index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_reduce index_reduce_",
     written_at: "index_put index_put_ _index_put_impl_ _unsafe_index_put",
     sliced_backward: "slice_backward unfold_backward",
     select_backward: "select_backward",
@@ -798,18 +891,18 @@ def new(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
 
 _INDEX = ruled(lambda op: _indexed(op, op["indices"]))
 _BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() for name in names.split()}
-VIEW, UNKNOWN = Rule(unlabelled, of_one_example=False), Rule(unknown)
+VIEW, UNKNOWN, SIZED = Rule(unlabelled, of_one_example=False), Rule(unknown), Rule(read, of_one_example=False)
 _BY_NAME |= {name: VIEW for name in SHAPES.split()}
 _BY_NAME |= {name: Rule(read, of_one_example=False) for name in READS.split()}
 _BY_NAME |= {name: Rule(like, of_one_example=False) for name in LIKE.split()}
 _BY_NAME |= {name: Rule(new, of_one_example=False) for name in NEW.split()}
-_BY_NAME |= {"index": Rule(indexed), "_unsafe_index": Rule(indexed)}
+_BY_NAME |= {name: Rule(indexed, of_one_example=False) for name in ("index", "_unsafe_index")}
 
 
 def find_rule(func: Any) -> Rule:
     """The rule of an operator of ATen: listed by name, a view by its schema, or pointwise by torch's tag."""
-    if func.namespace not in ("aten", "prims", "prim"):
-        return UNKNOWN
+    if func.namespace not in ("aten", "prims", "prim", "vestige"):
+        return SIZED if torch.Tag.dynamic_output_shape in func.tags else UNKNOWN
     name = func.overloadpacket.__name__
     listed = _BY_NAME.get(name) or _BY_NAME.get(name.removesuffix("_"))
     if listed is not None:
@@ -818,9 +911,9 @@ def find_rule(func: Any) -> Rule:
     returned = [each for each in schema.returns if each.alias_info is not None]
     if returned and not any(each.alias_info.is_write for each in (*schema.returns, *schema.arguments) if each.alias_info):
         return VIEW
-    if torch.Tag.pointwise in func.tags:
-        return ruled(pointwise)
-    return UNKNOWN
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return SIZED
+    return ruled(pointwise) if torch.Tag.pointwise in func.tags else UNKNOWN
 
 
 install_rules(find_rule)

@@ -447,7 +447,9 @@ class Passes:
                 labels.append(label)
             else:
                 why = str(label) if label is not None else "it depends on no example"
-                found[place] = NotPerExample.apply(ANCHOR, leaf.detach(), why)
+                kind, seen = tracker.scalar(leaf), leaf.detach()
+                seen = seen if kind is None else seen.mean() if kind == "mean" else seen.sum()
+                found[place] = NotPerExample.apply(ANCHOR, seen, why)
         if not places:
             mixed = next((str(label) for label in map(tracker.labels.get, _tensors(found)) if label is not None), None)
             raise NotApart(mixed or "no output of the model has a row for each example")
