@@ -338,7 +338,8 @@ class Passes:
                 if not (promoting and self.tracking.tracker.promoted):
                     if isinstance(problem, TypeError):
                         raise
-                    raise ValueError(f"the model cannot be made private in this loop: {problem}. {ONE_BY_ONE}") from None
+                    way = ALONE if isinstance(problem, NotApart) and not problem.unknown else ONE_BY_ONE
+                    raise ValueError(f"the model cannot be made private in this loop: {problem}. {way}") from None
                 torch.set_rng_state(draws[0])
                 if draws[1] is not None:
                     torch.cuda.set_rng_state(draws[1], self.device)
@@ -535,6 +536,7 @@ class Passes:
         self._finished(part, opened.now.examples, opened.tasks.pop(task), opened.replay)
 
 
+ALONE = "No example's influence can be bounded: compute it of each example by itself"
 OWN_LOSS = (
     "Take the loss of each row by itself, then a sum or a mean with a public divisor; of losses that cannot be written "
     "so: criterion = privacy_engine.criterion(loss)"
