@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vestige.engines import example_axis, operator_rules
-from vestige.engines.example_axis import Mixed, Rows, Tracker
-from vestige.engines.operator_rules import Op, ruled
+from vestige.engines.example_axis import labels as example_axis
+from vestige.engines.example_axis import rules as operator_rules
+from vestige.engines.example_axis.labels import Mixed, Rows, Tracker
+from vestige.engines.example_axis.rules import Op, ruled
 
 aten = torch.ops.aten
 SIZES = ((2, 2, 1), (3, 3, 1), (2, 4, 2))

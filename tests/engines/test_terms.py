@@ -18,7 +18,6 @@ from vestige.engines import bookkeeping
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.per_example import rules
 from vestige.engines.per_example.gradients import Dense, Patches
-from vestige.engines.recorded.cuda_graphs import Captured, Padded
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
@@ -215,10 +214,10 @@ def test_one_view_is_the_example_bit_for_bit(name):
 
 def test_a_clip_of_each_view_would_be_noticed(monkeypatch):
     """What the tests above rest on: views clipped one by one and then averaged are another sum."""
-    original = BookKeeping._added_up
+    original = BookKeeping.gradients_of
 
-    def one_by_one(self, taps, terms):
-        return original(self, taps, [replace(term, views=1) for term in terms])
+    def one_by_one(self, term):
+        return original(self, replace(term, views=1))
 
     def averaged(gradients, clip, layout, into, examples):
         add = torch.zeros_like(into)
@@ -227,7 +226,7 @@ def test_a_clip_of_each_view_would_be_noticed(monkeypatch):
         return norms.view(examples, 3, -1).mean(dim=1)
 
     weighted = bookkeeping.add_weighted
-    monkeypatch.setattr(BookKeeping, "_added_up", one_by_one)
+    monkeypatch.setattr(BookKeeping, "gradients_of", one_by_one)
     monkeypatch.setattr(bookkeeping, "add_weighted", averaged)
     with pytest.raises(AssertionError, match="not close"):
         test_one_vector_of_each_example_clipped_once("mlp", "views", grouped=False)
@@ -307,41 +306,6 @@ def test_views_that_cancel_lift_no_share_over_the_bound(layer, inside, outside):
         into = torch.zeros(layout.size)
         engine(batch, point_of(layout, model), Flat(bound), into, Opposite())
         assert into.double().norm() <= bound * (1 + 1e-5)
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn", "wide cnn"])
-def test_a_padded_batch_of_views(name):
-    """What a CUDA graph records: the rows of a batch before stay behind as padding."""
-    model, layout, batch, loss = sample(name, 16)
-    model, batch = model.float(), [part.float() if part.is_floating_point() else part for part in batch]
-    point, engine, clip = point_of(layout, model), BookKeeping(model, loss, layout), Flat(0.1)
-    (first,) = Rolled(3).terms(point, batch)
-    padded = Padded(engine, engine.taps(first.batch, 3), first.batch, point, clip, 16, views=3)
-    for kept in (slice(16), slice(2, 11), slice(3, 16)):
-        part = [each[kept] for each in batch]
-        into = torch.zeros(layout.size)
-        norms = padded(Rolled(3).terms(point, part)[0].batch, clip, into)
-        want, want_norms = answer(engine, part, point, clip, layout, Rolled(3), torch.float32)
-        close(into, want)
-        close(norms, want_norms)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["mlp", "cnn", "wide cnn", "standardised"])
-def test_views_are_recorded_on_a_gpu(name):
-    model, layout, batch, loss = sample(name, 16)
-    model = model.float().cuda()
-    batch = [(part.float() if part.is_floating_point() else part).cuda() for part in batch]
-    parameters, clip = layout.parameters(model), Flat(0.1)
-    captured, plainly = Captured(model, loss, layout), BookKeeping(model, loss, layout)
-    for kept in (slice(16), slice(9), slice(1, 16), slice(2, 14)):
-        part = [each[kept] for each in batch]
-        got, want = torch.zeros(2, layout.size, device="cuda")
-        norms = captured(part, parameters, clip, got, Rolled(3))
-        want_norms = plainly(part, parameters, clip, want, Rolled(3))
-        close(got, want, 1e-3)
-        close(norms, want_norms, 1e-3)
-    assert any(padded.graph is not None for padded in captured._padded.values())
 
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))

@@ -207,7 +207,6 @@ CASES = [
         name="difference of the same words, scaled",
         model=lambda: Difference(1e7),
         data=same_word,
-        refused={"loop": "is used where that cannot be watched"},
     ),
     Case(name="translations of entities", model=TransE, data=with_number(ids(6, 3, 6)), loss=F.mse_loss),
     Case(

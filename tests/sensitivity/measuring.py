@@ -7,8 +7,8 @@ buffers and frozen parameters, may not differ at all. The bound is the median no
 are clipped, and the others show whatever else moves them. Where terms of a gradient may cancel, a thousandth of that is
 tried too.
 
-Where a model draws random numbers, the others' masks would be other ones without the example. There the example's row
-is replaced instead: by one that is not a number, which counts for nothing, so that the bound stays what it is; or,
+In a loop the number of rows is public: an example that is not there leaves a blank row. And where a model draws random
+numbers, the others' masks would be other ones without the example. There the example's row is replaced instead: by one that is not a number, which counts for nothing, so that the bound stays what it is; or,
 where inputs are whole numbers, by another example, which may add the bound once more. And the sum of that example by
 itself must be within the bound.
 """
@@ -162,7 +162,7 @@ def moves(run: Runs, rows: Data, kind: str) -> Iterator[float]:
     everyone, others = list(range(EXAMPLES)), (0, EXAMPLES - 1) if kind == "none" else (EXAMPLES - 1,)
     data = chosen(rows, everyone)
     for gone in (ODD, *others):
-        if run.case.random:
+        if run.case.random or (run.path == "loop" and data[0].is_floating_point()):
             replaced, allowed = replacement(data, rows, gone)
             yield run.distance(data, replaced) / allowed
             yield run.size(chosen(rows, [gone]))

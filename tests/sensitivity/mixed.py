@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from sensitivity.examples import numbers
 from sensitivity.measuring import Case
@@ -35,6 +37,11 @@ class Mixing(nn.Module):
 
     def forward(self, x):
         return self.two(torch.tanh(self.mix(self.one(x))))
+
+
+def line(function):
+    """Of the only line of a function."""
+    return function.__code__.co_firstlineno + 1
 
 
 def over_largest(x):
@@ -180,17 +187,19 @@ def correlation(out, y):
     return -(out * y).sum() / (out.norm() * y.norm() + 1e-6)
 
 
-MIXES = {
-    "over the batch's largest": over_largest,
-    "over the largest, where it is large": over_largest_if_large,
-    "less the batch's mean": lambda x: x - x.mean(0),
-    "normalised over the batch": lambda x: F.normalize(x, dim=0),
-    "softmax over the batch": lambda x: x.softmax(0),
-    "summed over the batch": lambda x: x.cumsum(0),
-    "mixed with the neighbour": lambda x: 0.7 * x + 0.3 * x.roll(1, 0),
-    "beside the batch's deviation": with_deviation,
-    "nothing if one is not finite": nothing_if_not_finite,
+REDUCES, LOOKS = "is a reduction over the batch", "looks at a value of the examples"
+MIXES: dict[str, tuple[Callable[[Tensor], Tensor], str | dict[str, str]]] = {
+    "over the batch's largest": (over_largest, f"max at sensitivity/mixed.py:{line(over_largest)} {REDUCES}"),
+    "over the largest, where it is large": (over_largest_if_large, {"loop": LOOKS}),
+    "less the batch's mean": (lambda x: x - x.mean(0), REDUCES),
+    "normalised over the batch": (lambda x: F.normalize(x, dim=0), REDUCES),
+    "softmax over the batch": (lambda x: x.softmax(0), "mixes examples"),
+    "summed over the batch": (lambda x: x.cumsum(0), "mixes examples"),
+    "mixed with the neighbour": (lambda x: 0.7 * x + 0.3 * x.roll(1, 0), "mixes examples"),
+    "beside the batch's deviation": (with_deviation, REDUCES),
+    "nothing if one is not finite": (nothing_if_not_finite, {"loop": LOOKS}),
 }
+"""Each with the message of its refusal. What only looks at everyone is run one by one by `vestige.train`."""
 CASES = [
     Case(name="batch norm", model=batch_normed, data=numbers(5), refused="mixes the examples of a batch", daily=True),
     Case(
@@ -210,49 +219,49 @@ CASES = [
             name=name,
             model=lambda mix=mix: Mixing(mix),
             data=numbers(5),
-            refused="examples beside it",
+            refused=refused,
             daily=name == "less the batch's mean",
         )
-        for name, mix in MIXES.items()
+        for name, (mix, refused) in MIXES.items()
     ),
     Case(
         name="nothing if one is infinite",
         model=lambda: Mixing(nothing_if_infinite),
         data=numbers(5),
-        refused="examples beside it",
+        refused={"loop": LOOKS},
     ),
     Case(
         name="running mean in a buffer",
         model=RunningMean,
         data=numbers(5),
-        refused="buffer 'mean' is changed",
+        refused="is a reduction over the batch",
         daily=True,
     ),
-    Case(name="running mean for later", model=RunningMeanUnused, data=numbers(5), refused="buffer 'mean' is changed"),
+    Case(name="running mean for later", model=RunningMeanUnused, data=numbers(5), refused="buffer 'mean' was changed by the forward pass"),
     Case(
         name="running mean in a frozen parameter",
         model=FrozenCentre,
         data=numbers(5),
-        refused="parameter 'centre' is changed",
+        refused="parameter 'centre' was changed by the forward pass",
         daily=True,
     ),
-    Case(name="codebook that follows", model=Codebook, data=numbers(5), refused="buffer 'codes' is changed"),
+    Case(name="codebook that follows", model=Codebook, data=numbers(5), refused="puts rows in places that are not their own"),
     Case(
         name="attention across the batch",
         model=AcrossBatch,
         data=numbers(5, 4),
-        refused="examples beside it",
+        refused="combines rows of different examples",
         daily=True,
     ),
-    Case(name="lstm across the batch", model=RecurrentAcrossBatch, data=numbers(5, 4), refused="examples beside it"),
-    Case(name="memory in a list", model=Remembering, data=numbers(5), refused="examples beside it"),
+    Case(name="lstm across the batch", model=RecurrentAcrossBatch, data=numbers(5, 4), refused="about some rows of the batch"),
+    Case(name="memory in a list", model=Remembering, data=numbers(5), refused="is a reduction over the batch"),
     Case(
         name="similarities of everyone",
         model=Similarities,
         data=pairs,
         loss=diagonal,
         outlying=(0, 1),
-        refused="examples beside it",
+        refused="combines rows of different examples",
     ),
     Case(
         name="contrastive loss",

@@ -253,7 +253,6 @@ CASES = [
         name="filter of frequencies",
         model=Fourier,
         data=numbers(2, 8),
-        refused={"loop": "is used where that cannot be watched"},
     ),
     Case(name="mixture of gaussians", model=Gaussians, data=regression(2, to=()), loss=lambda out, y: -out.mean()),
     Case(name="learned positions", model=Places, data=numbers(6, 4)),

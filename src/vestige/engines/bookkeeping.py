@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vestige.devices import slack
-from vestige.engines.example_axis import NotApart, Rows, Tracker
+from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import full_precision
@@ -28,7 +28,7 @@ from vestige.engines.per_example.gradients import Gradient, change
 from vestige.engines.per_example.taps import Proved, eagerly, gradients
 from vestige.engines.per_example.uses import Misfit
 from vestige.engines.reference import Reference, placed
-from vestige.engines.tracked_functions import TrackedFunctions
+from vestige.engines.example_axis.functions import TrackedFunctions
 from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, counts_targets, example_losses

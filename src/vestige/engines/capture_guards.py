@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from vestige.engines.example_axis import Tracker
+from vestige.engines.example_axis.labels import Tracker
 from vestige.layout import modules_of
 
 NUMBERS = frozenset({bool, int, float, str, torch.dtype, torch.device})

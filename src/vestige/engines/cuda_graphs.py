@@ -29,7 +29,7 @@ from vestige.engines.capture_guards import (
     restore_host_draws,
     state_fingerprint,
 )
-from vestige.engines.example_axis import NotApart, untracked
+from vestige.engines.example_axis.labels import NotApart, untracked
 from vestige.engines.host_transfers import HostTransfers, Sent
 from vestige.engines.per_example.taps import gradients
 from vestige.engines.per_example.uses import Misfit

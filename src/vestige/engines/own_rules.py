@@ -1,13 +1,14 @@
 """How does a module of one's own get a rule? A function that says each example's gradients of its parameters.
 
 Hardly any module needs one: whatever it computes with torch's functions is watched. It is for what torch cannot see
-into, such as an autograd.Function, and for what a person knows a shorter way to. A rule is never taken at its word: the
-rehearsal holds it against autograd, and refuses a model whose rule says something else.
+into, such as an autograd.Function, and for what a person knows a shorter way to. A rule is never taken at its word: at its
+first use in a module it is held against autograd, example by example, and a rule that says something else is refused.
 """
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vestige.engines.example_axis.labels import untracked
 from vestige.engines.per_example.expressions import Kind, Operand, Pulled, tapped
 from vestige.engines.per_example.gradients import Dense, wide
 from vestige.engines.per_example.sequences import REGISTERED
 from vestige.engines.per_example.uses import Watched
 
+TOLERANCE = 1e-3
+"""How far a rule's gradient may be from autograd's, relative to its largest entry: rounding of another order."""
+HELD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules whose rule was held against autograd."""
 ModuleRule = Callable[[Any, Sequence[Any], Tensor], Mapping[str, Tensor]]
 """(module, inputs, gradient of the output) -> {name of a parameter: each example's gradient, [examples, *shape]}."""
 
@@ -61,14 +67,24 @@ def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
     given = [*inputs.args[1:], *inputs.kwargs.values()]
     places = [place for place, each in enumerate(given) if isinstance(each, Tensor)]
 
+    def again(values: Mapping[str, Tensor], filled: Sequence[Any]) -> Tensor:
+        with _installed(module, values):
+            named = dict(zip(inputs.kwargs, filled[len(filled) - len(inputs.kwargs) :], strict=True))
+            made: Tensor = type(module).forward(module, *filled[: len(filled) - len(named)], **named)
+            return made
+
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
         filled = list(given)
         for place, tensor in zip(places, saved, strict=True):
             filled[place] = tensor
         with _installed(module, values), torch.no_grad():
             found = rule(module, filled, signals[0])
+        rows = {name: _given(called, name, found, each.operand, len(signals[0])) for name, each in watched.items()}
+        if module not in HELD:
+            _hold_against_autograd(called, rows, values, lambda given: again(given, filled), signals[0])
+            HELD.add(module)
         for name, each in watched.items():
-            yield each.operand, Dense(_summed(called, name, found, each.operand, kind, examples, len(signals[0])))
+            yield each.operand, Dense(kind.outputs[0].first(rows[name], examples).sum(dim=1))
 
     now = next(iter(watched.values())).now
     if isinstance(inputs.args[1], Tensor):
@@ -79,15 +95,40 @@ def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return tapped(now, called, kind, (output,), [given[place] for place in places], settle)
 
 
-def _summed(called: str, name: str, found: Any, operand: Operand, kind: Kind, examples: int, rows: int) -> Tensor:
-    """One gradient an example, where an example may have several rows."""
+def _given(called: str, name: str, found: Any, operand: Operand, rows: int) -> Tensor:
+    """What a rule gives of a parameter, row by row."""
     if not isinstance(found, Mapping) or name not in found:
-        raise TypeError(f"the rule for {called} gives no gradient of {name!r}")
+        raise ValueError(f"the rule for {called} gives no gradient of {name!r}")
     gradient, shape = found[name], (rows, *operand.value.shape)
     if not isinstance(gradient, Tensor) or tuple(gradient.shape) != shape:
         got = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-        raise TypeError(f"the rule for {called} gives {got} of {name!r}, where {shape} is asked for")
-    return kind.outputs[0].first(wide(gradient.detach()), examples).sum(dim=1)
+        raise ValueError(f"the rule for {called} gives {got} of {name!r}, where {shape} is asked for")
+    return wide(gradient.detach())
+
+
+def _hold_against_autograd(
+    called: str,
+    rows: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    forward: Callable[[Mapping[str, Tensor]], Tensor],
+    signal: Tensor,
+) -> None:
+    """Raise ValueError unless a rule gives each row the gradient that autograd gives it: one backward pass for each."""
+    with untracked(), torch.enable_grad():
+        leaves = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
+        output = forward(leaves)
+        for row in range(len(signal)):
+            only = torch.zeros_like(signal)
+            only[row] = signal[row]
+            wanted = torch.autograd.grad(output, list(leaves.values()), only, retain_graph=True, allow_unused=True)
+            for (name, given), want in zip(rows.items(), wanted, strict=True):
+                own = torch.zeros_like(given[row]) if want is None else want.to(given.dtype)
+                within = TOLERANCE * max(float(own.abs().max()), float(given[row].abs().max()))
+                if bool(own.isfinite().all()) and not bool(((given[row] - own).abs() <= within).all()):
+                    raise ValueError(
+                        f"the rule for {called} gives another gradient of {name!r} than autograd does: correct the "
+                        "rule, or remove it"
+                    )
 
 
 @contextmanager

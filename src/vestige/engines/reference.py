@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from vestige.engines.example_axis import Rows, Tracker
+from vestige.engines.example_axis.labels import Rows, Tracker
 from vestige.engines.per_example.expressions import quietly
 from vestige.engines.per_example.taps import require_unwritten
 from vestige.layout import Layout, Segment

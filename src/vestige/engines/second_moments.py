@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vestige.engines.example_axis import Labels, NotApart, Tracker
+from vestige.engines.example_axis.labels import Labels, NotApart, Tracker
 from vestige.engines.per_example.taps import require_unwritten
 from vestige.layout import Layout, Segment
 from vestige.mechanism.clipping import Batch, Clip, Parameters, Transform, usable_norms, weights

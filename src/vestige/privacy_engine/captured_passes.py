@@ -50,7 +50,7 @@ from vestige.engines.cuda_graphs import (
     precision,
     restore_device_draws,
 )
-from vestige.engines.example_axis import NotApart, Rows, untracked
+from vestige.engines.example_axis.labels import NotApart, Rows, untracked
 from vestige.engines.host_transfers import HostTransfers, Sent
 from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
@@ -148,6 +148,7 @@ class Replay:
         if self.owner.room.within is not self:
             raise ValueError("this step is about a forward pass of the model that is over: run it again")
         into.settle()
+        self.owner.weigh(examples)
         self.graphs.clip.replay()
         into.lend(examples, self.owner.total)
 
@@ -471,6 +472,10 @@ class CapturedForm:
             gradients = {name: combine(parts) for name, parts in self._live[2].items()}
         real = self._places[:rows] < self._count
         add_weighted(gradients, self.owner.clip, self.owner.layout, self.total, rows, real)
+
+    def weigh(self, examples: int) -> None:
+        """Rows beyond these have no weight: they fill up a part that has fewer than two of its own."""
+        self._count.fill_(examples)
 
     def again(self, replay: Replay) -> Uses:
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []), _disable_current_modes():

@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.example_axis import Mixed, NotApart, Rows
+from vestige.engines.example_axis.labels import Mixed, NotApart, Rows
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.expressions import ANCHOR, Pass
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import Misfit, Watched
 from vestige.engines.planted import TOGETHER, Canaries
-from vestige.engines.tracked_functions import ReadNumber
+from vestige.engines.example_axis.functions import ReadNumber
 from vestige.entrances import Entrance, stand_at
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
@@ -338,7 +338,8 @@ class Passes:
                 if not (promoting and self.tracking.tracker.promoted):
                     if isinstance(problem, TypeError):
                         raise
-                    raise ValueError(f"the model cannot be made private in this loop: {problem}. {ONE_BY_ONE}") from None
+                    way = ALONE if isinstance(problem, NotApart) and not problem.unknown else ONE_BY_ONE
+                    raise ValueError(f"the model cannot be made private in this loop: {problem}. {way}") from None
                 torch.set_rng_state(draws[0])
                 if draws[1] is not None:
                     torch.cuda.set_rng_state(draws[1], self.device)
@@ -535,6 +536,7 @@ class Passes:
         self._finished(part, opened.now.examples, opened.tasks.pop(task), opened.replay)
 
 
+ALONE = "No example's influence can be bounded: compute it of each example by itself"
 OWN_LOSS = (
     "Take the loss of each row by itself, then a sum or a mean with a public divisor; of losses that cannot be written "
     "so: criterion = privacy_engine.criterion(loss)"

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from vestige.engines.example_axis import Labels, Mixed, Read, Rows, Tracker, mixed
-from vestige.engines.tracked_functions import TrackedFunctions
+from vestige.engines.example_axis.labels import Labels, Mixed, Read, Rows, Tracker, mixed
+from vestige.engines.example_axis.functions import TrackedFunctions
 
 
 class Tracking:

@@ -143,5 +143,5 @@ def test_a_loss_that_balances_the_experts_over_the_batch_is_refused():
     for rows in loader:
         given = dict(zip(batch, rows, strict=True))
         outputs = called(model, given)
-        with pytest.raises(ValueError, match="of the whole batch"):
+        with pytest.raises(ValueError, match="combines rows of different examples"):
             (other.loss(outputs, given) + outputs.aux_loss).backward()

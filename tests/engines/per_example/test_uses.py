@@ -631,9 +631,8 @@ def test_no_weight_gradient_is_formed_by_the_backward_pass():
     layout = Layout.of(model)
     engine = BookKeeping(model, loss, layout)
     parameters = layout.parameters(model)
-    taps = engine.taps(batch)
     with Products() as products:
-        engine.gradients(taps, batch, parameters)
+        engine(batch, parameters, Flat(1.0), torch.zeros(layout.size))
     assert all(mask[1:] == [False, False] for mask in products.masks)
     assert products.masks
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vestige.engines.example_axis import NotApart, Tracker, untracked
+from vestige.engines.example_axis.labels import NotApart, Tracker, untracked
 from vestige.engines.per_example.gradients import Gradient, combine
 from vestige.engines.per_example.kernels import aligned
 

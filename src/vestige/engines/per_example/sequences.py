@@ -218,6 +218,24 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 EXPERTS = ("has_gate", "has_bias", "is_transposed", "_apply_gate", "num_experts", "down_proj")
 """What transformers' layers of experts have in common; their classes are as many as its models."""
 
+def bag(
+    module: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+) -> Tensor:
+    """`nn.EmbeddingBag.forward` of [examples, words]."""
+    if input.dim() != 2:
+        return nn.EmbeddingBag.forward(module, input, offsets, per_sample_weights)
+    rows = F.embedding(input, module.weight, module.padding_idx)
+    counted = torch.ones_like(input, dtype=torch.bool)
+    if module.padding_idx is not None:
+        counted = input != module.padding_idx % module.num_embeddings
+    if module.mode == "max":
+        largest = rows.masked_fill(~counted[..., None], -torch.inf).max(dim=1)[0]
+        return largest.masked_fill(~counted.any(dim=1, keepdim=True), 0.0)
+    weights = counted.to(rows.dtype) if per_sample_weights is None else counted * per_sample_weights
+    total = (rows * weights[..., None]).sum(dim=1)
+    return total if module.mode == "sum" else total / counted.sum(dim=1, keepdim=True).clamp(min=1)
+
+
 COMPOSITES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.MultiheadAttention: attention,
     nn.LSTM: recurrent,
@@ -226,6 +244,7 @@ COMPOSITES: dict[type[nn.Module], Callable[..., Any]] = {
     nn.LSTMCell: cell,
     nn.GRUCell: cell,
     nn.RNNCell: cell,
+    nn.EmbeddingBag: bag,
 }
 
 
@@ -254,4 +273,6 @@ def composite_of(module: nn.Module) -> Callable[..., Any] | None:
     if isinstance(module, nn.MultiheadAttention):
         plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
         return attention if plain else None
+    if isinstance(module, nn.EmbeddingBag):
+        return bag if module.max_norm is None and not module.scale_grad_by_freq else None
     return COMPOSITES[found]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import vestige.engines.operator_rules  # noqa: F401  (installs the rules)
-from vestige.engines.example_axis import Labels, NotApart, Tracker
+import vestige.engines.example_axis.rules  # noqa: F401  (installs the rules)
+from vestige.engines.example_axis.labels import Labels, NotApart, Tracker
 from vestige.engines.per_example.expressions import ANCHOR, Environment, Pass, Whole, full_precision
 from vestige.engines.per_example.gradients import Gradient, combine
 from vestige.engines.per_example.sequences import composite_of, registered

@@ -34,7 +34,7 @@ from vestige.engines.per_example.expressions import (
 )
 from vestige.engines.per_example.forms import COPIES, Derived, View, expressed
 from vestige.engines.per_example.gradients import Dense, Place, contiguous_strides
-from vestige.engines.per_example.rules import RULES, Rule, Ruled, routed
+from vestige.engines.per_example.rules import RULES, Rule, Ruled
 from vestige.engines.per_example.standardised import batch_normed, standardised
 
 CUT = frozenset({"detach", "data", "grad", "item", "tolist", "numpy", "requires_grad_", "retain_grad"})
@@ -52,7 +52,7 @@ VIEWS = frozenset(
 
 GIVEN = frozenset({Tensor.expand, Tensor.repeat, torch.broadcast_to, Tensor.expand_as})
 """Functions by which a parameter is given to each example."""
-SAME_ROWS = frozenset({F.group_norm, F.instance_norm, routed})
+SAME_ROWS = frozenset({F.group_norm, F.instance_norm})
 """Functions whose output has its rows where the input has them."""
 IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__idiv__": "div"}
 MADE_ANEW = {"zero_": torch.zeros_like, "fill_": torch.full_like}

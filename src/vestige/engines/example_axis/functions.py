@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vestige.engines.example_axis import Read, Rows, Tracker, untracked, users_line
+from vestige.engines.example_axis.labels import Read, Rows, Tracker, untracked, users_line
 
 Losses = Callable[..., Tensor]
 CLASSES = (F.cross_entropy, F.nll_loss)

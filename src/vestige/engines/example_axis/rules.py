@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vestige.engines.example_axis import Label, Mixed, Rows, Rule, Tracker, first_mixed, install_rules, mixed, spared
+from vestige.engines.example_axis.labels import Label, Mixed, Rows, Rule, Tracker, first_mixed, install_rules, mixed, spared
 
 Labeller = Callable[["Op"], Any]
 """From a call of an operator to the label of its output, or of each of its outputs."""

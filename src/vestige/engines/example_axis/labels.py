@@ -11,7 +11,7 @@ in turn, so that every view of it has a label without a rule of its own, and wha
 the whole. Labels of earlier batches stay for as long as their memory is alive: rows of another batch are not this row's
 own.
 
-Formal guarantees: if every operator of a pass has a sound rule (`operator_rules`), then a tensor labelled `Rows` is a
+Formal guarantees: if every operator of a pass has a sound rule (`rules`), then a tensor labelled `Rows` is a
 function of public values and, for each entry, of that entry's example. Backward passes run under the same rules.
 """
 
