@@ -28,10 +28,9 @@ ABOVE: dict[str, str] = {
     "mechanism.losses": "mechanism",
     "mechanism": "randomness mechanism.losses processes",
     "mechanism.users": "randomness mechanism",
-    "engines.per_example": "mechanism",
-    "engines.rehearsal": "mechanism mechanism.losses engines.per_example",
-    "engines": "processes mechanism mechanism.losses engines.per_example engines.rehearsal engines.recorded",
-    "engines.recorded": "mechanism mechanism.losses engines engines.per_example engines.rehearsal",
+    "engines.example_axis": "",
+    "engines.per_example": "mechanism engines.example_axis",
+    "engines": "processes mechanism mechanism.losses engines.per_example engines.example_axis",
     "optim.optimizers": "",
     "optim": "randomness mechanism mechanism.losses optim.optimizers",
     "optim.spectral": "randomness mechanism optim",
@@ -39,12 +38,10 @@ ABOVE: dict[str, str] = {
     # Features are made of examples by functions of one example, and kept beside the files that were read.
     "tasks": "budget mechanism mechanism.losses tasks.features",
     "tasks.features": "mechanism tasks",
-    "training": "budget processes accounting randomness mechanism mechanism.losses engines engines.recorded engines.rehearsal optim "
+    "training": "budget processes accounting randomness mechanism mechanism.losses engines optim "
     "methods tasks tasks.features accounting.lower_bounds mechanism.users",
     "privacy_engine": "budget processes accounting randomness mechanism mechanism.users mechanism.losses engines "
-    "engines.per_example engines.rehearsal engines.recorded optim optim.optimizers methods tasks training privacy_engine.recorded",
-    "privacy_engine.recorded": "mechanism mechanism.losses engines engines.per_example engines.rehearsal engines.recorded "
-    "privacy_engine",
+    "engines.per_example engines.example_axis optim optim.optimizers methods tasks training",
     "priors": "mechanism tasks tasks.features",
     # A recipe is a run's settings by name: it makes runs of the training loop, and plans them.
     "recipes": "accounting mechanism methods tasks tasks.features training",

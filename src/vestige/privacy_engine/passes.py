@@ -520,6 +520,11 @@ class Passes:
         self._add(opened, torch._C._current_graph_task_id(), uses)
 
     def _add(self, opened: Open, task: int, uses: Mapping[str, Gradient]) -> None:
+        if task not in opened.tasks:
+            raise ValueError(
+                "the loss uses something from inside the private model that is not one of its outputs: return it from "
+                "the model's forward, with a row for each example"
+            )
         held = opened.tasks[task]
         assert held is not None, "a captured pass delivers nothing"
         for name, gradient in uses.items():

@@ -239,7 +239,7 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not isinstance(args[0], Operand):
             return function(*args, **kwargs)
     if name in CUT or not torch.is_grad_enabled():
-        require_no_reentrant_checkpoint()
+        require_no_function()
         return function(*_plain(args), **_plain_named(kwargs))
     if name == "requires_grad":
         return True
@@ -261,12 +261,16 @@ def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return tapped(now, name, kind, (output,), saved, settle)
 
 
-def require_no_reentrant_checkpoint() -> None:
-    """Reentrant checkpointing runs the model without gradients first, and differentiates it where nobody watches."""
+def require_no_function() -> None:
+    """A parameter inside an autograd function is differentiated where nobody watches: its gradient would be lost.
+    Reentrant checkpointing is such a function, too."""
     frame: Any = sys._getframe(1) if not torch.is_grad_enabled() else None
     while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "forward" and file.endswith("torch/utils/checkpoint.py"):
             raise Misfit("activations are checkpointed with use_reentrant=True: say use_reentrant=False")
+        if name == "apply" and file.endswith("torch/autograd/function.py"):
+            raise Misfit("a parameter is given to an autograd.Function: give its module a rule (docs/adding-a-layer.md)")
         frame = frame.f_back
 
 
