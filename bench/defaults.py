@@ -1,4 +1,4 @@
-"""What does private training cost with libraries' defaults? Dropout, masks, padding to the longest, `.loss`, checkpoints.
+"""What does private training cost with libraries' defaults? Dropout, masks, padding, `.loss`, checkpoints.
 
 usage: python bench/defaults.py [--device cuda|cpu] [--models NAME ...] [--steps N] [--small]
        [--tf32] [--json FILE]
@@ -64,7 +64,9 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return made
 
 
-def text(vocabulary: int, low: int, high: int, labels: str | None) -> Callable[[torch.Generator, bool], dict[str, Tensor]]:
+def text(
+    vocabulary: int, low: int, high: int, labels: str | None
+) -> Callable[[torch.Generator, bool], dict[str, Tensor]]:
     def row(g: torch.Generator, small: bool) -> dict[str, Tensor]:
         length = int(torch.randint(low if not small else 4, high if not small else 12, (), generator=g))
         ids = torch.randint(3, vocabulary if not small else 90, (length,), generator=g)
@@ -83,7 +85,10 @@ def text(vocabulary: int, low: int, high: int, labels: str | None) -> Callable[[
 def image(size: int, classes: int) -> Callable[[torch.Generator, bool], dict[str, Tensor]]:
     def row(g: torch.Generator, small: bool) -> dict[str, Tensor]:
         side = 32 if small else size
-        return {"pixel_values": torch.randn(3, side, side, generator=g), "labels": torch.randint(classes, (), generator=g)}
+        return {
+            "pixel_values": torch.randn(3, side, side, generator=g),
+            "labels": torch.randint(classes, (), generator=g),
+        }
 
     return row
 
@@ -102,7 +107,13 @@ def _bert(kind: str) -> Callable[[bool], nn.Module]:
         if kind == "distilbert":
             size = {"dim": 16, "hidden_dim": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 96} if small else {}
             return t.DistilBertForSequenceClassification(t.DistilBertConfig(**size))
-        size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96}
+        size = {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "vocab_size": 96,
+        }
         return t.BertForSequenceClassification(t.BertConfig(**(size if small else {})))
 
     return build
@@ -165,7 +176,9 @@ class UNet(nn.Module):
         self.width = width
         self.time = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
         self.start, self.end = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
-        blocks = [nn.Sequential(nn.GroupNorm(8, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1)) for _ in range(6)]
+        blocks = [
+            nn.Sequential(nn.GroupNorm(8, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1)) for _ in range(6)
+        ]
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,7 +219,13 @@ def _prompted(small: bool) -> nn.Module:
     """A frozen encoder with eight residual layers that make its prompt."""
     import transformers as t
 
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96}
+    size = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 96,
+    }
 
     class Prompted(nn.Module):
         def __init__(self) -> None:
@@ -214,7 +233,9 @@ def _prompted(small: bool) -> nn.Module:
             self.encoder = t.BertModel(t.BertConfig(**(size if small else {}))).requires_grad_(False)
             width = self.encoder.config.hidden_size
             self.prompt = nn.Parameter(torch.randn(8, width) * 0.02)
-            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(width, 64), nn.Tanh(), nn.Linear(64, width)) for _ in range(8)])
+            self.layers = nn.ModuleList(
+                [nn.Sequential(nn.Linear(width, 64), nn.Tanh(), nn.Linear(64, width)) for _ in range(8)]
+            )
             self.head = nn.Linear(width, 2)
 
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -311,7 +332,11 @@ def timed(model: Model, device: torch.device, small: bool, steps: int, private: 
             each.append(time.perf_counter() - (start if number == 0 else begun))
             if number == steps:
                 break
-        said = [str(each.message).splitlines()[0][:160] for each in caught if "vestige" in each.filename or "captured" in str(each.message)]
+        said = [
+            str(each.message).splitlines()[0][:160]
+            for each in caught
+            if "vestige" in each.filename or "captured" in str(each.message)
+        ]
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     later = sorted(each[1:])
     return {
@@ -335,7 +360,11 @@ def main() -> None:
     device, rows = torch.device(given.device), {}
     if given.tf32:
         torch.set_float32_matmul_precision("high")
-    print("| model | plain ms | private: mean over plain | median | worst step ms | memory | set-up s | said |\n" + "|---" * 8 + "|")
+    print(
+        "| model | plain ms | private: mean over plain | median | worst step ms | memory | set-up s | said |\n"
+        + "|---" * 8
+        + "|"
+    )
     for name in given.models:
         try:
             plain = timed(MODELS[name], device, given.small, given.steps, private=False)
@@ -348,7 +377,8 @@ def main() -> None:
         memory = ours["memory"] / plain["memory"] if plain["memory"] else float("nan")
         print(
             f"| {name} | {1e3 * plain['mean']:.1f} | {ours['mean'] / plain['mean']:.2f}x | "
-            f"{ours['median'] / plain['median']:.2f}x | {1e3 * ours['worst']:.0f} | {memory:.2f}x | {ours['setup']:.1f} | "
+            f"{ours['median'] / plain['median']:.2f}x | {1e3 * ours['worst']:.0f} | {memory:.2f}x | "
+            f"{ours['setup']:.1f} | "
             f"{'; '.join(ours['said'])} |",
             flush=True,
         )

@@ -94,7 +94,10 @@ def calls() -> dict[str, list[Call]]:
     made["cat"] = [Call(lambda x, y, d=d: torch.cat([x, y], d), "f3 f3", True) for d in range(-1, 3)]
     made["cat"] += [Call(lambda x, d=d: torch.cat([x[:1], x], d), "f3") for d in range(1)]
     made["stack"] = [Call(lambda x, y, d=d: torch.stack([x, y], d), "f2 f2", True) for d in range(-1, 3)]
-    made["stack"] += [Call(lambda x: torch.stack(list(x.unbind(0))), "f2"), Call(lambda x: torch.stack([x[1], x[0]]), "f2")]
+    made["stack"] += [
+        Call(lambda x: torch.stack(list(x.unbind(0))), "f2"),
+        Call(lambda x: torch.stack([x[1], x[0]]), "f2"),
+    ]
     made["pad"] = [Call(lambda x, p=p: F.pad(x, p), "f3", True) for p in ((1, 0), (0, 0, 1, 1), (0, 0, 0, 0, 1, 0))]
     made["repeat"] = [Call(lambda x, c=c: x.repeat(*c), "f3") for c in ((1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 1, 1, 1))]
     made["products"] = [
@@ -156,9 +159,7 @@ def calls() -> dict[str, list[Call]]:
         Call(lambda q, m: F.scaled_dot_product_attention(q, q, q, m), "f3 f3", True),
         Call(lambda q, m: F.scaled_dot_product_attention(q, q, q, m[:1]), "f3 f3"),
     ]
-    made["losses"] = [
-        Call(lambda x, y, r=r: aten.mse_loss(x, y, r), "f2 f2", True) for r in range(3)
-    ]
+    made["losses"] = [Call(lambda x, y, r=r: aten.mse_loss(x, y, r), "f2 f2", True) for r in range(3)]
     made["losses"] += [
         Call(lambda x, y, r=r: aten.multi_margin_loss(x, y, 1, 1, None, r), shape)
         for r in range(3)
@@ -195,7 +196,9 @@ def calls() -> dict[str, list[Call]]:
         for each in (
             lambda x, i, y: _written(x, lambda z: z.index_put_((torch.arange(len(x)), i), y)),
             lambda x, i, y: _written(torch.zeros_like(x), lambda z: z.index_put_((torch.arange(len(x)), i), y)),
-            lambda x, i, y: _written(torch.zeros(x.shape, dtype=x.dtype), lambda z: z.index_put_((torch.arange(len(x)), i), y)),
+            lambda x, i, y: _written(
+                torch.zeros(x.shape, dtype=x.dtype), lambda z: z.index_put_((torch.arange(len(x)), i), y)
+            ),
             lambda x, i, y: _written(x, lambda z: z.index_put_((i,), y[:, None])),
             lambda x, i, y: _written(torch.zeros(x.shape, dtype=x.dtype), lambda z: z.index_put_((i,), y)),
             lambda x, i, y: _written(x, lambda z: z.index_put_((i % 1,), y)),
@@ -203,9 +206,9 @@ def calls() -> dict[str, list[Call]]:
             lambda x, i, y: _written(x, lambda z: z.__setitem__(y > 0.8, 0)),
         )
     ]
-    made["parts"] = [
-        Call(lambda x, y, d=d: torch.select_scatter(x, y, d, 0), "f3 f2") for d in range(3)
-    ] + [Call(lambda x, y, d=d: torch.slice_scatter(x, y, d), "f3 f3") for d in range(3)]
+    made["parts"] = [Call(lambda x, y, d=d: torch.select_scatter(x, y, d, 0), "f3 f2") for d in range(3)] + [
+        Call(lambda x, y, d=d: torch.slice_scatter(x, y, d), "f3 f3") for d in range(3)
+    ]
     made["parts"] += [Call(lambda x: x[:, 1:] * 2, "f3", True), Call(lambda x: x.select(2, 0) * 2, "f3", True)]
     made["parts"] += [Call(lambda x, d=d: x.unfold(d, 2, 1) * 2, "f3", True) for d in range(3)]
     made["searchsorted"] = [Call(lambda e, x: torch.searchsorted(e.sort(-1)[0], x), "f2 f2")]

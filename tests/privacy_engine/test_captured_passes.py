@@ -46,7 +46,11 @@ def trained(name: str, device: str, captured: bool, steps: int = 4):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "name", ["GPT-2", *(pytest.param(each, marks=pytest.mark.slow) for each in defaults.MODELS if each not in ("GPT-2", "U-Net"))]
+    "name",
+    [
+        "GPT-2",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in defaults.MODELS if each not in ("GPT-2", "U-Net")),
+    ],
 )
 def test_a_captured_loop_trains_as_the_loop_itself(name: str, device: str):
     plain, _ = trained(name, device, captured=False)

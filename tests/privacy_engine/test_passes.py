@@ -408,7 +408,9 @@ def test_vestige_train_of_compiled_models(how):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             list(vestige.train(given, LOSS, data, reproducible=1, **common))
-        ends.append((flat(model), ["torch.compile is ignored" in str(w.message) for w in said], list(model.state_dict())))
+        ends.append(
+            (flat(model), ["torch.compile is ignored" in str(w.message) for w in said], list(model.state_dict()))
+        )
     torch._dynamo.reset()
     assert torch.equal(ends[0][0], ends[1][0])
     assert [said for _, said, _ in ends] == [[], [True]]

@@ -211,7 +211,13 @@ CASES = [
     ),
     Case(name="nll", model=mlp, data=numbers(5), loss=nll),
     Case(name="focal loss", model=mlp, data=numbers(5), loss=focal),
-    Case(name="mean of masked losses by hand", refused={"loop": "is a reduction over the batch"}, model=mlp, data=ignoring, loss=mean_of_masked),
+    Case(
+        name="mean of masked losses by hand",
+        refused={"loop": "is a reduction over the batch"},
+        model=mlp,
+        data=ignoring,
+        loss=mean_of_masked,
+    ),
     Case(name="mean of masked losses, by criterion", model=mlp, data=ignoring, loss=mean_of_masked, criterion=True),
     Case(
         name="mean of masked tokens by hand",

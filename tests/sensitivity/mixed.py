@@ -237,7 +237,12 @@ CASES = [
         refused="is a reduction over the batch",
         daily=True,
     ),
-    Case(name="running mean for later", model=RunningMeanUnused, data=numbers(5), refused="buffer 'mean' was changed by the forward pass"),
+    Case(
+        name="running mean for later",
+        model=RunningMeanUnused,
+        data=numbers(5),
+        refused="buffer 'mean' was changed by the forward pass",
+    ),
     Case(
         name="running mean in a frozen parameter",
         model=FrozenCentre,
@@ -245,7 +250,12 @@ CASES = [
         refused="parameter 'centre' was changed by the forward pass",
         daily=True,
     ),
-    Case(name="codebook that follows", model=Codebook, data=numbers(5), refused="puts rows in places that are not their own"),
+    Case(
+        name="codebook that follows",
+        model=Codebook,
+        data=numbers(5),
+        refused="puts rows in places that are not their own",
+    ),
     Case(
         name="attention across the batch",
         model=AcrossBatch,
@@ -253,7 +263,12 @@ CASES = [
         refused="combines rows of different examples",
         daily=True,
     ),
-    Case(name="lstm across the batch", model=RecurrentAcrossBatch, data=numbers(5, 4), refused="about some rows of the batch"),
+    Case(
+        name="lstm across the batch",
+        model=RecurrentAcrossBatch,
+        data=numbers(5, 4),
+        refused="about some rows of the batch",
+    ),
     Case(name="memory in a list", model=Remembering, data=numbers(5), refused="is a reduction over the batch"),
     Case(
         name="similarities of everyone",

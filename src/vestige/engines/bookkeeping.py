@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vestige.devices import slack
+from vestige.engines.example_axis.functions import TrackedFunctions
 from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example import kernels
@@ -28,7 +31,6 @@ from vestige.engines.per_example.gradients import Gradient, change
 from vestige.engines.per_example.taps import Proved, eagerly, gradients
 from vestige.engines.per_example.uses import Misfit
 from vestige.engines.reference import Reference, placed
-from vestige.engines.example_axis.functions import TrackedFunctions
 from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, counts_targets, example_losses
@@ -61,6 +63,9 @@ class BookKeeping:
             terms = terms_of(transform, parameters, batch)
         if terms is None:
             return self.reference(batch, parameters, clip, into, transform)
+        examples, alone = len(batch[0]), len(batch[0]) == 1
+        if alone:  # beside itself, with weight zero: an axis of one entry cannot be told from others
+            terms = [replace(term, batch=tuple(torch.cat([part, part]) for part in term.batch)) for term in terms]
         require_independent(self.model)  # at every step: a mode may have changed, of a frozen batch norm above all
         self.say_compiled()
         with eagerly():
@@ -69,12 +74,14 @@ class BookKeeping:
             except (NotApart, Misfit) as problem:
                 if isinstance(problem, NotApart) and not problem.unknown:
                     raise ValueError(
-                        f"the model or its loss mixes the examples of a batch: {problem}. No example's influence can be "
-                        "bounded: compute it of each example by itself"
+                        f"the model or its loss mixes the examples of a batch: {problem}. No example's influence can "
+                        "be bounded: compute it of each example by itself"
                     ) from None
                 self._say_left(str(problem))
                 return self.reference(batch, parameters, clip, into, transform)
-        return add_weighted(found, clip, self.layout, into, len(batch[0]))
+        if alone:
+            found = {name: change(gradient, itemgetter(slice(1))) for name, gradient in found.items()}
+        return add_weighted(found, clip, self.layout, into, examples)
 
     def gradients_of(self, term: Term) -> dict[str, list[Gradient]]:
         """SENSITIVE: every parameter's per-example gradients at a point, each the mean over an example's views."""

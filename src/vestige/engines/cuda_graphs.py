@@ -60,7 +60,7 @@ def sizes_of(population: int, rate: float, part: int | None = None) -> list[int]
 
 
 def ahead(sizes: Sequence[int]) -> list[int]:
-    """The order in which sizes are captured: the largest, in whose memory the others find room, then the middle ones."""
+    """The order in which sizes are captured: the largest, in whose memory others find room, then the middle ones."""
     middle = len(sizes) // 2
     return [sizes[0], *sorted(sizes[1:], key=lambda size: abs(sizes.index(size) - middle))]
 
@@ -156,7 +156,7 @@ def precision() -> tuple[Hashable, ...]:
 
 
 def fill_rows(buffer: Tensor, rows: Tensor) -> None:
-    """Put rows into a buffer; its further rows are copies of the first, so that predicates over all keep their value."""
+    """Put rows into a buffer; further ones are copies of the first, so that predicates over all keep their value."""
     count = len(rows)
     buffer[:count].copy_(rows)
     if count < len(buffer):
@@ -301,9 +301,7 @@ class Captured:
             return None
         return self._step(mean, clip, into)
 
-    def _capture(
-        self, key: Hashable, sizes: Sequence[int], mean: Term, clip: Clip, into: Tensor, full: bool
-    ) -> None:
+    def _capture(self, key: Hashable, sizes: Sequence[int], mean: Term, clip: Clip, into: Tensor, full: bool) -> None:
         start, largest = inf, None
         self._pool = self._pool or new_pool()
         with torch.cuda.device_of(into):

@@ -19,7 +19,9 @@ class ModuleSnapshot:
     """The parameters, buffers and counters of a module when this was made; the copies lie in the host's memory."""
 
     def __init__(self, model: nn.Module) -> None:
-        stores: list[dict[str, Any]] = [store for module in model.modules() for store in (module._parameters, module._buffers)]
+        stores: list[dict[str, Any]] = [
+            store for module in model.modules() for store in (module._parameters, module._buffers)
+        ]
         self._stores = [(store, {key: (held, _copied(held)) for key, held in store.items()}) for store in stores]
         self._counts = [(module, _numbers(module)) for module in model.modules()]
 

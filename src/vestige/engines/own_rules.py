@@ -1,8 +1,8 @@
 """How does a module of one's own get a rule? A function that says each example's gradients of its parameters.
 
 Hardly any module needs one: whatever it computes with torch's functions is watched. It is for what torch cannot see
-into, such as an autograd.Function, and for what a person knows a shorter way to. A rule is never taken at its word: at its
-first use in a module it is held against autograd, example by example, and a rule that says something else is refused.
+into, such as an autograd.Function, and for what a person knows a shorter way to. A rule is never taken at its word: at
+its first use in a module it is held against autograd, example by example, and one that says something else is refused.
 """
 
 from __future__ import annotations

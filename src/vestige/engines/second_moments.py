@@ -82,8 +82,8 @@ class SecondMoments:
     """Sums of clipped second moments, as an engine sums clipped gradients.
 
     Formal guarantees: adding or removing one example moves the sum by at most the clip's bound in the 2-norm, to
-    rounding in float64: that the modules before the head make each row of its own example is proved. A row that is not finite, and a label that is none of the classes, contribute exactly
-    zero.
+    rounding in float64: that the modules before the head make each row of its own example is proved. A row that is
+    not finite, and a label that is none of the classes, contribute exactly zero.
     """
 
     sums_in = torch.float64

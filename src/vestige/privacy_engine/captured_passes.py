@@ -118,7 +118,9 @@ class Replay:
     def outputs(self) -> tuple[list[Any], TreeSpec]:
         """What the forward pass gives, flat, of the examples alone and in memory of their own; beside each `Ending`."""
         self.graphs.forward.replay()
-        return [self._own(leaf).clone() if isinstance(leaf, Ending) else leaf for leaf in self.graphs.outputs], self.graphs.tree  # fmt: skip
+        leaves = self.graphs.outputs
+        found = [self._own(leaf).clone() if isinstance(leaf, Ending) else leaf for leaf in leaves]
+        return found, self.graphs.tree
 
     def endings(self) -> list[tuple[int, Ending]]:
         return [(place, leaf) for place, leaf in enumerate(self.graphs.outputs) if isinstance(leaf, Ending)]
@@ -196,7 +198,9 @@ class CapturedPasses:
     _begun, _spent = inf, 0.0
     """When the first passes had been captured, and seconds that capturing took since."""
 
-    def begin(self, forward: Callable[..., Any], call: Call, label: Rows, modules: Sequence[nn.Module]) -> Replay | None:
+    def begin(
+        self, forward: Callable[..., Any], call: Call, label: Rows, modules: Sequence[nn.Module]
+    ) -> Replay | None:
         """This pass in the memory of graphs, captured if need be; None if it is to run as it is."""
         device = device_of(self.module)
         if not self.sizes or label.count > self.sizes[0] or not capturable(device) or self.sizes[0] > LARGEST_SUM:
@@ -243,7 +247,9 @@ class CapturedPasses:
         """To which lengths texts are padded: to those of graphs that are there, as long as capturing has to wait."""
         if wanted in known or self._may_capture():
             return wanted
-        longer = [each for each, form in known.items() if form and all(a >= b for a, b in zip(each, wanted, strict=True))]
+        longer = [
+            each for each, form in known.items() if form and all(a >= b for a, b in zip(each, wanted, strict=True))
+        ]
         return min(longer, key=sum, default=wanted)
 
     def _may_capture(self) -> bool:
@@ -411,7 +417,12 @@ class CapturedForm:
         try:
             with tracking.model(rows, self._batch, True, fresh=True) as tracker:
                 now = Pass(rows, self._point, tracker, deliver, inside=False)
-                with self.owner.taps.watching(now), torch.enable_grad(), _without_cache(self.device), mask_is_full(self._full):
+                with (
+                    self.owner.taps.watching(now),
+                    torch.enable_grad(),
+                    _without_cache(self.device),
+                    mask_is_full(self._full),
+                ):
                     outputs = self._forward(*args, **kwargs)
                 require_unwritten(self.owner.module, tracker, now.environment)
                 found, tree = tree_flatten(outputs)

@@ -470,7 +470,9 @@ class PrivacyEngine(HoldsKey):
         """Write down what the passes of a step have shown, before it is charged."""
         passes, ledger = self._private_steps().passes, self._ledger
         seen = "every operator from the loader to the backward pass was followed"
-        unseen = "batches came by a loader of another library: what was made of targets before the model was not followed"
+        unseen = (
+            "batches came by a loader of another library: what was made of targets before the model was not followed"
+        )
         status, detail = ("assumed", unseen) if passes.assumed else ("checked", seen)
         assumptions.record(ledger, "loss_per_example", status, detail)  # type: ignore[arg-type]
         assumptions.record(ledger, "divisor", status, detail)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Back = Callable[[Sequence[Tensor]], None]
+Reached = Callable[[Sequence[Tensor]], Back | None]
 
 
 class End(torch.autograd.Function):
@@ -19,7 +20,7 @@ class End(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, reached: Callable[[Sequence[Tensor]], Back | None], anchor: Tensor, factor: int, *outputs: Tensor) -> Any:  # fmt: skip
+    def forward(ctx: Any, reached: Reached, anchor: Tensor, factor: int, *outputs: Tensor) -> Any:
         ctx.reached, ctx.factor = reached, factor
         ctx.types = [output.dtype for output in outputs]
         return tuple(output.detach().float() for output in outputs)

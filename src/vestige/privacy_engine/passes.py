@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
+from vestige.engines.example_axis.functions import ReadNumber
 from vestige.engines.example_axis.labels import Mixed, NotApart, Rows
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.expressions import ANCHOR, Pass
@@ -29,7 +30,6 @@ from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import Misfit, Watched
 from vestige.engines.planted import TOGETHER, Canaries
-from vestige.engines.example_axis.functions import ReadNumber
 from vestige.entrances import Entrance, stand_at
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
@@ -391,9 +391,16 @@ class Passes:
             known = [Rows(0, 1, rows, tracking.batches)]
         tracking.start()
         if any(label.batch != known[0].batch for label in known):
-            raise ValueError("arguments of the private model are rows of different batches: each step is about one batch")
+            raise ValueError(
+                "arguments of the private model are rows of different batches: each step is about one batch"
+            )
         for _, leaf in tensors:  # public values of as many rows, such as drawn time steps, are given row by row
-            if tracking.label(leaf) is None and leaf.dim() and len(leaf) == known[0].count and not leaf.is_floating_point():
+            if (
+                tracking.label(leaf) is None
+                and leaf.dim()
+                and len(leaf) == known[0].count
+                and not leaf.is_floating_point()
+            ):
                 tracking.labels.set(leaf, known[0]._replace(axis=0, inner=1, first=0))
         return known[0]
 
@@ -425,7 +432,9 @@ class Passes:
         endings = replay.endings()
         labels = [ending.label._replace(count=label.count, batch=label.batch) for _, ending in endings]
         reductions = [ending.reduction for _, ending in endings]
-        return tree_unflatten(self._with_ends(opened, found, [place for place, _ in endings], labels, reductions), shape)
+        return tree_unflatten(
+            self._with_ends(opened, found, [place for place, _ in endings], labels, reductions), shape
+        )
 
     def _shapes(self, call: Call) -> Shapes:
         """Of all tensors, without the axis of examples where there is one."""

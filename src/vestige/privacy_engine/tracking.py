@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from vestige.engines.example_axis.labels import Labels, Mixed, Read, Rows, Tracker, mixed
 from vestige.engines.example_axis.functions import TrackedFunctions
+from vestige.engines.example_axis.labels import Labels, Mixed, Read, Rows, Tracker, mixed
 
 
 class Tracking:
@@ -69,7 +69,7 @@ class Tracking:
             self._on = threading.get_ident()
 
     def stop(self) -> None:
-        """A step begins, or the loader is left. A mode of the user's that is still on stays above ours until it ends."""
+        """A step begins, or the loader is left. A mode of the user's that is still on stays above ours."""
         if self._on == threading.get_ident() and _get_current_dispatch_mode() is self.tracker:
             self.tracker.__exit__(None, None, None)
             self._functions.__exit__(None, None, None)

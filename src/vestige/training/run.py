@@ -21,9 +21,9 @@ from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.balance import Constants
 from vestige.budget.account import Budget, Provenance, attach, continued
 from vestige.checks import check_steps
+from vestige.engines.cuda_graphs import Captured, sizes_of
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
-from vestige.engines.cuda_graphs import Captured, sizes_of
 from vestige.engines.registry import InBfloat16, engine_by_name
 from vestige.engines.second_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.sharded import Sharded

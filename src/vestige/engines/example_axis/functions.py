@@ -1,4 +1,4 @@
-"""What must be seen before it reaches the dispatcher? Losses that reduce over the batch, and reads that dispatch nothing.
+"""What must be seen before it reaches the dispatcher? Losses over the batch, and reads that dispatch nothing.
 
 - A loss of torch's own over rows is taken of each example by itself: a mean over targets that count becomes each
   example's mean over its own, so that no divisor is everybody's. Inside a model, what it returns as its loss then has a

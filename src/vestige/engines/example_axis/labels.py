@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
     axis: int
     inner: int
-    count: int
+    count: int  # type: ignore[assignment]
     batch: int
     first: int = 0
 
@@ -81,7 +81,7 @@ class Region(NamedTuple):
 
     start: int
     unit: int
-    count: int
+    count: int  # type: ignore[assignment]
     batch: int
 
     def rows(self, geometry: Geometry) -> Rows | None:
@@ -131,7 +131,7 @@ class Memory:
 
 def geometry_of(tensor: Tensor) -> Geometry:
     width = tensor.element_size()
-    return tuple(tensor.size()), tuple([width * step for step in tensor.stride()]), width * tensor.storage_offset()
+    return tuple(tensor.size()), tuple([width * step for step in tensor.stride()]), width * int(tensor.storage_offset())
 
 
 class Labels:
@@ -269,7 +269,7 @@ class Tracker(TorchDispatchMode):
         """Storages of losses that a model would have reduced to one number, and that have one for each example; and how
         it would have reduced them."""
         self.draw: float | None = None
-        """What is drawn on the host in place of a random number between 0 and 1, to see whether that decides anything."""
+        """What is drawn on the host in place of a number between 0 and 1, to see whether that decides anything."""
         self.sequence: list[Any] | None = None
         """The operators that have run, where somebody wants to know."""
         self.answer: bool | None = None
@@ -288,12 +288,13 @@ class Tracker(TorchDispatchMode):
         """The tensor's first axis counts the examples, each with `inner` rows side by side."""
         self.labels.set(tensor, Rows(0, inner, count, batch))
 
-    def promote(self, tensor: Tensor, axis: int | None = None) -> None:
-        """Take a new public tensor for rows, one for each example, along the first axis of as many entries."""
+    def promote(self, tensor: Tensor, axis: int | None = None, inner: int = 1) -> None:
+        """Take a new public tensor for rows, `inner` for each example, along the first axis of as many entries."""
         if self.expected is None or (axis is None and self.expected[0] not in tensor.shape):
             return
         self.promoted += 1
-        self.labels.set(tensor, Rows(tensor.shape.index(self.expected[0]) if axis is None else axis, 1, *self.expected))
+        place = tensor.shape.index(self.expected[0]) if axis is None else axis
+        self.labels.set(tensor, Rows(place, inner, *self.expected))
 
     def scalar(self, tensor: Tensor) -> str | None:
         """How a model would have reduced this loss, which has a number for each example."""
@@ -387,6 +388,7 @@ FACTORIES = frozenset(
     for overload in getattr(torch.ops.aten, name).overloads()
     if not overload.endswith("out")
 )
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vestige.engines.example_axis.labels import Label, Mixed, Rows, Rule, Tracker, first_mixed, install_rules, mixed, spared
+from vestige.engines.example_axis.labels import (
+    Label,
+    Mixed,
+    Rows,
+    Rule,
+    Tracker,
+    first_mixed,
+    install_rules,
+    mixed,
+    spared,
+)
 
 Labeller = Callable[["Op"], Any]
 """From a call of an operator to the label of its output, or of each of its outputs."""
@@ -101,7 +111,9 @@ def bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, A
     names = _NAMES.get(func)
     if names is None:
         schema = func._schema.arguments
-        names = _NAMES[func] = tuple((each.name, each.default_value if each.has_default_value() else None) for each in schema)
+        names = _NAMES[func] = tuple(
+            (each.name, each.default_value if each.has_default_value() else None) for each in schema
+        )
     given = {name: args[place] if place < len(args) else default for place, (name, default) in enumerate(names)}
     given.update(kwargs)
     return given
@@ -123,7 +135,8 @@ def ruled(labeller: Labeller) -> Rule:
         problem = first_mixed(arguments)
         given = problem if problem is not None else labeller(Op(tracker, func, bound(func, args, kwargs), found))
         outputs = found if isinstance(found, tuple | list) else (found,)
-        labels = given if type(given) in (list, tuple) and not isinstance(given, Rows) else [given] * len(outputs)
+        several = type(given) in (list, tuple) and not isinstance(given, Rows)
+        labels: list[Any] = list(given) if several else [given] * len(outputs)
         if problem is None and first_mixed(labels) is not None and _of_a_batch_of_one(arguments):
             labels = [_whole(each, arguments[0]) for each in outputs]
         return tracker.finish(func, found, labels, args, kwargs)
@@ -341,7 +354,11 @@ def repeated(op: Op) -> Any:
 def _one_after_the_other(op: Op, tensors: Sequence[Tensor], dim: int, inner: int) -> Rows | None:
     """Tensors of single examples, all of them in their order, side by side."""
     labels = [op.tracker.labels.get(each) for each in tensors]
-    alone = [label.at(-1) for each, label in zip(tensors, labels, strict=True) if isinstance(label, Rows) and _alone(each, label)]
+    alone = [
+        label.at(-1)
+        for each, label in zip(tensors, labels, strict=True)
+        if isinstance(label, Rows) and _alone(each, label)
+    ]
     if not alone or len(alone) != len(labels) or len(alone) != alone[0].count:
         return None
     in_order = all(label == alone[0]._replace(first=place) for place, label in enumerate(alone))
@@ -361,7 +378,7 @@ def joined(op: Op) -> Any:
     if alone is not None:
         return alone
     pairs = [(each, op.tracker.labels.get(each)) for each in tensors if each.dim() > 1 or len(each)]
-    label = op.meet(*(("", label) for _, label in pairs))  # type: ignore[misc]
+    label = op.meet(*(("", label) for _, label in pairs))  # type: ignore[arg-type]
     if not isinstance(label, Rows):
         return label
     if dim % op.found.dim() != label.axis:
@@ -375,7 +392,7 @@ def stacked(op: Op) -> Any:
     alone = _one_after_the_other(op, op["tensors"], dim, 1)
     if alone is not None:
         return alone
-    label = op.meet(*(("", op.tracker.labels.get(each)) for each in op["tensors"]))  # type: ignore[misc]
+    label = op.meet(*(("", op.tracker.labels.get(each)) for each in op["tensors"]))  # type: ignore[arg-type]
     if not isinstance(label, Rows):
         return label
     return label.at(label.axis + (dim <= label.axis))
@@ -550,7 +567,7 @@ def attention(op: Op) -> Any:
 
 
 def recurrent(op: Op) -> Any:
-    """A frozen recurrent layer over [time, examples, width], or batch first; its states are [layers, examples, width]."""
+    """A frozen recurrent layer over [time, examples, width], or batch first; states are [layers, examples, width]."""
     label = op.label("input")
     first = bool(op.given.get("batch_first"))
     states = {"hx", "cx", "hx_", "cx_"} & set(op.given)
@@ -783,11 +800,15 @@ def searched(op: Op) -> Any:
 # --- which operator has which rule ------------------------------------------------------------------------------------
 
 TABLE: dict[Labeller, str] = {
-    pointwise: "native_dropout _fused_dropout _to_copy bernoulli _prelu_kernel _prelu_kernel_backward prelu elu_backward "
-    "leaky_relu_backward hardtanh_backward log_sigmoid_forward log_sigmoid_backward softplus_backward hardswish_backward "
-    "hardsigmoid_backward hardshrink_backward softshrink_backward mish_backward celu rrelu_with_noise rrelu_with_noise_functional masked_fill masked_fill_ "
+    pointwise: "native_dropout _fused_dropout _to_copy bernoulli _prelu_kernel _prelu_kernel_backward prelu "
+    "elu_backward "
+    "leaky_relu_backward hardtanh_backward log_sigmoid_forward log_sigmoid_backward softplus_backward "
+    "hardswish_backward "
+    "hardsigmoid_backward hardshrink_backward softshrink_backward mish_backward celu rrelu_with_noise "
+    "rrelu_with_noise_functional masked_fill masked_fill_ "
     "polar complex where binary_cross_entropy_with_logits_backward logit_backward lerp_ addcmul_ addcdiv_ nan_to_num_ "
-    "hardswish hardsigmoid gelu normal poisson _conj_physical resolve_conj resolve_neg fill native_dropout_backward rrelu_with_noise_backward",
+    "hardswish hardsigmoid gelu normal poisson _conj_physical resolve_conj resolve_neg fill "
+    "native_dropout_backward rrelu_with_noise_backward",
     copied: "copy_ copy",
     overwritten: "fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_",
     loss: "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss binary_cross_entropy_with_logits",
@@ -801,7 +822,9 @@ TABLE: dict[Labeller, str] = {
     along: "_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort topk flip roll glu _fft_r2c _fft_c2r "
     "_fft_c2c cumsum_ cumprod_ _safe_softmax",
     along_backward: "_softmax_backward_data _log_softmax_backward_data glu_backward",
-    last_axes(1): "avg_pool1d max_pool1d max_pool1d_with_indices _adaptive_avg_pool1d adaptive_max_pool1d reflection_pad1d "
+    last_axes(
+        1
+    ): "avg_pool1d max_pool1d max_pool1d_with_indices _adaptive_avg_pool1d adaptive_max_pool1d reflection_pad1d "
     "replication_pad1d reflection_pad1d_backward replication_pad1d_backward upsample_linear1d upsample_nearest1d "
     "_upsample_nearest_exact1d upsample_linear1d_backward upsample_nearest1d_backward",
     last_axes(2): "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d_backward "
@@ -817,7 +840,8 @@ TABLE: dict[Labeller, str] = {
     "upsample_nearest3d upsample_trilinear3d_backward upsample_nearest3d_backward pixel_shuffle pixel_unshuffle "
     "channel_shuffle reflection_pad3d replication_pad3d",
     first_axis: "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward "
-    "multilabel_margin_loss_backward im2col col2im grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward "
+    "multilabel_margin_loss_backward im2col col2im grid_sampler_2d grid_sampler_3d "
+    "grid_sampler_2d_backward grid_sampler_3d_backward "
     "native_group_norm affine_grid_generator multinomial max_unpool2d max_unpool3d",
     padded: "constant_pad_nd",
     repeated: "repeat",
@@ -864,13 +888,14 @@ SHAPES = (
 )
 """Operators that look at shapes alone, or give another name to the same memory."""
 READS = (
-    "_local_scalar_dense item is_nonzero nonzero nonzero_numpy equal masked_select unique_dim _unique2 unique_consecutive "
+    "_local_scalar_dense item is_nonzero nonzero nonzero_numpy equal masked_select unique_dim _unique2 "
+    "unique_consecutive "
     "bincount histc allclose repeat_interleave masked_scatter"
 )
 """Operators by which Python sees a value, or a size that depends on values."""
 
 LIKE = "zeros_like ones_like empty_like full_like rand_like randn_like randint_like"
-"""Public tensors in the shape of another one: taken for rows where that has rows, which is sound of any public value."""
+"""Public tensors in the shape of another one: taken for rows where that has rows: sound of any public value."""
 NEW = "new_zeros new_ones new_empty new_full new_empty_strided"
 """Public tensors of any shape."""
 
@@ -909,7 +934,9 @@ def find_rule(func: Any) -> Rule:
         return listed
     schema = func._schema
     returned = [each for each in schema.returns if each.alias_info is not None]
-    if returned and not any(each.alias_info.is_write for each in (*schema.returns, *schema.arguments) if each.alias_info):
+    if returned and not any(
+        each.alias_info.is_write for each in (*schema.returns, *schema.arguments) if each.alias_info
+    ):
         return VIEW
     if torch.Tag.dynamic_output_shape in func.tags:
         return SIZED

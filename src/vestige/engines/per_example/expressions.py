@@ -73,7 +73,9 @@ def depth(expression: Expression) -> int:
     if known is None:
         form = getattr(expression, "form", None)
         parts = [form] if form is not None else [value for key, value in vars(expression).items() if key != "_depth"]
-        below = [one for each in parts for one in (each if isinstance(each, tuple) else (each,)) if hasattr(one, "pull")]
+        below = [
+            one for each in parts for one in (each if isinstance(each, tuple) else (each,)) if hasattr(one, "pull")
+        ]
         known = 0 if isinstance(expression, Whole) else (form is None) + max(map(depth, below), default=0)
         expression.__dict__["_depth"] = known
     return known
@@ -195,16 +197,19 @@ class Pass:
         return Kind(tuple(found), tuple(self.axis(each) for each in operands))  # type: ignore[arg-type]
 
     def promote(self, value: Tensor, output: Tensor) -> None:
-        """A parameter that was spread along an axis of as many entries as there are examples is given to each of them."""
+        """A parameter that was spread along an axis of as many entries as there are examples is given to each."""
         label = None if self.like is None else self.tracker.rows(self.like)
         if label is not None and self.like is not None and output.shape[label.axis] == self.like.shape[label.axis]:
             self.tracker.labels.set(output, label)
             return
         rank = output.dim() - value.dim()
-        for place, size in enumerate(output.shape):
-            if size == self.examples and (place < rank or value.shape[place - rank] == 1):
-                self.tracker.promote(output, place)
-                return
+        spread = [p for p, size in enumerate(output.shape) if size > 1 and (p < rank or value.shape[p - rank] != size)]
+        for several in (False, True):  # one entry for each example, or as many for each
+            for place in spread:
+                inner, left = divmod(output.shape[place], self.examples)
+                if not left and (inner == 1 or several):
+                    self.tracker.promote(output, place, inner)
+                    return
 
     def require_own(self, axis: Axis, signal: Tensor) -> None:
         """What comes back to a row must be public or that row's own. Raises `NotApart`."""
@@ -268,8 +273,11 @@ def tapped(now: Pass, name: str, kind: Kind, outputs: Sequence[Tensor], saved: S
         for axis, signal in zip(kind.outputs, signals, strict=True):
             now.require_own(axis, signal)
         with untracked(), torch.no_grad(), full_precision(signals[0]):
-            for operand, gradient in settle(kind, now.examples, saved, signals):
-                now.deliver(descend(operand.expression, gradient, now.environment))
+            try:
+                for operand, gradient in settle(kind, now.examples, saved, signals):
+                    now.deliver(descend(operand.expression, gradient, now.environment))
+            except TypeError as problem:
+                raise NotApart(f"{name}: {problem}", unknown=True) from None
 
     record.inside = now.inside  # type: ignore[attr-defined]
     record.multiplies = name in PRODUCTS  # type: ignore[attr-defined]

@@ -225,7 +225,9 @@ class Scaled:
         factor = self.factor
         if not isinstance(gradient, Outer):
             numbers = valued(self.of, environment).numel()
-            return descend(self.of, carried(gradient, lambda dense: wide(dense) * factor, numbers, numbers), environment)
+            return descend(
+                self.of, carried(gradient, lambda dense: wide(dense) * factor, numbers, numbers), environment
+            )
         if not isinstance(factor, Tensor) or factor.numel() == 1:
             number = factor if not isinstance(factor, Tensor) else factor.reshape(())
             return descend(self.of, Outer(wide(gradient.left) * number, gradient.right), environment)

@@ -238,7 +238,9 @@ def routed(input: Tensor, weight: Any, index: Tensor) -> Tensor:
     return _routed_product(input, weight, index)
 
 
-@torch.library.custom_op("vestige::routed", mutates_args=(), schema="(Tensor input, Tensor weight, Tensor index) -> Tensor")
+@torch.library.custom_op(
+    "vestige::routed", mutates_args=(), schema="(Tensor input, Tensor weight, Tensor index) -> Tensor"
+)
 def _routed_product(input: Tensor, weight: Tensor, index: Tensor) -> Tensor:
     """An operator of its own, with a rule of its own: inside, rows of all examples are sorted by their experts."""
     order, counts = index.argsort(), index.bincount(minlength=len(weight)).tolist()
@@ -673,7 +675,9 @@ def _broadcast(parameter: Operand, axis: Axis, signal: Tensor, examples: int) ->
     if own != 1:  # it has entries of its own for every example, whose gradients are the others' zeros
         owners = torch.arange(own, device=signal.device) // axis.inner % examples
         apart = owners == torch.arange(examples, device=signal.device)[:, None]
-        each = torch.where(apart.view(examples, *[1] * axis.place, own, *[1] * (signal.dim() - axis.place - 1)), signal, 0)
+        each = torch.where(
+            apart.view(examples, *[1] * axis.place, own, *[1] * (signal.dim() - axis.place - 1)), signal, 0
+        )
         over = [1 + place for place, size in enumerate(shape) if size == 1 and signal.shape[place] != 1]
         return (each.sum(dim=over) if over else each).reshape(examples, *parameter.value.shape)
     rest = [size for place, size in enumerate(shape) if place != axis.place]

@@ -218,9 +218,8 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
 EXPERTS = ("has_gate", "has_bias", "is_transposed", "_apply_gate", "num_experts", "down_proj")
 """What transformers' layers of experts have in common; their classes are as many as its models."""
 
-def bag(
-    module: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-) -> Tensor:
+
+def bag(module: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
     """`nn.EmbeddingBag.forward` of [examples, words]."""
     if input.dim() != 2:
         return nn.EmbeddingBag.forward(module, input, offsets, per_sample_weights)

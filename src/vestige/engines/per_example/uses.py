@@ -216,9 +216,17 @@ def _put(into: Tensor, index: Any, given: Watched) -> None:
     shape = into[index].shape if part else into.shape
     if given.dim() > len(shape):
         raise Misfit(f"a function of {given.operand.expression.names[0]} is written into something smaller")
-    everywhere = given.expand(shape)
+    given.now.like = into[index] if part else into
+    try:
+        everywhere = given.expand(shape)
+    finally:
+        given.now.like = None
     if isinstance(everywhere, Watched):
         raise Misfit(f"a function of {given.operand.expression.names[0]} is written into a tensor of no examples")
+    if isinstance(index, Tensor) and index.dtype == torch.bool:  # without choosing entries by what the mask holds
+        mask = index.reshape(*index.shape, *[1] * (into.dim() - index.dim()))
+        into.copy_(torch.where(mask, everywhere, into))
+        return
     into[index] = everywhere if part else everywhere[index]
 
 
@@ -270,7 +278,9 @@ def require_no_function() -> None:
         if name == "forward" and file.endswith("torch/utils/checkpoint.py"):
             raise Misfit("activations are checkpointed with use_reentrant=True: say use_reentrant=False")
         if name == "apply" and file.endswith("torch/autograd/function.py"):
-            raise Misfit("a parameter is given to an autograd.Function: give its module a rule (docs/adding-a-layer.md)")
+            raise Misfit(
+                "a parameter is given to an autograd.Function: give its module a rule (docs/adding-a-layer.md)"
+            )
         frame = frame.f_back
 
 
