@@ -136,7 +136,7 @@ def ruled(labeller: Labeller) -> Rule:
         given = problem if problem is not None else labeller(Op(tracker, func, bound(func, args, kwargs), found))
         outputs = found if isinstance(found, tuple | list) else (found,)
         several = type(given) in (list, tuple) and not isinstance(given, Rows)
-        labels: list[Any] = list(given) if several else [given] * len(outputs)
+        labels: list[Any] = list(given) if several else [given] * len(outputs)  # type: ignore[arg-type]
         if problem is None and first_mixed(labels) is not None and _of_a_batch_of_one(arguments):
             labels = [_whole(each, arguments[0]) for each in outputs]
         return tracker.finish(func, found, labels, args, kwargs)
