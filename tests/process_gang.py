@@ -171,7 +171,7 @@ def train(
     training.ledger.close()  # this process lives on, and others go on with the run
     return {
         "path": torch.stack(path) if path else torch.zeros(0),
-        "head": training.ledger.head,
+        "head": sorted((repr(question), count) for question, count in training.ledger.spent.items()),
         "asked": sum(training.ledger.spent.values()),
         "epsilon": training.guarantee().epsilon_if_noise_were_secret,
         "accuracy": training.private_accuracy,
@@ -352,7 +352,12 @@ def loop(
                     return None
     except vestige.BudgetSpent:
         stopped = len(path)
-    return {"path": torch.stack(path), "head": engine._ledger.head, "stopped": stopped, "may_step": engine.may_step}
+    return {
+        "path": torch.stack(path),
+        "head": sorted((repr(question), count) for question, count in engine._ledger.spent.items()),
+        "stopped": stopped,
+        "may_step": engine.may_step,
+    }
 
 
 def distributed_sampler() -> Any:

@@ -129,7 +129,7 @@ def loop(
     return {
         "path": torch.stack(path),
         "seen": torch.stack(seen) if seen else torch.zeros(0),
-        "head": engine._ledger.head,
+        "head": sorted((repr(question), count) for question, count in engine._ledger.spent.items()),
         "asked": engine._ledger.spent.total(),
         "memory": kept,
         "gradient": len(engine._steps.learner().mover.gradient),

@@ -93,7 +93,8 @@ class BookKeeping:
         args, named, targets = self.form.split(batch)
         with TrackedFunctions(tracker, inside=True):
             outputs = self.model(*args, **named)
-            if not counts_targets(self.loss):
+            label = tracker.labels.get(batch[0])
+            if not counts_targets(self.loss) and isinstance(label, Rows) and label.inner == 1:
                 found = self._rowwise(outputs, targets)
                 if isinstance(found, Tensor) and found.dim() == 1 and isinstance(tracker.labels.get(found), Rows):
                     return found

@@ -121,7 +121,7 @@ class Proved:
         rows = [part.clone() if part.untyped_storage().nbytes() != part.nbytes else part for part in rows]
         for part in rows:
             tracker.label_rows(part, examples, self._batches, views)
-        tracker.expected = (examples, self._batches) if promoting and views == 1 else None
+        tracker.expected = (examples, self._batches) if promoting else None
         now = Pass(examples, environment, tracker, deliver)
         try:
             with self.taps.watching(now), torch.enable_grad(), tracker:
