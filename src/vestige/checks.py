@@ -94,3 +94,7 @@ def accounted_multiplier(paper_sigma: float, fresh_share: float = 1.0, groups: i
     """
     check_multiplier(paper_sigma, "paper_sigma")
     return paper_sigma / (fresh_share * groups**0.5)
+
+
+class RowsNotApart(ValueError):
+    """A refusal of the program, whatever rows it met: examples are not proved to stay apart, or are of no such kind."""

@@ -82,7 +82,7 @@ def test_the_moments_are_part_of_the_budget_and_of_the_ledger(tmp_path):
     training.finish()
     assert verify(tmp_path / "run").guarantee.epsilon == pytest.approx(promise.epsilon)
     rows = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["part"]) for r in rows[1:4]] == [(-1, 0), (-1, 1), (0, 0)]
+    assert [(r["step"], r["part"]) for r in [row for row in rows if "step" in row][:3]] == [(-1, 0), (-1, 1), (0, 0)]
 
 
 def test_with_little_noise_the_features_become_standard():

@@ -23,7 +23,7 @@ from sensitivity import (
     sequences,
 )
 from sensitivity.examples import numbers
-from sensitivity.measuring import PATHS, TOLERANCE, Case, measured, said_of_the_loss
+from sensitivity.measuring import EXAMPLES, PATHS, TOLERANCE, Case, by_loop, chosen, fresh, made, measured, usual_bound
 from vestige.mechanism.clipping import Flat
 
 TABLES = (convolutions, cancelling, sequences, attention, embeddings, parameters, normed, architectures, losses, mixed)
@@ -50,8 +50,9 @@ def test_one_example_moves_the_sum_by_the_bound_at_most(case: Case, path: str):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.assumed], ids=lambda case: case.name)
-def test_a_loss_that_may_mix_examples_is_assumed_not_to_and_that_is_said(case: Case):
-    assert said_of_the_loss(case) == "assumed"
+def test_a_loss_that_mixes_examples_is_refused_in_a_loop(case: Case):
+    with pytest.raises(ValueError, match="the loss is not each row's own"):
+        by_loop(case, fresh(case), chosen(made(case), list(range(EXAMPLES))), usual_bound(case), 0.1)
 
 
 @pytest.mark.parametrize("path", PATHS)

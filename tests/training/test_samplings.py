@@ -118,9 +118,9 @@ def test_the_budget_stops_between_epochs_only():
 
 def test_noise_is_calibrated_to_epochs():
     training = start(noise_multiplier=None, epsilon=3.0, evaluate=PrivateEvaluation(error=0.5))
-    (question,) = (q for q in training._planned if isinstance(q, AllocatedGaussian))
-    assert training._planned[question] == 3
-    assert any(isinstance(q, Gaussian) for q in training._planned)
+    (question,) = (q for q in training.planned if isinstance(q, AllocatedGaussian))
+    assert training.planned[question] == 3
+    assert any(isinstance(q, Gaussian) for q in training.planned)
     list(training)
     assert 2.9 < training.guarantee().epsilon <= 3.0
     assert training.private_accuracy is not None

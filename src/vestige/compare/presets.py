@@ -93,7 +93,7 @@ class Preset:
         if len(specification.seeds) != len(protocol.seeds):
             lines.append(f"{len(specification.seeds)} seeds, where the protocol has {len(protocol.seeds)}")
         if small:
-            steps = specification.problems[0].settings["steps"]
+            steps = specification.problems[0].settings.get("steps", "fewer")
             lines.append(
                 f"--small: {steps} steps instead of {protocol.steps}: nothing here can be set beside the paper"
             )

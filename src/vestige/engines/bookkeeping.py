@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vestige.checks import RowsNotApart
 from vestige.devices import slack
 from vestige.engines.example_axis.functions import TrackedFunctions
 from vestige.engines.example_axis.labels import NotApart, Rows, Tracker
@@ -73,7 +74,7 @@ class BookKeeping:
                 found = gradients([self.gradients_of(term) for term in terms], batch[0])
             except (NotApart, Misfit) as problem:
                 if isinstance(problem, NotApart) and not problem.unknown:
-                    raise ValueError(
+                    raise RowsNotApart(
                         f"the model or its loss mixes the examples of a batch: {problem}. No example's influence can "
                         "be bounded: compute it of each example by itself"
                     ) from None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.labels import Rows, Tracker
 from vestige.engines.per_example.expressions import quietly
 from vestige.engines.per_example.taps import require_unwritten
@@ -73,7 +74,7 @@ class Reference:
             if tracker.labels.alive():
                 gc.collect()
                 if tracker.labels.alive():
-                    raise ValueError(
+                    raise RowsNotApart(
                         "the model or its loss keeps something of an example for later passes: no noise covers what "
                         "others learn from it. Keep no tensors of a forward pass"
                     )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.labels import Labels, NotApart, Tracker
 from vestige.engines.per_example.taps import require_unwritten
 from vestige.layout import Layout, Segment
@@ -103,10 +104,10 @@ class SecondMoments:
                 rows: Tensor = self._rows(inputs)
             label = tracker.rows(rows)
         except NotApart as problem:
-            raise ValueError(f"the model before its head mixes examples: {problem}") from None
+            raise RowsNotApart(f"the model before its head mixes examples: {problem}") from None
         require_unwritten(self._rows, tracker, {})
         if label is not None and (label.axis, label.inner, label.first) != (0, 1, 0):
-            raise ValueError("the model before its head does not give one row for each example, in their order")
+            raise RowsNotApart("the model before its head does not give one row for each example, in their order")
         self._labels.prune()
         return rows
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from vestige.checks import RowsNotApart
 from vestige.mechanism.clipping import Batch, Parameters
 from vestige.mechanism.transforms import Linear, Term
 
@@ -47,7 +48,7 @@ class Augment(Linear):
     def check(self, shape: tuple[int, ...]) -> None:
         """Refuse examples that are not images."""
         if len(shape) != 3:
-            raise ValueError(
+            raise RowsNotApart(
                 f"copies={self.copies} flips and crops images [channels, height, width], but this task's examples "
                 f"have shape {shape}; leave it out"
             )

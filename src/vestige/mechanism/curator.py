@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vestige.checks import RowsNotApart
 from vestige.devices import seed_draws
 from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import centred_count, unclipped_fraction
@@ -260,6 +261,8 @@ class Curator:
         try:
             seen = [self._engine(batch, parameters, clip, running.place(len(batch[0])), transform) for batch in batches]
             return running, seen
+        except RowsNotApart:
+            raise
         except Exception as error:  # whatever a user's model raises: one row must not decide when training stops
             if not self.shielded or lost_for_good(error):
                 raise
@@ -272,6 +275,8 @@ class Curator:
             try:
                 fetched = self._fetch(index, row)
                 norms = [self._engine(batch, parameters, clip, alone, transform) for batch in fetched]
+            except RowsNotApart:
+                raise
             except Exception as error:  # this row alone fails: it contributes nothing
                 if lost_for_good(error):
                     raise

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import vestige.engines.example_axis.rules  # noqa: F401  (installs the rules)
+from vestige.checks import RowsNotApart
 from vestige.engines.example_axis.labels import Labels, NotApart, Tracker
 from vestige.engines.per_example.expressions import ANCHOR, Environment, Pass, Whole, full_precision
 from vestige.engines.per_example.gradients import Gradient, combine
@@ -147,7 +148,7 @@ def require_unwritten(model: nn.Module, tracker: Tracker, environment: Environme
     held += [("parameter", name, value) for name, value in environment.items()]
     for kind, name, tensor in held:
         if tracker.labels.get(tensor) is not None:
-            raise ValueError(
+            raise RowsNotApart(
                 f"{kind} {name!r} was changed by the forward pass: it holds something of the examples without noise "
                 "(as max_norm of an embedding does). Keep it out of the model, or do not change it while training"
             )
