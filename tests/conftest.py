@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,14 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     # On a GPU torch rounds convolutions to TF32 unless told otherwise; an oracle does not.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_followed_any_more() -> Iterator[None]:
+    """A loop that ended in an error leaves nothing on once its engine is gone."""
+    yield
+    if torch._C._len_torch_dispatch_stack():
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

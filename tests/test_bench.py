@@ -328,7 +328,7 @@ def test_a_step_launches_no_more_than_it_did(bench, way, most):
     """Beside its recordings and the noise. On a CPU each of four parameters moves by an operation of its own."""
     host = bench("host")
     torch.manual_seed(0)
-    with host.recorded_still(), warnings.catch_warnings():
+    with host.captured_still(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         build, shape, classes, rows = host.MODELS["8-8-2 [4]"]
         step = way(build(), (torch.randn(rows, *shape), torch.randint(classes, (rows,))))

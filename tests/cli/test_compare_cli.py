@@ -147,7 +147,7 @@ def test_a_helper_without_the_task_or_with_several_hands_at_a_stopwatch_changes_
     (record,) = (folder / "runs").iterdir()
     record.unlink()
     (folder / "preset.json").write_text(json.dumps({"preset": "fo-table1", "small": True}))
-    code, _, error = vestige("compare", "--resume", folder, "--workers", 2)
+    code, _, error = vestige("compare", "--resume", folder, "--workers", 2, "--trust")
     assert (code, "one after another" in error) == (2, True)
     task.unlink()
     code, _, error = vestige("compare", "--resume", folder)

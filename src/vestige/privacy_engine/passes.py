@@ -141,7 +141,7 @@ class Passes:
         is about the twin that its passes run in."""
         self.module, self.layout, self.sharded = module, layout, sharded
         self._vector: Tensor | None = None
-        self.tracking = Tracking(tokens)
+        self.tracking = Tracking(self, tokens)
         self._taps = Taps(module, layout)
         self._captured = CapturedPasses(module, layout, clip, sizes, self.tracking, self._taps, self.vector)
         self._clip, self._said, self.parts, self.canaries = clip, reduction, parts, canaries

@@ -8,13 +8,15 @@ its examples is returned, and noted with file and line.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from vestige.engines.example_axis.functions import TrackedFunctions
@@ -22,9 +24,16 @@ from vestige.engines.example_axis.labels import Labels, Mixed, Read, Rows, Track
 
 
 class Tracking:
-    """The labels of a loop's batches, and the modes that carry them; on from a batch until its step."""
+    """The labels of a loop's batches, and the modes that carry them; on from a batch until its step, or until the
+    `owner` is gone: a loop may end in an error."""
 
-    def __init__(self, tokens: int | None = None) -> None:
+    _several: ClassVar[dict[int, bool]] = {}
+    """Of each thread in which modes are on: whether autograd had threads of its own before."""
+    _over: ClassVar[list[Tracking]] = []
+    """Those whose owner was lost while a mode was at work: the next ones take their modes off."""
+
+    def __init__(self, owner: object, tokens: int | None = None) -> None:
+        weakref.finalize(owner, self._owner_lost).atexit = False
         self.labels = Labels()
         self.tracker = Tracker(self.labels, strict=False)
         self._functions = TrackedFunctions(self.tracker, inside=False, tokens=tokens)
@@ -62,21 +71,43 @@ class Tracking:
 
     def start(self) -> None:
         if self._on is None:
+            self._clean_up()
+            self._on = threading.get_ident()
             self._functions.__enter__()
             self.tracker.__enter__()
-            self._threads = torch.autograd.is_multithreading_enabled()
+            self._several.setdefault(self._on, torch.autograd.is_multithreading_enabled())
             torch._C._set_multithreading_enabled(False)  # type: ignore[attr-defined]
-            self._on = threading.get_ident()
 
     def stop(self) -> None:
-        """A step begins, or the loader is left. A mode of the user's that is still on stays above ours."""
-        if self._on == threading.get_ident() and _get_current_dispatch_mode() is self.tracker:
-            self.tracker.__exit__(None, None, None)
-            self._functions.__exit__(None, None, None)
-            torch._C._set_multithreading_enabled(self._threads)  # type: ignore[attr-defined]
-            self._on = None
+        """A step begins, or the loader is left."""
+        self._off()
+        self._clean_up()
         self._forget_losses()
         self.labels.prune()
+
+    def _off(self) -> bool:
+        """Take our modes off, from below those of others that were put on since. False if they are at work now, or on
+        in another thread."""
+        here = threading.get_ident()
+        dispatched, called = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
+        if self._on is None:
+            return True
+        if self._on != here or self.tracker not in dispatched or self._functions not in called:
+            return False
+        _leave(TorchDispatchMode, dispatched, self.tracker)
+        _leave(TorchFunctionMode, called, self._functions)
+        self._on = None
+        if not any(isinstance(mode, Tracker) for mode in _get_current_dispatch_mode_stack()):
+            torch._C._set_multithreading_enabled(self._several.pop(here))  # type: ignore[attr-defined]
+        return True
+
+    def _owner_lost(self) -> None:
+        if not self._off():
+            self._over.append(self)
+
+    @classmethod
+    def _clean_up(cls) -> None:
+        cls._over[:] = [each for each in cls._over if not each._off()]
 
     def _forget_losses(self) -> None:
         self.tracker.reductions.clear()
@@ -102,6 +133,18 @@ class Tracking:
 
     def label(self, tensor: Tensor) -> Rows | Mixed | None:
         return self.labels.get(tensor)
+
+
+Modes = type[TorchDispatchMode] | type[TorchFunctionMode]
+
+
+def _leave(kind: Modes, stack: list[Any], mode: Any) -> None:
+    """Take a mode off the stack of its kind; those above it stay."""
+    above = stack[len(stack) - stack[::-1].index(mode) :]
+    for each in (*reversed(above), mode):
+        kind.__exit__(each, None, None, None)
+    for each in above:
+        kind.__enter__(each)
 
 
 def _open(batch: Any) -> Any:

@@ -652,7 +652,7 @@ def _indexed(op: Op, indices: Sequence[Any]) -> Any:
     places, shape, start, adjacent = _index_shape(indices)
     labels = {place: op.tracker.labels.get(indices[place]) for place in places}
     if own is not None and own.axis in places:
-        where = _identity(op, indices[own.axis], own, op["self"].shape[own.axis])
+        where = _identity(op, indices[own.axis], op["self"].shape[own.axis])
         if where is None:
             return op.mixed("picks rows of other examples")
         labels[own.axis] = own.at(where)
@@ -676,10 +676,10 @@ def _indexed(op: Op, indices: Sequence[Any]) -> Any:
     return None if within is None else within.at(start + within.axis)
 
 
-def _identity(op: Op, index: Tensor, own: Rows, size: int) -> int | None:
+def _identity(op: Op, index: Tensor, size: int) -> int | None:
     """The axis along which an index is 0, 1, 2, ... for all rows; None if it is not known to be that."""
     known = op.tracker.labels.identity.get(index.untyped_storage()._cdata)
-    if known is None or index.storage_offset() or own.inner != 1 or size != own.count:
+    if known is None or index.storage_offset():
         return None
     axes = [place for place, (n, s) in enumerate(zip(index.shape, index.stride(), strict=True)) if n > 1 and s]
     return axes[0] if len(axes) == 1 and index.stride(axes[0]) == 1 and index.shape[axes[0]] == size else None
@@ -734,12 +734,17 @@ def _written_axis(op: Op, indices: Sequence[Any]) -> Any:
     if not rows:
         return None
     for place in places:
-        count = rows[0].count
-        where = _identity(op, indices[place], Rows(place, 1, count, rows[0].batch), op["self"].shape[place])
+        size = op["self"].shape[place]
+        where = _identity(op, indices[place], size)
         if where is not None and all(
-            label is None or (label.axis + len(shape) - indices[p].dim()) == where + len(shape) - indices[place].dim()
+            label is None
+            or (
+                isinstance(label, Rows)
+                and label.at(0) == rows[0].at(0)
+                and indices[p].shape[label.axis] == size
+                and label.axis - indices[p].dim() == where - indices[place].dim()
+            )
             for p, label in zip(places, labels, strict=True)
-            if not isinstance(label, Mixed)
         ):
             return rows[0].at(start + where + len(shape) - indices[place].dim())
     return op.mixed("puts rows in places that are not their own")
@@ -751,7 +756,7 @@ def _home(op: Op, own: Rows | None, target: Rows | None, indices: Sequence[Any])
         return own
     places, shape, start, _ = _index_shape(indices)
     for place in places:
-        at = _identity(op, indices[place], target.at(place), op["self"].shape[place])
+        at = _identity(op, indices[place], op["self"].shape[place])
         if at is not None and start + at + len(shape) - indices[place].dim() == target.axis:
             return target.at(place)
     return op.mixed("puts rows in places that are not their own")
