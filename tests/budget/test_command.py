@@ -41,7 +41,8 @@ def test_three_people_five_runs_a_sweep_and_an_audit_and_the_sixth_run_is_refuse
     code, _, error = by("cy", *TRAIN, "--epsilon", 2, "--out", "run6", code=1)
     assert error.count("\n") == 1
     assert re.search(
-        r"does not hold this run: epsilon 3 at delta 1e-05, \d\.\d+ spent .* it affords \d+ of its 10 steps", error
+        r"does not hold this run: epsilon 3 at delta 1e-05, \d\.\d+ spent .* \d\.\d+ left; .* affords \d+ of its 10 steps",
+        error,
     )
     assert not (digits / "run6").exists()
 

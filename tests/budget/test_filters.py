@@ -114,7 +114,7 @@ def test_the_best_order_after_the_fact_without_weights_is_more_than_the_filter_a
     meter = RenyiFilter(told.weights, told.epsilon, told.delta)
     assert sum(told.weights.weights) == pytest.approx(1.0)
     for k in (1, 2, 5, 10):
-        assert meter.reading(k * prices.total([RUN], "add-remove")) > accounting.epsilon(
+        assert meter.reading(k * prices.total([RUN], "zero-out")) > accounting.epsilon(
             {q: k * n for q, n in RUN.items()}, 1e-5, "rdp"
         )
 
@@ -254,15 +254,15 @@ def test_a_book_of_replacements_is_dearer_and_refuses_what_has_no_price_there(tm
 
 def test_strategies_of_two_runs_are_not_rounded_as_one():
     question = CyclicGaussian(0.1, 2.0, bands=4)
-    one = prices.total([{question: 5}], "add-remove")
-    assert prices.total([{question: 5}] * 3, "add-remove") == pytest.approx(3 * one)
+    one = prices.total([{question: 5}], "zero-out")
+    assert prices.total([{question: 5}] * 3, "zero-out") == pytest.approx(3 * one)
     assert one == pytest.approx(2 * curves([question])[question])
 
 
 def test_prices_agree_with_another_library():
     theirs = RdpAccountant(rdp.ORDERS.tolist())
     theirs.compose(dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.2)), 1000)
-    ours = prices.total([RUN], "add-remove")
+    ours = prices.total([RUN], "zero-out")
     integers = [order == int(order) for order in rdp.ORDERS]
     assert ours[integers] == pytest.approx(np.array(theirs._rdp)[integers], rel=1e-6)
 
@@ -372,7 +372,7 @@ def test_slots_of_all_kinds():
         ({"epsilon": 0}, "epsilon=0 must be positive"),
         ({"delta": 0}, "delta=0 must lie"),
         ({"unit": "household"}, "unit='household' must be one of row, user"),
-        ({"adjacency": "zero-out"}, "adjacency='zero-out' must be one of"),
+        ({"adjacency": "add-remove"}, "adjacency='add-remove' must be one of"),
         ({"external_share": 1}, "external_share=1 must lie in"),
         ({"weight": 1.0}, "weight=1.0 must lie between"),
         ({"expect": {PureLoss(0.0): 1}}, "costs nothing"),
@@ -387,7 +387,7 @@ def test_what_is_set_aside_for_entries_by_hand_is_not_the_filters(tmp_path):
     """Half of delta is set aside: the filter has the other half, and both together are delta."""
     told = terms(3.0, 1e-5, expect=RUN, external_share=0.5)
     book = Book.create(tmp_path / "book", told)
-    curve = prices.total([RUN], "add-remove")
+    curve = prices.total([RUN], "zero-out")
     assert told.external_delta == pytest.approx(0.5e-5)
     assert book.state.filter().reading(curve) == RenyiFilter(told.weights, 3.0, 0.5e-5).reading(curve)
     assert book.state.filter().reading(curve) > RenyiFilter(told.weights, 3.0, 1e-5).reading(curve)

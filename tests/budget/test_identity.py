@@ -112,11 +112,11 @@ def test_rows_of_a_book_are_found_whole_and_in_part_and_others_are_not(tmp_path)
     known = RowSet.of(hashes)
     known.write(tmp_path / "rows")
     assert (tmp_path / "rows").stat().st_mode & 0o077 == 0
-    again = RowSet.read(tmp_path / "rows", known.root)
-    assert require_rows(again, [("x", hashes[::-1])], "book") == "all rows"
-    assert require_rows(again, [("x", hashes[:7])], "book") == "7 rows"
+    again = RowSet.read(tmp_path / "rows", known.root, 100)
+    assert require_rows(again, [("x", hashes[::-1])], "book") == ("all rows", None)
+    assert require_rows(again, [("x", hashes[:7])], "book") == ("7 rows", None)
     other = hashes_of([(i, -i) for i in range(1, 101)], KEY)
-    assert require_rows(again, [("file", other), ("task", hashes)], "book") == "all rows"
+    assert require_rows(again, [("file", other), ("task", hashes)], "book") == ("all rows", None)
     with pytest.raises(ValueError, match="none of 100 rows are those that book is about; .* derived_from=FILE"):
         require_rows(again, [("x", other)], "book")
     with pytest.raises(ValueError, match="100 of 200 rows .* open a book for all of them"):
@@ -126,9 +126,9 @@ def test_rows_of_a_book_are_found_whole_and_in_part_and_others_are_not(tmp_path)
     with pytest.raises(ValueError, match="none to compare"):
         require_rows(again, [], "book")
     with pytest.raises(BookError, match="edited or replaced"):
-        RowSet.read(tmp_path / "rows", "0" * 64)
+        RowSet.read(tmp_path / "rows", "0" * 64, 100)
     with pytest.raises(BookError, match="belong beside the book"):
-        RowSet.read(tmp_path / "gone", known.root)
+        RowSet.read(tmp_path / "gone", known.root, 100)
 
 
 def test_a_key_is_drawn_once_and_read_by_its_owner_alone(tmp_path):

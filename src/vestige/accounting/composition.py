@@ -9,7 +9,6 @@ from functools import lru_cache
 from math import floor, inf, log, log2
 
 import numpy as np
-from scipy.optimize import brentq
 
 from vestige.accounting import rdp
 from vestige.accounting.pld import Composed, LossMasses
@@ -17,6 +16,7 @@ from vestige.accounting.profiles import connect_dots
 from vestige.accounting.theorems import History, curves, occasions, theorem_for, total_curve
 from vestige.checks import check_delta
 from vestige.questions import GroupedGaussian, Question, SampledGaussian
+from vestige.solvers import brentq
 
 FINE, COARSE = 2e-5, 16e-5
 """Steps of the loss grid relative to epsilon: reported numbers use the fine one, searches start with the coarse."""
@@ -96,7 +96,7 @@ def epsilon_of(losses: Sequence[Composed], delta: float, guess: float) -> float:
     least = next((loss for loss in (0.75 * guess, 0.0) if surplus(loss) > 0), None)
     if least is None:
         return 0.0
-    result = float(brentq(surplus, least, guess, xtol=1e-8 * guess, rtol=1e-8))
+    result = brentq(surplus, least, guess, xtol=1e-8 * guess, rtol=1e-8)
     while not surplus(result) <= 0:
         result += 1e-8 * guess
     return result

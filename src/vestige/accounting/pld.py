@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.optimize import minimize_scalar
 from scipy.special import logsumexp
 
 from vestige.accounting.rdp import Array
+from vestige.solvers import minimize_scalar
 
 FOLDED = 1e-18
 """Tilted mass that may lie outside the window of a composed distribution; what it is worth is added to delta."""

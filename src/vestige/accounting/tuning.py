@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import exp, expm1, inf, log
 
 import numpy as np
-from scipy.optimize import brentq
 
 from vestige.accounting import rdp
 from vestige.accounting.composition import epsilon
 from vestige.accounting.theorems import History, total_curve
 from vestige.checks import check_delta
 from vestige.questions import CyclicGaussian, Question
+from vestige.solvers import brentq
 
 
 def composed_epsilon(runs: Iterable[History], delta: float) -> float:

@@ -98,6 +98,7 @@ class Spending:
         self.book, self.account, self.purpose, self.run = book, account, purpose, run
         self._users, self._plan = users, Counter(plan)
         self.reservation: str | None = None
+        self._part = ""
         self._asked: Counter[Question] = Counter()
         self._charged: Counter[Question] = Counter()
         self._process = os.getpid()
@@ -105,24 +106,26 @@ class Spending:
     def _for_book(self, asks: History) -> Counter[Question]:
         return prices.for_unit(asks, self._users, self.book.terms.unit, self.account.rows_per_user)
 
-    def reserve(self, path: Path | None, spent: History | None = None, rows: str | None = None) -> None:
+    def reserve(self, path: Path | None, spent: History | None = None, rows: str | None = None, part: str = "") -> None:
         """Reserve the plan, less what was spent of it before, or go on with what this run, or a person, reserved."""
+        self._part = part
         facts: dict[str, Any] = {"run": self.run, **({} if path is None else {"path": str(path.resolve().parent)})}
         if rows is not None:
             facts["rows"] = rows
         if self.account.rows_per_user is not None:
             facts["rows_per_user"] = self.account.rows_per_user
         book = self.book
-        held = next((each for each in book.state.open.values() if each.facts.get("run") == self.run), None)
+        mine = (each for each in book.state.open.values() if each.facts.get("run") == self.run)
+        held = next((each for each in mine if each.part in ("", part)), None)
         if held is not None and book.take_over(held.id, facts):
             self.reservation, self._asked, self._charged = held.id, Counter(held.charged), Counter(held.charged)
             return
         plan = self._for_book(self._plan - Counter(spent or {}))
         if self.account.reservation is not None and not spent:
-            self.reservation = book.use(self.account.reservation, plan, purpose=self.purpose, facts=facts)
+            self.reservation = book.use(self.account.reservation, plan, purpose=self.purpose, facts=facts, part=part)
             return
         self.reservation = book.reserve(
-            plan, purpose=self.purpose, by=self.account.person, slot=self.account.slot, facts=facts
+            plan, purpose=self.purpose, by=self.account.person, slot=self.account.slot, part=part, facts=facts
         )
 
     def charge(self, question: Question, ledger: tuple[int, str]) -> None:
@@ -133,7 +136,7 @@ class Spending:
             )
         if self.reservation is None:  # it was finished, and goes on
             self._plan, self._asked, self._charged = Counter(), Counter(), Counter()
-            self.reserve(None)
+            self.reserve(None, part=self._part)
         [asked] = self._for_book({question: 1})
         if self._asked[asked] >= self._charged[asked]:
             self._charge_block(asked, ledger)
@@ -167,13 +170,13 @@ class Spending:
         """The run has asked all that it will ask: what it did not ask comes back."""
         atexit.unregister(self.finish)
         if self.reservation is not None and os.getpid() == self._process:
-            self.book.close(self.reservation, self._asked, ledger)
+            self.book.close(self.reservation, self._charged - self._asked, ledger)
             self.reservation = None
 
     def pause(self, ledger: tuple[int, str]) -> None:
         """The run is interrupted, and may go on later: what was charged ahead is reserved again."""
         if self.reservation is not None and os.getpid() == self._process:
-            self.book.settle(self.reservation, self._asked, ledger)
+            self.book.settle(self.reservation, self._charged - self._asked, ledger)
             self._charged = prices.with_whole(self._asked, self._charged)
 
 
@@ -202,9 +205,10 @@ def attach(
     if facts is not None:
         _require_priced(planned, facts)
     known = [require_identity(book, account, each) for each in (source, *beside)]
+    part = known[0].part if len({each.part for each in known}) == 1 else ""
     users = None if facts is None else facts.users
     spending = Spending(book, account, planned, purpose, users, run or secrets.token_hex(8))
-    spending.reserve(ledger.path, spent, rows=known[0])
+    spending.reserve(ledger.path, spent, known[0].rows, part)
     ledger.spending = spending
     if ledger.path is None:  # nobody can go on with such a run
         atexit.register(spending.finish)
@@ -244,14 +248,13 @@ def pay(
     if account is None:
         return None
     book = Book(account.book)
-    rows = require_identity(book, account, source)
+    known = require_identity(book, account, source)
     paid: Counter[Question] = Counter()
     for asks, times in runs:
         each = prices.for_unit(asks, None, book.terms.unit, account.rows_per_user)
         paid.update(prices.repeated(each, times, paid))
-    name = book.reserve(
-        paid, purpose=purpose, by=account.person, slot=account.slot, facts={**(facts or {}), "rows": rows}
-    )
+    told = {**(facts or {}), **({} if known.rows is None else {"rows": known.rows})}
+    name = book.reserve(paid, purpose=purpose, by=account.person, slot=account.slot, part=known.part, facts=told)
     book.charge(name, paid)
     book.close(name)
     return name
@@ -267,14 +270,24 @@ def _require_priced(planned: History, facts: Facts) -> None:
         )
 
 
-def require_identity(book: Book, account: Account, source: Provenance) -> str | None:
+@dataclass(frozen=True)
+class Known:
+    """Which of a book's rows a run is about."""
+
+    rows: str | None = None
+    """In words; None where the book knows none."""
+    part: str = ""
+    """The one that they all lie in, or ""."""
+
+
+def require_identity(book: Book, account: Account, source: Provenance) -> Known:
     """Refuse rows that are not the book's; otherwise say which of them they are."""
     told = book.terms.data
     if not told.get("root"):
-        return None
+        return Known()
     source = account.source or source
     key = key_of(book, account)
-    known = RowSet.read(rows_file(book.path), told["root"])
+    known = RowSet.read(rows_file(book.path), told["root"], told["rows"])
     if account.derived_from is not None:
         if source.of_file is None:
             raise ValueError(f"derived_from={str(account.derived_from)!r} cannot be read here")
@@ -284,7 +297,8 @@ def require_identity(book: Book, account: Account, source: Provenance) -> str | 
     else:
         found = [] if source.data is None else [("data", hashes_of(source.data, key))]
     made_of = "made of " if account.derived_from is not None else ""
-    return made_of + require_rows(known, found, str(book.path))
+    said, part = require_rows(known, found, str(book.path))
+    return Known(made_of + said, "" if part is None else book.terms.parts[part])
 
 
 def key_of(book: Book, account: Account | None = None) -> bytes:

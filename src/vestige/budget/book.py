@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from vestige.budget.filters import RenyiFilter, Slot, SlotPlan, Weights
 from vestige.budget.holders import has_ended, person, this_process
 from vestige.budget.storage import Appending, BookError, BookFile, Row
 from vestige.checks import check_delta, check_epsilon, check_number, require
-from vestige.questions import BudgetSpent, PureLoss, Question
+from vestige.questions import BudgetSpent, Gaussian, PureLoss, Question, SampledGaussian
 
 VERSION = 1
 UNITS = ("row", "user")
 EXTERNAL_SHARE = 0.01
 """The share of delta that is set aside for entries by hand, unless another is given."""
+MOST_NOISE = 20.0
+"""A refusal suggests up to so many times the noise."""
 TOTAL_EVERY = 1000
 """Rows between two that hold the sum of all before them, so that a long book opens without reading all of it."""
 
@@ -39,13 +42,15 @@ class Terms:
     epsilon: float
     delta: float
     unit: str = "row"
-    adjacency: str = "add-remove"
+    adjacency: str = "zero-out"
     external_delta: float = 0.0
     """Set aside for the deltas of entries by hand."""
     weights: Weights | None = None
     slots: tuple[Slot, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
     """The identity of the rows: how many, the hash of all their hashes, and the key's fingerprint."""
+    parts: tuple[str, ...] = ()
+    """Disjoint parts of the rows, by a public property of each row: what is asked about one costs no other anything."""
 
     @property
     def mode(self) -> str:
@@ -62,10 +67,13 @@ class Terms:
             "data": dict(self.data),
             **({"filter": self.weights.to_json()} if self.weights is not None else {}),
             **({"slots": [slot.to_json() for slot in self.slots]} if self.slots else {}),
+            **({"parts": list(self.parts)} if self.parts else {}),
         }
 
     @staticmethod
     def from_json(row: Mapping[str, Any]) -> Terms:
+        if row["unit"] not in UNITS or row["adjacency"] not in prices.ADJACENCIES:
+            raise BookError(f"the book protects {row['unit']!r} by {row['adjacency']!r}: another version wrote it")
         return Terms(
             epsilon=row["epsilon"],
             delta=row["delta"],
@@ -75,6 +83,7 @@ class Terms:
             weights=Weights.from_json(row["filter"]) if "filter" in row else None,
             slots=tuple(Slot.from_json(each) for each in row.get("slots", ())),
             data=row["data"],
+            parts=tuple(row.get("parts", ())),
         )
 
 
@@ -83,20 +92,23 @@ def terms(
     delta: float,
     *,
     unit: str = "row",
-    adjacency: str = "add-remove",
+    adjacency: str = "zero-out",
     expect: History | None = None,
     slots: tuple[Slot, ...] = (),
     external_share: float | None = None,
     weight: float | None = None,
     data: Mapping[str, Any] | None = None,
+    parts: Sequence[str] = (),
 ) -> Terms:
-    """The terms of a new book, checked. `expect` is what a usual run asks: it chooses the order that is favoured."""
+    """The terms of a new book, checked. `expect` is what a usual run asks: it chooses the order that is favoured.
+    `parts` are names of disjoint parts of the rows, by a property of each row that is public."""
     check_epsilon(epsilon)
     check_delta(delta)
     if unit not in UNITS:
         raise ValueError(f"unit={unit!r} must be one of {', '.join(UNITS)}: what the book protects one of")
     if adjacency not in prices.ADJACENCIES:
         raise ValueError(f"adjacency={adjacency!r} must be one of {', '.join(prices.ADJACENCIES)}")
+    _check_parts(parts, unit, adjacency, bool(slots))
     if slots:
         for name, value in (("expect", expect), ("external_share", external_share), ("weight", weight)):
             if value is not None:
@@ -116,7 +128,23 @@ def terms(
     weights = Weights.choose(
         epsilon, delta - aside, expect, adjacency, **({} if weight is None else {"weight": weight})
     )
-    return Terms(epsilon, delta, unit, adjacency, aside, weights, (), data or {})
+    return Terms(epsilon, delta, unit, adjacency, aside, weights, (), data or {}, tuple(parts))
+
+
+def _check_parts(parts: Sequence[str], unit: str, adjacency: str, slots: bool) -> None:
+    """Refuse parts where one unit may lie in two of them."""
+    if not parts:
+        return
+    if unit != "row":
+        raise ValueError(f"parts with unit={unit!r}: one {unit} may have rows in several parts; leave the parts out")
+    if adjacency != "zero-out":
+        raise ValueError(
+            f"parts with adjacency={adjacency!r}: the row that replaces another may lie in another part; leave one out"
+        )
+    if slots:
+        raise ValueError("parts: a book of slots has all that it may be asked in its slots; leave the parts out")
+    if len(set(parts)) < len(parts) or not all(parts):
+        raise ValueError("parts: two have the same name, or one has none; give each its own")
 
 
 @dataclass
@@ -130,6 +158,8 @@ class Reservation:
     plan: Counter[Question]
     holder: dict[str, Any] | None
     slot: int | None = None
+    part: str = ""
+    """Of the rows, the one that it is about; "" is all of them."""
     facts: dict[str, Any] = field(default_factory=dict)
     charged: Counter[Question] = field(default_factory=Counter)
     heads: list[tuple[int, str]] = field(default_factory=list)
@@ -151,6 +181,33 @@ class Reservation:
     def left(self) -> Counter[Question]:
         return self.plan - self.charged
 
+    def take(self, row: Row, blocks: bool = False) -> None:
+        """Take in a row about it; with `blocks` each charge is kept, too."""
+        kind = row["row"]
+        if kind == "reserve":  # a run that goes on
+            self.plan.update(prices.from_json(row["plan"]))
+            self.holder, self.facts = row.get("holder"), {**self.facts, **row.get("facts", {})}
+        elif kind == "charge":
+            asks = prices.from_json(row["asks"])
+            self.charged.update(asks)
+            if blocks:
+                self.blocks.append((row["ledger"][0] if row.get("ledger") else 0, asks))
+            if row.get("ledger"):
+                self.heads.append((row["ledger"][0], row["ledger"][1]))
+        else:
+            asked = prices.from_json(row["asked"])
+            if not within(asked, self.charged):
+                raise BookError(f"{self.id} has a {kind!r} row with more than was charged")
+            if kind == "close":
+                self.asked, self.closed_at, self.why = asked, row["at"], row["why"]
+                self.ledger_end = (row["ledger"][0], row["ledger"][1]) if row.get("ledger") else None
+                return
+            if blocks:  # a run pauses: what it charged ahead and did not ask is only reserved again
+                ahead = Counter(self.charged)
+                ahead.subtract(asked)
+                self.blocks.append((row["ledger"][0], Counter({each: -count for each, count in ahead.items()})))
+            self.charged = asked
+
     def to_json(self) -> Row:
         """As it is while it is open."""
         return {
@@ -161,6 +218,7 @@ class Reservation:
             "plan": prices.to_json(self.plan),
             "holder": self.holder,
             "slot": self.slot,
+            "part": self.part,
             "facts": self.facts,
             "charged": prices.to_json(self.charged),
             "heads": [list(each) for each in self.heads],
@@ -176,6 +234,7 @@ class Reservation:
             plan=prices.from_json(row["plan"]),
             holder=row.get("holder"),
             slot=row.get("slot"),
+            part=row.get("part", ""),
             facts=row.get("facts", {}),
             charged=prices.from_json(row.get("charged", ())),
             heads=[(rows, head) for rows, head in row.get("heads", ())],
@@ -192,6 +251,12 @@ class External:
     epsilon: float
     delta: float
     slot: int | None = None
+    part: str = ""
+
+    @staticmethod
+    def from_json(row: Row) -> External:
+        told = (row["by"], row["note"], row["at"], row["epsilon"], row["delta"])
+        return External(*told, row.get("slot"), row.get("part", ""))
 
 
 @dataclass(frozen=True)
@@ -221,14 +286,22 @@ class State:
         self.open: dict[str, Reservation] = {}
         self.externals: list[External] = []
         self.grants: dict[str, float] = {}
-        self.made = self.since_total = 0
+        self.runs: Counter[str] = Counter()
+        """Reservations by person."""
+        self.assumes: dict[str, None] = {}
+        """What single runs assumed, in their order."""
+        self.since_total = 0
         self.external_delta = 0.0
         self.spent_slots: set[int] = set()
         """Slots of closed runs that asked something, and of entries by hand."""
-        self._closed: list[tuple[str, Counter[Question]]] = []
-        """Closed runs that are in no sum yet."""
-        self._sums: dict[str, Array] = {}
-        """Of closed runs and entries by hand, the Renyi curves by person."""
+        self._closed: list[tuple[str, str, Counter[Question]]] = []
+        """Closed runs that are in no sum yet, each with its person and part."""
+        self._sums: dict[tuple[str, str], Array] = {}
+        """Of closed runs and entries by hand, the Renyi curves by person and part."""
+
+    @property
+    def made(self) -> int:
+        return self.runs.total()
 
     def take(self, row: Row) -> None:
         kind = row.get("row")
@@ -242,29 +315,27 @@ class State:
             raise BookError(f"a book begins with an 'open' row, not {kind!r}")
         elif kind == "reserve":
             self._reserve(row)
-        elif kind == "charge":
-            held, asks = self._held(row), prices.from_json(row["asks"])
-            held.charged.update(asks)
-            if self.whole:
-                held.blocks.append((row["ledger"][0] if row.get("ledger") else 0, asks))
-            if row.get("ledger"):
-                held.heads.append((row["ledger"][0], row["ledger"][1]))
-        elif kind == "settle":
-            self._settle(row)
+        elif kind in ("charge", "settle"):
+            self._held(row).take(row, self.whole)
         elif kind == "close":
             self._close(row)
         elif kind == "enter":
-            entry = External(row["by"], row["note"], row["at"], row["epsilon"], row["delta"], row.get("slot"))
+            entry = External.from_json(row)
+            self._require_part(entry.part)
             self.externals += [entry] if self.whole else []
             self.external_delta += entry.delta
             self.spent_slots |= set() if entry.slot is None else {entry.slot}
-            self._closed.append((entry.person, Counter({PureLoss(entry.epsilon): 1})))
+            self._closed.append((entry.person, entry.part, Counter({PureLoss(entry.epsilon): 1})))
         elif kind == "grant":
             self.grants[row["person"]] = row["epsilon"]
         elif kind == "total":
             self._total(row)
         else:
             raise BookError(f"unknown row {kind!r}: another version wrote it")
+
+    def _require_part(self, part: str) -> None:
+        if part and part not in self.book_terms.parts:
+            raise BookError(f"the book has no part {part!r}")
 
     def _held(self, row: Row) -> Reservation:
         held = self.open.get(row["id"])
@@ -273,50 +344,37 @@ class State:
         return held
 
     def _reserve(self, row: Row) -> None:
-        if row["id"] in self.open:  # a run that goes on, or asks for more
-            held = self.open[row["id"]]
-            held.plan.update(prices.from_json(row["plan"]))
-            held.holder, held.facts = row.get("holder"), {**held.facts, **row.get("facts", {})}
+        if row["id"] in self.open:
+            self.open[row["id"]].take(row)
             return
         if row["id"] in self.reservations:
             raise BookError(f"reservation {row['id']!r} was closed, and is opened again")
         made = Reservation.from_json(row)
-        self.made += 1
+        self._require_part(made.part)
+        self.runs[made.person] += 1
+        if made.facts.get("assumes"):
+            self.assumes.setdefault(made.facts["assumes"])
         self.open[made.id] = made
         if self.whole:
             self.reservations[made.id] = made
 
-    def _settle(self, row: Row) -> None:
-        """A run pauses: what it charged ahead and did not ask is only reserved again."""
-        held, asked = self._held(row), prices.from_json(row["asked"])
-        if not within(asked, held.charged):
-            raise BookError(f"{held.id} is settled with more than was charged")
-        if self.whole:
-            ahead = Counter(held.charged)
-            ahead.subtract(asked)
-            held.blocks.append((row["ledger"][0], Counter({each: -count for each, count in ahead.items()})))
-        held.charged = asked
-
     def _close(self, row: Row) -> None:
         held = self._held(row)
-        asked = prices.from_json(row["asked"])
-        if not within(asked, held.charged):
-            raise BookError(f"{held.id} is closed with more than was charged")
-        held.asked, held.closed_at, held.why = asked, row["at"], row["why"]
-        held.ledger_end = (row["ledger"][0], row["ledger"][1]) if row.get("ledger") else None
+        held.take(row)
         del self.open[held.id]
         if held.slot is not None and held.charged:
             self.spent_slots.add(held.slot)
-        self._closed.append((held.person, asked))
+        self._closed.append((held.person, held.part, held.counted))
 
     def totals(self) -> Row:
         """All that later decisions need of the rows so far."""
         return {
             "row": "total",
-            "sums": {name: curve.tolist() for name, curve in self.sums().items()},
+            "sums": [[*names, curve.tolist()] for names, curve in self.sums().items()],
             "open": [held.to_json() for held in self.open.values()],
             "grants": self.grants,
-            "made": self.made,
+            "runs": dict(self.runs),
+            "assumes": list(self.assumes),
             "external_delta": self.external_delta,
             "slots": sorted(self.spent_slots),
         }
@@ -325,9 +383,10 @@ class State:
         self.since_total = 0
         if self.whole:  # all rows are here: `verify` compares
             return
-        self._sums, self._closed = {name: np.array(curve) for name, curve in row["sums"].items()}, []
+        self._sums, self._closed = {(name, part): np.array(curve) for name, part, curve in row["sums"]}, []
         self.open = {each["id"]: Reservation.from_json(each) for each in row["open"]}
-        self.grants, self.made = dict(row["grants"]), row["made"]
+        self.grants, self.runs = dict(row["grants"]), Counter(row["runs"])
+        self.assumes = dict.fromkeys(row["assumes"])
         self.external_delta, self.spent_slots = row["external_delta"], set(row["slots"])
 
     # --- what it amounts to -------------------------------------------------------------------------------------------
@@ -337,31 +396,42 @@ class State:
         assert self.terms is not None
         return self.terms
 
-    def sums(self) -> dict[str, Array]:
-        """The Renyi curves of all that is closed, by person."""
-        runs: dict[str, list[Counter[Question]]] = {}
-        for name, asked in self._closed:
-            runs.setdefault(name, []).append(asked)
-        for name, histories in runs.items():
+    def sums(self) -> dict[tuple[str, str], Array]:
+        """The Renyi curves of all that is closed, by person and part."""
+        runs: dict[tuple[str, str], list[Counter[Question]]] = {}
+        for name, part, asked in self._closed:
+            runs.setdefault((name, part), []).append(asked)
+        for names, histories in runs.items():
             curve = prices.total(histories, self.book_terms.adjacency)
-            self._sums[name] = self._sums.get(name, np.zeros(len(rdp.ORDERS))) + curve
+            self._sums[names] = self._sums.get(names, np.zeros(len(rdp.ORDERS))) + curve
         self._closed = []
         return self._sums
 
-    def curve(self, *, reserved: bool, of: str | None = None) -> Array:
-        """The Renyi curve of all that was charged, and reserved; of one person or of everybody."""
+    def parts(self, part: str = "") -> tuple[str, ...]:
+        """The parts whose rows a question about `part` is about: it alone, or all; without parts the rows are one."""
+        return (part,) if part else self.book_terms.parts or ("",)
+
+    def curve(self, *, reserved: bool, of: str | None = None, part: str = "") -> Array:
+        """The Renyi curve of all that was charged, and reserved, for a row of a part; of one person or of everybody.
+
+        What was asked about other parts has the same answers with and without that row, so it adds nothing.
+        """
         found = np.zeros(len(rdp.ORDERS))
-        for name, each in self.sums().items():
-            if of in (None, name):
+        for (name, about), each in self.sums().items():
+            if of in (None, name) and about in ("", part):
                 found = found + each
-        held = [each for each in self.open.values() if of in (None, each.person)]
+        held = [each for each in self.open.values() if of in (None, each.person) and each.part in ("", part)]
         runs = [each.counted if reserved else each.charged for each in held]
         return found + prices.total(runs, self.book_terms.adjacency)
 
-    def filter(self, epsilon: float | None = None) -> RenyiFilter:
+    def curves(self, *, reserved: bool, of: str | None = None, part: str = "") -> list[Array]:
+        """The curve of each part that a question about `part` is about."""
+        return [self.curve(reserved=reserved, of=of, part=each) for each in self.parts(part)]
+
+    def filter(self) -> RenyiFilter:
         told = self.book_terms
         assert told.weights is not None
-        return RenyiFilter(told.weights, told.epsilon if epsilon is None else epsilon, told.delta - told.external_delta)
+        return RenyiFilter(told.weights, told.epsilon, told.delta - told.external_delta)
 
     def slot_plan(self) -> SlotPlan:
         told = self.book_terms
@@ -376,7 +446,7 @@ class State:
             spent, reserved = plan.epsilon_of(asked | self.spent_slots), plan.epsilon_of(plan.used)
             return Reading(told.epsilon, told.delta, "slots", spent, reserved, 0.0, len(told.slots) - len(plan.used))
         meter = self.filter()
-        spent, reserved = (meter.reading(self.curve(reserved=each)) for each in (False, True))
+        spent, reserved = (meter.highest(self.curves(reserved=each)) for each in (False, True))
         return Reading(told.epsilon, told.delta, "filter", spent, reserved, self.external_delta_left)
 
     @property
@@ -430,6 +500,29 @@ class Book:
     def reading(self) -> Reading:
         return self.state.reading()
 
+    def listed(self, last: int | None = None) -> tuple[list[Reservation], list[External]]:
+        """Runs and entries by hand, in their order; `last`: so many runs that were reserved last, and those open."""
+        if self.state.whole:
+            return list(self.state.reservations.values()), self.state.externals
+        left = inf if last is None else last
+        made: dict[str, Reservation] = {}
+        entries: list[External] = []
+
+        def enough(row: Row) -> bool:
+            nonlocal left
+            left -= row["row"] in ("reserve", "enter") and "by" in row
+            return left <= 0
+
+        for row in self._file.last_rows(enough):
+            if row["row"] == "reserve" and "by" in row:
+                made[row["id"]] = Reservation.from_json(row)
+            elif row["row"] == "enter":
+                entries.append(External.from_json(row))
+            elif row.get("id") in made:
+                made[row["id"]].take(row)
+        older = [each for name, each in self.state.open.items() if name not in made]
+        return [*older, *made.values()], entries
+
     @contextmanager
     def _held(self) -> Iterator[Writer]:
         """The book, held by this process alone, with all rows of others taken in."""
@@ -447,6 +540,7 @@ class Book:
         purpose: str,
         by: str | None = None,
         slot: str | None = None,
+        part: str = "",
         facts: Mapping[str, Any] | None = None,
         held: bool = True,
     ) -> str:
@@ -456,10 +550,10 @@ class Book:
         """
         who, wanted = by or person(), Counter(plan)
         with self._held() as writer:
-            place = writer.admit(wanted, who, slot)
-            return writer.reserve(wanted, who, purpose, place, facts, held)
+            place = writer.admit(wanted, who, slot, part)
+            return writer.reserve(wanted, who, purpose, place, part, facts, held)
 
-    def use(self, name: str, plan: History, *, purpose: str, facts: Mapping[str, Any]) -> str:
+    def use(self, name: str, plan: History, *, purpose: str, facts: Mapping[str, Any], part: str = "") -> str:
         """Make a run's own reservation of one that was made by hand, in which it fits: with at most its rate and steps
         and at least its noise. What the run does not need comes back."""
         wanted = Counter(plan)
@@ -474,8 +568,10 @@ class Book:
                     f"reservation={name!r} does not hold this run: it fits with at most the rate and steps, and at "
                     "least the noise, that were reserved"
                 )
+            if by_hand.part not in ("", part):
+                raise ValueError(f"reservation={name!r} is about the part {by_hand.part!r} alone, and this run is not")
             writer.close(by_hand, None, None, "used by a run")
-            return writer.reserve(wanted, by_hand.person, purpose, by_hand.slot, facts, True)
+            return writer.reserve(wanted, by_hand.person, purpose, by_hand.slot, part, facts, True)
 
     def take_over(self, name: str, facts: Mapping[str, Any] | None = None) -> bool:
         """Go on with a reservation in this process, as a resumed run does; False where it was closed."""
@@ -502,29 +598,30 @@ class Book:
             row = {"row": "charge", "id": name, "asks": prices.to_json(asks)}
             writer.write(row if ledger is None else {**row, "ledger": list(ledger)})
 
-    def settle(self, name: str, asked: History, ledger: tuple[int, str]) -> None:
-        """Say, by the process that asked, what of all that was charged was asked; the rest is reserved again."""
+    def settle(self, name: str, unasked: History, ledger: tuple[int, str]) -> None:
+        """Say, by the process that charged it, what of that was not asked: it is only reserved again."""
         with self._held() as writer:
             held = self.state.open.get(name)
             if held is not None:
-                final = prices.with_whole(asked, held.charged)
+                final = prices.with_whole(held.charged - Counter(unasked), held.charged)
                 if final != held.charged:
                     row = {"row": "settle", "id": name, "asked": prices.to_json(final), "ledger": list(ledger)}
                     writer.write(row)
 
     def close(
-        self, name: str, asked: History | None = None, ledger: tuple[int, str] | None = None, why: str = "finished"
+        self, name: str, unasked: History | None = None, ledger: tuple[int, str] | None = None, why: str = "finished"
     ) -> None:
-        """End a reservation: what was not charged comes back; of what was charged, all but `asked`, too.
+        """End a reservation: what was not charged comes back; of what was charged, `unasked`, too.
 
-        `asked` is for the process that asked, which knows; without it all that was charged counts.
+        `unasked` is for the process that charged it, which knows. Where another has taken the reservation over (a copy
+        of the run's folder was resumed), what that one charged stays.
         """
         with self._held() as writer:
             held = self.state.open.get(name)
             if held is not None:
-                writer.close(held, asked, ledger, why)
+                writer.close(held, unasked, ledger, why)
 
-    def enter(self, epsilon: float, delta: float, note: str, by: str | None = None) -> None:
+    def enter(self, epsilon: float, delta: float, note: str, by: str | None = None, part: str = "") -> None:
         """Enter by hand what was spent elsewhere on the same data: any (epsilon, delta)-private answer.
 
         Formal guarantees: with probability 1 - delta such an answer is epsilon-private (Kairouz, Oh & Viswanath 2015):
@@ -536,9 +633,9 @@ class Book:
         require("delta", delta, 0 <= delta < 1, "lie in [0, 1)")
         who, asks = by or person(), Counter[Question]({PureLoss(float(epsilon)): 1})
         with self._held() as writer:
-            place = writer.admit(asks, who, None, delta)
+            place = writer.admit(asks, who, None, part, delta)
             row: Row = {"row": "enter", "by": who, "note": note, "epsilon": float(epsilon), "delta": float(delta)}
-            writer.write(row if place is None else {**row, "slot": place})
+            writer.write({**row, **({} if place is None else {"slot": place}), **({"part": part} if part else {})})
 
     def grant(self, who: str, epsilon: float, by: str | None = None) -> None:
         """Let somebody spend up to a reading of `epsilon`. Once anybody has a grant, nobody else may spend."""
@@ -554,8 +651,8 @@ class Book:
         with self._held() as writer:
             writer.write({"row": "grant", "person": who, "epsilon": float(epsilon), "by": by or person()})
 
-    def affords(self, plan: History) -> int:
-        """How many runs like this one may still be made."""
+    def affords(self, plan: History, part: str = "") -> int:
+        """How many runs like this one may still be made, about a part of the rows or about all."""
         if self.terms.mode == "slots":
             slots = self.state.slot_plan()
             found = 0
@@ -563,19 +660,16 @@ class Book:
                 slots.used.add(place)
                 found += 1
             return found
-        curve, each, meter = (
-            self.state.curve(reserved=True),
-            prices.total([plan], self.terms.adjacency),
-            self.state.filter(),
-        )
+        curves, meter = self.state.curves(reserved=True, part=part), self.state.filter()
+        each = prices.total([plan], self.terms.adjacency)
         if not each.any():
             return 0
         low, high = 0, 1
-        while meter.admits(curve + high * each):
+        while meter.highest(curves, high * each) <= meter.epsilon:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if meter.admits(curve + middle * each) else (low, middle)
+            low, high = (middle, high) if meter.highest(curves, middle * each) <= meter.epsilon else (low, middle)
         return low
 
 
@@ -595,6 +689,7 @@ class Writer:
         who: str,
         purpose: str,
         slot: int | None,
+        part: str,
         facts: Mapping[str, Any] | None,
         held: bool,
     ) -> str:
@@ -609,30 +704,32 @@ class Writer:
                 "plan": prices.to_json(plan),
                 **({"holder": this_process()} if held else {}),
                 **({} if slot is None else {"slot": slot}),
+                **({"part": part} if part else {}),
                 **({} if facts is None else {"facts": dict(facts)}),
             }
         )
         return name
 
-    def close(self, held: Reservation, asked: History | None, ledger: tuple[int, str] | None, why: str) -> None:
-        final = prices.with_whole(held.charged if asked is None else asked, held.charged)
-        if not within(final, held.charged):
-            raise AssertionError(f"{held.id}: more was asked than charged")
+    def close(self, held: Reservation, unasked: History | None, ledger: tuple[int, str] | None, why: str) -> None:
+        final = prices.with_whole(held.charged - Counter(unasked or {}), held.charged)
         row: Row = {"row": "close", "id": held.id, "asked": prices.to_json(final), "why": why}
         self.write(row if ledger is None else {**row, "ledger": list(ledger)})
         if self._state.since_total >= TOTAL_EVERY:
             self.write({**self._state.totals(), "prefix": self._file.hash_so_far()})
 
-    def admit(self, plan: Counter[Question], who: str, slot: str | None, delta: float = 0.0) -> int | None:
+    def admit(self, plan: Counter[Question], who: str, slot: str | None, part: str, delta: float = 0.0) -> int | None:
         """Whether a plan fits; in a book of slots, which one it takes. `BudgetSpent` says what is left."""
         told = self._book.terms
+        if part and part not in told.parts:
+            there = f"its parts are {', '.join(told.parts)}" if told.parts else "it has no parts; leave it out"
+            raise ValueError(f"part={part!r} is none of {self._book.path}: {there}")
         if told.mode == "slots":
             place = self._state.slot_plan().smallest_fitting(plan, delta, slot)
             if place is None and self._free_what_ended():
                 place = self._state.slot_plan().smallest_fitting(plan, delta, slot)
             if place is None:
                 raise BudgetSpent(self._no_slot(slot))
-            self._check_grant(plan, who)
+            self._check_grant(plan, who, part)
             return place
         if slot is not None:
             raise ValueError(f"slot={slot!r}: {self._book.path} is a book without slots; leave it out")
@@ -641,8 +738,8 @@ class Writer:
                 f"delta={delta:g} is more than the {self._state.external_delta_left:.3g} that are left of what "
                 f"{self._book.path} set aside for entries by hand when it was opened (--external-share)"
             )
-        self._check_grant(plan, who)
-        self._require_room(plan)
+        self._check_grant(plan, who, part)
+        self._require_room(plan, part)
         return None
 
     def admit_more(self, held: Reservation, beyond: Counter[Question], in_all: Counter[Question]) -> None:
@@ -653,35 +750,37 @@ class Writer:
             if not prices.fits(in_all, slot.asks):
                 raise BudgetSpent(f"this run would ask more than its slot {slot.name!r} of {self._book.path} allows")
             return
-        self._check_grant(beyond, held.person)
-        self._require_room(beyond)
+        self._check_grant(beyond, held.person, held.part)
+        self._require_room(beyond, held.part)
 
-    def _require_room(self, plan: Counter[Question]) -> None:
+    def _require_room(self, plan: Counter[Question], part: str) -> None:
         state = self._state
-        wanted = prices.total([plan], self._book.terms.adjacency)
-        if state.filter().admits(state.curve(reserved=True) + wanted):
+        wanted, meter = prices.total([plan], self._book.terms.adjacency), state.filter()
+        if meter.highest(state.curves(reserved=True, part=part), wanted) <= meter.epsilon:
             return
-        if self._free_what_ended() and state.filter().admits(state.curve(reserved=True) + wanted):
+        if self._free_what_ended() and (meter.highest(state.curves(reserved=True, part=part), wanted) <= meter.epsilon):
             return
-        raise BudgetSpent(refusal(self._book, plan))
+        raise BudgetSpent(refusal(self._book, plan, part))
 
-    def _check_grant(self, plan: Counter[Question], who: str) -> None:
+    def _check_grant(self, plan: Counter[Question], who: str, part: str) -> None:
         state = self._state
         if not state.grants:
             return
-        if who not in state.grants:
+        if not state.grants.get(who):
             raise BudgetSpent(
                 f"{who} has no grant in {self._book.path}: vestige budget grant {self._book.path} {who} --epsilon E"
             )
-        if self._book.terms.mode == "slots":
+        if self._book.terms.mode == "slots":  # which run each of them is was fixed when the book was opened
             return
-        wanted = state.curve(reserved=True, of=who) + prices.total([plan], self._book.terms.adjacency)
-        meter = state.filter(state.grants[who])
-        if not meter.admits(wanted):
-            spent = meter.reading(state.curve(reserved=True, of=who))
+        curves, wanted = (
+            state.curves(reserved=True, of=who, part=part),
+            prices.total([plan], self._book.terms.adjacency),
+        )
+        spent, then = (state.filter().highest(curves, more) for more in (0.0, wanted))
+        if then > state.grants[who]:
             raise BudgetSpent(
                 f"{who} was granted {state.grants[who]:g} of {self._book.path} and has spent or reserved {spent:.3f}: "
-                f"this would make it {meter.reading(wanted):.3f}"
+                f"this would make it {then:.3f}"
             )
 
     def _free_what_ended(self) -> bool:
@@ -703,25 +802,54 @@ class Writer:
         )
 
 
-def refusal(book: Book, plan: History) -> str:
+def refusal(book: Book, plan: History, part: str = "") -> str:
     """One line: why a run does not fit, what is left, and what that would afford."""
-    state, told = book.state, book.terms
-    curve, each = state.curve(reserved=True), prices.total([plan], told.adjacency)
-    now_at, then = state.filter().reading(curve), state.filter().reading(curve + each)
-    shorter = 0.0
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        shorter = (low + high) / 2
-        low, high = (shorter, high) if state.filter().admits(curve + shorter * each) else (low, shorter)
+    state, told, meter = book.state, book.terms, book.state.filter()
+    curves, each = state.curves(reserved=True, part=part), prices.total([plan], told.adjacency)
+    before, then = meter.highest(curves), meter.highest(curves, each)
+    share = _largest(lambda share: meter.highest(curves, share * each) <= told.epsilon)
     steps = {type(question): count for question, count in plan.items()}
-    part = int(low * max(steps.values())) if len(steps) == 1 else 0
-    instead = f"it affords {part} of its {max(steps.values())} steps" if part else f"it affords {low:.0%} of such a run"
-    waiting = sum(1 for each in state.open.values())
-    others = f", {waiting} of them still open" if waiting else ""
+    part_of_it = int(share * max(steps.values())) if len(steps) == 1 else 0
+    instead = f"{part_of_it} of its {max(steps.values())} steps" if part_of_it else f"{share:.0%} of such a run"
+    if noisier := _noisier(
+        plan, lambda asks: meter.highest(curves, prices.total([asks], told.adjacency)), told.epsilon
+    ):
+        instead += f", or all of it with {noisier:.3g} times the noise"
+    waiting = f", {len(state.open)} of them still open" if state.open else ""
+    of_part = f" (part {part!r})" if part else ""
     return (
-        f"the budget of {book.path} does not hold this run: epsilon {told.epsilon:g} at delta {told.delta:g}, "
-        f"{now_at:.3f} spent or reserved by {state.made} runs{others}, {then:.3f} with this one; {instead}"
+        f"the budget of {book.path}{of_part} does not hold this run: epsilon {told.epsilon:g} at delta {told.delta:g}, "
+        f"{before:.3f} spent or reserved by {state.made} runs{waiting}, {max(0.0, told.epsilon - before):.3f} left; "
+        f"{then:.3f} with this one; what is left affords {instead}"
     )
+
+
+def _largest(holds: Callable[[float], bool]) -> float:
+    """The largest share in [0, 1] at which something holds that holds below it, too."""
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _noisier(plan: History, reading: Callable[[Counter[Question]], float], epsilon: float) -> float | None:
+    """How many times the noise would make a plan fit, rounded up to a hundredth; None where none does, or the plan has
+    questions of other kinds."""
+    if not all(isinstance(question, SampledGaussian | Gaussian) for question in plan):
+        return None
+
+    def fits(times: float) -> bool:
+        asks: Counter[Question] = Counter()
+        for question, count in plan.items():
+            assert isinstance(question, SampledGaussian | Gaussian)
+            asks[replace(question, multiplier=times * question.multiplier)] += count
+        return reading(asks) <= epsilon
+
+    if not plan or not fits(MOST_NOISE):
+        return None
+    share = _largest(lambda share: not fits(1 + share * (MOST_NOISE - 1)))
+    return ceil(100 * (1 + share * (MOST_NOISE - 1)) + 1) / 100
 
 
 def now() -> str:

@@ -89,7 +89,11 @@ class RenyiFilter:
         self.epsilon = epsilon
 
     def admits(self, curve: Array) -> bool:
-        return bool(self.reading(curve) <= self.epsilon)
+        return self.reading(curve) <= self.epsilon
+
+    def highest(self, curves: Sequence[Array], more: Array | float = 0.0) -> float:
+        """The reading of the part of the rows that reads highest, with `more` asked about each of them."""
+        return max(self.reading(curve + more) for curve in curves)
 
     def reading(self, curve: Array) -> float:
         """The epsilon of the smallest filter with these weights that would have admitted so much. It depends on the

@@ -22,12 +22,12 @@ def person() -> str:
 
 
 def this_process() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+    return {"host": _host(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def has_ended(holder: dict[str, Any] | None) -> bool:
     """Whether a reservation's process is known to have ended; of another machine's nothing is known."""
-    if not holder or holder.get("host") != socket.gethostname():
+    if not holder or holder.get("host") != _host():
         return False
     try:
         os.kill(holder["pid"], 0)
@@ -37,6 +37,14 @@ def has_ended(holder: dict[str, Any] | None) -> bool:
         return False
     now = _started(holder["pid"])
     return now is not None and holder.get("started") is not None and now != holder["started"]
+
+
+def _host() -> str:
+    """The machine; in a container, whose processes have numbers of their own, that."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _started(pid: int) -> str | None:

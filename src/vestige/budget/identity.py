@@ -220,38 +220,56 @@ def read_key(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class RowSet:
-    """The hashes of a book's rows, sorted, in the file beside it."""
+    """The hashes of a book's rows, sorted, in the file beside it; in a book of parts, each with its part's number."""
 
     hashes: Hashes
+    parts: npt.NDArray[np.uint16] | None = None
 
     @staticmethod
-    def of(hashes: Hashes) -> RowSet:
-        return RowSet(np.sort(hashes))
+    def of(hashes: Hashes, parts: Sequence[int] | None = None) -> RowSet:
+        order = np.argsort(hashes, kind="stable")
+        if parts is None:
+            return RowSet(hashes[order])
+        found = RowSet(hashes[order], np.array(parts, dtype=np.uint16)[order])
+        assert found.parts is not None
+        if ((found.hashes[1:] == found.hashes[:-1]) & (found.parts[1:] != found.parts[:-1])).any():
+            raise ValueError("parts: two rows that are alike lie in two parts; a part follows from what a row holds")
+        return found
 
     @property
     def root(self) -> str:
-        return hashlib.sha256(self.hashes.astype("<u8").tobytes()).hexdigest()
+        return hashlib.sha256(self._bytes()).hexdigest()
+
+    def _bytes(self) -> bytes:
+        return self.hashes.astype("<u8").tobytes() + (b"" if self.parts is None else self.parts.astype("<u2").tobytes())
 
     def write(self, path: Path) -> None:
         handle = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
         with open(handle, "wb") as file:
-            file.write(self.hashes.astype("<u8").tobytes())
+            file.write(self._bytes())
             file.flush()
             os.fsync(file.fileno())
 
     @staticmethod
-    def read(path: Path, root: str) -> RowSet:
+    def read(path: Path, root: str, rows: int) -> RowSet:
         try:
-            found = RowSet(np.frombuffer(path.read_bytes(), dtype="<u8").astype(np.uint64))
+            content = path.read_bytes()
         except OSError as error:
             raise BookError(
                 f"{path} cannot be read: {error.strerror}; the rows' hashes belong beside the book"
             ) from error
-        except ValueError:
-            raise BookError(f"{path} is torn: restore it beside the book") from None
-        if found.root != root:
+        if hashlib.sha256(content).hexdigest() != root or len(content) not in (8 * rows, 10 * rows):
             raise BookError(f"{path} does not hold the rows that the book was opened with: edited or replaced")
-        return found
+        hashes = np.frombuffer(content, "<u8", rows).astype(np.uint64)
+        parts = np.frombuffer(content, "<u2", rows, 8 * rows) if len(content) == 10 * rows and rows else None
+        return RowSet(hashes, None if parts is None else parts.astype(np.uint16))
+
+    def part_of(self, hashes: Hashes) -> int | None:
+        """The number of the part that all of these rows lie in; None where that is not one."""
+        if self.parts is None or not len(hashes):
+            return None
+        found = np.unique(self.parts[np.searchsorted(self.hashes, hashes)])
+        return int(found[0]) if len(found) == 1 else None
 
     def unknown(self, hashes: Hashes) -> int:
         """How many of these rows are not the book's: a row that is there more often than in the book is somebody
@@ -261,8 +279,9 @@ class RowSet:
         return int(np.maximum(often - ours, 0).sum())
 
 
-def require_rows(known: RowSet, candidates: Sequence[tuple[str, Hashes]], name: str) -> str:
-    """How the data are known to be the book's: equal, or a part. ValueError where some of them are not.
+def require_rows(known: RowSet, candidates: Sequence[tuple[str, Hashes]], name: str) -> tuple[str, int | None]:
+    """How the data are known to be the book's, all or some, and the number of the part that they lie in. ValueError
+    where some of them are not.
 
     `candidates` are several readings of the same data, such as a file and what a task makes of it: one that is known
     is enough.
@@ -271,7 +290,8 @@ def require_rows(known: RowSet, candidates: Sequence[tuple[str, Hashes]], name: 
     for _, hashes in candidates:
         missing = known.unknown(hashes)
         if not missing:
-            return "all rows" if len(hashes) == len(known.hashes) else f"{len(hashes)} rows"
+            said = "all rows" if len(hashes) == len(known.hashes) else f"{len(hashes)} rows"
+            return said, known.part_of(hashes)
         if nearest is None or missing / len(hashes) < nearest[0] / nearest[1]:
             nearest = missing, len(hashes)
     if nearest is None:

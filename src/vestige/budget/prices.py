@@ -20,19 +20,20 @@ from vestige.questions import CyclicGaussian, Gaussian, PureLoss, Question, Samp
 from vestige.units import Users
 
 ADJACENCIES = {
-    "add-remove": "leaving out one {unit} (zero-out: its place is blank, and the number of rows is public)",
+    "zero-out": "leaving out one {unit} (zero-out: its place is blank, and the number of rows is public)",
     "replace": "replacing one {unit} by another",
 }
-"""Which change of the data each kind of book is about, in words; the prices of "add-remove" hold for adding or removing
-a {unit}, and for leaving its place blank."""
+"""Which change of the data each kind of book is about, in words; the prices of "zero-out" hold for adding or removing a
+{unit}, too."""
 WHOLE = (CyclicGaussian,)
 """Questions that are one mechanism over many steps: charged as a whole when the first step is asked."""
 
 
 def curve_of(question: Question, adjacency: str) -> Array:
     """The Renyi curve of one occasion at `rdp.ORDERS`."""
-    if adjacency == "add-remove":
+    if adjacency == "zero-out":
         return curves([question])[question]
+    assert adjacency == "replace", adjacency
     return _replacing(question)
 
 
@@ -42,7 +43,7 @@ def _replacing(question: Question) -> Array:
     if found is None:
         raise ValueError(
             f"adjacency='replace': no theorem prices {type(question).__name__} where one is replaced by another; use a "
-            "book of adjacency add-remove"
+            "book of adjacency zero-out"
         )
     return np.asarray(found([question])[0])
 
@@ -180,5 +181,7 @@ def from_json(rows: Iterable[tuple[dict[str, object], int]]) -> Counter[Question
         key = repr(row)
         if key not in _READ:
             _READ[key] = Question.from_json(row)
+        if type(count) is not int or count < 1:  # one below zero would give back what others spent
+            raise ValueError(f"a question was asked {count!r} times, which nobody writes")
         found[_READ[key]] += count
     return found

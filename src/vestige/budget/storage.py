@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,14 @@ TAIL = len(HASH) + 64 + 2
 PATIENCE = 60.0
 """Seconds that a process waits for the lock, which is held for the time of one write."""
 
-NETWORK = ("afs", "afpfs", "beegfs", "ceph", "cifs", "davfs", "gcsfuse", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
-           "nfs4", "osxfs", "panfs", "s3fs", "smb", "smb2", "smb3", "smbfs", "sshfs", "vboxsf", "9p")  # fmt: skip
+NETWORK = ("9p", "acfs", "afpfs", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gpfs", "lustre", "ncpfs", "nfs",
+           "nfs4", "orangefs", "osxfs", "panfs", "prl_fs", "pvfs2", "smb", "smb2", "smb3", "smbfs", "vboxsf",
+           "virtiofs", "vmhgfs", "wekafs", "webdav")  # fmt: skip
 """File systems where a lock may be local to one machine, or lost when the server restarts."""
+FUSE = ("fuse", "macfuse", "osxfuse")
+LOCAL_FUSE = ("fuse-overlayfs", "gocryptfs", "encfs", "ntfs", "ntfs-3g", "exfat")
+"""Of the file systems in user space, which mostly reach over a network (sshfs, s3fs, gcsfuse, glusterfs, rclone), those
+that keep to a disk."""
 
 encoded = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
 
@@ -83,6 +88,20 @@ class BookFile:
         with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as handle:
             return self._read(handle)
 
+    def last_rows(self, enough: Callable[[Row], bool]) -> list[Row]:
+        """Rows from the end of what was read and checked, back to the first that is `enough`, in their order."""
+        with self.path.open("rb") as file:
+            text = file.read(self.size)
+        found: list[Row] = []
+        end = len(text) - 1
+        while end > 0:
+            start = text.rfind(b"\n", 0, end) + 1
+            found.append(json.loads(text[start:end]))
+            if enough(found[-1]):
+                break
+            end = start - 1
+        return found[::-1]
+
     @contextmanager
     def exclusive(self) -> Iterator[Appending]:
         """Hold the book: the rows that others appended since, and a way to append further ones."""
@@ -118,6 +137,9 @@ class BookFile:
             raise ValueError(
                 f"book={str(self.path)!r}: no such file; make it with vestige budget open {self.path} --data FILE"
             ) from None
+        except OSError as error:  # no right to it, above all: whoever may not write the book may not spend
+            what = "written" if flags & os.O_RDWR else "read"
+            raise ValueError(f"book={str(self.path)!r} cannot be {what}: {error.strerror}") from error
         try:
             until = time.monotonic() + PATIENCE
             while True:
@@ -130,9 +152,17 @@ class BookFile:
                             f"{self.path} is locked for {PATIENCE:.0f} s: stop the process that holds it"
                         ) from None
                     time.sleep(0.001)
+            if os.fstat(handle).st_ino != self._now().st_ino:  # what is written here nobody would read
+                raise BookError(f"{self.path} was replaced by another file just now; look which of them is the book")
             yield handle
         finally:
             os.close(handle)
+
+    def _now(self) -> os.stat_result:
+        try:
+            return os.stat(self.path)
+        except OSError as error:
+            raise BookError(f"{self.path} was taken away just now: {error.strerror}") from error
 
     def _read(self, handle: int) -> list[Row]:
         size = os.fstat(handle).st_size
@@ -140,13 +170,13 @@ class BookFile:
         text = os.pread(handle, size - start, start) if size > start else b""
         while len(text) < size - start:  # pread gives at most 2 GiB at once
             text += os.pread(handle, size - start - len(text), start + len(text))
+        if not self.count and not self._whole and (summed := self._last_sum(text)) is not None:
+            return summed
         lines = text.split(b"\n")
         if self.count:
             if sealed_by(lines[0]) != self.head or len(lines) < 2:
                 raise BookError(f"{self.path}: the rows that were there before are gone: cut or replaced")
             lines = lines[1:]
-        elif not self._whole and (summed := self._last_sum(text)) is not None:
-            return summed
         rows = [self._checked(line) for line in lines[:-1]]
         if not self.count:
             raise BookError(f"{self.path} is no book: its first line is not a whole row")
@@ -211,7 +241,8 @@ def sealed_by(line: bytes) -> str | None:
 def refuse_network(path: Path) -> None:
     """Refuse a book where the lock of one machine may not hold on another."""
     kind = file_system(path.resolve().parent)
-    if kind.removeprefix("fuse.") in NETWORK:
+    system, _, driver = kind.partition(".")
+    if system in NETWORK or (system in FUSE and driver not in LOCAL_FUSE):
         raise ValueError(
             f"book={str(path)!r} lies on a network file system ({kind}), where two machines could both take the last "
             "of the budget: keep it on a local disk, and start runs on that machine"

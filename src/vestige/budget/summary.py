@@ -20,13 +20,18 @@ ASSUMES = (
     "what our commands make of the rows, and what is declared to be derived from them, is made row by row",
     "entries by hand cost what they say",
 )
+PARTS = (
+    "which part a row lies in, the parts' names and their sizes are public, and a run that is charged to one part read "
+    "nothing of the others"
+)
 
 
-def described(book: Book) -> dict[str, Any]:
-    """All of a book that was read whole, but for its rows' hashes."""
+def described(book: Book, last: int | None = None) -> dict[str, Any]:
+    """All of a book but for its rows' hashes; of its runs, the `last` ones and those open, or every one."""
     state, told, reading = book.state, book.terms, book.reading()
-    runs = [_run(book, each) for each in state.reservations.values()]
-    people = sorted({run["person"] for run in runs} | {each.person for each in state.externals} | set(state.grants))
+    made, entries = book.listed(last)
+    runs = [_run(book, each) for each in made]
+    people = sorted(set(state.runs) | {person for person, _ in state.sums()} | set(state.grants))
     return {
         "book": state.id,
         "path": str(book.path),
@@ -46,14 +51,16 @@ def described(book: Book) -> dict[str, Any]:
         "external_delta": {"set_aside": told.external_delta, "left": reading.external_delta_left},
         **({"filter": _filter(book)} if told.weights is not None else {}),
         **({"slots": [_slot(book, place, slot) for place, slot in enumerate(told.slots)]} if told.slots else {}),
+        **({"parts": [_part(book, name) for name in told.parts]} if told.parts else {}),
         "grants": dict(state.grants),
-        "people": [_person(book, name, runs) for name in people],
+        "people": [_person(book, name) for name in people],
+        "made": state.made,
         "runs": runs,
         "external": [
             {"person": each.person, "note": each.note, "at": each.at, "epsilon": each.epsilon, "delta": each.delta}
-            for each in state.externals
+            for each in entries
         ],
-        "assumes": [*ASSUMES, *dict.fromkeys(run["assumes"] for run in runs if run["assumes"])],
+        "assumes": [*ASSUMES, *([PARTS] if told.parts else []), *state.assumes],
     }
 
 
@@ -99,23 +106,25 @@ def _run(book: Book, held: Reservation) -> dict[str, Any]:
         "counted": sum(held.counted.values()),
         "epsilon_alone": rdp.tight_epsilon(curve, book.terms.delta),
         "slot": None if held.slot is None else book.terms.slots[held.slot].name,
+        "part": held.part or None,
         "rows": held.facts.get("rows"),
         "path": held.facts.get("path"),
         "assumes": held.facts.get("assumes"),
     }
 
 
-def _person(book: Book, name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _part(book: Book, name: str) -> dict[str, Any]:
+    state, meter = book.state, book.state.filter()
+    spent, reserved = (meter.reading(state.curve(reserved=each, part=name)) for each in (False, True))
+    return {"part": name, "epsilon_spent": spent, "epsilon_reserved": reserved}
+
+
+def _person(book: Book, name: str) -> dict[str, Any]:
     state = book.state
     spent = None
     if book.terms.weights is not None:
-        spent = state.filter().reading(state.curve(reserved=True, of=name))
-    return {
-        "person": name,
-        "runs": sum(run["person"] == name for run in runs),
-        "epsilon_reading": spent,
-        "granted": state.grants.get(name),
-    }
+        spent = state.filter().highest(state.curves(reserved=True, of=name))
+    return {"person": name, "runs": state.runs[name], "epsilon_reading": spent, "granted": state.grants.get(name)}
 
 
 # --- what leaves the house --------------------------------------------------------------------------------------------

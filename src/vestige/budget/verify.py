@@ -103,9 +103,10 @@ def _check_admitted(state: State, row: Row) -> None:
     """Decide again what a row records."""
     kind = row.get("row")
     if kind == "reserve" and row["plan"]:
-        _require_admitted(state, prices.from_json(row["plan"]), row.get("slot"), 0.0)
+        _require_admitted(state, prices.from_json(row["plan"]), row.get("slot"), row.get("part", ""), 0.0)
     elif kind == "enter":
-        _require_admitted(state, Counter({PureLoss(row["epsilon"]): 1}), row.get("slot"), row["delta"])
+        asks = Counter[Question]({PureLoss(row["epsilon"]): 1})
+        _require_admitted(state, asks, row.get("slot"), row.get("part", ""), row["delta"])
     elif kind == "charge":
         held = state.open.get(row["id"])
         asks = prices.from_json(row["asks"])
@@ -113,12 +114,12 @@ def _check_admitted(state: State, row: Row) -> None:
             if not prices.fits(held.charged + asks, state.book_terms.slots[held.slot].asks):
                 raise BookError(f"{held.id} was charged more than its slot allows")
         elif held is not None and (beyond := (held.charged + asks) - (held.plan | held.charged)):
-            _require_admitted(state, beyond, None, 0.0)
+            _require_admitted(state, beyond, None, held.part, 0.0)
     elif kind == "total":
         _check_total(state, row)
 
 
-def _require_admitted(state: State, asks: Counter[Question], slot: int | None, delta: float) -> None:
+def _require_admitted(state: State, asks: Counter[Question], slot: int | None, part: str, delta: float) -> None:
     told = state.book_terms
     if told.mode == "slots":
         if slot is None or slot in state.slot_plan().used:
@@ -127,7 +128,8 @@ def _require_admitted(state: State, asks: Counter[Question], slot: int | None, d
         if delta > chosen.delta or not prices.fits(asks, chosen.asks):
             raise BookError(f"what was admitted does not fit the slot {chosen.name!r}")
         return
-    reading = state.filter().reading(state.curve(reserved=True) + prices.total([asks], told.adjacency))
+    curves = state.curves(reserved=True, part=part)
+    reading = state.filter().highest(curves, prices.total([asks], told.adjacency))
     if reading > told.epsilon * (1 + ROUNDING):
         raise BookError(f"what was admitted makes the reading {reading:.4f}, beyond epsilon {told.epsilon:g}")
     if delta > state.external_delta_left * (1 + ROUNDING):
@@ -136,15 +138,15 @@ def _require_admitted(state: State, asks: Counter[Question], slot: int | None, d
 
 def _check_total(state: State, row: Row) -> None:
     """A sum must be that of the rows before it."""
-    ours, theirs = state.totals(), dict(row)
-    for name in ("made", "grants", "slots"):
-        if ours[name] != theirs[name]:
-            raise BookError(f"a sum says {name} {theirs[name]}, and the rows before it {ours[name]}")
-    same = ours["sums"].keys() == theirs["sums"].keys() and [each["id"] for each in ours["open"]] == [
-        each["id"] for each in theirs["open"]
-    ]
-    if not same or not all(
-        np.allclose(ours["sums"][name], theirs["sums"][name], rtol=ROUNDING, atol=0.0) for name in ours["sums"]
+    ours = state.totals()
+    for name in ("runs", "grants", "slots", "assumes", "open"):
+        if ours[name] != row[name]:
+            raise BookError(f"a sum says {name} {row[name]}, and the rows before it {ours[name]}")
+    if not np.isclose(ours["external_delta"], row["external_delta"], rtol=ROUNDING, atol=0.0):
+        raise BookError("a sum has another delta for entries by hand than the rows before it")
+    theirs = {(name, part): curve for name, part, curve in row["sums"]}
+    if theirs.keys() != state.sums().keys() or not all(
+        np.allclose(curve, theirs[names], rtol=ROUNDING, atol=0.0) for names, curve in state.sums().items()
     ):
         raise BookError("a sum is not that of the rows before it")
 

@@ -10,7 +10,7 @@ import typer
 
 from vestige.assumptions import lines
 from vestige.cli.errors import fail
-from vestige.cli.terminal import LARGEST_SEED, Json, meant, print_json, stderr, stdout
+from vestige.cli.terminal import LARGEST_SEED, Json, meant, print_json, stderr, stdout, verified
 
 if TYPE_CHECKING:
     from vestige.accounting import Guarantee
@@ -69,13 +69,8 @@ def _verify_run(run: Path, unfinished: bool, rows_per_user: int | None, as_json:
     from vestige.accounting.ledger import LedgerError
     from vestige.training.verify import verify as check
 
-    try:
+    with verified(LedgerError, as_json):
         verdict = check(run, unfinished=unfinished, rows_per_user=rows_per_user)
-    except LedgerError as error:
-        if as_json:
-            print_json({"verified": False, "reason": str(error)})
-        fail(f"NOT VERIFIED: {error}", 1)
-        return
     if as_json:
         print_json(verdict.to_json())
         return

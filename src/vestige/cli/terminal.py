@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vestige.cli.errors import INTERRUPTED
+from vestige.cli.errors import INTERRUPTED, fail
 from vestige.processes.launch import followed
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, quiet=followed())
@@ -34,6 +34,17 @@ LARGEST_SEED = 2**63 - 1
 def print_json(content: dict[str, Any]) -> None:
     if not followed():
         print(json.dumps(content, allow_nan=False))
+
+
+@contextmanager
+def verified(fault: type[ValueError], as_json: bool) -> Iterator[None]:
+    """Say that something did not hold, by an exit code of 1, where a check raises `fault`."""
+    try:
+        yield
+    except fault as error:
+        if as_json:
+            print_json({"verified": False, "reason": str(error)})
+        fail(f"NOT VERIFIED: {error}", 1)
 
 
 def meant(result: dict[str, Any], unit: str = "example") -> list[str]:

@@ -6,7 +6,7 @@ from vestige.tasks.subsets import Rows
 from vestige.tasks.tables import bounded
 from vestige.tasks.task import Task, check, describe, load, load_table, names, reinitialised, subject
 from vestige.tasks.text import bag_of_words
-from vestige.tasks.whole_rows import of_file, of_task, source_of
+from vestige.tasks.whole_rows import of_file, of_task, parts_of, source_of
 
 __all__ = [
     "LabelledTensors",
@@ -21,6 +21,7 @@ __all__ = [
     "names",
     "of_file",
     "of_task",
+    "parts_of",
     "read_columns",
     "reinitialised",
     "require_public",

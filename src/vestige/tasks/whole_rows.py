@@ -20,6 +20,10 @@ SPLITS = (("x_train", "y_train"), ("train_x", "train_y"), ("x", "y"))
 """Names of the private part of an archive; what is called test is public."""
 
 
+MOST_PARTS = 1000
+"""A column with more values names rows, not parts."""
+
+
 def source_of(task: str | None, data: str | None) -> Provenance | None:
     """What a run of a task on a file asks about; None where a user's own function gave it: then the tensors tell."""
     if task is not None and ".py:" in task:
@@ -58,3 +62,24 @@ def _archive(path: Path) -> tuple[Any, ...]:
     with np.load(path, allow_pickle=False) as archive:
         names = next((pair for pair in SPLITS if set(pair) <= set(archive.files)), tuple(sorted(archive.files)))
         return tuple(archive[name] for name in names)
+
+
+def parts_of(data: str | None, task: str | None, column: str) -> list[str]:
+    """The part of each row of a table: what stands in a column, as text."""
+    if task is not None or data is None or Path(data).suffix not in READERS:
+        raise ValueError(
+            f"part_by={column!r} is a column of a table: give data=FILE ({', '.join(READERS)}) and no task"
+        )
+    columns = read_all(Path(data))
+    if column not in columns:
+        raise ValueError(f"part_by={column!r} is no column of {data!r}")
+    found = ["" if value is None else str(value).strip() for value in columns[column]]
+    if not all(found):
+        raise ValueError(
+            f"part_by={column!r}: {sum(not each for each in found)} rows have nothing there; name each part"
+        )
+    if len(set(found)) > MOST_PARTS:
+        raise ValueError(
+            f"part_by={column!r} has {len(set(found))} values, more than {MOST_PARTS}: choose a coarser one"
+        )
+    return found

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq
 from scipy.special import bdtrc, gammaln, log_ndtr, nctdtrinc, ndtr, stdtrit
 
 from vestige.accounting.lower_bounds.rates import Array, check_confidence, highest_rate, lowest_rate, scores_of
 from vestige.checks import check_delta, require
+from vestige.solvers import brentq
 
 THRESHOLDS = 128
 """How many thresholds are tried on the scores that choose one."""
@@ -251,7 +251,7 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
         return 0.0
     if mu > sqrt(LARGEST):
         return LARGEST
-    return float(brentq(lambda loss: log(max(delta_of_mu(mu, loss), 1e-300) / delta), 0.0, 3 * LARGEST, xtol=1e-10))
+    return brentq(lambda loss: log(max(delta_of_mu(mu, loss), 1e-300) / delta), 0.0, 3 * LARGEST, xtol=1e-10)
 
 
 def delta_of_mu(mu: float, epsilon: float) -> float:

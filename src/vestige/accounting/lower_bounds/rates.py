@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import bdtr, betaincinv, ndtri, stdtrit
-from scipy.stats import rankdata
 
 Array = NDArray[Any]
 
@@ -86,6 +85,8 @@ def area_under_curve(inside: ArrayLike, outside: ArrayLike, confidence: float = 
     where every score of one side exceeds all of the other, the far end is the exact one of Clopper and Pearson for the
     smaller side.
     """
+    from scipy.stats import rankdata  # half a second, which pricing alone does not need
+
     check_confidence(confidence)
     a, b = scores_of(inside, "inside"), scores_of(outside, "outside")
     ranks = rankdata(np.concatenate([a, b]))

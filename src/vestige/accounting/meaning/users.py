@@ -6,14 +6,13 @@ from collections import Counter
 from dataclasses import replace
 from math import expm1, inf
 
-from scipy.optimize import brentq
-
 from vestige.accounting.composition import COARSE, FINE, epsilon_by_distribution
 from vestige.accounting.guarantees import LARGEST_LOSS, Facts, Guarantee, guarantee
 from vestige.accounting.theorems import History
 from vestige.assumptions import Stated
 from vestige.checks import check_steps
 from vestige.questions import Question
+from vestige.solvers import brentq
 from vestige.units import Users
 
 LARGEST_EPSILON = 500.0
@@ -54,7 +53,7 @@ def group_epsilon(history: History, delta: float, rows: int) -> float:
         low, below, high = high, above, high + 2 * above
     if rows * high >= LARGEST_EPSILON:
         return inf
-    high = float(brentq(missing, low, high, rtol=1e-4)) * (1 + 2e-4)
+    high = brentq(missing, low, high, rtol=1e-4) * (1 + 2e-4)
     return rows * high if missing(high) <= 0 else inf
 
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import bdtrc, gammaln, log_ndtr, logsumexp, ndtr, xlog1py, xlogy
 
 from vestige.accounting import rdp
 from vestige.accounting.profiles import DEEPEST, Profile, sampled_gaussian
 from vestige.accounting.rdp import ORDERS, Array
 from vestige.questions import GroupedGaussian
+from vestige.solvers import brentq
 
 NEGLIGIBLE = 1e-24
 """Chance that so many rows of a person join that they are not followed one by one: charged to delta."""
@@ -72,7 +72,7 @@ def profile(question: GroupedGaussian) -> Profile:
 
     rare = float(ndtr(-DEEPEST))
     end = counts[-1] + DEEPEST * scale
-    highest = float(brentq(lambda x: ndtr((counts - x) / scale) @ weights + ndtr(-x / scale) - rare, 0.0, end))
+    highest = brentq(lambda x: ndtr((counts - x) / scale) @ weights + ndtr(-x / scale) - rare, 0.0, end)
     reach = np.logaddexp(np.log1p(-joins), _ratio(np.array([highest]), counts, logs, scale)[0])[0]
     fallen = np.logaddexp(np.log1p(-joins), _ratio(np.array([-DEEPEST * scale]), counts, logs, scale)[0])[0]
     return Profile(remove, add, max(float(reach), 0.0), max(-float(fallen), 0.0))

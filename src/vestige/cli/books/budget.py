@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vestige.cli.errors import FlagCommand, fail
-from vestige.cli.terminal import Json, print_json, stderr, stdout
+from vestige.cli.errors import FlagCommand
+from vestige.cli.terminal import Json, print_json, stderr, stdout, verified
 
 budget = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown")
 """One book for one dataset: what all runs together have spent."""
@@ -18,6 +18,8 @@ BookArgument = Annotated[Path, typer.Argument(help="The file of the book.")]
 Person = Annotated[
     str | None, typer.Option("--person", help="Who: a label in the book. [default: VESTIGE_PERSON, or the login]")
 ]
+
+PartFlag = Annotated[str, typer.Option("--part", help="Of a book with --part-by: the one part that it is about.")]
 
 
 @budget.callback()
@@ -45,8 +47,8 @@ def open_(
     task: Annotated[str | None, typer.Option(help="A task of `vestige tasks`, whose training rows they are.")] = None,
     unit: Annotated[str, typer.Option(help="What is protected: row, or user (all rows of one).")] = "row",
     adjacency: Annotated[
-        str, typer.Option(help="Neighbours: add-remove (one there, or its place blank), or replace (one by another).")
-    ] = "add-remove",
+        str, typer.Option(help="Neighbours: zero-out (one there, or its place blank), or replace (one by another).")
+    ] = "zero-out",
     slots: Annotated[
         Path | None,
         typer.Option(help="FILE.json with all runs that may ever be made; cheaper, and nothing else may be asked."),
@@ -56,6 +58,10 @@ def open_(
         typer.Option(help="A usual run, RATE,NOISE,STEPS: it chooses the order that delta favours. Public."),
     ] = None,
     weight: Annotated[float | None, typer.Option(help="Share of delta for that order. [default: 0.9]")] = None,
+    part_by: Annotated[
+        str | None,
+        typer.Option(help="A column whose values are public: a run on rows of one value costs the others nothing."),
+    ] = None,
     external_share: Annotated[
         float | None, typer.Option(help="Share of delta for entries by hand that have one. [default: 0.01]")
     ] = None,
@@ -71,13 +77,15 @@ def open_(
         vestige budget open people.book --data people.csv --epsilon 8 --delta 1e-6 --expect 0.01,1.2,1000
 
         vestige budget open digits.book --task digits-mlp --epsilon 8 --delta 1e-5 --slots slots.json
+
+        vestige budget open visits.book --data visits.csv --epsilon 4 --delta 1e-6 --part-by year
     """
     from vestige.budget import Book, slots_of, terms
     from vestige.budget.account import rows_file
     from vestige.budget.identity import RowSet, fingerprint, make_key
     from vestige.checks import check_delta
     from vestige.files import read_json
-    from vestige.tasks import of_task
+    from vestige.tasks import of_task, parts_of
 
     if data is None and task is None:
         raise ValueError("data=None: give the rows that the book is about, or a task")
@@ -86,18 +94,21 @@ def open_(
     chosen = () if slots is None else tuple(slots_of(read_json(slots)))
     told: dict[str, Any] = {"unit": unit, "adjacency": adjacency, "slots": chosen, "expect": _expected(expect)}
     told |= {"weight": weight, "external_share": external_share}
+    parts = None if part_by is None else parts_of(data, task, part_by)
+    told["parts"] = () if parts is None else tuple(dict.fromkeys(sorted(parts)))
     terms(epsilon, delta, **told)
     place = key or Path(f"{data}.key" if data is not None and Path(data).is_file() else f"{book}.key")
     secret = make_key(place)
     found = of_task(task, data, secret)[-1 if task is not None else 0][1]
     check_delta(delta, len(found))
-    rows = RowSet.of(found)
+    rows = RowSet.of(found, None if parts is None else [told["parts"].index(each) for each in parts])
     identity = {
         "name": Path(data).name if data is not None else task,
         "rows": len(found),
         "root": rows.root,
         "key": fingerprint(secret),
         "key_file": str(place.resolve()),
+        **({} if part_by is None else {"part_by": part_by}),
     }
     made = Book.create(book, terms(epsilon, delta, data=identity, **told))
     rows.write(rows_file(book))
@@ -120,21 +131,26 @@ def _expected(text: str | None) -> Any:
 
 
 @budget.command("show", cls=FlagCommand)
-def show(book: BookArgument, as_json: Json = False) -> None:
+def show(
+    book: BookArgument,
+    last: Annotated[int, typer.Option(min=0, help="List so many runs that were made last, and those open.")] = 20,
+    every: Annotated[bool, typer.Option("--all", help="List every run.")] = False,
+    as_json: Json = False,
+) -> None:
     """Show what is spent, by whom, and what is left.
 
     Example:
 
         vestige budget show people.book --json
     """
-    _show(book, as_json)
+    _show(book, as_json, None if every else last)
 
 
-def _show(path: Path, as_json: bool) -> None:
+def _show(path: Path, as_json: bool, last: int | None = 20) -> None:
     from vestige.budget import Book
     from vestige.budget.summary import described
 
-    found = described(Book(path, whole=True))
+    found = described(Book(path), last)
     if as_json:
         print_json(found)
         return
@@ -155,6 +171,12 @@ def _show(path: Path, as_json: bool) -> None:
     else:
         free = sum(slot["state"] == "free" for slot in found["slots"])
         stdout.print(f"{free} of {len(found['slots'])} slots are free", markup=False)
+    for part in found.get("parts", ()):
+        stdout.print(
+            f"part {part['part']}: {part['epsilon_spent']:.3f} spent, {part['epsilon_reserved']:.3f} with what is "
+            "reserved",
+            markup=False,
+        )
     data = found["data"]
     stdout.print(f"{data['rows']} rows of {data['name']}; key: {data['key_file']}; head: {found['head']}", markup=False)
     if found["runs"] or found["external"]:
@@ -163,16 +185,11 @@ def _show(path: Path, as_json: bool) -> None:
             cells = (run["id"], run["person"], run["purpose"], run["at"][:16].replace("T", " "))
             table.add_row(*cells, f"{run['counted']:,}", f"{run['epsilon_alone']:.3f}", run["state"])
         for each in found["external"]:
-            table.add_row(
-                "by hand",
-                each["person"],
-                each["note"],
-                each["at"][:16].replace("T", " "),
-                "1",
-                f"{each['epsilon']:.3f}",
-                "",
-            )
+            cells = ("by hand", each["person"], each["note"], each["at"][:16].replace("T", " "))
+            table.add_row(*cells, "1", f"{each['epsilon']:.3f}", "")
         stdout.print(table)
+    if len(found["runs"]) < found["made"]:
+        stdout.print(f"{len(found['runs'])} of {found['made']} runs; --all lists every one", markup=False)
 
 
 @budget.command("reserve", cls=FlagCommand)
@@ -184,6 +201,7 @@ def reserve(
     runs: Annotated[int, typer.Option(help="So many such runs.")] = 1,
     purpose: Annotated[str, typer.Option(help="What for, in words.")] = "reserved by hand",
     slot: Annotated[str | None, typer.Option(help="Of a book of slots: which one.")] = None,
+    part: PartFlag = "",
     person: Person = None,
     as_json: Json = False,
 ) -> None:
@@ -200,7 +218,7 @@ def reserve(
     check_steps(runs, "runs")
     opened = Book(book)
     plan = repeated(usual(sample_rate, noise_multiplier, steps), runs, {})
-    name = opened.reserve(plan, purpose=purpose, by=person, slot=slot, held=False)
+    name = opened.reserve(plan, purpose=purpose, by=person, slot=slot, part=part, held=False)
     _done(opened, {"reservation": name}, f"reserved as {name}; use it with --budget {book}#{name}", as_json)
 
 
@@ -231,6 +249,7 @@ def enter(
     epsilon: Annotated[float, typer.Option(help="What was spent elsewhere on the same rows.")],
     note: Annotated[str, typer.Option(help="On what, in words.")],
     delta: Annotated[float, typer.Option(help="Its delta, out of what the book set aside for such entries.")] = 0.0,
+    part: PartFlag = "",
     person: Person = None,
     as_json: Json = False,
 ) -> None:
@@ -243,7 +262,7 @@ def enter(
     from vestige.budget import Book
 
     opened = Book(book)
-    opened.enter(epsilon, delta, note, by=person)
+    opened.enter(epsilon, delta, note, by=person, part=part)
     _done(opened, {"entered": epsilon}, f"entered {epsilon:g}", as_json)
 
 
@@ -310,13 +329,8 @@ def verify(
     from vestige.budget.storage import BookError
     from vestige.budget.verify import verify as check
 
-    try:
+    with verified(BookError, as_json):
         verdict = check(book, runs or (), head)
-    except BookError as error:
-        if as_json:
-            print_json({"verified": False, "reason": str(error)})
-        fail(f"NOT VERIFIED: {error}", 1)
-        return
     if as_json:
         print_json(verdict.to_json())
         return

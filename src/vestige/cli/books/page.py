@@ -20,6 +20,7 @@ def page(book: Book, title: str | None = None) -> str:
     sections = [
         ("left", "What is left", _left(found) + _bar(found)),
         ("time", "Over time", _plot(Replay.of(book).points, found["epsilon"])),
+        *([("parts", "Parts of the rows", table("parts", found["parts"]))] if "parts" in found else []),
         ("people", "Who spent it", table("people", [_plain(each) for each in found["people"]]) or _nobody()),
         ("runs", "Every run", table("runs", [_row(each) for each in found["runs"]]) or _nobody()),
         ("hand", "Entered by hand", table("hand", found["external"]) or "<p>Nothing.</p>"),
@@ -126,7 +127,7 @@ def _row(run: dict[str, Any]) -> dict[str, Any]:
         "person": run["person"],
         "what": run["purpose"],
         "when": run["at"][:16].replace("T", " "),
-        "on": run["rows"] or "",
+        "on": ", ".join(filter(None, (run["part"], run["rows"]))),
         "state": run["state"],
         "reserved": run["reserved"],
         "counted": run["counted"],
