@@ -158,8 +158,8 @@ def test_users_whose_rows_are_clipped_apart_are_caught(monkeypatch):
     asked = {"users": owners, "noise_multiplier": 4.0, "audit": 200, "steps": 2, "sample_rate": 1.0, "sample": "users"}
     whole = Canaries.add
 
-    def split(self, numbers, clip, into):
-        return whole(self, numbers.repeat_interleave(8), clip, into)
+    def split(self, numbers, *how):
+        return whole(self, numbers.repeat_interleave(8), *how)
 
     monkeypatch.setattr(Canaries, "add", split)
     broken = finished(**asked)

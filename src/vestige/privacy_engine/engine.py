@@ -62,7 +62,7 @@ from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name
 from vestige.tasks import of_file
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import choose_rate
-from vestige.training.results import OneRun, audited, known_of_a_run
+from vestige.training.results import Joined, OneRun, audited, known_of_a_run
 
 ACCOUNTANTS = {"pld": "pld", "prv": "pld", "rdp": "rdp"}
 ELSEWHERE = {
@@ -119,9 +119,10 @@ class PrivacyEngine(HoldsKey):
         - `secure_mode=False` adds noise in float32 instead of integers, which rests on one more assumption.
         - `cuda_graphs=False` runs the model's passes on a GPU launch by launch.
         - `nonprivate_outputs=True` says that the loop writes out values without noise (losses): no epsilon is stated.
-        - `audit=1000` plants so many made-up canaries, each there or not by a coin: gradients that join samples as rows
-          do and are added to the sums before the noise. `audit()` then says how large epsilon is at least. No person's
-          row is copied or left out, and their guarantee is the same; sums are divided by so many rows more.
+        - `audit=1000` plants so many made-up canaries, each there or not by a coin. They join samples as rows do, and
+          go through your passes in copies of rows, whose gradients they replace before the clip. `audit()` then says
+          how large epsilon is at least. People's guarantee is the same; sums are divided by so many rows more, and
+          passes are not captured as CUDA graphs.
         """
         if accountant not in ACCOUNTANTS:
             raise ValueError(f"accountant={accountant!r} is not offered; choose from {', '.join(ACCOUNTANTS)}")
@@ -301,7 +302,7 @@ class PrivacyEngine(HoldsKey):
             loop.forget()
         each = max(1, people // group.size)
         sizes = sizes_of(each, rate, largest) if poisson_sampling else [expected]
-        recorded = sizes if self._cuda_graphs and loop is None else ()
+        recorded = sizes if self._cuda_graphs and loop is None and self._audit is None else ()
         planted = None
         if self._audit is not None:
             planted = Canaries(self._audit, layout, next(module.parameters()).device, self._canary_key)
@@ -333,7 +334,7 @@ class PrivacyEngine(HoldsKey):
                 self._randomness,
                 physical_batch,
                 parts,
-                self._audit or 0,
+                planted,
                 group,
             )
         return wrapper, optimizer, data_loader
@@ -501,7 +502,7 @@ class PrivacyEngine(HoldsKey):
 
         Formal guarantees: with probability 0.95 over coins, samples and noise, the lower bound is at most the epsilon
         of the loop at `delta` (Steinke, Nasr & Jagielski 2023), at a step that was not chosen by looking at it. It is
-        computed from releases and made-up rows alone.
+        computed from releases and made-up rows alone. So is how often canaries were drawn, beside the priced rate.
         """
         steps = self._private_steps()
         if steps.canaries is None:
@@ -511,7 +512,8 @@ class PrivacyEngine(HoldsKey):
             raise ValueError("audit: give the delta that epsilon is stated at, audit(delta=1e-5)")
         promise, path = self.guarantee(delta), self._ledger.path
         found, where = audited(steps.canaries, delta), "this loop" if path is None else str(path)
-        return OneRun(where, steps.method.name, found, promise.epsilon, delta, promise.listed)
+        drawn = Joined(steps.canaries.joined, steps.canaries.chances, steps.planned.rate)
+        return OneRun(where, steps.method.name, found, promise.epsilon, delta, promise.listed, drawn)
 
     @property
     def asked(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
+from vestige.engines.planted import Canaries
 from vestige.privacy_engine.parts import Part, Parts
 from vestige.processes.group import ALONE, Processes
 from vestige.randomness.keys import Randomness
@@ -21,8 +22,8 @@ class PrivateBatches(Sampler[list[int]]):
     is over. Every part is announced as it is drawn, in the process that draws: no other library that rebuilds the
     loader around this sampler can lose it.
 
-    `planted` canaries are further rows of the population: they join by the same law and the same stream, and are
-    announced with the last part of a draw, since no batch holds them.
+    Canaries are further rows of the population: they join by the same law and the same stream. In a batch each is
+    carried by a copy of a row of its draw (of row 0 in one without), whose gradient it replaces.
     """
 
     poisson = True
@@ -35,12 +36,12 @@ class PrivateBatches(Sampler[list[int]]):
         steps: int,
         physical_batch: int | None,
         parts: Parts,
-        planted: int = 0,
+        canaries: Canaries | None = None,
         group: Processes = ALONE,
     ) -> None:
         self._group = group
         self.population, self._sampling, self.steps, self.physical_batch = population, sampling, steps, physical_batch
-        self._randomness, self._draws, self.parts, self._planted = randomness, 0, parts, planted
+        self._randomness, self._draws, self.parts, self._canaries = randomness, 0, parts, canaries
         parts.restart = self._restart
 
     def _restart(self, draw: int) -> None:
@@ -66,16 +67,20 @@ class PrivateBatches(Sampler[list[int]]):
         for _ in range(self.steps):
             draw = self._draws
             self._draws += 1
-            everyone = self._sampling.draw(self.population + self._planted, draw, self._randomness)
-            joined, planted = self._group.own(everyone).tolist(), tuple[int, ...]()
-            if self._planted:
-                planted = tuple(row - self.population for row in joined if row >= self.population)
-                joined = [row for row in joined if row < self.population]
+            planted = 0 if self._canaries is None else self._canaries.count
+            everyone = self._sampling.draw(self.population + planted, draw, self._randomness)
+            among = int((everyone < self.population).sum())
+            own = self._group.own(everyone).tolist()
+            people = [row for row in own if row < self.population]
+            there = [] if self._canaries is None else self._canaries.present(own, self.population)
+            carrier = people[0] if people else 0
+            joined = people + [carrier] * len(there)
             size = self.physical_batch or max(1, len(joined))
-            pieces = [joined[i : i + size] for i in range(0, len(joined), size)] or [[]]
-            for number, piece in enumerate(pieces):
-                last = number == len(pieces) - 1
-                part = Part(draw, number, last, len(piece), planted if last else ())
+            starts = range(0, len(joined), size) or range(1)
+            for number, start in enumerate(starts):
+                piece = joined[start : start + size]
+                few = there[max(0, start - len(people)) : max(0, start + size - len(people))]
+                part = Part(draw, number, number == len(starts) - 1, len(piece), tuple(few), len(everyone) - among)
                 self.parts.announce(part)
                 yield piece + [piece[0] if piece else 0] * (part.rows - len(piece))
 
@@ -116,14 +121,14 @@ def private_loader(
     randomness: Randomness,
     physical_batch: int | None,
     parts: Parts,
-    planted: int = 0,
+    canaries: Canaries | None = None,
     group: Processes = ALONE,
 ) -> DataLoader[Any]:
     """The user's loader with private samples instead of its own batches; everything else as it was. Of several
     processes each gets its own examples of every draw."""
     dataset: Any = loader.dataset
     steps = draws_per_epoch(sampling.rate)
-    batches = PrivateBatches(len(dataset), sampling, randomness, steps, physical_batch, parts, planted, group)
+    batches = PrivateBatches(len(dataset), sampling, randomness, steps, physical_batch, parts, canaries, group)
     made: DataLoader[Any] = PrivateLoader(
         dataset,
         batch_sampler=batches,

@@ -28,7 +28,9 @@ class Part:
     last: bool
     size: int
     planted: tuple[int, ...] = ()
-    """The canaries that joined the draw, with its last part."""
+    """The canaries among its rows: the last ones that count."""
+    joined: int = 0
+    """How many canaries joined the draw in all processes, there or not by their coins."""
 
     @property
     def rows(self) -> int:

@@ -29,7 +29,7 @@ from vestige.engines.per_example.expressions import ANCHOR, Pass
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import Misfit, Watched
-from vestige.engines.planted import TOGETHER, Canaries
+from vestige.engines.planted import Canaries
 from vestige.entrances import Entrance, stand_at
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
@@ -137,8 +137,8 @@ class Passes:
         sharded: ShardedLoop | None = None,
     ) -> None:
         """`sizes` are those of batches to record passes for; `tokens` divides a loss of tokens that the model computes
-        itself; `canaries` are those that draws name, added once a sum outside all passes. Of a `sharded` module this
-        is about the twin that its passes run in."""
+        itself; `canaries` take the places of rows in the parts that name them. Of a `sharded` module this is about the
+        twin that its passes run in."""
         self.module, self.layout, self.sharded = module, layout, sharded
         self._vector: Tensor | None = None
         self.tracking = Tracking(self, tokens)
@@ -244,8 +244,8 @@ class Passes:
             raise
         self._pending = []
         self.parts.stepped()
-        if closing.planted:
-            self._plant(torch.tensor(closing.planted))
+        if self.canaries is not None and closing.last:
+            self.canaries.note(closing.draw, closing.joined)
         return closing.last
 
     def forget(self) -> None:
@@ -275,6 +275,10 @@ class Passes:
                 each.replay.over()
             elif each.part.size and each.uses:
                 gradients = {name: combine(parts) for name, parts in each.uses.items()}
+                if self.canaries is not None and each.part.planted:
+                    self.canaries.to(self.device)
+                    planted, first = each.part.planted, each.part.size - len(each.part.planted)
+                    gradients = self.canaries.replaced(gradients, planted, first, each.examples)
                 real = torch.arange(each.examples, device=self.device) < each.part.size
                 for first in range(0, each.examples, LARGEST_SUM):
                     rows = min(LARGEST_SUM, each.examples - first)
@@ -285,14 +289,6 @@ class Passes:
                         own = real[first : first + rows]
                     blank = None if each.part.size == each.examples else own
                     yield partial(add_weighted, few, self._clip, self.layout, total.place(rows), rows, blank)
-
-    def _plant(self, numbers: Tensor) -> None:
-        """Add the canaries of a draw to its sum, clipped like everybody's gradient."""
-        assert self.canaries is not None
-        assert isinstance(self.total, RunningSum)
-        self.canaries.to(self.device)
-        for few in numbers.split(TOGETHER):
-            self.canaries.add(few, self._clip, self.total.place(len(few)))
 
     def taken(self) -> tuple[int, Tensor]:
         """SENSITIVE: a complete draw and its clipped sum, which is then forgotten here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import exp, log
 from typing import Any
 
 from vestige import accounting
@@ -43,27 +44,55 @@ def statement(
 
 
 AUDIT_CONFIDENCE = 0.95
+OVERSAMPLED = 1e-4
+"""Canaries that are drawn so often with less than this probability contradict the priced rate: many draws are seen."""
 PLANTED = (
-    "nobody's row was copied, changed or left out for it; about half of the canaries were in the sums as made-up rows, "
-    "and the public divisor counts them all"
+    "nobody's row was changed, left out or counted twice for it; about half of the canaries were in the sums as "
+    "made-up rows, and the public divisor counts them all"
 )
 """What planting changes for the people in the data."""
 
 
 def audited(canaries: Canaries, delta: float) -> Audited:
-    """How large epsilon is at least, by the canaries of one run.
+    """How large epsilon is at least, by the canaries of one run: the better of the bounds by two scores.
 
     Formal guarantees: with probability 0.95 over coins, samples and noise, `epsilon_lower_bound` is at most the run's
-    epsilon at `delta` (Steinke, Nasr & Jagielski 2023). It is computed from releases and made-up rows alone.
+    epsilon at `delta` (Steinke, Nasr & Jagielski 2023, each score with half the error). It is computed from releases
+    and made-up rows alone.
     """
-    found = one_run_bound(canaries.scores(), canaries.included.numpy(), delta, AUDIT_CONFIDENCE)
+    scores, each = canaries.scores(), 1 - (1 - AUDIT_CONFIDENCE) / 2
+    bounds = [one_run_bound(score, canaries.included.numpy(), delta, each) for score in scores]
+    found = max(bounds, key=lambda bound: bound.epsilon)
     return Audited(
         canaries=found.canaries,
         guesses=found.guesses,
         right=found.right,
         epsilon_lower_bound=found.epsilon,
-        confidence=found.confidence,
+        confidence=AUDIT_CONFIDENCE,
     )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How often canaries were drawn in a loop, beside the rate that was priced. They are nobody's: it may be shown."""
+
+    joined: int
+    chances: int
+    """Draws times canaries, there or not."""
+    rate: float
+
+    @property
+    def p_value(self) -> float:
+        """How likely so many are, at most, if each draw takes each canary with the priced rate or less.
+
+        Formal guarantees: Chernoff's bound, which holds for independent draws, for one place in each epoch (less spread
+        at the same mean) and where samples are cut to a size (fewer of an independent draw).
+        """
+        share = self.joined / self.chances if self.chances else 0.0
+        if share <= self.rate:
+            return 1.0
+        rest = (1 - share) * log((1 - share) / (1 - self.rate)) if share < 1 else 0.0
+        return exp(-self.chances * (share * log(share / self.rate) + rest))
 
 
 @dataclass(frozen=True)
@@ -77,15 +106,26 @@ class OneRun:
     """The accountant's; None where no epsilon holds."""
     delta: float
     assumptions: tuple[Mapping[str, Any], ...] = ()
+    joined: Joined | None = None
+    """Of a loop."""
+
+    @property
+    def oversampled(self) -> bool:
+        """Whether canaries were drawn more often than was priced."""
+        return self.joined is not None and self.joined.p_value < OVERSAMPLED
 
     @property
     def contradicts(self) -> bool:
-        return self.epsilon is not None and self.audited.epsilon_lower_bound > self.epsilon
+        """Two tests: of epsilon, wrong with probability 1 - confidence at most, and of the rate at which rows join,
+        wrong with probability `OVERSAMPLED` at most."""
+        found = self.epsilon is not None and self.audited.epsilon_lower_bound > self.epsilon
+        return found or (self.epsilon is not None and self.oversampled)
 
     def to_json(self) -> dict[str, Any]:
         facts = {"run": self.run, "method": self.method, "epsilon": self.epsilon, "delta": self.delta}
+        drawn = {} if self.joined is None else {"drawn": {**asdict(self.joined), "p_value": self.joined.p_value}}
         listed = list(self.assumptions)
-        return {**facts, **asdict(self.audited), "contradicts": self.contradicts, "assumptions": listed}
+        return {**facts, **asdict(self.audited), **drawn, "contradicts": self.contradicts, "assumptions": listed}
 
     def lines(self) -> list[str]:
         found = self.audited
@@ -96,10 +136,15 @@ class OneRun:
             f"epsilon is at least {found.epsilon_lower_bound:.3g} ({found.confidence:.0%} confidence) and {most} at "
             f"delta {self.delta:g}",
         ]
+        if self.joined is not None and self.joined.chances:
+            share = self.joined.joined / self.joined.chances
+            lines.append(f"canaries joined {share:.4g} of the draws, where {self.joined.rate:.4g} was priced")
         lines.append(PLANTED)
         if self.contradicts:
-            chance = f"or this is one of the {1 - found.confidence:.2g} of runs in which the bound fails"
-            lines.append(f"CONTRADICTION: the accountant's epsilon is wrong for this run, {chance}")
+            why = "rows are drawn more often than was priced: " if self.oversampled else ""
+            wrong = OVERSAMPLED if self.oversampled else 1 - found.confidence
+            chance = f"or this is one of the {wrong:.2g} of runs in which the test fails"
+            lines.append(f"CONTRADICTION: {why}the accountant's epsilon is wrong for this run, {chance}")
         return lines
 
 
