@@ -238,6 +238,10 @@ def saved_and_loaded(
 
 
 def misused(how: str) -> Any:
+    if how == "standardised inputs":
+        _, model, _, loader = private()
+        x, y = next(iter(loader))
+        LOSS(model((x - x.mean(0)) / x.std(0)), y).backward()
     if how == "sharded later":
         engine, model, optimizer, loader = private()
         sharded(model)

@@ -123,6 +123,17 @@ def test_parts_of_a_draw(order):
 
 
 @pytest.mark.parametrize("order", [PREPARED_FIRST, PRIVATE_FIRST])
+def test_inputs_standardised_by_the_batch_are_refused(order):
+    accelerator = accelerate.Accelerator(cpu=True)
+    engine, model, optimizer, loader = prepared(accelerator, order)
+    for x, y in loader:
+        with pytest.raises(ValueError, match=r"not a row's own: mean at \S*test_accelerate.py:\d+"):
+            accelerator.backward(LOSS(model((x - x.mean(0)) / x.std(0)), y))
+        break
+    assert not engine._ledger.spent
+
+
+@pytest.mark.parametrize("order", [PREPARED_FIRST, PRIVATE_FIRST])
 def test_bfloat16_is_autocast_inside_the_model(order):
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     engine, model, optimizer, loader = prepared(accelerator, order)

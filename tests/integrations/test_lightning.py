@@ -91,6 +91,28 @@ def test_each_step_is_the_clipped_sum_of_its_examples(calls):
     assert callback.engine._ledger.spent.total() == len(model.steps)
 
 
+class Leaking(Toy):
+    def __init__(self, leak):
+        super().__init__()
+        self.leak = leak
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if self.leak == "inputs":
+            return self.criterion(self((x - x.mean(0)) / x.std(0)), y)
+        counts = torch.nn.functional.one_hot(y, 3).float().sum(0) + 1
+        return torch.nn.functional.cross_entropy(self(x), y, weight=1 / counts)
+
+
+@pytest.mark.parametrize(("leak", "operator"), [("inputs", "mean"), ("class weights", "sum")])
+def test_a_training_step_that_mixes_examples_is_refused_at_its_line(leak, operator):
+    model = Leaking(leak)
+    before = flat(model)
+    with pytest.raises(ValueError, match=rf"{operator} at \S*test_lightning.py:\d+ is a reduction"):
+        fitted(model, noiseless())
+    assert torch.equal(flat(model), before)
+
+
 def test_the_same_epsilon_and_assumptions_as_a_plain_loop():
     callback = Private(delta=1e-3, target_epsilon=3.0, max_grad_norm=BOUND)
     trainer = fitted(Toy(), callback)

@@ -170,7 +170,25 @@ def pearson(model, x, y):
     (-(score * x[:, 0]).sum() / (score.norm() * x[:, 0].norm())).backward()
 
 
+def smallest_labels(model, x, y):
+    order = y.sort()[1]  # mixes
+    LOSS(model(x), y, reduction="none")[order[:2]].mean().backward()
+
+
+def first_of_the_sorted(model, x, y):
+    losses = LOSS(model(x), y, reduction="none")[y.sort()[1]]  # mixes
+    losses[:2].mean().backward()
+
+
+def weighted_by_rank(model, x, y):
+    losses = LOSS(model(x), y, reduction="none")[y.sort()[1]]  # mixes
+    (losses * torch.linspace(0, 1, len(y))).sum().backward()
+
+
 LEAKS = {
+    "smallest labels": (smallest_labels, "sort"),
+    "first of the sorted": (first_of_the_sorted, "sort"),
+    "weighted by rank": (weighted_by_rank, "sort"),
     "one_hot": (class_weights, "sum"),
     "bincount": (class_weights_counted, "bincount"),
     "balanced": (balanced_bce, "mean"),

@@ -166,6 +166,7 @@ def test_checkpoints_that_do_not_fit(two, tmp_path):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 MISUSED = {
+    "standardised inputs": "is not a row's own: mean at ",
     "sharded later": "was sharded (fully_shard) after make_private",
     "a hook": "replaced, moved or sharded anew after make_private",
     "another module": "replaced, moved or sharded anew after make_private",

@@ -224,13 +224,11 @@ CASES = [
     ),
     Case(
         name="packed bidirectional lstm",
-        refused={"loop": "_pack_padded_sequence"},
         model=Packed,
         data=sequences(6, 4),
     ),
     Case(
         name="packed and padded gru",
-        refused={"loop": "_pack_padded_sequence"},
         model=PackedAndPadded,
         data=sequences(6, 4),
     ),

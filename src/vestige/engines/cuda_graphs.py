@@ -397,12 +397,12 @@ class CapturedStep:
         self.total.zero_()
         term = Term(self.mean.weight, self.mean.point, tuple(self.batch), self.views)
         tracker = self.engine.proved.tracker
-        tracker.answer = self.full
+        tracker.answer, tracker.captured = self.full, True
         try:
             with mask_is_full(self.full):
                 found = gradients([self.engine.gradients_of(term)], self.total)
         finally:
-            tracker.answer = None
+            tracker.answer, tracker.captured = None, False
         real = self.place < self.count
         self.norms = add_weighted(found, self.clip, self.engine.layout, self.total, self.rows, real)
 

@@ -413,7 +413,7 @@ class CapturedForm:
                 uses.setdefault(name, []).append(gradient)
 
         args, kwargs = tree_unflatten(leaves, self._tree)
-        tracking.tracker.answer = self._full
+        tracking.tracker.answer, tracking.tracker.captured = self._full, True
         try:
             with tracking.model(rows, self._batch, True, fresh=True) as tracker:
                 now = Pass(rows, self._point, tracker, deliver, inside=False)
@@ -428,7 +428,7 @@ class CapturedForm:
                 found, tree = tree_flatten(outputs)
                 kept = self._kept(found, now)
         finally:
-            tracking.tracker.answer = None
+            tracking.tracker.answer, tracking.tracker.captured = None, False
         held = [found[place] for place, leaf in enumerate(kept) if isinstance(leaf, Ending)]
         most = len(self._places)
         self.ends = self.ends or [each.new_zeros(most, *each.shape[1:]) for each in held]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vestige.engines.example_axis import orders
 from vestige.engines.example_axis.labels import Read, Rows, Tracker, untracked, users_line
 
 Losses = Callable[..., Tensor]
@@ -166,10 +167,22 @@ def _one_hot(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str,
     return (index.unsqueeze(-1) == torch.arange(classes, device=index.device)).long()
 
 
+def _pack(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    found = None if kwargs or in_transform(args[0]) else orders.pack(mode.tracker, *args)
+    return function(*args, **kwargs) if found is None else found
+
+
+def _pad(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    found = None if kwargs or in_transform(args[0]) else orders.pad(mode.tracker, *args)
+    return function(*args, **kwargs) if found is None else found
+
+
 HANDLERS: dict[Any, Callable[[TrackedFunctions, Any, Any, dict[str, Any]], Any]] = {
     **{function: _loss for function in (*CLASSES, *NUMBERS)},
     **{function: _read for function in READS},
     Tensor.item: _item,
     F.one_hot: _one_hot,
     torch._C._nn.one_hot: _one_hot,
+    torch._VF._pack_padded_sequence: _pack,  # type: ignore[attr-defined]
+    torch._VF._pad_packed_sequence: _pad,  # type: ignore[attr-defined]
 }

@@ -64,6 +64,10 @@ class Mixed:
     def __str__(self) -> str:
         return f"{self.operator} at {self.where} {self.why}"
 
+    def plain(self) -> Mixed:
+        """What is made of it by an operator that knows no more of it."""
+        return self
+
 
 Label = Rows | Mixed
 
@@ -161,6 +165,10 @@ class Labels:
 
     def set(self, tensor: Tensor, label: Label) -> None:
         """Label memory that is new."""
+        self.arrange(tensor, label.plain() if isinstance(label, Mixed) else label)
+
+    def arrange(self, tensor: Tensor, label: Label) -> None:
+        """The same, where the label may say in which order the examples are (`orders`)."""
         storage, geometry = tensor.untyped_storage(), geometry_of(tensor)
         region = self._region(label, geometry)
         memory = self._memory[storage._cdata] = Memory(StorageWeakRef(storage), region)
@@ -169,7 +177,7 @@ class Labels:
     @staticmethod
     def _region(label: Label, geometry: Geometry) -> Region | Mixed | None:
         if isinstance(label, Mixed):
-            return label
+            return label.plain()
         sizes, strides, offset = geometry
         if label.axis < 0:
             unit = max(1, offset + sum(max(n - 1, 0) * s for n, s in zip(sizes, strides, strict=True)) + 64)
@@ -191,7 +199,7 @@ class Labels:
             return
         if label is None or label == self.get(tensor):
             return
-        where = label if isinstance(label, Mixed) else mixed("a write", "puts examples beside others")
+        where = label.plain() if isinstance(label, Mixed) else mixed("a write", "puts examples beside others")
         memory.region, memory.known = where, {}
 
     def no_identity(self, written: Sequence[Tensor]) -> None:
@@ -274,6 +282,8 @@ class Tracker(TorchDispatchMode):
         """The operators that have run, where somebody wants to know."""
         self.answer: bool | None = None
         """What is answered where a question only skips work (`SPARED`); None: the truth."""
+        self.captured = False
+        """Whether what runs is to be replayed for other examples: nothing may follow from their values then."""
         self.expected: tuple[int, int] | None = None
         """The number of examples, and the number of their batch: public tensors of as many rows are promoted to rows,
         which is sound of any public value, so that parameters meet them row by row."""
@@ -329,7 +339,7 @@ class Tracker(TorchDispatchMode):
         else:
             if not any(isinstance(each, Tensor) and get(each) is not None for each in kwargs.values()):
                 found = func(*args, **kwargs)
-                if func is ARANGE and isinstance(found, Tensor):
+                if func is ARANGE or (func is FROM and args[0] == 0):
                     storage = found.untyped_storage()
                     self.labels.identity[storage._cdata] = StorageWeakRef(storage), len(found)
                 elif self.expected is not None and func in FACTORIES:
@@ -381,7 +391,8 @@ class Tracker(TorchDispatchMode):
             raise NotApart(f"{seen.operator} at {seen.where} looks at a value of the examples", unknown=True)
 
 
-ARANGE, RAND = torch.ops.aten.arange.default, torch.ops.aten.rand.default
+ARANGE, FROM = torch.ops.aten.arange.default, torch.ops.aten.arange.start
+RAND = torch.ops.aten.rand.default
 FACTORIES = frozenset(
     getattr(getattr(torch.ops.aten, name), overload)
     for name in ("zeros", "ones", "full", "rand", "randn", "randint", "empty")

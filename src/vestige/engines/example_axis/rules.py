@@ -27,7 +27,10 @@ from vestige.engines.example_axis.labels import (
     mixed,
     spared,
 )
+from vestige.engines.example_axis.orders import Ordered, moved, sorted_examples
 
+MOVES = ("index_select", "index", "_unsafe_index", "index_add", "index_add_", "index_put", "_index_put_impl_")
+"""Operators that may put rows in another order, or back in place."""
 Labeller = Callable[["Op"], Any]
 """From a call of an operator to the label of its output, or of each of its outputs."""
 
@@ -133,13 +136,20 @@ def ruled(labeller: Labeller) -> Rule:
         found = func(*args, **kwargs)
         arguments = [label for _, label in labelled_tensors(tracker, args, kwargs)]
         problem = first_mixed(arguments)
-        given = problem if problem is not None else labeller(Op(tracker, func, bound(func, args, kwargs), found))
+        op = Op(tracker, func, bound(func, args, kwargs), found)
+        given = labeller(op) if problem is None else problem.plain()
+        if isinstance(problem, Ordered) or (type(given) is Mixed and func.overloadpacket.__name__ in MOVES):
+            given = moved(op) or given
         outputs = found if isinstance(found, tuple | list) else (found,)
         several = type(given) in (list, tuple) and not isinstance(given, Rows)
         labels: list[Any] = list(given) if several else [given] * len(outputs)  # type: ignore[arg-type]
         if problem is None and first_mixed(labels) is not None and _of_a_batch_of_one(arguments):
             labels = [_whole(each, arguments[0]) for each in outputs]
-        return tracker.finish(func, found, labels, args, kwargs)
+        tracker.finish(func, found, labels, args, kwargs)
+        for tensor, label in zip(outputs, labels, strict=True):
+            if isinstance(label, Ordered):
+                tracker.labels.arrange(tensor, label)
+        return found
 
     return Rule(rule)
 
@@ -281,6 +291,10 @@ def along(op: Op) -> Any:
     tensor = op["self"] if "self" in op.given else next(each for each in op.given.values() if isinstance(each, Tensor))
     dims = op.given["dims"] if "dims" in op.given else op.given.get("dim")
     return label if label.axis not in _dims(dims, tensor.dim()) else op.mixed()
+
+
+def sorted_along(op: Op) -> Any:
+    return sorted_examples(op) or along(op)
 
 
 def along_backward(op: Op) -> Any:
@@ -824,8 +838,9 @@ TABLE: dict[Labeller, str] = {
     connectionist: "_ctc_loss _ctc_loss_backward",
     reduced: "sum mean amax amin max min prod any all var var_mean std std_mean logsumexp argmax argmin norm median "
     "nanmedian linalg_vector_norm kthvalue mode count_nonzero nansum aminmax",
-    along: "_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp sort topk flip roll glu _fft_r2c _fft_c2r "
+    along: "_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp topk flip roll glu _fft_r2c _fft_c2r "
     "_fft_c2c cumsum_ cumprod_ _safe_softmax",
+    sorted_along: "sort",
     along_backward: "_softmax_backward_data _log_softmax_backward_data glu_backward",
     last_axes(
         1
