@@ -231,7 +231,7 @@ def merged(earlier: Stated | None, now: Stated) -> Stated:
     """The weaker of two records about one assumption; the earlier one where they say the same."""
     if earlier is None or STATUSES.index(now.status) > STATUSES.index(earlier.status):
         return now
-    if now.status != earlier.status or now.detail in ("", *earlier.detail.split("; ")):
+    if now.status != earlier.status or not now.detail or f"; {now.detail}; " in f"; {earlier.detail}; ":
         return earlier
     return Stated(now.name, now.status, "; ".join(filter(None, (earlier.detail, now.detail))), True)
 

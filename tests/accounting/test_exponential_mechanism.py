@@ -90,13 +90,14 @@ def test_one_choice_alone_costs_its_epsilon():
     assert accounting.epsilon({ExponentialMechanism(0.0): 3}, 1e-9) == 0.0
 
 
-def test_it_is_allowed_about_every_example_and_nowhere_else():
+def test_its_price_holds_beside_any_sampling_that_has_a_theorem():
     asked = {ExponentialMechanism(0.1): 3, Gaussian(10.0): 1}
     known = accounting.guarantee(asked, 1e-5, accounting.Facts(sampling="every-example"))
     assert known.epsilon is not None
     assert known.meaning.replacing_by == "theorem"
     assert known.epsilon < known.meaning.epsilon_replacing <= 2.3 * known.epsilon
-    assert accounting.guarantee(asked, 1e-5, accounting.Facts(sampling="poisson")).epsilon is None
+    assert accounting.guarantee(asked, 1e-5, accounting.Facts(sampling="poisson")).epsilon == known.epsilon
+    assert accounting.guarantee(asked, 1e-5, accounting.Facts(sampling="shuffled")).epsilon is None
 
 
 def test_it_is_written_and_read_again():

@@ -205,17 +205,19 @@ def test_a_run_goes_on_where_its_data_lie_elsewhere(tmp_path):
     x, y = torch.load(here)
     here.rename(there)
     torch.save((x[:90], y[:90]), fewer)
-    code, _, error = vestige("train", "--resume", run)
+    code, _, error = vestige("train", "--resume", run, "--trust")
     assert code == 2
     assert "here.pt" in error
     for given, message in (
         (["--data", fewer], "population is 90 now but was 100"),
         (["--data", there, "--lr", 1], "--lr cannot be given too"),
     ):
-        code, _, error = vestige("train", "--resume", run, *given)
+        code, _, error = vestige("train", "--resume", run, "--trust", *given)
         assert code == 2
         assert message in error
-    code, _, error = vestige("train", "--resume", run, "--data", there, "--physical-batch", 7, "--device", "cpu")
+    code, _, error = vestige(
+        "train", "--resume", run, "--trust", "--data", there, "--physical-batch", 7, "--device", "cpu"
+    )
     assert code == 0, error
     assert vestige("verify", run)[0] == 0
     models = [torch.load(folder / "model.pt", weights_only=True) for folder in (tmp_path / "whole", run)]

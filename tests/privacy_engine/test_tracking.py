@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_toy
 from loops import LOSS, flat, moved, oracle, private
+from vestige import PrivacyEngine
 
 
 class Scaled(nn.Module):
@@ -464,12 +467,68 @@ def test_a_gradient_penalty_on_inputs_is_refused_in_words():
         break
 
 
-def test_a_value_that_was_read_is_assumed_of_nothing_else():
-    """What a loop reads is noted with its line, and the loss stays one of which nothing is assumed."""
-    steps, model, optimizer, loader = private(make_toy()[0])
+# --- what a loop reads, and how its batches are made ------------------------------------------------------------------
+
+
+def stated(data, collate=None, read=None):
+    """What is said of each assumption after an epoch: its status and detail."""
+    model, engine = nn.Linear(5, 3), PrivacyEngine()
+    loader = DataLoader(data, batch_size=12, collate_fn=collate)
+    moves = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=moves, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+    )
     for x, y in loader:
         loss = LOSS(model(x), y)
+        if read is not None:
+            read(loss)
         loss.backward()
         optimizer.step()
-        loss.tolist()
-    assert not steps.passes.assumed
+    return {each["name"]: (each["status"], each["detail"]) for each in engine.guarantee(1e-3).listed}
+
+
+@pytest.mark.parametrize("read", [float, Tensor.item, Tensor.tolist, bool, str], ids=lambda each: each.__name__)
+def test_what_was_read_is_assumed_to_decide_nothing(read):
+    """Python numbers are not followed: after a look at one, nothing is called checked that it could decide."""
+    data = TensorDataset(*make_toy()[1])
+    assert {stated(data)[name][0] for name in ("loss_per_example", "divisor")} == {"checked"}
+    known = stated(data, read=read)
+    for name in ("nothing_else", "loss_per_example", "divisor", "padding"):
+        status, detail = known[name]
+        assert status == "assumed"
+        assert re.search(r"reads .*at \S*privacy_engine.test_tracking\.py:\d+", detail), detail
+
+
+def example_by_example(rows):
+    return torch.stack([(x - x.mean()) / x.std() for x, _ in rows]), torch.stack([y for _, y in rows])
+
+
+def by_the_batch(rows):
+    x = torch.stack([x for x, _ in rows])
+    return (x - x.mean(0)) / x.std(0), torch.stack([y for _, y in rows])  # mixes
+
+
+def by_numpy(rows):
+    x = np.stack([x.numpy() for x, _ in rows])
+    return torch.as_tensor(x - x.mean(0)), torch.stack([y for _, y in rows])
+
+
+def padded_in_order(rows):
+    return pad_sequence([x for x, _ in rows], batch_first=True), torch.stack([y for _, y in rows])
+
+
+def out_of_order(rows):
+    return torch.stack([x for x, _ in rows[::-1]]), torch.stack([y for _, y in rows])  # mixes
+
+
+def test_a_collate_fn_is_followed():
+    data = TensorDataset(*make_toy()[1])
+    assert stated(data, example_by_example)["loss_per_example"][0] == "checked"
+    assert stated(data, padded_in_order)["loss_per_example"][0] == "checked"
+    for leak in (by_the_batch, out_of_order):
+        with pytest.raises(ValueError, match=r"at \S*privacy_engine.test_tracking\.py:\d+") as problem:
+            stated(data, leak)
+        line = int(re.search(r"test_tracking\.py:(\d+)", str(problem.value))[1])
+        assert "# mixes" in linecache.getline(__file__, line)
+    status, detail = stated(data, by_numpy)["loss_per_example"]
+    assert (status, detail) == ("assumed", "a collate_fn of your own makes each row of its own example alone")

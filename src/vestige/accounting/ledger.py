@@ -214,6 +214,9 @@ class Ledger:
             self._append({"row": "assumption", "name": name, "status": status, "detail": detail})
             self.assumptions[name] = after
 
+    def settle(self) -> None:
+        """After the last question, where all processes know the same: nothing waits to be written."""
+
     def finish(self, files: Mapping[str, str]) -> None:
         """Say that the run is finished, and what it left: the hash of each file by its name."""
         self._append({"row": "finish", "files": dict(files)})

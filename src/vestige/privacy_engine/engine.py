@@ -477,6 +477,10 @@ class PrivacyEngine(HoldsKey):
         status, detail = ("assumed", unseen) if passes.assumed else ("checked", seen)
         assumptions.record(ledger, "loss_per_example", status, detail)  # type: ignore[arg-type]
         assumptions.record(ledger, "divisor", status, detail)  # type: ignore[arg-type]
+        if self._collates and passes.tracking.unproved:
+            made = "a collate_fn of your own makes each row of its own example alone"
+            for name in ("one_example_per_row", "loss_per_example", "divisor"):
+                assumptions.record(ledger, name, "assumed", made)
         if passes.lengths.vary:
             assumptions.record(ledger, "padding", "assumed", "batches had several lengths")
         reads = passes.tracking.reads
@@ -485,6 +489,9 @@ class PrivacyEngine(HoldsKey):
             where = ", ".join(sorted({f"{read.operator} at {read.where}" for read in reads}))
             detail = f"the loop reads values of its examples ({where}): do not act on them or publish them"
             assumptions.record(ledger, "nothing_else", "assumed", detail)
+            decides = f"what the loop reads of its examples ({where}) decides nothing of a loss, a weight or a length"
+            for name in ("loss_per_example", "divisor", "padding"):
+                assumptions.record(ledger, name, "assumed", decides)
 
     def get_epsilon(self, delta: float) -> float:
         """What has been spent so far; an error, with the reason, where no epsilon holds."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from vestige.engines.planted import Canaries
 from vestige.privacy_engine.parts import Part, Parts
@@ -93,7 +93,8 @@ class Labelling:
         self._collate, self._parts = collate, parts
 
     def __call__(self, rows: Any) -> Any:
-        batch = self._collate(rows)
+        own = self._collate is not default_collate
+        batch = self._parts.collate(self._collate, rows) if own else self._collate(rows)
         self._parts.collated(batch)
         return batch
 

@@ -80,6 +80,10 @@ class Parts:
             self._drawn.append(self._ahead.popleft())
             self._label(batch)
 
+    def collate(self, collate: Callable[[Any], Any], examples: Any) -> Any:
+        """A batch of examples, by a function of the user's that is followed."""
+        return collate(examples) if self.tracking is None else self.tracking.collate(collate, examples)
+
     def collated(self, batch: Any) -> None:
         """A loader that another library has built around the sampler has just made a batch of the last draw."""
         if self._ahead is None and self._drawn:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vestige.engines.example_axis.functions import TrackedFunctions
 from vestige.engines.example_axis.labels import Labels, Mixed, Read, Rows, Tracker, mixed
@@ -39,6 +40,8 @@ class Tracking:
         self._functions = TrackedFunctions(self.tracker, inside=False, tokens=tokens)
         self._inside = TrackedFunctions(self.tracker, inside=True, tokens=tokens)
         self.batches = 0
+        self.unproved = False
+        """Whether a collate_fn has made batches in ways that are not followed."""
         self.handed_out = False
         """Whether the batch in use came labelled from the loader."""
         self._on: int | None = None
@@ -48,15 +51,47 @@ class Tracking:
     def reads(self) -> list[Read]:
         return self.tracker.reads
 
+    def collate(self, collate: Callable[[Any], Any], examples: Any) -> Any:
+        """A batch of examples, made by a `collate_fn` of the user's: each tensor that it is given is one example's, and
+        what it makes of them is followed. What it makes in other ways (lists, NumPy) is noted in `unproved`."""
+        if not isinstance(examples, list):
+            return collate(examples)
+        self.batches += 1
+        count, number, seen = len(examples), self.batches, len(self.reads)
+
+        def own(place: int, value: Any) -> Any:
+            copy = value.clone()
+            self.labels.set(copy, Rows(-1, 1, count, number, place))
+            return copy
+
+        taken = [tree_map_only(Tensor, partial(own, place), each) for place, each in enumerate(examples)]
+        off = self._on is None
+        self.start()
+        try:
+            batch = collate(taken)
+        finally:
+            del self.reads[seen:]
+            if off:
+                self._off()
+        for leaf in tree_leaves(_open(batch)):
+            label = self.labels.get(leaf) if isinstance(leaf, Tensor) else None
+            if label is None or (isinstance(label, Mixed) and label.unknown):
+                self.unproved = True
+        return batch
+
     def hand_out(self, batch: Any, rows: int) -> None:
         """Label a batch of the private loader, and follow what is made of it. A tensor without a row for each example
         was made by a collate_fn that saw all of them."""
-        self.batches += 1
         self.handed_out = True
         leaves = [leaf for leaf in tree_leaves(_open(batch)) if isinstance(leaf, Tensor)]
+        known = [label.batch for label in map(self.labels.get, leaves) if isinstance(label, Rows)]
+        self.batches += not known
         for leaf in leaves:
+            label = self.labels.get(leaf)
+            if isinstance(label, Rows) or (isinstance(label, Mixed) and not label.unknown):
+                continue
             if leaf.dim() and len(leaf) == rows:
-                self.tracker.label_rows(leaf, rows, self.batches)
+                self.tracker.label_rows(leaf, rows, known[0] if known else self.batches)
             elif leaf.numel():
                 self.labels.set(leaf, mixed("collate_fn", "made a tensor that has no row for each example"))
         self._forget_losses()

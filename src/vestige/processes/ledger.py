@@ -92,6 +92,9 @@ class SharedLedger(Ledger):
         if after != before:
             self.assumptions[name] = self._unwritten[name] = after
 
+    def settle(self) -> None:
+        self._write_assumptions()
+
     def _write_assumptions(self) -> None:
         for each in self._unwritten.values():
             self._append({"row": "assumption", "name": each.name, "status": each.status, "detail": each.detail})

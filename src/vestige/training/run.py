@@ -923,6 +923,7 @@ class Training(HoldsKey):
             self._evaluate()
         ended = "all planned steps were taken" if self.state.step >= plan.steps else "the planned budget ended it"
         assumptions.record(self.ledger, "fixed_steps", "checked", ended)
+        self.ledger.settle()
 
     def _evaluate(self) -> None:
         """Ask, once and after the last step, how many examples the model gets right."""

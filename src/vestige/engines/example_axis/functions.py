@@ -177,12 +177,28 @@ def _pad(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any
     return function(*args, **kwargs) if found is None else found
 
 
+def _pad_examples(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`pad_sequence` of examples in their order, each a tensor of its own."""
+    given = args[0]
+    labels = [mode.tracker.labels.get(each) for each in given if isinstance(each, Tensor) and not in_transform(each)]
+    first = labels[0] if labels else None
+    whole = isinstance(first, Rows) and labels == [Rows(-1, 1, first.count, first.batch, n) for n in range(first.count)]
+    if not whole or any(each.requires_grad for each in given):
+        return function(*args, **kwargs)
+    with orders.unseen():
+        found = function(*args, **kwargs)
+    batch_first = args[1] if len(args) > 1 else kwargs.get("batch_first", False)
+    mode.tracker.labels.set(found, Rows(0 if batch_first else 1, 1, first.count, first.batch))  # type: ignore[union-attr]
+    return found
+
+
 HANDLERS: dict[Any, Callable[[TrackedFunctions, Any, Any, dict[str, Any]], Any]] = {
     **{function: _loss for function in (*CLASSES, *NUMBERS)},
     **{function: _read for function in READS},
     Tensor.item: _item,
     F.one_hot: _one_hot,
     torch._C._nn.one_hot: _one_hot,
+    torch._C._nn.pad_sequence: _pad_examples,
     torch._VF._pack_padded_sequence: _pack,  # type: ignore[attr-defined]
     torch._VF._pad_packed_sequence: _pad,  # type: ignore[attr-defined]
 }
