@@ -292,7 +292,17 @@ class Read(torch.utils.data.Dataset):
         return self.rows[0][row] + 1e-3 * torch.randn(()), self.rows[1][row]
 
 
+class Torn(Read):
+    """Two rows cannot be read, and one has a label that the loss cannot take."""
+
+    def __getitem__(self, row: int) -> Any:
+        if row in (3, 17):
+            raise OSError("torn")
+        return self.rows[0][row], self.rows[1][row] + 99 * (row == 40)
+
+
 ARRANGED = {
+    "torn": Torn,
     "exchanged": exchanged,
     "list": lambda rows: list(zip(*rows, strict=True)),
     "reversed list": lambda rows: list(zip(*rows, strict=True))[::-1],

@@ -47,6 +47,13 @@ def same(found, wanted, tolerance=TOLERANCE):
 USERS = tuple(place // 4 if place < 40 else place for place in range(60))
 
 
+def test_rows_that_cannot_be_read_stop_no_process(two):
+    """They contribute nothing, as in one process; whichever process draws them."""
+    asked = {"arrange": "torn", "sample_rate": 0.9, "steps": 4}
+    same(two(process_gang.train, **asked), process_gang.train(**asked))
+    assert two(process_gang.assumption, name="bad_rows", arrange="torn") == ["checked"] * 2
+
+
 @pytest.mark.parametrize(
     "options",
     [{"sample": "users", "physical_batch": 3}, {"sample": "users", "cap": 2}, {"rows_per_user": 3, "cap": 2}],

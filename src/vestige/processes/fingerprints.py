@@ -25,17 +25,24 @@ BITS = 63
 
 
 def nonprivate_hash_of_dataset(dataset: Any, key: bytes) -> int:
-    """SENSITIVE until it is keyed: of all rows of whole tensors, and of `COMPARED` rows of anything else."""
+    """SENSITIVE until it is keyed: of all rows of whole tensors, and of `COMPARED` rows of anything else. One that cannot
+    be read counts as such: that a run did not begin would tell that it is there. Where none can be, that is an error."""
     if isinstance(dataset, TensorDataset):
         return nonprivate_hash_of_columns(dataset.tensors, key)
     count = len(dataset)
     rows = random.Random(key).sample(range(count), min(count, COMPARED))
     found = _begun(key)
-    several = getattr(dataset, "__getitems__", None)
+    problem: Exception | None = None
+    unreadable = 0
     with _same_random_numbers(key):
-        read = several(rows) if several else [dataset[row] for row in rows]
-    for row in read:
-        _feed(found, row)
+        for row in rows:
+            try:
+                _feed(found, dataset[row])
+            except Exception as error:  # whatever a user's dataset raises
+                problem, unreadable = error, unreadable + 1
+                found.update(b"unreadable")
+    if problem is not None and unreadable == len(rows):
+        raise problem
     return _ended(found)
 
 

@@ -576,13 +576,16 @@ class Training(HoldsKey):
 
     def _shield(self, examples: Examples, loss: Loss) -> bool:
         """Whether rows that cannot be read or computed are left out, because a made-up row went through: then an error
-        later on is a row's, and not the program's."""
-        if self.group.several or isinstance(self._asked_examples, UserExamples) or self.method.probe.solves:
+        later on is a row's, and not the program's. In all processes or in none; where a model is sharded they compute
+        their rows together, so what one of them left out the others would wait for."""
+        sharded = self.shards is not None
+        if sharded or isinstance(self._asked_examples, UserExamples) or self.method.probe.solves:
             return False
         row = made_up(examples.blank(), 1, examples.device)
         admissible = made_up_pass(self.model, loss, examples.form, row)
-        if admissible is None:
+        if self.group.any(admissible is None):
             return False
+        assert admissible is not None
         for each in (examples, self._judged_examples):
             if each is not None:
                 each.shield(admissible)
