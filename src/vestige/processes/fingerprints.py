@@ -25,8 +25,11 @@ BITS = 63
 
 
 def nonprivate_hash_of_dataset(dataset: Any, key: bytes) -> int:
-    """SENSITIVE until it is keyed: of all rows of whole tensors, and of `COMPARED` rows of anything else. One that cannot
-    be read counts as such: that a run did not begin would tell that it is there. Where none can be, that is an error."""
+    """SENSITIVE until it is keyed: of all rows of whole tensors, and of `COMPARED` rows of anything else.
+
+    One that cannot be read counts as such: that a run did not begin would tell that it is there. Where none of them can
+    be read, that is an error.
+    """
     if isinstance(dataset, TensorDataset):
         return nonprivate_hash_of_columns(dataset.tensors, key)
     count = len(dataset)
