@@ -22,6 +22,7 @@ pytest.importorskip("peft")
 import peft
 import transformers
 
+from assumption_lists import in_card, in_ledger, listed
 from checkpoints import checkpoint, rows, words
 from vestige.finetuning import checkpoints
 from vestige.finetuning.job import FineTuning, complete, start
@@ -105,6 +106,10 @@ def test_an_adapter_loads_as_hugging_face_loads_it_and_the_books_are_right(made,
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "adapter")
     assert tokenizer.decode(tokenizer(words(1))["input_ids"]) == words(1)
 
+    known = in_ledger(run / "ledger.jsonl")
+    assert listed(result["assumptions"]) == listed(verdict["assumptions"]) == known
+    assert listed(json.loads((run / "result.json").read_text())["assumptions"]) == known
+    assert in_card((run / "report.md").read_text()) == known
     page = (run / "adapter" / "README.md").read_text()
     assert page.startswith("---\nlibrary_name: peft\n")
     assert (run / "report.md").read_text() in page

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from assumption_lists import in_card, in_ledger, listed
 from conftest import clip_and_sum
 from loops import flat
-from vestige import BudgetSpent, PrivacyEngine
+from vestige import BudgetSpent, PrivacyEngine, card
 from vestige.accounting.ledger import LedgerError, read
 from vestige.training.verify import verify
 
@@ -236,6 +237,10 @@ def test_the_folder_verifies_and_an_edit_is_seen(tmp_path):
     record = json.loads((tmp_path / "privacy.json").read_text())
     assert record["guarantee"]["epsilon"] == verdict.guarantee.epsilon
     assert record["asked"]["max_grad_norm"] == BOUND
+    known = in_ledger(next(tmp_path.glob("*ledger.jsonl")))
+    assert listed(record["guarantee"]["assumptions"]) == listed(verdict.guarantee.listed) == known
+    assert listed(trainer.state.log_history[-1]["assumptions"]) == listed(trainer.guarantee().listed) == known
+    assert in_card(card(tmp_path)) == known
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(LedgerError, match="model.safetensors is not what the run left"):

@@ -1,7 +1,6 @@
 """Does every surface print the assumptions that are in the ledger, and all of them?"""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -10,12 +9,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import vestige
+from assumption_lists import in_card, in_ledger, in_terminal, listed
 from commands import TRAIN, as_json
 from commands import vestige as command
 from conftest import make_toy
-from vestige.accounting.ledger import LedgerError, read
-from vestige.assumptions import ASSUMPTIONS, PRICE_ALONE, STATUSES
-from vestige.training.verify import reprice, verify
+from vestige.accounting.ledger import LedgerError
+from vestige.assumptions import PRICE_ALONE
+from vestige.training.verify import verify
 
 LOSS = nn.functional.cross_entropy
 CHECKED = {
@@ -31,48 +31,6 @@ CHECKED = {
     "sampling",
 }
 """What `vestige.train` checks on rows in memory and on a map-style dataset."""
-
-
-def in_ledger(path, delta=None):
-    """Name, status and detail of every assumption, by the ledger alone."""
-    history = read(path)
-    spent = history.spent(replays_are_free=history.facts["noise"] == "seeded")
-    promise = reprice(spent, delta or history.facts["delta"], history.facts, history.assumptions)
-    return {each.name: (each.status, each.detail) for each in promise.assumptions}
-
-
-def listed(content):
-    assert [each["name"] for each in content] == list(ASSUMPTIONS)
-    for each in content:
-        assert each["sentence"] == ASSUMPTIONS[each["name"]].sentence
-        assert each["if_false"] == ASSUMPTIONS[each["name"]].if_false
-    return {each["name"]: (each["status"], each["detail"]) for each in content}
-
-
-def in_card(page):
-    """By the table of a card."""
-    titles = {each.title.lower(): each.name for each in ASSUMPTIONS.values()}
-    found = {}
-    for title, status, detail in re.findall(
-        r"^\| ([^|]+) \| (checked|assumed|not needed)(?: \((.*?)\))? \|", page, re.M
-    ):
-        found[titles[title.lower()]] = (status, detail)
-    return found
-
-
-def in_terminal(out):
-    """By the lines of a command, wherever the console has broken them."""
-    words = " ".join(out.split())
-    found = {}
-    for status in STATUSES:
-        for each in ASSUMPTIONS.values():
-            if status == "assumed":
-                shown = each.title + ": " + each.sentence in words
-            else:
-                shown = bool(re.search(rf"{status}:? ((?!not needed)[^:])*{re.escape(each.title)}", words))
-            if shown:
-                found[each.name] = status
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +94,7 @@ def test_what_vestige_train_checks_is_not_assumed(tmp_path, arranged):
 def test_what_a_loop_met_reaches_card_verify_and_report(tmp_path, loss, collate, expected):
     model, data = make_toy()
     stack = None if collate is None else (lambda rows: [torch.stack(part) for part in zip(*rows, strict=True)])
-    engine = vestige.PrivacyEngine(ledger=tmp_path / "ledger.jsonl")
+    engine = vestige.PrivacyEngine(ledger=tmp_path / "ledger.jsonl", audit=8)
     model, optimizer, loader = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=0.7,
         data_loader=DataLoader(TensorDataset(*data), batch_size=12, collate_fn=stack), target_delta=1e-3,
@@ -148,6 +106,7 @@ def test_what_a_loop_met_reaches_card_verify_and_report(tmp_path, loss, collate,
     known = in_ledger(tmp_path / "ledger.jsonl")
     assert {name: known[name][0] for name in expected} == expected
     assert {each.name: (each.status, each.detail) for each in engine.guarantee(1e-3).assumptions} == known
+    assert listed(engine.audit().to_json()["assumptions"]) == known
     assert listed(as_json("verify", tmp_path, "--unfinished")["assumptions"]) == known
     assert in_card(command("card", tmp_path)[1]) == known
     assert command("report", tmp_path)[0] == 0

@@ -1,6 +1,7 @@
 """Is it said, once, where objects of a pipeline show that an assumption is in doubt?"""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -24,17 +25,16 @@ GIVEN = {"method": "dp-sgd", "noise_multiplier": 1.0, "delta": 1e-3, "sample_rat
 
 
 class Scaled(Dataset):
-    def __init__(self, fitted=True, pipeline=False):
+    def __init__(self, fitted=True, pipeline=False, held=lambda scaler: scaler):
         preprocessing = pytest.importorskip("sklearn.preprocessing")
         scaler = preprocessing.StandardScaler()
         if pipeline:
             from sklearn.pipeline import make_pipeline
 
-            self.scaler = make_pipeline(scaler)
-        else:
-            self.scaler = scaler
+            scaler = make_pipeline("passthrough", scaler)
         if fitted:
-            self.scaler.fit(X.numpy())
+            scaler.fit(X.numpy())
+        self.scaler = held(scaler)
 
     def __len__(self):
         return 60
@@ -43,7 +43,34 @@ class Scaled(Dataset):
         return X[place], Y[place]
 
 
+class Wrapped(Dataset):
+    """As people augment: a dataset in a dataset."""
+
+    def __init__(self, dataset):
+        self.dataset, self.again = dataset, self
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, place):
+        return self.dataset[place]
+
+
 CASES = {
+    "the same tensors": (
+        lambda: ConcatDataset([WHOLE, TensorDataset(X, Y)]),
+        "one_example_per_row",
+        "one dataset twice",
+    ),
+    "overlapping halves": (
+        lambda: ConcatDataset([Subset(WHOLE, range(40)), Subset(Subset(WHOLE, range(30, 60)), range(20))]),
+        "one_example_per_row",
+        "one row of it",
+    ),
+    "inside a dataset of one's own": (lambda: Wrapped(ConcatDataset([WHOLE, WHOLE])), "one_example_per_row", "twice"),
+    "a scaler's method": (lambda: Scaled(held=lambda s: s.transform), "nothing_fitted", "a fitted StandardScaler"),
+    "a scaler's part": (lambda: Scaled(held=lambda s: [partial(s.transform)]), "nothing_fitted", "a fitted"),
+    "a scaler in a dictionary": (lambda: Wrapped(Scaled(held=lambda s: {"x": s})), "nothing_fitted", "a fitted"),
     "one dataset twice": (lambda: ConcatDataset([WHOLE, WHOLE]), "one_example_per_row", "one dataset twice"),
     "repeated indices": (lambda: Subset(WHOLE, [*range(60), 3]), "one_example_per_row", "one row several times"),
     "the same object": (lambda: [(X[0], Y[0])] * 2 + list(zip(X, Y, strict=True)), "one_example_per_row", "a list"),
@@ -68,8 +95,23 @@ def test_it_is_said_once_and_written_beside_the_assumption(name):
     assert words in found.detail
 
 
+@pytest.mark.parametrize("name", ["one dataset twice", "a split", "a scaler's method"])
+def test_a_loop_says_it_too(name):
+    make, assumption, words = CASES[name]
+    model, engine = nn.Linear(4, 2), vestige.PrivacyEngine()
+    with pytest.warns(UserWarning, match=words if name != "a split" else "random_split"):
+        engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+            max_grad_norm=1.0, data_loader=DataLoader(make(), batch_size=10),
+        )  # fmt: skip
+    assert words in engine.guarantee(1e-3).assumption(assumption).detail
+
+
 def test_nothing_is_said_of_a_plain_pipeline():
-    assert doubts(WHOLE) == doubts((X, Y)) == doubts(DataLoader(WHOLE)) == doubts(Scaled(fitted=False)) == []
+    halves = ConcatDataset([Subset(WHOLE, range(30)), Subset(WHOLE, range(30, 60))])
+    assert "one_example_per_row" not in dict(doubts(halves))
+    for data in (WHOLE, (X, Y), DataLoader(WHOLE), Scaled(fitted=False), Wrapped(WHOLE), ["yes", "yes", 1, 1]):
+        assert doubts(data) == []
 
 
 def test_weights_by_which_rows_are_drawn_are_refused():

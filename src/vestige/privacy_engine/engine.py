@@ -60,6 +60,7 @@ from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name
 from vestige.tasks import of_file
+from vestige.training.detectors import Doubt, doubts, tell
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import choose_rate
 from vestige.training.results import Joined, OneRun, audited, known_of_a_run
@@ -224,7 +225,7 @@ class PrivacyEngine(HoldsKey):
             module = loop.skeleton
 
         owned = group.together(lambda: of_users(data_loader, users, sample, rows_per_user, cap, target_delta))
-        data_loader = owned.loader
+        seen, data_loader = doubts(data_loader), owned.loader
 
         def checked() -> tuple[Method, Optimizer, int | None, Sampling, Parts]:
             check_number("noise_multiplier", noise_multiplier, finite=False)
@@ -324,7 +325,7 @@ class PrivacyEngine(HoldsKey):
         )
         self._steps.draws = begun
         self._steps.before_asking = self._record_passes
-        self._record_assumptions(read_one_by_one)
+        self._record_assumptions(read_one_by_one, seen)
         if wrapper is not user_module:
             wrapper.zero_grad = user_module.zero_grad  # type: ignore[method-assign]
         if poisson_sampling:
@@ -453,8 +454,11 @@ class PrivacyEngine(HoldsKey):
         check_delta(delta, self._population or None)
         return accounting.guarantee(self._ledger.spent, delta, self._facts, self._ledger.assumptions)
 
-    def _record_assumptions(self, read_one_by_one: bool) -> None:
-        """Write down what is known of a loop before its first step."""
+    def _record_assumptions(self, read_one_by_one: bool, seen: list[Doubt]) -> None:
+        """Write down what is known of a loop before its first step, and what of its data is `seen` to be in doubt."""
+        tell(seen)
+        for name, what in seen:
+            assumptions.record(self._ledger, name, "assumed", what)
         for each in known_of_a_run(self._facts, self._group.size, read_one_by_one):
             if each.name not in ("loss_per_example", "padding", "divisor"):
                 assumptions.record(self._ledger, each.name, each.status, each.detail)
