@@ -15,15 +15,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from vestige.engines.example_axis.labels import Label, Mixed, Rows, Tracker, mixed, untracked
 
-if TYPE_CHECKING:
-    from vestige.engines.example_axis.rules import Op
+
+class Op(Protocol):
+    """What is read here of a call of an operator (`rules.Op`)."""
+
+    tracker: Tracker
+    func: Any
+    given: dict[str, Any]
+    found: Any
+
+    def __getitem__(self, name: str) -> Any: ...
+
+    def label(self, name: str) -> Rows | None: ...
+
+    def labelled(self) -> list[tuple[Tensor, Rows]]: ...
+
+    def mixed(self, why: str = ..., unknown: bool = ...) -> Mixed: ...
+
 
 NOBODY = Rows(0, 1, 1, 0)
 WHY = "puts examples in another order"
