@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import faults
 from loops import LOSS, oracle
-from vestige import PrivacyEngine
+from vestige import PrivacyEngine, build
 from vestige.accounting.ledger import read
 from vestige.audit.one_run import OneRun
 from vestige.engines import bookkeeping
@@ -256,6 +256,61 @@ def test_a_loop_goes_on_with_its_canaries(tmp_path):
     assert torch.equal(held["canaries"]["summed"], kept.summed), "what is held stays as it was"
     assert not torch.equal(again._steps.canaries.summed, kept.summed)
     assert again.audit(1e-5).audited.canaries == PLANTED
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, groups=2)
+        self.last = nn.Linear(8, 10)
+
+    def forward(self, images):
+        return self.last(self.second(torch.relu(self.norm(self.first(images)))).mean((2, 3)))
+
+
+class Words(nn.Module):
+    """Of which a table is looked up and multiplied by."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.cell = nn.Embedding(30, 12), nn.LSTM(12, 12, batch_first=True)
+
+    def forward(self, words):
+        return self.cell(self.table(words))[0][:, -1] @ self.table.weight[:10].T
+
+
+FORMS = {
+    "convolutions": (Convolutions, torch.randn(PEOPLE, 3, 8, 8), {}),
+    "words": (Words, torch.randint(30, (PEOPLE, 7)), {}),
+    "by layers": (lambda: nn.Linear(40, 10), torch.randn(PEOPLE, 40), {"method": build("dp-sgd", groups="layers")}),
+    "balanced": (lambda: nn.Linear(40, 10), torch.randn(PEOPLE, 40), {"method": build("dp-sgd", balance="relative")}),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_canaries_take_the_place_of_gradients_in_every_form(name):
+    """All rows are NaN, so people add nothing, and a release is the sum of the canaries alone."""
+    make, inputs, options = FORMS[name]
+    torch.manual_seed(0)
+    model, engine = make(), PrivacyEngine(audit=PLANTED)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), max_grad_norm=BOUND,
+        data_loader=DataLoader(TensorDataset(inputs, torch.randint(10, (PEOPLE,))), batch_size=12),
+        noise_multiplier=1e-9, **options,
+    )  # fmt: skip
+    seen, canaries = releases(engine), engine._steps.canaries
+    for x, y in loader:
+        (LOSS(model(x), y) * torch.nan).backward()
+        optimizer.step()
+    layout = canaries._layout
+    into = torch.zeros(PLANTED, layout.size)
+    for number in canaries.included.nonzero()[:, 0]:
+        canaries.add(number[None], engine._steps.method.clip, into[number])
+    every = into[canaries.included].double()
+    shares = torch.linalg.lstsq(every.T, torch.stack(seen).T).solution
+    torch.testing.assert_close(shares, shares.round(), atol=2e-3, rtol=0)
+    torch.testing.assert_close(every.T @ shares.round(), torch.stack(seen).T, atol=1e-4, rtol=1e-3)
+    assert set(shares.round().unique().tolist()) == {0.0, 1.0}
 
 
 def test_what_cannot_be_audited_is_refused():
