@@ -141,6 +141,23 @@ def test_a_forged_assumption_fails_verification(run, tmp_path, file):
         verify(copy)
 
 
+def test_a_forged_page_fails_verification(run, tmp_path):
+    """A report or a card that lies in the folder, and says more than its ledger."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    assert command("report", copy)[0] == 0
+    page = (copy / "report.md").read_text()
+    (copy / "README.md").write_text("# A model\n\n" + page)
+    assert as_json("verify", copy)["unchecked"] == []
+    for old, new in (("Evaluation data are public | assumed", "Evaluation data are public | checked"), ("psilon", "E")):
+        forged(copy, "README.md", old, new)
+        code, _, error = command("verify", copy)
+        assert (code, "README.md says something else" in " ".join(error.split())) == (1, True)
+        (copy / "README.md").write_text(page)
+    (copy / "README.md").write_text("# A model of somebody's")
+    (copy / "report.md").write_text("## Differential privacy\n\nas an earlier version said it")
+    assert as_json("verify", copy)["unchecked"] == ["report.md"]
+
+
 def test_an_assumption_left_out_of_a_result_fails_verification(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     content = json.loads((copy / "result.json").read_text())

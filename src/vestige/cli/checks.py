@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,10 +68,13 @@ def _verify_comparison(folder: Path, as_json: bool) -> None:
 
 def _verify_run(run: Path, unfinished: bool, rows_per_user: int | None, as_json: bool) -> None:
     from vestige.accounting.ledger import LedgerError
+    from vestige.integrations.model_card import unchecked_pages
     from vestige.training.verify import verify as check
 
     with verified(LedgerError, as_json):
         verdict = check(run, unfinished=unfinished, rows_per_user=rows_per_user)
+        if verdict.finished:
+            verdict = replace(verdict, unchecked=(*verdict.unchecked, *unchecked_pages(run)))
     if as_json:
         print_json(verdict.to_json())
         return

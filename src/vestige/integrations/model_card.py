@@ -65,6 +65,11 @@ NOT_COVERED = (
 )
 
 
+PAGES = ("report.md", "README.md", "adapter/README.md", "model/README.md")
+"""Where statements lie in the folder of a run."""
+HEADING, RESTS, CHECKING = "## Differential privacy", "### What it rests on", "### How to check it"
+
+
 def card(run: str | Path, delta: float | None = None) -> str:
     """The privacy statement of a run as a section of Markdown, for a model card.
 
@@ -72,6 +77,26 @@ def card(run: str | Path, delta: float | None = None) -> str:
     be read, so `delta` does. Raises `LedgerError` where the folder contradicts its ledger.
     """
     return "\n".join(_lines(_read(Path(run), delta))) + "\n"
+
+
+def unchecked_pages(run: Path) -> tuple[str, ...]:
+    """Which pages of a run's folder hold a statement of an earlier version, without assumptions. Raises `LedgerError`
+    where one holds another statement than the ledger gives: somebody has edited it."""
+    there = [page for page in PAGES if (run / page).is_file()]
+    if not there:
+        return ()
+    wanted, unknown = card(run).split(CHECKING)[0], []
+    for page in there:
+        text = (run / page).read_text(encoding="utf-8", errors="replace")
+        if wanted in text or HEADING not in text:
+            continue
+        if RESTS in text:
+            raise LedgerError(
+                f"{run / page} says something else than the ledger, or another version of Vestige wrote it: write it "
+                f"again by vestige report, or remove it"
+            )
+        unknown.append(page)
+    return tuple(unknown)
 
 
 @dataclass(frozen=True)
@@ -130,11 +155,11 @@ def _of_a_loop(ledger: Path, history: LedgerHistory, delta: float | None) -> _Ac
 
 
 def _lines(run: _Account) -> Iterator[str]:
-    yield from ("## Differential privacy", "", _headline(run), "", "| | |", "|---|---|")
+    yield from (HEADING, "", _headline(run), "", "| | |", "|---|---|")
     yield from (f"| {name} | {words} |" for name, words in _rows(run))
     yield from (
         "",
-        "### What it rests on",
+        RESTS,
         "",
         "| | in this run | what | where it does not hold |",
         "|---|---|---|---|",
@@ -142,7 +167,7 @@ def _lines(run: _Account) -> Iterator[str]:
     yield from map(_assumption, run.promise.assumptions)
     yield from ("", "### What is not covered", "")
     yield from (f"- {line}" for line in NOT_COVERED if run.users is None or line is not SEVERAL_ROWS)
-    yield from ("", "### How to check it", "", _check(run))
+    yield from ("", CHECKING, "", _check(run))
 
 
 def _assumption(each: Stated) -> str:
