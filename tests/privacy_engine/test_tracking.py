@@ -329,6 +329,10 @@ def of_each_row(m, x, y):
     return -(taken * (x[:, 0] - 0.5).detach()).mean()
 
 
+def rows_of(outputs):
+    return [(outputs[place], place) for place in range(len(outputs))]
+
+
 SOUND = {
     "targets by public bounds": (None, lambda m, x, y: F.mse_loss(m(x)[:, 0], (y - 1) / 2.0)),
     "teacher": (None, teacher),
@@ -338,6 +342,8 @@ SOUND = {
     "two losses": (None, lambda m, x, y: LOSS(m(x), y) + m(x).square().sum(1).mean()),
     "ignored targets": (Tagger, lambda m, x, y: LOSS(m(x), tags(x, y))),
     "ignored plus mse": (Tagger, lambda m, x, y: LOSS(m(x), tags(x, y)) + F.mse_loss(m(x)[:, :, 0], x[:, :3])),
+    "row by row": (None, lambda m, x, y: torch.stack([LOSS(z, y[i]) for z, i in rows_of(m(x))]).mean()),
+    "slice by slice": (None, lambda m, x, y: sum(LOSS(z[None], y[i : i + 1]) for z, i in rows_of(m(x))) / len(x)),
     "smoothing": (None, lambda m, x, y: F.cross_entropy(m(x), y, label_smoothing=0.1)),
     "mse plus l1": (None, lambda m, x, y: F.mse_loss(m(x), x[:, :3]) + 0.1 * F.l1_loss(m(x), x[:, :3])),
     "checkpointed": (Checkpointed, lambda m, x, y: LOSS(m(x), y)),

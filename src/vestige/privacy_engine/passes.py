@@ -366,8 +366,8 @@ class Passes:
         if any(leaf.requires_grad for _, leaf in tensors):
             raise ValueError(
                 "an input of the private model requires a gradient: what comes before the model would be trained on "
-                "gradients of examples without noise. Make it part of the module, or detach the input; to train a "
-                "generator against a private discriminator, call the discriminator in eval mode"
+                "gradients of examples without noise. Make it part of the module, or detach the input; gradients of "
+                "inputs (adversarial examples, a generator against a private discriminator) are taken in eval mode"
             )
         for place, leaf in enumerate(call.leaves):
             named = f"argument {names.get(place, place)!r} of the private model"
@@ -492,7 +492,7 @@ class Passes:
         for label, signal in zip(labels, signals, strict=True):
             own = self.tracking.label(signal)
             if isinstance(own, Mixed):
-                raise ValueError(f"the loss is not each row's own: {own}. {OWN_LOSS}")
+                raise ValueError(f"the loss is not each row's own: {own}. {_way_out(own)}")
             if own is not None and own != label:
                 raise ValueError(f"what comes back to the model's outputs belongs to other rows. {OWN_LOSS}")
         tracker = self.tracking.tracker
@@ -547,9 +547,17 @@ class Passes:
 
 
 ALONE = "No example's influence can be bounded: compute it of each example by itself"
+def _way_out(problem: Mixed) -> str:
+    if "batch_norm" in problem.operator:
+        return "Put the module that normalises by the batch into eval mode, or use GroupNorm"
+    if "different batches" in problem.why:
+        return "Keep no rows from batch to batch, but what was released: weights, epsilon, public data"
+    return OWN_LOSS
+
+
 OWN_LOSS = (
     "Take the loss of each row by itself, then a sum or a mean with a public divisor; of losses that cannot be written "
-    "so: criterion = privacy_engine.criterion(loss)"
+    "so: criterion = engine.criterion(loss)"
 )
 
 

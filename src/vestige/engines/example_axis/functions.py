@@ -101,9 +101,10 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     with mode:
         each = function(*args, **{**kwargs, "reduction": "none"})
     own = mode.tracker.labels.get(each)
-    if not isinstance(own, Rows) or own.axis < 0 or own.first or each.shape[own.axis] % (own.count * own.inner):
-        return function(*args, **kwargs)  # of some of the examples alone
-    losses = by_example(each, own)
+    losses = by_example(each, own) if isinstance(own, Rows) and own.axis >= 0 else None
+    if losses is None:
+        return function(*args, **kwargs)
+    assert isinstance(own, Rows)
     if reduction == "mean":
         losses = _averaged(mode, function, args, kwargs, each, losses, own)
     if mode.inside:
@@ -113,9 +114,13 @@ def _loss(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
-def by_example(each: Tensor, label: Rows) -> Tensor:
-    """The sum over all numbers of an example: [examples]."""
+def by_example(each: Tensor, label: Rows) -> Tensor | None:
+    """The sum over all numbers of an example, of all examples or of those of a slice; None if they lie otherwise."""
     moved = each.movedim(label.axis, 0)
+    if label.inner == 1 and len(moved) <= label.count - label.first:
+        return moved.flatten(1).sum(1) if moved.dim() > 1 else moved
+    if label.first or len(moved) % (label.count * label.inner):
+        return None
     shaped = moved.reshape(-1, label.count, label.inner, *moved.shape[1:])
     return shaped.sum(dim=[place for place in range(shaped.dim()) if place != 1])
 
@@ -128,14 +133,14 @@ def _averaged(
         lengths = args[3] if len(args) > 3 else kwargs["target_lengths"]
         return losses / torch.as_tensor(lengths, device=losses.device).clamp(min=1)
     if function not in CLASSES:
-        mode.tracker.averaged.add(each.numel() // own.count)
-        return losses / (each.numel() // own.count)
+        mode.tracker.averaged.add(each.numel() // len(losses))
+        return losses / (each.numel() // len(losses))
     target = args[1] if len(args) > 1 else kwargs["target"]
     weight = args[2] if len(args) > 2 else kwargs.get("weight")
-    per_target = each.numel() // own.count
+    per_target = each.numel() // len(losses)
     if not target.is_floating_point() and per_target > 1:
         counted = target != kwargs.get("ignore_index", -100)
-        count = by_example(counted, mode.tracker.labels.get(counted) or own).clamp(min=1)  # type: ignore[arg-type]
+        count = by_example(counted, mode.tracker.labels.get(counted) or own).clamp(min=1)  # type: ignore[arg-type, union-attr]
         losses = losses / count if mode.tokens is None else losses / mode.tokens
     elif per_target > 1:
         losses = losses / per_target

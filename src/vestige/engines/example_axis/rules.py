@@ -781,14 +781,24 @@ def sliced_backward(op: Op) -> Any:
     label = op.label("grad_output") if "grad_output" in op.given else op.label("grad_in")
     if label is None:
         return None
-    rank = len(op["input_sizes"])
-    return label if label.axis not in (op["dim"] % rank, rank) else op.mixed()
+    sizes, rank = op["input_sizes"], len(op["input_sizes"])
+    dim = op["dim"] % rank
+    if label.axis not in (dim, rank):
+        return label
+    start, step = op.given.get("start") or 0, op.given.get("step")
+    start += sizes[dim] if start < 0 else 0
+    in_place = label.axis == dim and step == 1 and (label.inner, label.first, label.count) == (1, start, sizes[dim])
+    return label._replace(first=0) if in_place else op.mixed()
 
 
 def select_backward(op: Op) -> Any:
-    label = op.label("grad_output")
-    dim = op["dim"] % len(op["input_sizes"])
-    return None if label is None else label.at(label.axis + (dim <= label.axis))
+    label, sizes = op.label("grad_output"), op["input_sizes"]
+    if label is None:
+        return None
+    dim, index = op["dim"] % len(sizes), op["index"]
+    if label.axis < 0 and (sizes[dim], index % sizes[dim]) == (label.count, label.first):
+        return label._replace(axis=dim, first=0)  # one example's gradient, in its row
+    return label.at(label.axis + (dim <= label.axis)) if label.axis >= 0 else label
 
 
 def put_in(op: Op) -> Any:
@@ -941,6 +951,7 @@ _BY_NAME |= {name: VIEW for name in SHAPES.split()}
 _BY_NAME |= {name: Rule(read, of_one_example=False) for name in READS.split()}
 _BY_NAME |= {name: Rule(like, of_one_example=False) for name in LIKE.split()}
 _BY_NAME |= {name: Rule(new, of_one_example=False) for name in NEW.split()}
+_BY_NAME["select_backward"] = Rule(_BY_NAME["select_backward"].apply, of_one_example=False)
 _BY_NAME |= {name: Rule(indexed, of_one_example=False) for name in ("index", "_unsafe_index")}
 
 
