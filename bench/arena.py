@@ -32,7 +32,7 @@ from vestige.compare.execute import Machine
 from vestige.compare.specification import FACTORS, Contender, Problem, Rate, Specification
 from vestige.compare.statistics import seeds_to_tell
 from vestige.compare.summary import summarised
-from vestige.methods.registry import METHODS, build
+from vestige.methods.registry import METHODS, make_method
 from vestige.records import PrivacyTarget
 
 OWN_BUDGET = 17.4
@@ -142,7 +142,7 @@ def stack(arguments: argparse.Namespace) -> None:
     runs, steps = (8, 20) if arguments.small else (600, 6250)
     device = torch.device(arguments.device)
     task = tasks.load("cifar10-mlp", arguments.data, 0)
-    method = build("fo-dp-sgd")
+    method = make_method("fo-dp-sgd")
     starts = [tasks.load("cifar10-mlp", arguments.data, seed).model for seed in range(5)]
     chosen = [
         stacked.StackedRun(copy.deepcopy(starts[i % 5]), method, (1.2222, 2.0, 4.5)[i % 3], 0.05 * 1.5 ** (i % 8))

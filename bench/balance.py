@@ -42,7 +42,7 @@ from vestige.balance import Constants, Relative
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.stacked import Stack, StackedRun
 from vestige.compare.statistics import ALPHA, holm, paired, summarise
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.records import completed
 from vestige.tasks.models import mlp, tanh_cnn_32
 from vestige.training import planning
@@ -70,7 +70,7 @@ def subjects(examples: int) -> dict[str, tuple[Callable[[], nn.Module], Any]]:
 
 def records_of(name: str, balance: str, make: Callable[[], nn.Module], data: Any, steps: int, device: str) -> Any:
     torch.manual_seed(0)
-    method = build(name.split(" ")[0], balance=balance, **METHODS[name])
+    method = make_method(name.split(" ")[0], balance=balance, **METHODS[name])
     run = vestige.train(
         make().to(device), nn.functional.cross_entropy, data, method=method, sample_rate=256 / len(data[1]),
         steps=steps, noise_multiplier=1.1, delta=1e-6, lr=0.01, reproducible=0,
@@ -154,7 +154,7 @@ def studied(
     where = None if task == "digits-mlp" else data
     loaded = tasks.load(task, where)
     population, delta = len(loaded.train[1]), 1e-5
-    method = build("dp-sgd")
+    method = make_method("dp-sgd")
     z = accounting.calibrate(partial(planning.questions, method, rate, steps=steps), epsilon, delta)
     starts = {seed: tasks.load(task, where, seed).model for seed in seeds}
     runs, labels = [], []
@@ -306,7 +306,7 @@ def of_kinds(data: str, out: Path, small: bool, only: Sequence[str]) -> None:
     file = out / "kinds.json"
     rows = json.loads(file.read_text()) if file.exists() else []
     steps, rate = 5 if small else 150, 0.04
-    z = accounting.calibrate(partial(planning.questions, build("dp-sgd"), rate, steps=steps), 3.0, 1e-5)
+    z = accounting.calibrate(partial(planning.questions, make_method("dp-sgd"), rate, steps=steps), 3.0, 1e-5)
     options: dict[str, Any] = {"sample_rate": rate, "noise_multiplier": z, "delta": 1e-5, "steps": steps}
     for name, make, train, test, balances in kinds(data):
         if any(row["task"] == name for row in rows) or (only and name not in only):
@@ -315,7 +315,7 @@ def of_kinds(data: str, out: Path, small: bool, only: Sequence[str]) -> None:
             for seed in (1,) if small else (1, 2):
                 for walk in (2.0,) if small else (0.6, 1.2, 2.0, 3.0, 4.8):
                     torch.manual_seed(seed)
-                    model, method = make(), replace(build("dp-sgd"), balance=balance)
+                    model, method = make(), replace(make_method("dp-sgd"), balance=balance)
                     laid, count = method.layout(model), len(train[1])
                     lr, _ = planning.choose_rate(model, laid, method, count, rate, z, steps, "auto")
                     lr *= walk / WALK
@@ -376,14 +376,16 @@ def of_models(data: str, out: Path, device: str, small: bool, only: Sequence[str
         there = {tuple(row[key] for key in ("epsilon", "rule", "seed", "c")) for row in rows}
         train, test = (tuple(part.to(device) for part in pair) for pair in (train, test))
         for epsilon in budgets:
-            z = accounting.calibrate(partial(planning.questions, build("dp-sgd"), rate, steps=steps), epsilon, 1e-5)
+            z = accounting.calibrate(
+                partial(planning.questions, make_method("dp-sgd"), rate, steps=steps), epsilon, 1e-5
+            )
             for seed, (rule, balance), walk in product(
                 seeds, {"plain": None, "relative": Relative()}.items(), (2.0,) if small else (0.6, 1.2, 2.4, 4.8)
             ):
                 if (epsilon, rule, seed, walk) in there:
                     continue
                 torch.manual_seed(seed)
-                model, method = make().to(device), replace(build("dp-sgd"), balance=balance)
+                model, method = make().to(device), replace(make_method("dp-sgd"), balance=balance)
                 laid, count = method.layout(model), len(train[1])
                 lr, _ = planning.choose_rate(model, laid, method, count, rate, z, steps, "auto")
                 lr *= walk / WALK

@@ -145,7 +145,7 @@ def expected_state(kind: str, size: int, method: str) -> float:
     """Copies of the parameters between steps: the parameters, the gradient and what the method keeps."""
     import vestige
 
-    copies = vestige.build(method).copies(BATCH / EXAMPLES, 100) or 0.0
+    copies = vestige.make_method(method).copies(BATCH / EXAMPLES, 100) or 0.0
     return (2.0 + copies) / (size if kind == "sharded" else 1)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import vestige
-from vestige.methods.registry import METHODS, build
+from vestige.methods.registry import METHODS, make_method
 from vestige.tasks.models import mlp
 
 PUBLISHED = {
@@ -57,7 +57,7 @@ TIMED: dict[str, dict[str, Any]] = {"sma-dp-sgd": {"beta": 0.55, "alpha": 0.9, "
 def made(name: str) -> vestige.Method:
     """With its defaults, but for a decay that needs a budget to follow."""
     still = {"progress": "none"} if "progress" in METHODS[name].options else {}
-    return build(name, **still, **TIMED.get(name, {}))
+    return make_method(name, **still, **TIMED.get(name, {}))
 
 
 def prepared(name: str, model: nn.Module, data: Any, steps: int, rate: float, device: str) -> vestige.Training:

@@ -24,7 +24,7 @@ from vestige.compare.stacked import Stack, StackedRun
 from vestige.engines.registry import engine_by_name
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.randomness.correlated import ARITHMETICS
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum
@@ -86,7 +86,9 @@ def stacked(runs: int, device: str, noise: str) -> Callable[[], object]:
     torch.manual_seed(0)
     data = torch.rand(1000, 64), torch.randint(10, (1000,))
     members = [
-        StackedRun(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)), build("dp-sgd"), 1.0, 0.1, None)
+        StackedRun(
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)), make_method("dp-sgd"), 1.0, 0.1, None
+        )
         for _ in range(runs)
     ]
     stack = Stack(members, data, sample_rate=0.1, steps=10**6, device=torch.device(device))

@@ -33,7 +33,7 @@ from vestige.accounting.budgets import FilteredBudget
 from vestige.compare.presets import published
 from vestige.files import write_json
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.decay import PhasedDecay
 from vestige.optim.gates import BufferedRejection
 from vestige.optim.rules import named
@@ -142,7 +142,7 @@ def method_of(cell: Cell, given: Setting) -> Method:
             sigma_t, sigma_v = first_t * sigma_t / SIGMA_T[dataset][0], first_v * sigma_v / SIGMA_V[dataset][0]
             options["progress"] = "none" if cell.method == STILL else given.progress
             options["buffer"] = BUFFERS.get(cell.method, 2)
-        made = build(cell.family, sigma_t=sigma_t, sigma_v=sigma_v, **options)
+        made = make_method(cell.family, sigma_t=sigma_t, sigma_v=sigma_v, **options)
     return replace(made, rule=named("adam", {})) if dataset == "imdb" else made
 
 
@@ -521,7 +521,7 @@ def main() -> None:
     known = results_of(options.out) if options.out.exists() else []
     if options.into:
         require_whole(known)
-    now = decay_of(build("dpsgd-br"))
+    now = decay_of(make_method("dpsgd-br"))
     results = [row for row in known if row["method"] not in DECAYING or row.get("decay") == now]
     if len(results) < len(known):
         print(f"{len(known) - len(results)} results of dpsgd-br had other decay factors and are dropped", flush=True)

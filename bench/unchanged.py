@@ -75,7 +75,7 @@ def alone(name: str) -> np.ndarray:
 def settled(name: str) -> vestige.Method:
     """With what follows from the length of a run (bands of correlated noise), as a comparison settles it."""
     asked = planning.Request(sample_rate=RATE, steps=STEPS, delta=1e-3, noise_multiplier=1.3)
-    return planning.settled(vestige.build(name), asked)
+    return planning.settled(vestige.make_method(name), asked)
 
 
 def stacked(found: list[str]) -> dict[str, np.ndarray]:
@@ -86,7 +86,7 @@ def stacked(found: list[str]) -> dict[str, np.ndarray]:
         from vestige.compare.stacked.learner import StackedRun
         from vestige.compare.stacked.stack import Stack, why_not
     loss = nn.functional.cross_entropy
-    together = [name for name in found if why_not(network(), loss, vestige.build(name)) is None]
+    together = [name for name in found if why_not(network(), loss, vestige.make_method(name)) is None]
     runs = [StackedRun(network(), settled(name), 1.3, 0.02 if "adam" in name else 0.5, 7) for name in together]
     stack = Stack(runs, examples(), sample_rate=RATE, steps=STEPS, device=torch.device("cpu"))
     for _ in stack.train():

@@ -26,7 +26,7 @@ from torch import nn
 
 import vestige
 from vestige import accounting, tasks
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 
 EPSILON, DELTA, CROPS = 8.0, 1e-5, 200
 MECHANISMS: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ def trained(name: str, seed: int, factor: float, data: Path, steps: int) -> dict
     options = {"users": owners} | MECHANISMS[name]
     rate = rate_of(options, owners)
     settings: dict[str, Any] = {"sample_rate": rate, "steps": steps, "delta": DELTA}
-    settings |= {"method": build("dp-sgd", balance="relative"), "noise": "float32"} | options
+    settings |= {"method": make_method("dp-sgd", balance="relative"), "noise": "float32"} | options
     settings |= priced(name, task, settings)
     if factor != 1.0:
         settings["lr"] = factor * planned(task, settings).plan.lr

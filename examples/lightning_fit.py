@@ -32,7 +32,7 @@ images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tens
 train = DataLoader(TensorDataset(images[297:], labels[297:]), batch_size=150)
 public = DataLoader(TensorDataset(images[:297], labels[:297]), batch_size=297)
 
-private = Private(target_epsilon=3.0, delta=1e-5, max_grad_norm=1.0, method="fo-dp-sgd")
+private = Private(target_epsilon=3.0, target_delta=1e-5, max_grad_norm=1.0)
 trainer = pl.Trainer(
     max_epochs=10, callbacks=[private], logger=False, enable_checkpointing=False, enable_progress_bar=False
 )

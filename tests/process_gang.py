@@ -420,8 +420,8 @@ def shares(examples: int, rate: float) -> Any:
     return [each.tolist() for each in drawn], [processes().own(each).tolist() for each in drawn]
 
 
-by_layers = partial(vestige.build, "dp-sgd", groups="layers")
-balanced = partial(vestige.build, "dp-sgd", balance="relative")
+by_layers = partial(vestige.make_method, "dp-sgd", groups="layers")
+balanced = partial(vestige.make_method, "dp-sgd", balance="relative")
 
 
 def assumption(name: str, arrange: str | None = None) -> str:

@@ -70,7 +70,7 @@ def test_the_method_of_the_page_on_adding_one_trains_and_filters_as_it_says(monk
     assert torch.equal(final(page.half_life(half_life=0.0)), final(vestige.dp_sgd()))
     assert not torch.equal(final("half-life"), final(vestige.dp_sgd()))
     with pytest.raises(ValueError, match="half_life=-1.0 must be at least 0"):
-        vestige.build("half-life", half_life=-1.0)
+        vestige.make_method("half-life", half_life=-1.0)
 
     memory = page.HalfLife(2.0)
     releases = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

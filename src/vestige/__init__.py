@@ -1,4 +1,4 @@
-"""Private optimizers that remember: differentially private training for PyTorch."""
+"""Differentially private training for PyTorch, with a guarantee that can be checked."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vestige.engines.own_rules import register_rule
     from vestige.engines.replacements import fix
-    from vestige.integrations.model_card import card
+    from vestige.integrations.model_card import model_card
     from vestige.mechanism.evaluation import PrivateEvaluation
     from vestige.mechanism.groups import Layers, Patterns, PerGroup
     from vestige.methods import dp_sgd, exponential_memory, fo_dp_sgd, post_fm, sma_dp_sgd, uniform_memory
     from vestige.methods.base import Method, by_group
-    from vestige.methods.registry import build
+    from vestige.methods.registry import make_method
     from vestige.privacy_engine.engine import PrivacyEngine
     from vestige.questions import BudgetSpent
     from vestige.recipes.own_data import prepared, recipe
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vestige.training.run import Training, train
     from vestige.training.statistics import PrivateStatistics, Vocabulary, private_statistics
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "BudgetSpent",
@@ -38,13 +38,13 @@ __all__ = [
     "Training",
     "Vocabulary",
     "accuracy",
-    "build",
     "by_group",
-    "card",
     "dp_sgd",
     "exponential_memory",
     "fix",
     "fo_dp_sgd",
+    "make_method",
+    "model_card",
     "post_fm",
     "prepared",
     "private_statistics",
@@ -62,22 +62,30 @@ _MODULES = {
     "privacy_engine.engine": ("PrivacyEngine",),
     "engines.replacements": ("fix",),
     "engines.own_rules": ("register_rule",),
-    "integrations.model_card": ("card",),
+    "integrations.model_card": ("model_card",),
     "mechanism.evaluation": ("PrivateEvaluation",),
     "mechanism.groups": ("Layers", "Patterns", "PerGroup"),
     "methods.base": ("Method", "by_group"),
     "methods": ("dp_sgd", "exponential_memory", "fo_dp_sgd", "post_fm", "sma_dp_sgd", "uniform_memory"),
     "questions": ("BudgetSpent",),
     "recipes.own_data": ("prepared", "recipe"),
-    "methods.registry": ("build",),
+    "methods.registry": ("make_method",),
     "synthesis.api": ("synthesize",),
     "training.loop": ("Record", "accuracy"),
 }
 
 
+_EARLIER = {"build": "make_method", "card": "model_card"}
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name or a submodule on first access: torch takes seconds to import, and many commands of the
     command line do without it."""
+    if name in _EARLIER:
+        now = _EARLIER[name]
+        message = f"vestige.{name} is called vestige.{now} now; the earlier name goes with 0.4"
+        import_module("warnings").warn(message, FutureWarning, stacklevel=2)
+        return __getattr__(now)
     for module, names in _MODULES.items():
         if name in names:
             globals()[name] = getattr(import_module(f"vestige.{module}"), name)

@@ -78,6 +78,13 @@ def check_delta(delta: float, population: int | None = None) -> None:
         )
 
 
+def secure_mode(arithmetic: str) -> bool:
+    """Whether noise is added in integers, by the name that run folders have for it."""
+    if arithmetic not in ("lattice", "float32"):
+        raise ValueError(f"noise={arithmetic!r} is unknown; choose from lattice, float32")
+    return arithmetic == "lattice"
+
+
 def check_multiplier(noise_multiplier: float, name: str = "noise_multiplier") -> None:
     if not SMALLEST_MULTIPLIER <= noise_multiplier < inf:
         raise ValueError(f"{name}={noise_multiplier} must be positive and finite: without noise there is no privacy")

@@ -15,7 +15,7 @@ from histories import DELTA
 from selective_runs import COMMON, Slope, staircase
 from vestige import accounting
 from vestige.accounting.selective import Trials, price
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 
 
 def test_the_published_claim_for_selective_updates():
@@ -54,7 +54,9 @@ def test_one_record_without_a_gradient_moves_what_is_accepted(present):
         model,
         staircase,
         (torch.zeros(len(targets), 1), targets),
-        method=build("dpsur", clip=1.0, momentum=0.0, sigma_v=1.37, threshold=-1.5, validation_batch=len(targets)),
+        method=make_method(
+            "dpsur", clip=1.0, momentum=0.0, sigma_v=1.37, threshold=-1.5, validation_batch=len(targets)
+        ),
         **{**COMMON, "sample_rate": 0.5, "lr": 1.0, "steps": 600},
     )
     ups = downs = 0

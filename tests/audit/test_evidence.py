@@ -13,7 +13,7 @@ from vestige.compare.stacked import Stack, StackedRun
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.groups import Layers
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.randomness.correlated import White
 
 
@@ -41,7 +41,7 @@ def test_two_answers_on_one_sample_share_their_coin():
 
 
 def test_correlated_noise_is_whitened():
-    noise = build("dp-blt").noise
+    noise = make_method("dp-blt").noise
     matrix = noise_matrix(noise.start(0.5, 6), 6)
     assert torch.allclose(matrix, matrix.tril())
     assert not torch.allclose(matrix, torch.eye(6).double())
@@ -73,13 +73,13 @@ def test_a_planted_gradient_is_large_in_every_group_and_foreign_to_the_others():
     first[flat.segments[0].stop :] = 0
     for row in range(5):
         into = torch.zeros(flat.size)
-        engine([part[row : row + 1] for part in task.train], point, build("dp-sgd").clip, into)
+        engine([part[row : row + 1] for part in task.train], point, make_method("dp-sgd").clip, into)
         assert abs(float(into @ first)) < 1e-3 * LARGE * float(into.norm())
 
 
 def made(kind, present, seeds):
     task = stand_in(6)
-    method = build("dp-sgd")
+    method = make_method("dp-sgd")
     model = task.model
     canary = make_canary(kind, model, Layout.of(model), task.train, task.test, 0)
     data = tuple(torch.cat(pair) for pair in zip(task.train, (canary.inputs, canary.target), strict=True))

@@ -12,7 +12,7 @@ from vestige.audit import inference
 from vestige.audit.inference import infer_membership, nonprivate_fit, nonprivate_gradient_norms
 from vestige.audit.membership import by_shadow_models, lira, logit_confidence, losses, output_features, success
 from vestige.audit.stand_in import stand_in
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 
 N, SHIFT, HARDNESS = 4000, 1.2, 3.0
 
@@ -164,7 +164,15 @@ def test_a_model_that_memorises_is_vulnerable_and_a_private_one_is_not():
     for name in ("loss", "shadow", "lira-offline", "gradients"):
         assert exposed.attacks[name].area.estimate > 0.85, name
     private = infer_membership(
-        build("dp-sgd"), task=task, epsilon=1, delta=1e-3, shadows=4, targets=3, examples=120, steps=10, sample_rate=0.1
+        make_method("dp-sgd"),
+        task=task,
+        epsilon=1,
+        delta=1e-3,
+        shadows=4,
+        targets=3,
+        examples=120,
+        steps=10,
+        sample_rate=0.1,
     )
     assert 0.9 < private.epsilon <= 1
     assert all(found.area.estimate < 0.65 for found in private.attacks.values())

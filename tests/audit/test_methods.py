@@ -13,7 +13,7 @@ from vestige.audit import area_under_curve, epsilon_lower_bound
 from vestige.audit.alone import LoneRuns
 from vestige.audit.in_and_out import Subject, attack, audit
 from vestige.audit.stand_in import stand_in
-from vestige.methods.registry import METHODS, build
+from vestige.methods.registry import METHODS, make_method
 from vestige.training.planning import Request, plan
 
 CONFIDENCE, DELTA = 0.9999, 1e-3
@@ -33,7 +33,7 @@ LOOSE = ("dp-ftrl", "dp-bandmf", "dp-blt", *ALONE)
 
 def subject_of(name):
     options = {"bands": 4} if name == "dp-bandmf" else ALONE.get(name, {})
-    return Subject.of(stand_in(4), build(name, **options), "gradient", 4, 0, "cpu")
+    return Subject.of(stand_in(4), make_method(name, **options), "gradient", 4, 0, "cpu")
 
 
 def scores_of(name, runs, noise=1.0):

@@ -120,7 +120,7 @@ def test_directions_follow_from_the_key_and_touch_few_coordinates():
     ("changes", "words"),
     [
         ({"audit": 3, "noise_multiplier": 1.0}, "audit=3"),
-        ({"audit": 100, "method": vestige.build("dpsur", validation_batch=4), "noise_multiplier": 1.0}, "dpsur"),
+        ({"audit": 100, "method": vestige.make_method("dpsur", validation_batch=4), "noise_multiplier": 1.0}, "dpsur"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(changes, words):

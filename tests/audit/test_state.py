@@ -7,7 +7,7 @@ from vestige.audit import area_under_curve
 from vestige.audit.in_and_out import Subject, attack, audit
 from vestige.audit.stand_in import stand_in
 from vestige.compare.stacked.curator import StackedCurator
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.learner import Learner
 from vestige.training.planning import Request, plan
 
@@ -15,7 +15,7 @@ CONFIDENCE, DELTA = 0.9999, 1e-3
 
 
 def judged(name, sees, runs=1600):
-    subject = Subject.of(stand_in(4), build(name), "gradient", 4, 0, "cpu")
+    subject = Subject.of(stand_in(4), make_method(name), "gradient", 4, 0, "cpu")
     request = Request(sample_rate=0.5, steps=4, delta=DELTA, noise_multiplier=4.0, lr=0.01)
     planned = plan(subject.model, subject.layout, subject.method, subject.population, request)
     found = attack(subject, planned, runs, sees)

@@ -143,7 +143,7 @@ def test_moments_and_a_private_evaluation_are_charged_too(tmp_path):
 
 def test_correlated_noise_is_charged_whole(tmp_path):
     book = book_on(tmp_path)
-    training = train(book.path, method=vestige.build("dp-bandmf", bands=4), steps=24)
+    training = train(book.path, method=vestige.make_method("dp-bandmf", bands=4), steps=24)
     next(iter(training))
     book.refresh()
     [held] = book.state.open.values()
@@ -167,7 +167,7 @@ def test_allocation_is_charged_by_whole_epochs(tmp_path):
 
 def test_noise_that_follows_answers_is_charged_question_by_question(tmp_path):
     book = book_on(tmp_path, epsilon=20.0)
-    method = next(built for name in METHODS if (built := vestige.build(name)).gate.adaptive)
+    method = next(built for name in METHODS if (built := vestige.make_method(name)).gate.adaptive)
     training = train(book.path, method=method, epsilon=8, noise_multiplier=None, steps=4)
     for _ in training:
         pass

@@ -38,7 +38,7 @@ def test_the_card_of_a_run_states_what_verify_computes(run, tmp_path):
     verdict = as_json("verify", run)
     code, page, error = command("card", run)
     assert (code, error) == (0, "")
-    assert page == vestige.card(run)
+    assert page == vestige.model_card(run)
     stated = float(re.search(r"\*\*epsilon ([\d.]+) at delta 1e-05\*\*", page)[1])
     assert verdict["epsilon"] <= stated < verdict["epsilon"] * 1.001
     for words in (
@@ -70,12 +70,12 @@ def test_the_report_of_a_loop_is_its_card_too(tmp_path):
     private_loop(tmp_path / "ledger.jsonl")
     assert command("report", tmp_path)[0] == 2
     assert command("report", tmp_path, "--delta", "1e-3")[0] == 0
-    assert (tmp_path / "report.md").read_text() == vestige.card(tmp_path / "ledger.jsonl", delta=1e-3)
+    assert (tmp_path / "report.md").read_text() == vestige.model_card(tmp_path / "ledger.jsonl", delta=1e-3)
 
 
 def test_without_an_epsilon_the_card_says_why(tmp_path):
     command(*TRAIN, "--reproducible", "--out", tmp_path / "run")
-    page = vestige.card(tmp_path / "run")
+    page = vestige.model_card(tmp_path / "run")
     assert "**No epsilon holds for this model**: the noise was drawn from a known seed" in page
     assert "Epsilon would be 7.99" in page
     assert "| Random numbers are secret | assumed (the noise was drawn from a known seed" in page
@@ -90,7 +90,7 @@ def test_a_run_that_is_not_finished_has_a_card_of_what_it_cost_so_far(tmp_path):
         if record.step == 3:
             break
     training.ledger.close()
-    page = vestige.card(tmp_path / "run")
+    page = vestige.model_card(tmp_path / "run")
     assert "The run is not finished" in page
     assert "| Steps | 4 of 9 planned; 4 questions charged |" in page
 
@@ -107,7 +107,7 @@ def test_a_ledger_that_was_edited_has_no_card(tmp_path):
 def test_the_ledger_of_a_loop_has_a_card_at_a_given_delta(tmp_path):
     ledger = tmp_path / "loop.jsonl"
     engine = private_loop(ledger)
-    page = vestige.card(ledger, delta=1e-3)
+    page = vestige.model_card(ledger, delta=1e-3)
     stated = float(re.search(r"\*\*epsilon ([\d.]+) at delta 0.001\*\*", page)[1])
     assert engine.get_epsilon(1e-3) <= stated < engine.get_epsilon(1e-3) * 1.001
     for words in (
@@ -133,12 +133,12 @@ def test_the_card_of_an_audited_run_says_what_its_canaries_show(tmp_path):
     )  # fmt: skip
     for _ in training:
         pass
-    page, found = vestige.card(tmp_path / "run"), training.result().audit
+    page, found = vestige.model_card(tmp_path / "run"), training.result().audit
     assert "one row of the training data, of 60 (" in page
     assert "| Audit | 40 made-up rows were planted" in page
     assert f"epsilon is at least {found.epsilon_lower_bound:.3g} (95% confidence)" in page
     private_loop(tmp_path / "loop.jsonl", audit=40)
-    page = vestige.card(tmp_path / "loop.jsonl", delta=1e-3)
+    page = vestige.model_card(tmp_path / "loop.jsonl", delta=1e-3)
     assert "of 60 (" in page
     assert "| Audit | 40 made-up rows were planted, each by a coin, and are counted in the expected batch |" in page
     assert "| Expected batch | 20 rows |" in page

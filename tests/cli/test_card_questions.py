@@ -24,7 +24,7 @@ QUESTIONS = {
 def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("questions") / "run"
     assert command(*TRAIN, "--out", folder)[0] == 0
-    return vestige.card(folder)
+    return vestige.model_card(folder)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

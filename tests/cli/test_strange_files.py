@@ -60,7 +60,7 @@ def changed(rows, kind, /, **facts):
     ids=["sampling", "noise", "method", "options"],
 )
 def test_a_card_of_a_crafted_ledger_is_text_and_nothing_else(rows, tmp_path, facts):
-    page = vestige.card(crafted(tmp_path, changed(rows, "open", **facts)))
+    page = vestige.model_card(crafted(tmp_path, changed(rows, "open", **facts)))
     for piece in ("<script", "# forged", "[x]", "`code`", "**bold**"):
         assert piece not in page
     assert "&lt;script&gt;" in page
@@ -71,7 +71,7 @@ def test_a_card_of_a_crafted_ledger_is_text_and_nothing_else(rows, tmp_path, fac
 
 
 def test_the_detail_of_an_assumption_is_text_too(rows, tmp_path):
-    page = vestige.card(crafted(tmp_path, changed(rows, "assumption", detail=EVIL)))
+    page = vestige.model_card(crafted(tmp_path, changed(rows, "assumption", detail=EVIL)))
     assert "<script" not in page
     assert escaped(EVIL) in page
 
@@ -103,7 +103,7 @@ def test_what_is_escaped_reads_as_it_was_written():
 )
 def test_a_fact_that_is_wrong_or_missing_is_one_line(rows, tmp_path, kind, facts, words):
     crafted(tmp_path, changed(rows, kind, **facts))
-    for read in (lambda: verify(tmp_path, unfinished=True), lambda: vestige.card(tmp_path)):
+    for read in (lambda: verify(tmp_path, unfinished=True), lambda: vestige.model_card(tmp_path)):
         with pytest.raises((LedgerError, ValueError), match=words) as error:
             read()
         assert "\n" not in str(error.value)

@@ -13,7 +13,7 @@ from vestige.compare.execute import Machine
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender
 from vestige.layout import Layout
-from vestige.methods.registry import METHODS, build
+from vestige.methods.registry import METHODS, make_method
 from vestige.records import FailedRun, PrivacyTarget
 from vestige.training import planning
 
@@ -107,7 +107,7 @@ def test_a_stack_of_all_methods_says_of_each_what_it_says_alone(tmp_path):
 def test_methods_that_share_a_search_get_the_noise_they_would_get_alone(name):
     loaded = tasks.load("digits-mlp", None, 0)
     request = planning.Request(sample_rate=0.05, steps=40, delta=1e-5, epsilon=3.0, lr=1.0)
-    method = planning.settled(build(name), request)
+    method = planning.settled(make_method(name), request)
     layout = Layout.of(loaded.model, method.grouping)
     alone = planning.plan(loaded.model, layout, method, 1000, request)
     assert execute._calibrated(execute._asking(method), 3.0, 0.05, 40, 1e-5) == alone.noise_multiplier

@@ -14,7 +14,7 @@ from vestige.compare import presets, runner, runs
 from vestige.compare.execute import Machine, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Problem
-from vestige.methods.registry import METHODS, build
+from vestige.methods.registry import METHODS, make_method
 from vestige.questions import SampledGaussian
 from vestige.records import PrivacyTarget
 
@@ -31,7 +31,7 @@ def test_every_table_and_figure_is_there_and_its_methods_take_its_options():
         assert {printed.label for printed in preset.printed} <= labels
         for contender in whole.contenders:
             if contender.method in METHODS:
-                build(contender.method, **contender.options)
+                make_method(contender.method, **contender.options)
         if all(contender.method not in METHODS for contender in whole.contenders):
             with pytest.raises(ValueError, match="no such method"):
                 preset.specification(None)

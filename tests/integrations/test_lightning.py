@@ -71,7 +71,7 @@ def fitted(model, callback, *, ckpt_path=None, data=None, **options):
 
 
 def noiseless(**options):
-    return Private(delta=1e-3, noise_multiplier=1e-9, max_grad_norm=BOUND, reproducible=3, **options)
+    return Private(target_delta=1e-3, noise_multiplier=1e-9, max_grad_norm=BOUND, reproducible=3, **options)
 
 
 @pytest.mark.parametrize("calls", ["self", "net"])
@@ -114,7 +114,7 @@ def test_a_training_step_that_mixes_examples_is_refused_at_its_line(leak, operat
 
 
 def test_the_same_epsilon_and_assumptions_as_a_plain_loop():
-    callback = Private(delta=1e-3, target_epsilon=3.0, max_grad_norm=BOUND)
+    callback = Private(target_delta=1e-3, target_epsilon=3.0, max_grad_norm=BOUND)
     trainer = fitted(Toy(), callback)
     model, plain = make_toy()[0], PrivacyEngine()
     model, optimizer, data = plain.make_private_with_epsilon(
@@ -150,7 +150,7 @@ def test_max_steps_and_a_module_with_its_own_data():
             schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    callback = Private(delta=1e-3, target_epsilon=3.0)
+    callback = Private(target_delta=1e-3, target_epsilon=3.0)
     trainer = pl.Trainer(**QUIET, max_steps=7, callbacks=[callback])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=r".*optimizer.step\(\).*")
@@ -186,7 +186,7 @@ def test_what_is_logged_in_training_is_kept_back():
     logger = Kept()
     with pytest.warns(UserWarning, match="'train_loss', logged in training_step"):
         trainer = fitted(
-            Toy(logs=["train_loss"]), Private(delta=1e-3, noise_multiplier=2.0),
+            Toy(logs=["train_loss"]), Private(target_delta=1e-3, noise_multiplier=2.0),
             logger=logger, log_every_n_steps=1, callbacks=[Spy()],
         )  # fmt: skip
     assert {"epsilon", "val_loss"} <= logger.seen.keys()
@@ -195,7 +195,7 @@ def test_what_is_logged_in_training_is_kept_back():
 
 
 def test_logging_it_all_the_same_costs_the_guarantee():
-    callback = Private(delta=1e-3, noise_multiplier=2.0, log_nonprivate=True)
+    callback = Private(target_delta=1e-3, noise_multiplier=2.0, log_nonprivate=True)
     trainer = fitted(Toy(logs=["train_loss"]), callback)
     assert "train_loss" in trainer.callback_metrics
     assert "epsilon" not in trainer.callback_metrics
@@ -209,7 +209,7 @@ def test_no_checkpoint_is_chosen_by_training_examples(monitor, tmp_path):
     with pytest.raises(ValueError, match=r"ModelCheckpoint\(monitor='train_loss"):
         fitted(
             Toy(logs=["train_loss"]),
-            Private(delta=1e-3, noise_multiplier=2.0),
+            Private(target_delta=1e-3, noise_multiplier=2.0),
             callbacks=[chooser],
             enable_checkpointing=True,
         )
@@ -217,7 +217,7 @@ def test_no_checkpoint_is_chosen_by_training_examples(monitor, tmp_path):
 
 def test_a_checkpoint_chosen_by_validation(tmp_path):
     chooser = pl.callbacks.ModelCheckpoint(tmp_path, monitor="val_loss")
-    fitted(Toy(), Private(delta=1e-3, noise_multiplier=2.0), callbacks=[chooser], enable_checkpointing=True)
+    fitted(Toy(), Private(target_delta=1e-3, noise_multiplier=2.0), callbacks=[chooser], enable_checkpointing=True)
     assert chooser.best_model_path
     again = Toy.load_from_checkpoint(chooser.best_model_path)  # an ordinary model
     again.train()(torch.zeros(3, 5)).sum().backward()
@@ -251,10 +251,10 @@ def test_a_run_that_is_continued_stays_charged(tmp_path):
 
 
 def test_continuing_without_a_ledger_is_refused(tmp_path):
-    trainer = fitted(Toy(), Private(delta=1e-3, noise_multiplier=2.0))
+    trainer = fitted(Toy(), Private(target_delta=1e-3, noise_multiplier=2.0))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=r"Private\(ledger=FILE\)"):
-        fitted(Toy(), Private(delta=1e-3, noise_multiplier=2.0), ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
+        fitted(Toy(), Private(target_delta=1e-3, noise_multiplier=2.0), ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
 
 
 def test_a_spent_budget_is_not_exceeded(tmp_path):
@@ -323,15 +323,15 @@ def test_refused_in_one_line(name, monkeypatch):
 
 def test_refused_without_a_trainer():
     with pytest.raises(ValueError, match="one of target_epsilon=3"):
-        Private(delta=1e-3)
+        Private(target_delta=1e-3)
     with pytest.raises(ValueError, match=r"trainer\.fit"):
-        Private(delta=1e-3, target_epsilon=3.0).guarantee()
+        Private(target_delta=1e-3, target_epsilon=3.0).guarantee()
     with pytest.raises(ValueError, match="max_epochs=-1"):
-        fitted(Toy(), Private(delta=1e-3, target_epsilon=3.0), max_epochs=-1)
+        fitted(Toy(), Private(target_delta=1e-3, target_epsilon=3.0), max_epochs=-1)
 
 
 def test_the_callback_is_for_one_fit():
-    model, callback = Toy(), Private(delta=1e-3, target_epsilon=3.0)
+    model, callback = Toy(), Private(target_delta=1e-3, target_epsilon=3.0)
     trainer = fitted(model, callback)
     with pytest.raises(ValueError, match="has trained a model already"):
         trainer.fit(model, loader())

@@ -14,7 +14,7 @@ from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 
 
 def images(count=12):
@@ -89,7 +89,7 @@ def test_the_fast_engine_and_the_reference_draw_the_same_views():
 @pytest.mark.parametrize("name", ["dp-sgd", "disk"])
 def test_training_with_views_needs_no_reference_engine(name, monkeypatch):
     options = {"extrapolation": "0.5"} if name == "disk" else {}
-    method = replace(build(name, **options), augment=Augment(3))
+    method = replace(make_method(name, **options), augment=Augment(3))
 
     def trained(engine):
         model, data = images(20)

@@ -16,7 +16,7 @@ from vestige import accounting
 from vestige.engines.second_moments import SecondMoments, layout_of
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.curator import Curator
-from vestige.methods.registry import METHODS, SOLVERS, build
+from vestige.methods.registry import METHODS, SOLVERS, make_method
 from vestige.optim.probes import LeastSquares, ridge_solution
 from vestige.randomness.release import Release
 from vestige.tasks.models import NARROW, Projection, Unit, network
@@ -283,7 +283,7 @@ def frozen_before():
         (head, {"engine": "reference"}, "engine: not for least-squares"),
         (head, {"bfloat16": True}, "bfloat16: not for least-squares"),
         (head, {"audit": 100}, "audit: not for least-squares"),
-        (head, {"physical_batch": "auto"}, "physical_batch='auto': not for least-squares"),
+        (head, {"physical_batch": "auto"}, "max_physical_batch_size='auto': not for least-squares"),
         (head, {"nonprivate_transcript": "raw.npz"}, "nonprivate_transcript: not for least-squares"),
         (head, {"lr_scheduler": lambda optimizer: None}, "lr_scheduler: not for least-squares"),
     ],
@@ -397,13 +397,13 @@ def test_a_ridge_is_a_finite_number(ridge):
 
 @pytest.mark.parametrize("method", ["least-squares", "dp-sgd"])
 def test_a_clip_is_finite(method):
-    with pytest.raises(ValueError, match="clip=inf must be positive and finite"):
-        build(method, clip=float("inf"))
+    with pytest.raises(ValueError, match="max_grad_norm=inf must be positive and finite"):
+        make_method(method, max_grad_norm=float("inf"))
 
 
 def test_several_processes_are_refused():
     with pytest.raises(ValueError, match="method='least-squares': for one process"):
-        _check_solvable(build("least-squares"), Settings(), SimpleNamespace(several=True))
+        _check_solvable(make_method("least-squares"), Settings(), SimpleNamespace(several=True))
 
 
 def test_labels_must_be_classes():
@@ -445,11 +445,11 @@ def test_it_is_neither_attacked_by_gradients_nor_compared():
 
 
 def test_it_is_found_by_name_and_is_none_of_those_that_descend():
-    assert build("least-squares", ridge=0.5).probe == LeastSquares(0.5)
+    assert make_method("least-squares", ridge=0.5).probe == LeastSquares(0.5)
     assert "least-squares" in SOLVERS
     assert not SOLVERS.keys() & METHODS.keys()
     with pytest.raises(ValueError, match="ridge=-1 must not be negative"):
-        build("least-squares", ridge=-1)
+        make_method("least-squares", ridge=-1)
 
 
 # --- the rows ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from vestige import accounting
 from vestige.mechanism.adaptive_clipping import Paced, Quantile
 from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.rules import AdamBC
 from vestige.randomness import schedules
 from vestige.randomness.lattice import charged
@@ -81,7 +81,7 @@ def test_adam_bc_without_noise_is_adam_with_the_floor_inside_the_root():
 def test_adam_bc_hears_the_noise_that_was_really_added():
     heard = []
     method = Method(
-        name="mixed", rule=build("dp-adambc").rule, schedule=schedules.ExponentialDecay(0.5), clip=Flat(0.7)
+        name="mixed", rule=make_method("dp-adambc").rule, schedule=schedules.ExponentialDecay(0.5), clip=Flat(0.7)
     )
     training = run(method, steps=7)
     training.state.optimizer.hear = heard.append  # the test listens in
@@ -95,7 +95,7 @@ def test_adam_bc_hears_the_noise_that_was_really_added():
 
 def test_adam_bc_refuses_a_memory_that_hides_its_noise():
     with pytest.raises(ValueError, match="must know the noise"):
-        Method(name="x", memory=build("fo-dp-sgd").memory, rule=build("dp-adambc").rule)
+        Method(name="x", memory=make_method("fo-dp-sgd").memory, rule=make_method("dp-adambc").rule)
 
 
 def test_decoupled_decay_shrinks_by_its_own_amount_when_nothing_else_moves():
@@ -103,7 +103,7 @@ def test_decoupled_decay_shrinks_by_its_own_amount_when_nothing_else_moves():
     before = flat(model)
     zero = (data[0], data[1])
     training = vestige.train(
-        model, lambda out, _: out.sum() * 0, zero, method=build("dp-adamw", weight_decay=0.1), sample_rate=0.3, steps=1,
+        model, lambda out, _: out.sum() * 0, zero, method=make_method("dp-adamw", weight_decay=0.1), sample_rate=0.3, steps=1,
         noise_multiplier=1e-30, delta=1e-5, lr=0.5, reproducible=1,
     )  # fmt: skip
     list(training)
@@ -169,7 +169,7 @@ def test_the_pace_of_dp_adam_ac_follows_the_released_fraction():
 
 
 def test_the_learning_rate_really_follows_the_pace():
-    training = run(build("dp-adam-ac", quantile_noise=1.0), steps=6, lr=0.01)
+    training = run(make_method("dp-adam-ac", quantile_noise=1.0), steps=6, lr=0.01)
     for _ in training:
         pass
     assert training.state.clip["pace"] != 1.0

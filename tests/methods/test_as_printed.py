@@ -9,7 +9,7 @@ import vestige
 from paper_programs import Network, br_as_printed, sma_as_printed, unflattened
 from vestige.compare.presets import PRESETS
 from vestige.mechanism import comparisons
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.spectral.memory import _permutation
 
 LOSS = nn.functional.cross_entropy
@@ -45,7 +45,7 @@ def law_of_sma(seed, **changes):
     rng, model, data, net, start = problem(seed)
     known = contenders("sma-dp-sgd")
     options = {**known[seed % len(known)], **changes}
-    method = build("sma-dp-sgd", **options)
+    method = make_method("sma-dp-sgd", **options)
     z, lr, steps, memory = 0.05, 1.5, 10, method.memory
     training = vestige.train(
         model, LOSS, data, method=method, noise_multiplier=z, delta=1e-5, sample_rate=1.0, steps=steps, lr=lr,
@@ -102,7 +102,7 @@ def law_of_br(seed, monkeypatch, name="dpsgd-br", **changes):
     if judged is not None:
         options |= {"progress": "public:elsewhere.npz", "progress_threshold": 0.005}
         public = {"public": (torch.from_numpy(judged.x).float(), torch.from_numpy(judged.y))}
-    method = build(name, **options, sigma_t=0.6, validation_batch=len(net.x), accounting="every-trial")
+    method = make_method(name, **options, sigma_t=0.6, validation_batch=len(net.x), accounting="every-trial")
     sigma_t, lr, momentum = 0.6, 0.7, method.rule.options["momentum"]
     training = vestige.train(
         model, LOSS, data, method=method, epsilon=5000.0, delta=1e-5, sample_rate=1.0, steps=40, lr=lr,

@@ -32,7 +32,7 @@ from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Flat
 from vestige.mechanism.groups import Layers, PerGroup
 from vestige.methods.base import Method
-from vestige.methods.registry import METHODS, build
+from vestige.methods.registry import METHODS, make_method
 from vestige.optim.averaging import Polyak
 from vestige.optim.rules import Rule, named, sgd
 from vestige.records import PrivacyTarget
@@ -120,7 +120,7 @@ def same_as_on_v(method, engine="reference", exact=True, **changes):
 
 def made(name, **options):
     fixed = {"progress": "none", "bands": 4}
-    return build(name, **{key: value for key, value in fixed.items() if key in METHODS[name].options} | options)
+    return make_method(name, **{key: value for key, value in fixed.items() if key in METHODS[name].options} | options)
 
 
 def test_the_constants_of_these_tests_differ():
@@ -153,7 +153,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("rule", VARIANTS.values(), ids=VARIANTS)
 def test_every_optimizer_moves_as_on_v(rule):
-    same_as_on_v(replace(build("dp-sgd"), rule=rule), lr=0.05)
+    same_as_on_v(replace(make_method("dp-sgd"), rule=rule), lr=0.05)
 
 
 @pytest.mark.parametrize(
@@ -174,15 +174,15 @@ def test_groups_and_probes_are_those_of_v(name, options):
 
 
 def test_a_noise_level_for_each_group_is_that_of_v():
-    divided = replace(build("dp-sgd"), clip=PerGroup(0.7, (1.0, 3.0), "least-noise"), grouping=Layers())
+    divided = replace(make_method("dp-sgd"), clip=PerGroup(0.7, (1.0, 3.0), "least-noise"), grouping=Layers())
     same_as_on_v(divided)
-    same_as_on_v(replace(divided, rule=build("dp-adambc", weight_decay=0.1).rule), lr=0.02)
+    same_as_on_v(replace(divided, rule=make_method("dp-adambc", weight_decay=0.1).rule), lr=0.02)
 
 
 def test_averages_schedulers_and_parameter_groups():
-    same_as_on_v(replace(build("dp-sgd"), average=Polyak()))
+    same_as_on_v(replace(make_method("dp-sgd"), average=Polyak()))
     same_as_on_v(
-        build("dp-adamw"),
+        make_method("dp-adamw"),
         lr=0.05,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6, eta_min=0.01),
     )
@@ -190,7 +190,7 @@ def test_averages_schedulers_and_parameter_groups():
     for model, balanced in ((network(), Powers()), (reparametrised(CONSTANTS), None)):
         groups = [{"params": [model[0].weight, model[2].bias], "weight_decay": 0.3, "lr": 0.1}]
         groups += [{"params": [model[0].bias, model[2].weight]}]
-        method = replace(build("dp-adamw"), balance=balanced)
+        method = replace(make_method("dp-adamw"), balance=balanced)
         run = vestige.train(model, LOSS, data(), method=method, engine="reference", param_groups=groups, **COMMON)
         list(run)
         assert [len(group["params"]) for group in run.state.optimizer.param_groups] == [2, 2]  # as the user has them
@@ -224,7 +224,7 @@ def test_a_step_in_float64(engine):
     model, (inputs, targets) = network(), data()
     a = by_coordinate(model, RELATIVE).double().numpy()
     expected = a * clip_and_sum(example_gradients(model, inputs, targets) * a, 0.4)
-    moved = step_on(model, build("dp-sgd", clip=0.4, balance="relative"), inputs, targets, engine=engine)
+    moved = step_on(model, make_method("dp-sgd", clip=0.4, balance="relative"), inputs, targets, engine=engine)
     np.testing.assert_allclose(moved, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -233,7 +233,7 @@ def test_a_step_by_layers_in_float64():
     a = by_coordinate(model, RELATIVE).double().numpy()
     rows, cut = example_gradients(model, inputs, targets) * a, 7 * FEATURES + 7
     parts = [clip_and_sum(part, 0.4 / 2**0.5) for part in (rows[:, :cut], rows[:, cut:])]
-    method = build("dp-sgd", clip=0.4, balance="relative", groups="layers")
+    method = make_method("dp-sgd", clip=0.4, balance="relative", groups="layers")
     moved = step_on(model, method, inputs, targets)
     np.testing.assert_allclose(moved, a * np.concatenate(parts), rtol=1e-3, atol=1e-4)
 
@@ -279,7 +279,7 @@ def test_views_and_convolutions_on_both_engines(name):
     ends = {}
     for augment in (None, Augment(2, padding=1)):
         for engine in ("bookkeeping", "reference"):
-            method, model = replace(build(name, balance="relative"), augment=augment), Net()
+            method, model = replace(make_method(name, balance="relative"), augment=augment), Net()
             options = {**COMMON, "noise_multiplier": 1e-9}
             list(vestige.train(model, LOSS, images, method=method, engine=engine, **options))
             ends[engine] = flat(model)
@@ -298,7 +298,7 @@ def test_constants_of_one_are_the_plain_run(engine):
         for name in ("dp-adamw", "dp-sat"):
             model = network()
             run = vestige.train(
-                model, LOSS, data(), method=replace(build(name), balance=balanced), engine=engine, **COMMON
+                model, LOSS, data(), method=replace(make_method(name), balance=balanced), engine=engine, **COMMON
             )
             list(run)
             assert run.layout.constants is None
@@ -343,7 +343,7 @@ def test_a_stack_is_its_runs_alone(name, options):
 
     kinds = {4: Relative(), 5: None, 6: Relative(), 7: Powers()}
     runs = [
-        StackedRun(start(seed), replace(build(name, **options), balance=kind), 1.0, 0.05, seed)
+        StackedRun(start(seed), replace(make_method(name, **options), balance=kind), 1.0, 0.05, seed)
         for seed, kind in kinds.items()
     ]
     assert why_not(runs[0].model, LOSS, runs[0].method) is None
@@ -358,7 +358,7 @@ def test_a_stack_is_its_runs_alone(name, options):
 
 def test_decay_through_the_gradient_in_a_stack():
     ends = []
-    method = replace(build("dp-sgd", balance="relative"), rule=sgd(0.5, weight_decay=0.4))
+    method = replace(make_method("dp-sgd", balance="relative"), rule=sgd(0.5, weight_decay=0.4))
     run = StackedRun(network(), method, 1.0, 0.05, 4)
     list(Stack([run], data(), sample_rate=0.3, steps=6, device=torch.device("cpu")).train())
     alone = network()
@@ -385,7 +385,7 @@ def loop(method, model, optimizer, *, epochs=2, ledger=None, resume=False, check
                 loss.backward()
                 return loss
 
-            if build(method.name).probe.at_parameters:
+            if make_method(method.name).probe.at_parameters:
                 closure()
                 optimizer.step()
             else:
@@ -400,7 +400,7 @@ def loop(method, model, optimizer, *, epochs=2, ledger=None, resume=False, check
 def test_a_loop_is_vestige_train(name, groups):
     if groups and name == "sma-dp-sgd":
         pytest.skip("SMA-DP-SGD has groups of its own")
-    method, alone = build(name, balance="relative", groups=groups), network()
+    method, alone = make_method(name, balance="relative", groups=groups), network()
     list(vestige.train(alone, LOSS, data(), method=method, **{**COMMON, "sample_rate": 0.2, "steps": 10, "lr": 0.1,
                                                               "reproducible": 5}))  # fmt: skip
     model = network()
@@ -417,12 +417,12 @@ def test_a_loop_leaves_the_users_groups_and_schedule_alone(kind):
 
     model, alone = network(), network()
     optimizer = kind(model.parameters(), lr=0.05, weight_decay=0.1)
-    loop(build("dp-sgd", balance="relative"), model, optimizer, scheduler=scheduler)
+    loop(make_method("dp-sgd", balance="relative"), model, optimizer, scheduler=scheduler)
     (group,) = optimizer.param_groups
     assert len(group["params"]) == 4
     assert group["weight_decay"] == 0.1
     assert group["lr"] == pytest.approx(0.02, rel=0.5)
-    method = replace(build("dp-sgd", balance="relative"), rule=Rule(kind, {"weight_decay": 0.1}))
+    method = replace(make_method("dp-sgd", balance="relative"), rule=Rule(kind, {"weight_decay": 0.1}))
     rates = [group["lr"] for group in scheduler_rates(kind)]
     run = vestige.train(
         alone, LOSS, data(), method=method,
@@ -448,8 +448,8 @@ def scheduler_rates(kind):
 
 def test_a_resumed_run_keeps_its_constants(tmp_path):
     whole = network()
-    list(vestige.train(whole, LOSS, data(), method=build("dp-adamw", balance="relative"), **COMMON))
-    options = {**COMMON, "method": build("dp-adamw", balance="relative"), "out": tmp_path / "run"}
+    list(vestige.train(whole, LOSS, data(), method=make_method("dp-adamw", balance="relative"), **COMMON))
+    options = {**COMMON, "method": make_method("dp-adamw", balance="relative"), "out": tmp_path / "run"}
     run = vestige.train(network(), LOSS, data(), **options)
     records = run.steps()
     next(records), next(records)
@@ -468,7 +468,7 @@ def test_a_resumed_run_keeps_its_constants(tmp_path):
 
 
 def test_a_resumed_loop_keeps_its_constants(tmp_path):
-    method, path = build("dp-sgd", balance="relative"), tmp_path / "ledger.jsonl"
+    method, path = make_method("dp-sgd", balance="relative"), tmp_path / "ledger.jsonl"
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, _ = loop(method, model, optimizer, epochs=1, ledger=path)
@@ -540,21 +540,21 @@ def test_each_parameter_needs_its_constant():
 def test_what_cannot_be_balanced_is_refused():
     for optimizer in ("rprop", "asgd", "adafactor"):
         with pytest.raises(ValueError, match="balance: the optimizer"):
-            replace(build("dp-sgd", balance="relative"), rule=named(optimizer, {}))
+            replace(make_method("dp-sgd", balance="relative"), rule=named(optimizer, {}))
 
     class Mine(torch.optim.SGD):
         pass
 
     model = network()
     with pytest.raises(ValueError, match="balance: the optimizer Mine"):
-        loop(build("dp-sgd", balance="relative"), model, Mine(model.parameters(), lr=0.1))
+        loop(make_method("dp-sgd", balance="relative"), model, Mine(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="balance='much' is unknown; choose from plain, relative"):
-        build("dp-sgd", balance="much")
+        make_method("dp-sgd", balance="much")
 
 
 def test_it_is_part_of_a_methods_identity():
-    assert build("dp-sgd", balance="relative").identity["parts"] == {"balance": "Relative()"}
-    assert build("dp-sgd", balance="plain").identity == build("dp-sgd").identity
+    assert make_method("dp-sgd", balance="relative").identity["parts"] == {"balance": "Relative()"}
+    assert make_method("dp-sgd", balance="plain").identity == make_method("dp-sgd").identity
     assert Method(balance=balance.named("relative")) != Method()
 
 
@@ -565,7 +565,7 @@ def test_it_is_part_of_a_methods_identity():
 def test_the_automatic_rate_is_that_of_v(name):
     """The rule of plain steps on V, with a constant of its own."""
     options = {**COMMON, "lr": "auto"}
-    ours = vestige.train(network(), LOSS, data(), method=build(name, balance="relative"), **options)
+    ours = vestige.train(network(), LOSS, data(), method=make_method(name, balance="relative"), **options)
     theirs = vestige.train(reparametrised(RELATIVE), LOSS, data(), method=name, engine="reference", **options)
     assert ours.plan.lr == pytest.approx(theirs.plan.lr, rel=1e-6)
     assert f"{WALK:g} * |V0|" in ours.plan.lr_reason

@@ -13,7 +13,7 @@ from vestige import accounting
 from vestige.accounting.ledger import read
 from vestige.mechanism.adaptive_clipping import Quantile
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.questions import CyclicGaussian, SampledGaussian
 from vestige.randomness import correlated, schedules
 from vestige.randomness.keys import Randomness
@@ -105,7 +105,7 @@ def test_a_correlated_run_has_an_epsilon_and_a_ledger_of_cyclic_questions():
         model,
         LOSS,
         data,
-        method=build("dp-bandmf", bands=4),
+        method=make_method("dp-bandmf", bands=4),
         sample_rate=0.2,
         steps=10,
         noise_multiplier=2.0,
@@ -153,7 +153,7 @@ def test_the_number_of_bands_is_planned_asked_and_written_down(tmp_path):
     assert facts["noise_strategy"] == "Banded(bands=4)"  # 2 sqrt(25) / 2.5
     assert facts["method"]["options"]["bands"] == "auto"
     assert {question.bands for question in given.ledger.spent} == {4}
-    explicit = banded_run(epsilon=2.0, method=build("dp-bandmf", bands="3"))
+    explicit = banded_run(epsilon=2.0, method=make_method("dp-bandmf", bands="3"))
     assert explicit.plan.noise_strategy == "Banded(bands=3)"
     priced = banded_run(noise_multiplier=given.plan.noise_multiplier)
     white = accounting.epsilon({SampledGaussian(0.1, given.plan.noise_multiplier): 25}, 1e-5)
@@ -166,7 +166,7 @@ def test_the_number_of_bands_is_planned_asked_and_written_down(tmp_path):
     with pytest.raises(ValueError, match="sample_rate=0 must lie in"):
         banded_run(epsilon=2.0, sample_rate=0)
     with pytest.raises(ValueError, match="bands='many' must be"):
-        build("dp-bandmf", bands="many")
+        make_method("dp-bandmf", bands="many")
 
 
 def spread(noise):
@@ -178,7 +178,7 @@ CORRELATED = [("dp-bandmf", {"bands": 4}, 4, 0.8), ("dp-blt", {}, 5, 1.0), ("dp-
 
 @pytest.mark.parametrize(("name", "options", "bands", "rate"), CORRELATED)
 def test_a_resumed_run_is_two_mechanisms_and_is_charged_for_both(name, options, bands, rate, tmp_path):
-    changes = {"method": build(name, **options), "sample_rate": 0.2, "steps": 12, "noise_multiplier": 2.0}
+    changes = {"method": make_method(name, **options), "sample_rate": 0.2, "steps": 12, "noise_multiplier": 2.0}
     first = banded_run(out=tmp_path / "run", **changes)
     for record in first:
         if record.step == 5:
@@ -209,7 +209,7 @@ def test_a_resumed_run_is_two_mechanisms_and_is_charged_for_both(name, options, 
 
 def test_the_budget_of_a_resumed_run_pays_for_the_second_mechanism(tmp_path):
     """Twelve steps of four bands are three occasions; after five steps, only four more fit into one."""
-    changes = {"method": build("dp-bandmf", bands=4), "sample_rate": 0.2, "steps": 12, "epsilon": 3.0}
+    changes = {"method": make_method("dp-bandmf", bands=4), "sample_rate": 0.2, "steps": 12, "epsilon": 3.0}
     for record in banded_run(out=tmp_path / "run", **changes):
         if record.step == 4:
             break
@@ -249,7 +249,7 @@ def test_a_loop_of_ones_own_refuses_correlated_noise():
             data_loader=loader,
             noise_multiplier=1.0,
             max_grad_norm=1.0,
-            method=build("dp-bandmf", bands=2),
+            method=make_method("dp-bandmf", bands=2),
         )
 
 
@@ -284,8 +284,8 @@ def test_past_noise_is_in_no_checkpoint(tmp_path):
     [
         {"clip": Quantile()},
         {"schedule": schedules.ExponentialDecay()},
-        {"probe": build("dp-sam").probe},
-        {"probe": build("dp-is").probe},
+        {"probe": make_method("dp-sam").probe},
+        {"probe": make_method("dp-is").probe},
     ],
 )
 def test_correlated_noise_without_a_theorem_is_refused(parts):

@@ -12,7 +12,7 @@ import vestige
 from conftest import clip_and_sum, make_toy
 from method_runs import Spy, curator_of, flat, gradients_at
 from vestige.layout import Layout
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.filters import SECOND_ORDER, LowPass, SelfTuning, Smoothed
 from vestige.optim.probes import AlongLastStep
 from vestige.randomness.release import Release
@@ -76,7 +76,7 @@ def test_disk_on_a_quadratic_without_noise_follows_the_exact_gradient():
 def test_disk_combines_before_it_clips():
     model, data = make_toy()
     spy = Spy()
-    method = build("disk", kappa=0.5, extrapolation=0.7)
+    method = make_method("disk", kappa=0.5, extrapolation=0.7)
     weight = 0.5 / (0.5 * 0.7)
     state = TrainingState(model, method, Layout.of(model), 2.0)
     curator = curator_of(model, data, spy=spy)

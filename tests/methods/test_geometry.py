@@ -16,7 +16,7 @@ from vestige.layout import Layout
 from vestige.mechanism.adaptive_clipping import FLOOR, Geometric, Scaled
 from vestige.mechanism.clipping import weights
 from vestige.mechanism.groups import Layers
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.optimizers.micro_adam import MicroAdam
 from vestige.optim.optimizers.muon import HybridMuon, orthogonalised
 from vestige.questions import SampledGaussian
@@ -45,7 +45,7 @@ def split(vector):
 def test_micro_adam_is_its_equations():
     lr, beta1, beta2, density, window = 0.02, 0.8, 0.95, 0.2, 3
     options = {"beta1": beta1, "beta2": beta2, "density": density, "window": window}
-    points, means, _ = witnessed(build("dp-micro-adam", **options), steps=8, lr=lr)
+    points, means, _ = witnessed(make_method("dp-micro-adam", **options), steps=8, lr=lr)
     at, errors, past = points[0], [0.0] * 4, [[] for _ in range(4)]
     for t, mean in enumerate(means, start=1):
         moved = []
@@ -105,7 +105,7 @@ def by_svd(matrix, iterations):
 
 def test_muon_is_its_equations():
     lr, momentum = 0.01, 0.7
-    points, means, _ = witnessed(build("dp-muon", momentum=momentum, iterations=4), steps=6, lr=lr)
+    points, means, _ = witnessed(make_method("dp-muon", momentum=momentum, iterations=4), steps=6, lr=lr)
     at, kept, first, second = points[0], [0.0] * 4, [0.0] * 4, [0.0] * 4
     for t, mean in enumerate(means, start=1):
         moved = []
@@ -140,7 +140,7 @@ def test_a_convolution_is_a_matrix_to_muon():
 
 def test_what_the_noise_alone_does_to_muon_is_what_its_rate_supposes():
     """The walk of pure noise, over lr sqrt(steps) per coordinate: the gain that lr='auto' divides by."""
-    rule = build("dp-muon", momentum=0.9).rule
+    rule = make_method("dp-muon", momentum=0.9).rule
     p, generator = torch.nn.Parameter(torch.zeros(20, 60)), torch.Generator().manual_seed(0)
     optimizer = rule.build([p], 1.0)
     for _ in range(400):
@@ -174,7 +174,7 @@ def test_geoclip_is_its_equations_one_example_at_a_time():
     """Every un-noised sum is that of the gradients clipped in the geometry of the releases before it."""
     model, data = make_toy()
     sizes, noise, clip = np.array([42, 24]), 0.3, 0.5
-    method = build("geoclip", clip=clip, speed=0.4, spread=3.0)
+    method = make_method("geoclip", clip=clip, speed=0.4, spread=3.0)
     points, means, training = witnessed(method, steps=6, rate=1.0, noise=noise, lr=0.2, data=data)
     releases = [mean * training.expected_batch for mean in means]
     scales = scales_by_hand(releases, [noise * clip] * 6, sizes, 0.4, 3.0)
@@ -207,7 +207,7 @@ def test_the_noise_of_geoclip_is_that_of_its_geometry_and_has_dp_sgds_energy():
     assert learned["scales"][1] / learned["scales"][0] == pytest.approx((80.75 / 0.75) ** 0.25, rel=0.2)
     spy = Spy()
     training = vestige.train(
-        model, LOSS, data, method=replace(build("geoclip"), clip=Fixed()), sample_rate=0.5, steps=3,
+        model, LOSS, data, method=replace(make_method("geoclip"), clip=Fixed()), sample_rate=0.5, steps=3,
         noise_multiplier=2.0, delta=1e-5, lr=0.01, reproducible=1,
     )  # fmt: skip
     training.curator._nonprivate_witness = spy
@@ -245,4 +245,4 @@ def test_no_example_leaves_the_ball_of_its_geometry():
 )
 def test_wrong_options_are_refused_by_their_names(name, options, message):
     with pytest.raises(ValueError, match=message):
-        build(name, **options)
+        make_method(name, **options)

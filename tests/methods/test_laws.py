@@ -23,7 +23,7 @@ from vestige.mechanism.curator import Curator
 from vestige.mechanism.examples import Examples
 from vestige.mechanism.groups import named_grouping
 from vestige.methods.base import Method, by_group
-from vestige.methods.registry import METHODS, build
+from vestige.methods.registry import METHODS, make_method
 from vestige.optim.memory import Filtered, Identity
 from vestige.optim.probes import At, Here
 from vestige.optim.rules import named
@@ -53,7 +53,7 @@ def usual(name, **options):
         options = {"bands": BANDS, **options}
     if name == "dp-micro-adam":
         options = {"density": 0.1, **options}  # at least one entry of a parameter is kept, and these are tiny
-    made = build(name, **options)
+    made = make_method(name, **options)
     return replace(made, gate=made.gate.at(60))
 
 
@@ -101,16 +101,16 @@ class FloatingNoise(Independent):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_neutral_setting_is_dp_sgd_bit_for_bit(name):
     neutral = METHODS[name].neutral
-    other = build(neutral.like, **neutral.like_options)
+    other = make_method(neutral.like, **neutral.like_options)
     if neutral.optimizer:
         other = replace(other, rule=named(neutral.optimizer, {}))
     if neutral.groups:
         other = by_group(other, named_grouping(neutral.groups))
     if neutral.norms:
         other = replace(other, grouping=named_grouping(neutral.norms))
-    if build(name, **neutral.options).noise.start(0.5, 4).arithmetic == "float32":
+    if make_method(name, **neutral.options).noise.start(0.5, 4).arithmetic == "float32":
         other = replace(other, noise=Floating())
-    law_of_the_neutral_setting(build(name, **neutral.options), other, neutral.sample_rate or RATE)
+    law_of_the_neutral_setting(make_method(name, **neutral.options), other, neutral.sample_rate or RATE)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class SlightlyMore(Identity):
 
 def test_the_neutral_law_rejects_a_method_that_is_almost_dp_sgd():
     with pytest.raises(AssertionError):
-        law_of_the_neutral_setting(Method(name="broken", memory=SlightlyMore()), build("dp-sgd"))
+        law_of_the_neutral_setting(Method(name="broken", memory=SlightlyMore()), make_method("dp-sgd"))
 
 
 # --- law 2: one example moves an answer by at most its sensitivity ---------------------------------------------------
@@ -375,7 +375,7 @@ def test_the_priced_epsilon_is_the_formulas(name, steps):
 
 def test_the_law_of_the_formula_rejects_a_wrong_price():
     with pytest.raises(AssertionError):
-        law_of_the_formula(build("dp-sam"), [(0.05, 4.0, 1000)], 0.05, 4.0, 1000)
+        law_of_the_formula(make_method("dp-sam"), [(0.05, 4.0, 1000)], 0.05, 4.0, 1000)
 
 
 # --- law 7: a broken example changes nothing else --------------------------------------------------------------------
@@ -403,7 +403,7 @@ class Credulous(Reference):
 
 def test_the_law_of_broken_examples_rejects_an_engine_that_lets_them_through():
     with pytest.raises(AssertionError):
-        law_of_broken_examples(build("dp-sgd"), 1.0, Credulous)
+        law_of_broken_examples(make_method("dp-sgd"), 1.0, Credulous)
 
 
 # --- law 8: extra memory is what was declared ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import vestige
 from conftest import clip_and_sum, example_gradients, make_toy
 from method_runs import Spy, curator_of, flat, gradients_at
 from vestige.layout import Layout
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.probes import Importance
 from vestige.questions import SampledGaussian
 from vestige.randomness.keys import Randomness
@@ -24,7 +24,7 @@ from vestige.training.loop import Asking, TrainingState
 def test_dp_sat_asks_where_the_last_release_points_and_asks_once():
     model, data = make_toy()
     spy, asked = Spy(), []
-    method = build("dp-sat", rho=0.5)
+    method = make_method("dp-sat", rho=0.5)
     state = TrainingState(model, method, Layout.of(model), 0.3)
     curator = curator_of(model, data, spy=spy, asked=asked)
     points = []
@@ -43,7 +43,7 @@ def test_dp_sat_asks_where_the_last_release_points_and_asks_once():
 def test_the_momentum_form_of_dp_sat_climbs_back_along_the_last_move():
     model, data = make_toy()
     spy = Spy()
-    method = build("dp-sat", rho=0.5, along="move")
+    method = make_method("dp-sat", rho=0.5, along="move")
     state = TrainingState(model, method, Layout.of(model), 0.3)
     curator = curator_of(model, data, spy=spy)
     points = []
@@ -61,7 +61,7 @@ def test_dp_sam_asks_at_the_top_of_its_ascent_at_its_own_price(ascent, questions
     spy, asked = Spy(), []
     curator = curator_of(model, data, spy=spy, asked=asked, rate=0.5)
     point = {name: p.detach() for name, p in model.named_parameters()}
-    method = build("dp-sam", rho=0.4, ascent=ascent)
+    method = make_method("dp-sam", rho=0.4, ascent=ascent)
     method.probe.ask(Asking(curator, method, method.clip, 1.0, 0), point, {})
     assert asked == [SampledGaussian(0.5, 1.0)] * questions
     assert np.concatenate(spy.noises).std() == pytest.approx(noise, rel=0.1)
@@ -101,7 +101,7 @@ def test_importance_sampling_is_unbiased_and_every_contribution_has_one_norm():
     spy = Spy()
     curator = curator_of(model, data, rate=rate, spy=spy)
     point = {name: p.detach() for name, p in model.named_parameters()}
-    method = build("dp-is", clip=clip, boost=boost)
+    method = make_method("dp-is", clip=clip, boost=boost)
     total = np.zeros_like(target)
     rounds = 500
     norm_sum = float(np.minimum(norms, clip).sum())

@@ -13,7 +13,7 @@ from selective_runs import TEST, Script, start
 from vestige import accounting
 from vestige.accounting import rdp
 from vestige.accounting.ledger import read
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.decay import NoisyLosses, PhasedDecay, mean_above, uncensored_mean
 from vestige.questions import SampledGaussian, Trial
 from vestige.training.verify import reprice, verify
@@ -34,7 +34,7 @@ def test_fast_and_slow_phases_scale_what_the_paper_says():
 
 
 def test_our_variant_decays_in_steps_that_are_never_below_the_exact_factor():
-    decay = build("dpsgd-br-stepped", decay_fast=0.9, decay_slow=0.98).gate.decay
+    decay = make_method("dpsgd-br-stepped", decay_fast=0.9, decay_slow=0.98).gate.decay
     for exact, rounded in (
         (0.9**10, decay.factors({"fast": 10, "slow": 0}).noise),
         (0.98**10, decay.factors({"fast": 0, "slow": 10}).noise),
@@ -126,9 +126,9 @@ def test_default_decay_is_of_the_size_of_the_printed_number_of_updates():
 def test_un_noised_accuracy_may_not_steer():
     for name in ("accuracy", "validation-accuracy"):
         with pytest.raises(ValueError, match=r"un-noised accuracy of private data may not steer"):
-            build("dpsgd-br", progress=name)
+            make_method("dpsgd-br", progress=name)
     with pytest.raises(ValueError, match=r"progress='weather' must be noisy-loss, public:FILE, noisy-count or none"):
-        build("dpsgd-br", progress="weather")
+        make_method("dpsgd-br", progress="weather")
 
 
 # --- what a schedule that depends on the data costs ------------------------------------------------------------------
@@ -136,8 +136,8 @@ def test_un_noised_accuracy_may_not_steer():
 
 def test_a_data_dependent_schedule_without_the_filter_is_refused():
     with pytest.raises(ValueError, match="only a filter that knows the budget in advance"):
-        start(build("dpsgd-br", **TEST))
-    start(build("dpsgd-br", progress="none", **TEST))
+        start(make_method("dpsgd-br", **TEST))
+    start(make_method("dpsgd-br", progress="none", **TEST))
     facts = accounting.Facts(schedule="data-dependent")
     assert accounting.guarantee({SampledGaussian(0.1, 1.0): 3}, 1e-5, facts).epsilon is None
 
@@ -146,7 +146,7 @@ GENTLE = {"validation_batch": 20, "sigma_v": 4.0, "sigma_t": 4.0, "threshold": -
 
 
 def filtered(tmp_path, **options):
-    method = build("dpsgd-br", **{**GENTLE, "decay_fast": 0.8, "decay_slow": 0.9, **options})
+    method = make_method("dpsgd-br", **{**GENTLE, "decay_fast": 0.8, "decay_slow": 0.9, **options})
     changes = {"noise_multiplier": None, "steps": None, "reproducible": None}
     training = start(method, out=tmp_path / "run", epsilon=6.0, **changes)
     allows, answers = training.ledger.budget.allows, []
@@ -191,7 +191,7 @@ def test_a_noisy_count_is_asked_and_charged(tmp_path):
 
 def test_public_accuracy_steers_for_free(tmp_path):
     _, public = make_toy(seed=1)
-    method = build("dpsgd-br", progress="public:elsewhere.npz", **GENTLE)
+    method = make_method("dpsgd-br", progress="public:elsewhere.npz", **GENTLE)
     training = start(method, noise_multiplier=None, epsilon=6.0, public=public)
     list(training)
     heard = training.state.gate

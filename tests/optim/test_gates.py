@@ -16,7 +16,7 @@ from selective_runs import TEST, UNIT, Script, curator_of, finished, start, weig
 from vestige import accounting
 from vestige.mechanism.clipping import Flat
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.gates import BufferedRejection, NoisyLossTest
 from vestige.optim.rules import Rule, sgd
 from vestige.questions import BudgetSpent, SampledGaussian
@@ -52,7 +52,7 @@ def digest(content):
 def test_an_infinite_threshold_is_dp_sgd_bit_for_bit(accounting):
     plain, _ = finished(vestige.dp_sgd(clip=0.7, momentum=0.9))
     gated, _ = finished(
-        build("dpsur", clip=0.7, momentum=0.9, threshold=inf, accounting=accounting, validation_batch=20)
+        make_method("dpsur", clip=0.7, momentum=0.9, threshold=inf, accounting=accounting, validation_batch=20)
     )
     assert torch.equal(weights(plain), weights(gated))
     assert gated.state.gate["accepted"] == 40
@@ -68,8 +68,8 @@ def test_a_gate_stands_before_any_method():
 
 
 def test_a_buffer_of_one_without_decay_is_dpsur():
-    one, records = finished(build("dpsur", **TEST))
-    other, same = finished(build("dpsgd-br", buffer=1, progress="none", **TEST))
+    one, records = finished(make_method("dpsur", **TEST))
+    other, same = finished(make_method("dpsgd-br", buffer=1, progress="none", **TEST))
     assert torch.equal(weights(one), weights(other))
     assert [r.accepted for r in records] == [r.accepted for r in same]
     assert 0 < sum(r.accepted for r in records) < 40
@@ -104,7 +104,7 @@ def test_a_rejected_step_leaves_no_bit_behind(rule):
 
 
 def test_the_first_step_is_undone_too():
-    training = start(build("dpsur", threshold=-1000.0, accounting="every-trial", validation_batch=20), steps=5)
+    training = start(make_method("dpsur", threshold=-1000.0, accounting="every-trial", validation_batch=20), steps=5)
     before = moved(training.state)
     assert [record.accepted for record in training] == [False] * 5
     assert moved(training.state) == before
@@ -113,14 +113,14 @@ def test_the_first_step_is_undone_too():
 
 def test_noise_is_never_used_twice():
     noises = []
-    training = start(build("dpsur", threshold=-1000.0, accounting="every-trial", validation_batch=20), steps=20)
+    training = start(make_method("dpsur", threshold=-1000.0, accounting="every-trial", validation_batch=20), steps=20)
     training.curator._nonprivate_witness = lambda total, noise: noises.append(noise.numpy().tobytes())
     list(training)
     assert len(set(noises)) == len(noises) == 20
 
 
 def test_a_trial_cut_short_by_the_budget_is_undone():
-    method = build("dpsur", accounting="every-trial", **TEST)
+    method = make_method("dpsur", accounting="every-trial", **TEST)
     training = start(method, steps=3)
     state, ask = training.state, training.curator._charges._ask
 
@@ -139,7 +139,7 @@ def test_a_trial_cut_short_by_the_budget_is_undone():
 
 
 def test_resume_is_bit_identical(tmp_path):
-    method = build("dpsgd-br", **TEST, decay_fast=0.9, decay_slow=0.95)
+    method = make_method("dpsgd-br", **TEST, decay_fast=0.9, decay_slow=0.95)
     changes = {"steps": 60, "epsilon": 200.0}
     whole, _ = finished(method, **changes)
     part = start(method, **changes, out=tmp_path / "run")
@@ -160,7 +160,7 @@ def test_resume_is_bit_identical(tmp_path):
     ("accounting_by", "kinds"), [("trial-level", ["trial"]), ("every-trial", ["sampled-gaussian"] * 2)]
 )
 def test_the_ledger_holds_every_trial(tmp_path, accounting_by, kinds):
-    method = build("dpsur", accounting=accounting_by, **TEST)
+    method = make_method("dpsur", accounting=accounting_by, **TEST)
     training = start(method, out=tmp_path / "run", epsilon=30.0, noise_multiplier=None, reproducible=None)
     records = list(training)
     training.finish()
@@ -207,7 +207,7 @@ def test_the_per_example_form_is_priced_by_its_range():
 
 
 def test_the_number_of_trials_follows_from_the_budget():
-    training = start(build("dpsur", sigma_t=2.0, **TEST), noise_multiplier=None, steps=None, epsilon=3.0)
+    training = start(make_method("dpsur", sigma_t=2.0, **TEST), noise_multiplier=None, steps=None, epsilon=3.0)
     trials = training.plan.steps
     assert len(list(training)) == trials
     one = {q: 1 for q in training.ledger.spent}
@@ -230,7 +230,7 @@ def test_as_printed_the_worse_of_two_is_applied():
     gate = BufferedRejection(UNIT, buffer=2, tie=1.0, worst_first=True)
     assert Script([-2.0, -4.0]).play(gate) == [0, 1]
     assert Script([-4.0, -2.0]).play(gate) == [0, 2]
-    assert build("dpsgd-br", as_printed=True).gate.worst_first
+    assert make_method("dpsgd-br", as_printed=True).gate.worst_first
 
 
 def test_a_tie_is_broken_by_a_coin():
@@ -296,11 +296,11 @@ def test_a_buffer_is_charged_for_the_losses_it_compares():
 )
 def test_what_makes_no_sense_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        build("dpsgd-br", **options)
+        make_method("dpsgd-br", **options)
 
 
 def test_the_method_is_a_sentence():
-    method = build("dpsur", sigma_t=2.0)
+    method = make_method("dpsur", sigma_t=2.0)
     assert method == Method(name="dpsur", clip=Flat(0.1), rule=sgd(0.9), gate=NoisyLossTest(), noise_multiplier=2.0)
     with pytest.raises(ValueError, match=r"noise_multiplier=1\.0 and the method's own sigma 2\.0"):
         start(method)

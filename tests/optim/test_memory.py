@@ -245,9 +245,9 @@ def test_impossible_options_are_refused_by_name(options, message):
 
 
 def test_a_method_is_a_value():
-    assert vestige.fo_dp_sgd() == vestige.build("fo-dp-sgd")
+    assert vestige.fo_dp_sgd() == vestige.make_method("fo-dp-sgd")
     assert replace(vestige.fo_dp_sgd(), name="x") != vestige.fo_dp_sgd()
     with pytest.raises(ValueError, match="did you mean 'fo-dp-sgd'"):
-        vestige.build("fo-dpsgd")
+        vestige.make_method("fo-dpsgd")
     with pytest.raises(ValueError, match="gamma=1 is not an option of dp-sgd"):
-        vestige.build("dp-sgd", gamma=1)
+        vestige.make_method("dp-sgd", gamma=1)

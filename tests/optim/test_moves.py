@@ -14,7 +14,7 @@ import vestige
 from vestige.engines.bookkeeping import BookKeeping
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.optimizers.moves import Moves, balanced
 
 CONSTANTS = (1.0, 0.7071067811865476, 0.25, 1.0, 0.08838834764831845)
@@ -177,7 +177,7 @@ def counted(name, balance, options):
     torch.manual_seed(0)
     widths = (6, 24, 3, 96, 2)
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
-    method = build(name, balance=balance)
+    method = make_method(name, balance=balance)
     method = vestige.Method(**{**vars(method), "rule": type(method.rule)(method.rule.optimizer, options)})
     data = torch.randn(12, 6), torch.randint(2, (12,))
     records = iter(
@@ -201,7 +201,7 @@ def counted(name, balance, options):
     with Counting() as counting:
         next(records)
     records.close()
-    return len(counting.seen), len(set(build(name, balance=balance).layout(model).constants_of_all.values()))
+    return len(counting.seen), len(set(make_method(name, balance=balance).layout(model).constants_of_all.values()))
 
 
 @pytest.mark.parametrize("name", ["dp-sgd", "fo-dp-sgd", "dp-adamw"])

@@ -339,7 +339,7 @@ def test_the_spectrum_is_taken_at_every_step_unless_another_schedule_is_asked_fo
         assert len(calls) == count
         calls.clear()
     assert (vestige.sma_dp_sgd().memory.refresh, vestige.sma_dp_sgd().memory.lag) == (1, 0)
-    ours = vestige.build("sma-dp-sgd-epoch").memory
+    ours = vestige.make_method("sma-dp-sgd-epoch").memory
     assert (ours.refresh, ours.lag) == (None, 4)
 
 

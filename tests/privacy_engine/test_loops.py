@@ -79,8 +79,12 @@ def test_a_method_with_a_rule_of_its_own_takes_the_optimizer_that_it_means(metho
     own = type("Own", (MEANT[method],), {})
     alone, data = make_toy()
     options = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.2, "steps": 5, "lr": 0.1, "reproducible": 5}
-    list(vestige.train(alone, LOSS, data, method=vestige.build(method), **options))
-    decay = {"weight_decay": vestige.build(method).rule.options.get("weight_decay", 0)} if method == "dp-adamw" else {}
+    list(vestige.train(alone, LOSS, data, method=vestige.make_method(method), **options))
+    decay = (
+        {"weight_decay": vestige.make_method(method).rule.options.get("weight_decay", 0)}
+        if method == "dp-adamw"
+        else {}
+    )
     for kind in (MEANT[method], own):
         _, model, optimizer, loader = engine_of(reproducible=5, method=method, optimizer=partial(kind, **decay))
         epoch(model, optimizer, loader)
@@ -89,15 +93,15 @@ def test_a_method_with_a_rule_of_its_own_takes_the_optimizer_that_it_means(metho
 
 def test_options_of_a_method_are_not_dropped():
     with pytest.raises(ValueError, match="method='fo-dp-sgd' has momentum=0.9, and optimizer has 0"):
-        engine_of(method=vestige.build("fo-dp-sgd", momentum=0.9))
+        engine_of(method=vestige.make_method("fo-dp-sgd", momentum=0.9))
     with pytest.raises(ValueError, match="method='dp-sgd' moves by SGD, and optimizer is Adam"):
-        engine_of(method=vestige.build("dp-sgd", momentum=0.9), optimizer=torch.optim.Adam)
-    engine_of(method=vestige.build("fo-dp-sgd", momentum=0.9), optimizer=partial(torch.optim.SGD, momentum=0.9))
+        engine_of(method=vestige.make_method("dp-sgd", momentum=0.9), optimizer=torch.optim.Adam)
+    engine_of(method=vestige.make_method("fo-dp-sgd", momentum=0.9), optimizer=partial(torch.optim.SGD, momentum=0.9))
     engine_of(method="fo-dp-sgd", optimizer=partial(torch.optim.SGD, momentum=0.9))
     engine_of(method="fo-dp-sgd", optimizer=torch.optim.RMSprop)
     engine_of(method="dp-adamw", optimizer=partial(torch.optim.AdamW, betas=(0.8, 0.9)))
     with pytest.raises(ValueError, match="has weight_decay=0.3, and optimizer has 0.01"):
-        engine_of(method=vestige.build("dp-adamw", weight_decay=0.3), optimizer=torch.optim.AdamW)
+        engine_of(method=vestige.make_method("dp-adamw", weight_decay=0.3), optimizer=torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("physical", [1, 2, 5])

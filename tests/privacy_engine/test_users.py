@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_toy
 from vestige import PrivacyEngine
-from vestige.integrations.model_card import card
+from vestige.integrations.model_card import model_card
 from vestige.questions import AllocatedGaussian, GroupedGaussian, SampledGaussian
 
 LOSS = nn.functional.cross_entropy
@@ -85,7 +85,7 @@ def test_a_budget_is_kept_resumed_and_shown(tmp_path):
     steps(*loop, most=2)
     assert engine.get_epsilon(1e-5) <= 4.0
     engine._ledger.close()
-    assert "one user: all rows of one" in card(tmp_path)
+    assert "one user: all rows of one" in model_card(tmp_path)
     noise = engine._private_steps().planned.multiplier
     with pytest.raises(ValueError, match="users is"):
         again = {"noise": noise, "target_delta": 1e-5, "rows_per_user": 3, "cap": 2}

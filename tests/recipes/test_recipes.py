@@ -277,12 +277,23 @@ def test_what_is_given_beside_a_recipe_wins_and_the_rest_is_the_recipes(tmp_path
         "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), nn.functional.cross_entropy, (x, y), (x[:9], y[:9])\n"
     )
     flags = ("train", "--recipe", "images-scratch", "--task", f"{tmp_path}/mine.py:make", "--epsilon", "8")
-    flags += ("--delta", "1e-4", "--steps", "3", "--augment", "2", "--clip", "0.5", "--out", str(tmp_path / "run"))
+    flags += (
+        "--delta",
+        "1e-4",
+        "--steps",
+        "3",
+        "--augment",
+        "2",
+        "--max-grad-norm",
+        "0.5",
+        "--out",
+        str(tmp_path / "run"),
+    )
     code, _, error = command(*flags)
     assert code == 0, error
     job = json.loads((tmp_path / "run" / "run.json").read_text())["job"]
     wanted = find("images-scratch").settings(8.0)
-    assert (job["steps"], job["augment"], job["options"]) == (3, 2, {"clip": 0.5})
+    assert (job["steps"], job["augment"], job["options"]) == (3, 2, {"max_grad_norm": 0.5})
     assert (job["lr"], job["sample_rate"], job["average"]) == tuple(
         wanted[key] for key in ("lr", "sample_rate", "average")
     )

@@ -262,7 +262,7 @@ def flat(tensors: Iterable[Tensor], trainable: bool) -> Tensor:
 
 def by_train(case: Case, model: nn.Module, data: Data, bound: float, lr: float) -> None:
     training = vestige.train(
-        model, case.loss, data, method=vestige.build("dp-sgd", clip=bound), sample_rate=1.0, steps=1, delta=1e-5,
+        model, case.loss, data, method=vestige.make_method("dp-sgd", clip=bound), sample_rate=1.0, steps=1, delta=1e-5,
         noise_multiplier=NOISE, lr=lr, reproducible=0,
     )  # fmt: skip
     for _ in training:

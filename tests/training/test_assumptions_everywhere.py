@@ -49,7 +49,7 @@ def test_every_surface_of_a_run_prints_the_list_of_its_ledger(run, tmp_path):
     assert listed(json.loads((run / "result.json").read_text())["assumptions"]) == known
     assert listed(as_json("verify", run)["assumptions"]) == known
     assert listed(as_json(*TRAIN, "--out", tmp_path / "again")["assumptions"]) == known
-    assert in_card(vestige.card(run)) == known
+    assert in_card(vestige.model_card(run)) == known
     assert command("report", run)[0] == 0
     assert in_card((run / "report.md").read_text()) == known
     statuses = {name: status for name, (status, _) in known.items()}

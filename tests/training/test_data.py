@@ -253,7 +253,7 @@ MISTAKES = {
     "collated tensors": ((X, Y), {"collate_fn": list}, "collate_fn is for rows that are read one by one"),
     "no function": ([(X[0], Y[0])], {"collate_fn": 3}, "collate_fn=int must be a function"),
     "no rows": ([(X[0], 1)], {"collate_fn": lambda r: r[0]}, "collate_fn made a tensor of shape .* one row"),
-    "no rate": ((X, Y), {"sample_rate": None}, "sample_rate=None: give the probability"),
+    "no rate": ((X, Y), {"sample_rate": None}, "batch_size=None: give the expected size"),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
 from conftest import make_toy
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.training.doctor import examine
 
 LOSS = nn.functional.cross_entropy
@@ -28,7 +28,7 @@ def test_weights_that_are_not_finite_are_named_and_nothing_is_asked(odd, balance
     first, weight = next(iter(model.named_parameters()))
     weight.data[0, 0] = odd
     assert any(f"parameter {first!r}: holds numbers that are not finite" in what for _, what in findings(model))
-    method = build("dp-sgd", balance=balance)
+    method = make_method("dp-sgd", balance=balance)
     with pytest.raises(ValueError, match=f"parameter '{first}' holds numbers that are not finite"):
         vestige.train(model, LOSS, data, method=method, epsilon=3, delta=1e-4, sample_rate=0.1, steps=2)
     loader = DataLoader(TensorDataset(*data), batch_size=5)

@@ -34,7 +34,7 @@ def test_plain_dp_sgd():
 
 @pytest.mark.parametrize("method", ["fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory"])
 def test_a_memory_of_unit_gain_changes_nothing(method):
-    assert chosen(vestige.build(method)).lr == pytest.approx(by_hand()[2], rel=1e-5)
+    assert chosen(vestige.make_method(method)).lr == pytest.approx(by_hand()[2], rel=1e-5)
 
 
 def test_momentum_divides_and_window_one_makes_up_for_its_gain():

@@ -18,7 +18,7 @@ from vestige.engines.memory import DeviceMemory
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.augmentation import Augment
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.training import physical_batch as fitting
 from vestige.training.physical_batch import largest_part, largest_that_fits, made_up, plausible_sample
 
@@ -190,7 +190,7 @@ def test_the_transforms_of_a_method_are_tried_too(monkeypatch):
         model,
         LOSS,
         data,
-        method=build("disk", extrapolation="0.5"),
+        method=make_method("disk", extrapolation="0.5"),
         engine="reference",
         physical_batch="auto",
         **options,
@@ -205,7 +205,7 @@ def test_every_view_of_an_example_is_tried(monkeypatch):
     model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     data = torch.rand(60, 1, 5, 5), torch.randint(3, (60,))
     options = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.4, "steps": 4}
-    method = replace(build("dp-sgd"), augment=Augment(7))
+    method = replace(make_method("dp-sgd"), augment=Augment(7))
     training = vestige.train(model, LOSS, data, method=method, physical_batch="auto", **options)
     assert training.physical_batch == 5
     assert max(seen) == 5 * 7

@@ -113,7 +113,7 @@ def test_the_last_question_is_kept_back():
 
 def test_a_method_whose_steps_follow_from_answers():
     model, data = make_toy(3000)
-    method = vestige.build("dpsgd-br")
+    method = vestige.make_method("dpsgd-br")
     training = vestige.train(model, LOSS, data, epsilon=4.0, evaluate="private", **{**COMMON, "method": method})
     list(training)
     assert training.private_accuracy is not None

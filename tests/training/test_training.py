@@ -224,7 +224,7 @@ def test_any_torch_optimizer_moves_on_the_release(name):
         ({"delta": 0.5}, "delta=0.5"), ({"delta": 1 / 60}, "delta="), ({"delta": 0.0}, "delta=0.0"), ({"lr": -1.0}, "lr=-1.0"),
         ({"noise_multiplier": 0.0}, "noise_multiplier=0.0"), ({"noise_multiplier": None}, "give epsilon=3, say, or noise_multiplier=1"),
         ({"noise_multiplier": None, "epsilon": -1.0}, "epsilon=-1.0"), ({"method": "sgd"}, "method='sgd'"),
-        ({"physical_batch": 0}, "physical_batch=0"), ({"sampling": "sorted"}, "sampling='sorted'"), ({"engine": "warp"}, "engine='warp'"),
+        ({"max_physical_batch_size": 0}, "max_physical_batch_size=0"), ({"sampling": "sorted"}, "sampling='sorted'"), ({"engine": "warp"}, "engine='warp'"),
     ],
 )  # fmt: skip
 def test_impossible_requests_are_refused_by_name(changes, message):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import vestige
-from vestige.integrations.model_card import card
+from vestige.integrations.model_card import model_card
 from vestige.mechanism.clipping import Flat
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.questions import AllocatedGaussian, CyclicGaussian, GroupedGaussian, SampledGaussian, TruncatedGaussian
 from vestige.training.verify import verify
 
@@ -212,7 +212,7 @@ def test_what_is_charged(options, expected):
 
 
 def test_correlated_noise_over_users():
-    method = build("dp-bandmf", bands=2)
+    method = make_method("dp-bandmf", bands=2)
     run = training(method=method, sample="users", sample_rate=0.2, reproducible=None)
     weights(run)
     assert all(isinstance(question, CyclicGaussian) for question in run.ledger.spent)
@@ -237,7 +237,7 @@ def test_epsilon_is_kept_and_verified(tmp_path):
         opened = json.loads((out / "ledger.jsonl").read_text().splitlines()[0])
         assert opened["users"]["users"] == len(COUNTS)
         assert opened["users"]["rows_per_user"] == options.get("rows_per_user")
-        text = card(out)
+        text = model_card(out)
         assert "one user" in text
         assert "one row of the training data" not in text
         with pytest.raises(ValueError, match="a user already"):

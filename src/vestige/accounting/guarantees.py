@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from math import exp, inf
 from types import MappingProxyType
 from typing import Any
@@ -72,7 +74,7 @@ class Facts:
     """Whose presence is hidden: all rows of a user; None: one row."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Guarantee:
     """What may be printed about a run: an epsilon with its assumptions, or the reasons why there is none."""
 
@@ -97,12 +99,31 @@ class Guarantee:
         """What is said about one assumption of `vestige.assumptions.ASSUMPTIONS`."""
         return next(each for each in self.assumptions if each.name == name)
 
+    @property
+    def headline(self) -> str:
+        """Epsilon, or why there is none, in one line."""
+        if self.epsilon is None:
+            return f"no epsilon: {'; '.join(self.reasons)}"
+        return f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({self.accountant}), {self.adjacency}"
+
     def __str__(self) -> str:
         """Epsilon, or why there is none, and every assumption."""
-        number = f"no epsilon: {'; '.join(self.reasons)}"
-        if self.epsilon is not None:
-            number = f"epsilon {self.epsilon:.4g} at delta {self.delta:g} ({self.accountant}), {self.adjacency}"
-        return "\n".join((number, *lines(self.listed)))
+        return "\n".join((self.headline, *lines(self.listed)))
+
+    def __repr__(self) -> str:
+        counts = Counter(each.status for each in self.assumptions)
+        found = ", ".join(f"{count} {status}" for status, count in counts.items())
+        return f"<Guarantee: {self.headline}; assumptions: {found}>"
+
+    def _repr_html_(self) -> str:
+        """As notebooks show it: the headline, and a table of the assumptions."""
+        rows = "".join(
+            f"<tr><td>{escape(each.name)}</td><td>{escape(each.status)}</td>"
+            f"<td style='text-align:left'>{escape(each.sentence)}{escape(f' ({each.detail})' if each.detail else '')}"
+            "</td></tr>"
+            for each in self.assumptions
+        )
+        return f"<p><b>{escape(self.headline)}</b></p><table>{rows}</table>"
 
     @property
     def listed(self) -> tuple[dict[str, Any], ...]:

@@ -34,7 +34,7 @@ from vestige.budget.account import Budget, Provenance, account_of, pay
 from vestige.compare.stacked import StackedRun, check_noise, footprint, why_not
 from vestige.layout import Layout
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.processes.launch import require_alone
 from vestige.questions import CyclicGaussian, Gaussian, Question, SampledGaussian
 from vestige.training.planning import Plan, Request, plan, questions, settled
@@ -119,7 +119,7 @@ def audit(
         )
     if examples < 1:
         raise ValueError(f"examples={examples} must be 1 at least: the canary is one more")
-    chosen = build(method) if isinstance(method, str) else method
+    chosen = make_method(method) if isinstance(method, str) else method
     if chosen.probe.solves:
         raise ValueError(f"method={chosen.name!r} asks for no gradients, and a canary is one; audit another method")
     if task == NAME and data is not None:

@@ -26,7 +26,7 @@ from vestige.audit.stand_in import NAME, stand_in
 from vestige.budget.account import Budget, account_of
 from vestige.mechanism.clipping import Loss
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.processes.launch import require_alone
 from vestige.training.planning import DEFAULT_STEPS
 from vestige.training.run import train
@@ -89,7 +89,7 @@ class Training:
             epsilon=self.epsilon,
             noise_multiplier=self.noise_multiplier,
             lr=self.lr,
-            public=task.test,
+            validation_data=task.test,
             budget=False,
         )
         for _ in run:
@@ -182,7 +182,7 @@ def infer_membership(
         raise ValueError(f"epsilon=None: give epsilon or noise_multiplier, or method={NON_PRIVATE!r}")
     if not private and (epsilon is not None or noise_multiplier is not None):
         raise ValueError(f"method={NON_PRIVATE!r} adds no noise: leave epsilon and noise_multiplier out")
-    chosen = build(method) if private and isinstance(method, str) else method
+    chosen = make_method(method) if private and isinstance(method, str) else method
     training = Training(
         chosen if isinstance(chosen, Method) else None, sample_rate, steps, lr, epsilon, noise_multiplier, delta
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from vestige.audit.inference import NON_PRIVATE, OnModels, infer_membership
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 
 NAME = "br-table3"
 PAPER = "DPSGD-BR (Sci Rep 2026)"
@@ -70,8 +70,8 @@ class Study:
 
     def _method(self, name: str, sigma_v: float) -> Method | str:
         if name in ("dpsur", "dpsgd-br"):
-            return build(name, sigma_v=sigma_v, validation_batch=max(1, self.examples // 200))
-        return build("dp-sgd") if name == "dpsgd" else name
+            return make_method(name, sigma_v=sigma_v, validation_batch=max(1, self.examples // 200))
+        return make_method("dp-sgd") if name == "dpsgd" else name
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "epsilons": list(self.epsilons)}

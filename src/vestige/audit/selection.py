@@ -23,7 +23,7 @@ from vestige.audit.alone import LoneRuns
 from vestige.audit.canaries import Canary
 from vestige.audit.result import ENOUGH
 from vestige.layout import Layout
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.questions import SampledGaussian
 from vestige.training.loop import TrainingState, run
 from vestige.training.planning import Request, plan
@@ -110,7 +110,7 @@ def attack_selection(
     if runs < 8:
         raise ValueError(f"runs={runs} must be 8 at least, half of them with the canary; hundreds show something")
     own: dict[str, Any] = {"progress": "none", "buffer": 1} if method == "dpsgd-br" else {}
-    asked = build(method, momentum=0.0, sigma_v=sigma_v, threshold=threshold, validation_batch=OTHERS + 1, **own)
+    asked = make_method(method, momentum=0.0, sigma_v=sigma_v, threshold=threshold, validation_batch=OTHERS + 1, **own)
     data = (torch.zeros(OTHERS, 1), torch.ones(OTHERS))
     canary = Canary("selection", torch.ones(1, 1), torch.full((1,), -1000.0))
     chosen = replace(asked, gate=asked.gate.at(OTHERS + 1))

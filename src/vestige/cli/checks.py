@@ -124,7 +124,8 @@ def doctor(
     ] = False,
     batch: Annotated[int, typer.Option(help="Examples in that batch.")] = 64,
     physical_batch: Annotated[
-        str | None, typer.Option(help="auto: also find how many examples fit in memory at once.")
+        str | None,
+        typer.Option("--max-physical-batch-size", help="auto: also find how many examples fit in memory at once."),
     ] = None,
     sample_rate: Annotated[float, typer.Option(help="Sampling rate whose samples are to fit, for that.")] = 0.05,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: cuda if there is one).")] = None,
@@ -138,7 +139,7 @@ def doctor(
 
         vestige doctor digits-mlp
 
-        vestige doctor my_project.py:make --fix --parity --physical-batch auto
+        vestige doctor my_project.py:make --fix --parity --max-physical-batch-size auto
     """
     from vestige import tasks
     from vestige.devices import check_device, default_device
@@ -150,7 +151,9 @@ def doctor(
     if batch < 1:
         raise ValueError(f"batch={batch} must be a whole number from 1 up")
     if physical_batch not in (None, "auto"):
-        raise ValueError(f"physical_batch={physical_batch!r} must be 'auto' here: it is what the doctor looks for")
+        raise ValueError(
+            f"max_physical_batch_size={physical_batch!r} must be 'auto' here: it is what the doctor looks for"
+        )
     model, loss, examples = tasks.subject(task, data, seed)
     where = device or default_device()
     check_device(where)

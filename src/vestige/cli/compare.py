@@ -64,7 +64,9 @@ def compare(
     evaluations: Annotated[
         int, typer.Option(help="Evaluations on the test set during a final run, for curves; 0: only at its end.")
     ] = 0,
-    physical_batch: Annotated[int | None, typer.Option(help="Split samples into parts of this size.")] = None,
+    physical_batch: Annotated[
+        int | None, typer.Option("--max-physical-batch-size", help="Split samples into parts of this size.")
+    ] = None,
     sampling: Annotated[
         str, typer.Option(help="poisson; or allocation: each example once an epoch. Such runs are made one by one.")
     ] = "poisson",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from vestige.processes.launch import followed
 from vestige.questions import BudgetSpent
+from vestige.renaming import CLIP, GRAPHS, NOISE, PARTS, Now
 
 INTERRUPTED = 130
 
@@ -25,6 +26,7 @@ class FlagCommand(TyperCommand):
     """A command whose errors name flags where the library's errors name arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = present_flags(args, [flag for each in self.params for flag in (*each.opts, *each.secondary_opts)])
         words = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -38,6 +40,41 @@ class FlagCommand(TyperCommand):
             return super().invoke(ctx)
         except ValueError as error:
             raise ValueError(in_flags(str(error), (flag for each in self.params for flag in each.opts))) from error
+
+
+EARLIER = {**CLIP, **PARTS, **NOISE, **GRAPHS, "batch": Now("batch_size")}
+
+
+def present_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """The words of a command line with flags by their present names; each earlier one is named on standard error.
+
+    >>> present_flags(["--noise", "float32", "--steps", "5"], ["--secure-mode", "--no-secure-mode", "--steps"])
+    ['--no-secure-mode', '--steps', '5']
+    """
+    found, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        now = EARLIER.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
+        new = "" if now is None else f"--{now.name.replace('_', '-')}"
+        if now is None or new not in known or (flag in known and not now.stays):
+            found.append(word)
+            continue
+        if now.values is None:
+            instead = [f"{new}={value}"] if equals else [new]
+        else:
+            value = value if equals else next(iter(rest), "")
+            if value not in now.values:
+                if now.stays:
+                    found.append(word)
+                    continue
+                raise ValueError(f"{flag}={value} is unknown; choose from {', '.join(now.values)}")
+            rest = rest if equals else rest[1:]
+            instead = [new if now.values[value] else f"--no-{new[2:]}"]
+        said = flag if now.values is None else f"{flag} {value}"
+        print(f"vestige: {said} is called {instead[0].partition('=')[0]} now; it goes with 0.4", file=sys.stderr)
+        found += instead
+    return found
 
 
 def _with_value(error: Any, words: list[str]) -> str:

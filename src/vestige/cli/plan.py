@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,7 +69,10 @@ def plan(
         refuse_if_given(context, ("kind",), "a recipe is for one kind of data")
     wanted = find(recipe or USUAL[kind])
     if views_per_second is None:
-        views_per_second = _timed(wanted, model, shape, device)
+        price: dict[str, Any] = {"examples": examples, "epsilon": epsilon, "delta": delta, "seconds": seconds}
+        views_per_second = _timed(
+            wanted, model, shape, device, lambda views: planned(Budget(**price, views_per_second=views), recipe, kind)
+        )
     else:
         refuse_if_given(context, ("model", "device", "shape"), "the throughput is given, and nothing is timed")
     budget = Budget(examples=examples, epsilon=epsilon, delta=delta, seconds=seconds, views_per_second=views_per_second)
@@ -139,7 +143,12 @@ def _print_users(found: list[dict[str, Any]], choice: dict[str, Any]) -> None:
     )
 
 
-def _timed(recipe: Any, model: str | None, shape: str, device: str | None) -> float:
+OPTIMISTIC = 8.0
+"""How much faster views may be in a batch than one example at a time."""
+
+
+def _timed(recipe: Any, model: str | None, shape: str, device: str | None, planned: Callable[[float], object]) -> float:
+    """Views a second on this machine. Where one example shows that no plan fits the time, the rest is not timed."""
     from vestige.devices import check_device, default_device
     from vestige.recipes.throughput import views_per_second
 
@@ -156,6 +165,15 @@ def _timed(recipe: Any, model: str | None, shape: str, device: str | None) -> fl
         raise ValueError(f"shape={shape!r} must be positive whole numbers with commas between: 3,32,32")
     where = device or default_device()
     check_device(where)
+    if not where.startswith("cuda"):
+        one = views_per_second(name, sizes, augment=recipe.augment, device=where, batch=1, steps=1)
+        try:
+            planned(OPTIMISTIC * one)
+        except ValueError as problem:
+            raise ValueError(
+                f"{problem}. One example was timed on {where}, and {OPTIMISTIC:g} times its pace is assumed: for "
+                "another machine, time it there or give views_per_second"
+            ) from None
     found = views_per_second(name, sizes, augment=recipe.augment, device=where)
     stderr.print(f"timed {name} on {where}: {found:,.0f} views a second, on made-up examples", markup=False)
     return found

@@ -7,10 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from vestige.renaming import CLIP, current
+
 
 def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """NAME or NAME:option=value,... as (label, name, options); `all` is every method, and DP-SGD with momentum."""
-    from vestige.methods.registry import ALIASES, METHODS, nearest
+    from vestige.methods.registry import ALIASES, METHODS, as_written, nearest
 
     found: list[tuple[str, str, dict[str, Any]]] = []
     for word in words:
@@ -22,18 +24,19 @@ def contenders(words: Sequence[str]) -> list[tuple[str, str, dict[str, Any]]]:
         if name not in (*METHODS, *ALIASES):
             known = ", ".join(METHODS)
             raise ValueError(f"method={name!r} is unknown{nearest(name, METHODS)}; choose from {known}, or all")
-        options = dict(_option(part) for part in _parts(rest) if part)
+        options = current(dict(_option(part) for part in _parts(rest) if part), CLIP)
         try_to_build(f"method={word!r}", name, options)
+        options = as_written(options)
         found.append((word, name, options))
     return found
 
 
 def try_to_build(word: str, name: str, options: dict[str, Any]) -> None:
     """Refuse an option that no run could use, before a folder is created."""
-    from vestige.methods.registry import build
+    from vestige.methods.registry import as_given, make_method
 
     try:
-        build(name, **options)
+        make_method(name, **as_given(options))
     except TypeError as error:
         raise ValueError(f"{word} cannot be built: {error}") from None
 
@@ -73,12 +76,15 @@ def grids(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def grid(text: str) -> tuple[str, tuple[Any, ...]]:
-    """option=value,value,... as the option and its values."""
+    """option=value,value,... as the option, as records call it, and its values."""
+    from vestige.methods.registry import as_written
+
     key, _, rest = text.partition("=")
+    key = next(iter(as_written(current({key.strip().replace("-", "_"): None}, CLIP))))
     values = tuple(_value(part) for part in _parts(rest) if part.strip())
     if not values:
         raise ValueError(f"tune={text!r} is an empty grid; give option=value,value,...")
-    return key.strip().replace("-", "_"), values
+    return key, values
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from vestige.assumptions import Stated
 from vestige.checks import accounted_multiplier
 from vestige.compare import stacked
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import as_given, make_method
 from vestige.optim.probes import Here, Probe
 from vestige.questions import Question
 from vestige.randomness.correlated import Noise
@@ -96,7 +96,7 @@ def stackable(run: Run, machine: Machine) -> tuple[Any, ...] | None:
 def _can_stack(source: Source, method: str, options: str, rate: float) -> bool:
     try:
         loaded = _initial(source, 0)
-        built, expected = build(method, **json.loads(options)), rate * len(loaded.train[1])
+        built, expected = make_method(method, **as_given(json.loads(options))), rate * len(loaded.train[1])
         return stacked.why_not(loaded.model, loaded.loss, built, expected_batch=expected) is None
     except Exception:
         return False  # made alone, it fails with its own message
@@ -117,7 +117,7 @@ def _memory_in_stack(source: Source, method: str, options: str, length: planning
     loaded = _initial(source, 0)
     noise = None if budget.kind == "epsilon" else budget.value
     given = replace(length, epsilon=budget.amount("epsilon"), noise_multiplier=noise)
-    built = planning.settled(build(method, **json.loads(options)), given)
+    built = planning.settled(make_method(method, **as_given(json.loads(options))), given)
     assert length.steps is not None
     return stacked.footprint(loaded.model, built, length.sample_rate, len(loaded.train[1]), length.steps)
 
@@ -285,7 +285,7 @@ def _job(run: Run, machine: Machine) -> Job:
     return Job(
         task=run.task,
         method=run.method,
-        options=dict(run.options),
+        options=as_given(run.options),
         data=machine.data.get(run.task),
         sample_rate=run.sample_rate,
         steps=run.steps,
@@ -405,7 +405,7 @@ def _stacked(runs: Sequence[Run], machine: Machine) -> Iterator[RunRecord]:
 
 def _prepared(run: Run, machine: Machine) -> _Prepared:
     task = _task(run, machine)
-    method = build(run.method, **run.options)
+    method = make_method(run.method, **as_given(run.options))
     layout = method.layout(task.model)
     length = replace(_length(run), epsilon=run.budget.amount("epsilon"))
     if run.budget.kind == "paper_sigma":

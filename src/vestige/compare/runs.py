@@ -10,7 +10,7 @@ from math import exp, log
 from typing import Any, Literal, TypeVar
 
 from vestige.compare.specification import Contender, Problem, Specification
-from vestige.methods.registry import ALIASES, METHODS, find
+from vestige.methods.registry import ALIASES, METHODS, as_written, find
 from vestige.records import PrivacyTarget, Run, RunRecord, completed
 
 TUNING_EVALUATIONS = 20
@@ -96,7 +96,7 @@ def cells(specification: Specification) -> Iterator[Cell]:
 
 
 def grid_of(specification: Specification) -> Grid:
-    return tuning_grid(specification, {name: find(name).options for name in (*METHODS, *ALIASES)})
+    return tuning_grid(specification, {name: as_written(find(name).options) for name in (*METHODS, *ALIASES)})
 
 
 def tuning_grid(specification: Specification, known: Mapping[str, Iterable[str]]) -> Grid:

@@ -14,7 +14,7 @@ from vestige.checks import accounted_multiplier
 from vestige.compare.folder import ComparisonFolder
 from vestige.mechanism.groups import PerGroup
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import as_given, make_method
 from vestige.questions import Question
 from vestige.randomness.sampling import Sampling
 from vestige.records import CompletedRun, PrivacyTarget, completed
@@ -144,7 +144,7 @@ def _methods(record: CompletedRun) -> list[Method]:
     options: list[dict[str, Any]] = [dict(run.options)]
     if run.method in EARLIER_DEFAULTS:
         options.append({**EARLIER_DEFAULTS[run.method], **run.options})
-    return [settled(build(run.method, **each), length) for each in options]
+    return [settled(make_method(run.method, **as_given(each)), length) for each in options]
 
 
 def _drawn(record: CompletedRun, method: Method) -> Sampling:

@@ -34,7 +34,7 @@ from vestige.engines.per_example.uses import Misfit
 from vestige.engines.reference import Reference, placed
 from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
-from vestige.mechanism.losses.criteria import BY_PLACE, Form, counts_targets, example_losses
+from vestige.mechanism.losses.criteria import BY_PLACE, Form, Targets, counts_targets, example_losses
 from vestige.mechanism.transforms import Term, terms_of
 from vestige.processes.shards import ShardedSum
 
@@ -101,11 +101,11 @@ class BookKeeping:
                     return found
         return example_losses(self.loss, outputs, targets)
 
-    def _rowwise(self, outputs: Any, targets: Tensor) -> Any:
+    def _rowwise(self, outputs: Any, targets: Targets) -> Any:
         """What the loss makes of the whole batch, where reductions are taken of each example; None if it cannot be
         called so, as a loss that expects one number."""
         try:
-            return self.loss(outputs, targets)
+            return self.loss(outputs, *(targets if isinstance(targets, tuple) else (targets,)))
         except (NotApart, RuntimeError, ValueError, TypeError, IndexError):
             return None
 

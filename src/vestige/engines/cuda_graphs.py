@@ -261,7 +261,7 @@ class Captured:
     def _lengthened(self, mean: Term) -> Term:
         names = self.engine.form.names
         target = mean.batch[-1]
-        if names is None or (target.dim() > 1 and not of_torch(self.engine.loss)):
+        if names is None or self.engine.form.further or (target.dim() > 1 and not of_torch(self.engine.loss)):
             return mean  # a loss of the user's may not know labels that are ignored
         named = dict(zip((*names, "labels"), mean.batch, strict=True))
         to = padded_lengths(self.model, named)

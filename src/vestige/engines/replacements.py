@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch import Tensor, nn
 
 from vestige.engines.independence import BatchNorm, InstanceNorm, Norm, followed, refused, replaceable
@@ -23,7 +25,10 @@ class GroupNormAndLayers(nn.GroupNorm):
         return output
 
 
-def fix(model: nn.Module) -> nn.Module:
+M = TypeVar("M", bound=nn.Module)
+
+
+def fix(model: M) -> M:
     """Replace, in place, the layers that cannot be trained privately and have a counterpart that can; returns `model`.
 
     BatchNorm becomes GroupNorm. Its number of groups is the largest divisor of the channels that is at most 32 and

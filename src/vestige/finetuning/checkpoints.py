@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from vestige.integrations.model_card import keep_base_config
+
 LOCALLY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 TASKS = {"classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM"}
 """What peft calls them."""
@@ -42,6 +44,7 @@ class Checkpoint:
         with quiet():
             self.model.save_pretrained(folder / self.kind)  # type: ignore[operator]
             self.tokenizer.save_pretrained(folder / self.kind)
+            keep_base_config(self.model, folder / self.kind)
         config.use_cache = trained_with
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from vestige import tasks
 from vestige.budget.account import Budget, account_of
-from vestige.checks import check_steps, renamed
+from vestige.checks import check_steps, renamed, secure_mode
 from vestige.devices import check_device
 from vestige.finetuning.checkpoints import (
     Checkpoint,
@@ -30,10 +31,10 @@ from vestige.finetuning.checkpoints import (
 )
 from vestige.finetuning.quality import judged
 from vestige.finetuning.texts import Texts, class_names, numbers_of, tokenised
-from vestige.integrations.model_card import card, escaped
+from vestige.integrations.model_card import BASE, escaped, model_card
 from vestige.mechanism.losses.model_losses import next_token
 from vestige.methods.base import Method, written
-from vestige.methods.registry import build
+from vestige.methods.registry import as_given, make_method
 from vestige.processes.plan import processes
 from vestige.records import RunResult
 from vestige.training.loop import Record
@@ -134,7 +135,7 @@ def start(
 
     `read` replaces how texts become examples, `settings` are further ones of `vestige.train`, and `request` is written
     down beside the job."""
-    method = build(job.method, **job.options)
+    method = make_method(job.method, **job.options)
     lr = _rate(job, method)
     checkpoint, texts, public = prepared(job, read)
     _agree(job)
@@ -157,9 +158,10 @@ def start(
         sample=job.sample,  # type: ignore[arg-type]
         rows_per_user=job.rows_per_user,  # type: ignore[arg-type]
         cap=job.cap,
-        noise=job.noise,
-        engine=job.engine,
-        physical_batch=job.physical_batch,
+        secure_mode=secure_mode(job.noise),
+        cuda_graphs=job.engine != "unrecorded",
+        engine="bookkeeping" if job.engine == "unrecorded" else job.engine,
+        max_physical_batch_size=job.physical_batch,
         num_workers=job.num_workers,
         pin_memory=job.device.startswith("cuda"),
         reproducible=job.seed if job.reproducible else None,
@@ -217,7 +219,7 @@ def complete(
 
 def _describe(job: FineTuning, folder: Path, kind: str) -> None:
     """Write the privacy statement, by itself and in the model's card."""
-    statement = card(folder)
+    statement = model_card(folder)
     (folder / "report.md").write_text(statement, encoding="utf-8")
     (folder / kind / "README.md").write_text(_readme(job, folder.name, statement), encoding="utf-8")
 
@@ -230,7 +232,7 @@ def load(folder: RunFolder) -> FineTuning:
     job = request["finetune"]
     options = {key: inf if value == "inf" else value for key, value in job["options"].items()}
     several = {key: tuple(job[key]) if job[key] else None for key in ("labels", "lora_targets")}
-    return FineTuning(**{**job, **several, "options": options})
+    return FineTuning(**{**job, **several, "options": as_given(options)})
 
 
 # --- what a job asks for ----------------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ def _check(job: FineTuning) -> None:
             raise ValueError(f"{name}={getattr(job, name)} is about users: give user_column, too")
     for name in ("max_length", "tokens_per_example", "batch", "epochs", "steps"):
         if getattr(job, name) is not None:
-            check_steps(getattr(job, name), name)
+            check_steps(getattr(job, name), "batch_size" if name == "batch" else name)
     if job.epochs is not None and job.steps is not None:
         raise ValueError(f"epochs={job.epochs} and steps={job.steps}: give one of them")
     if job.lora is None and job.lora_targets is not None:
@@ -305,14 +307,26 @@ def _texts(file: str, job: FineTuning, tokenizer: Any, names: dict[str, int]) ->
     if job.label_column is not None:
         columns["label_column"] = job.label_column
     found = tasks.read_columns(Path(file), columns)
+    _say_blank(file, found["text_column"])
     classes = numbers_of(found["label_column"], names) if "label_column" in found else None
     return tokenised(tokenizer, found["text_column"], job.max_length, classes)
+
+
+def _say_blank(file: str, texts: Sequence[Any]) -> None:
+    """To the owner of the file: rows without a text count as rows, and teach the model nothing."""
+    blank = [number for number, text in enumerate(texts, 1) if isinstance(text, str) and not text.strip()]
+    if blank:
+        warnings.warn(
+            f"data={file!r}: {len(blank)} of {len(texts)} rows hold no text, the first is row {blank[0]}: they are "
+            "trained on as padding; leave them out of the file. This is computed without noise: keep it to yourself",
+            stacklevel=2,
+        )
 
 
 def _pace(job: FineTuning, population: int) -> tuple[int, int | None]:
     """The expected batch, and the steps: of so many passes, unless budget and noise decide."""
     if job.batch is not None and job.batch > population:
-        raise ValueError(f"batch={job.batch} is more than the {population} rows of data={job.data!r}")
+        raise ValueError(f"batch_size={job.batch} is more than the {population} rows of data={job.data!r}")
     batch = job.batch or min(USUAL_BATCH, population)
     if job.steps is not None or (job.epochs is None and job.epsilon is not None and job.noise_multiplier is not None):
         return batch, job.steps
@@ -350,5 +364,18 @@ def _readme(job: FineTuning, name: str, statement: str) -> str:
     return (
         f"---\nlibrary_name: {library}\ntags:\n- differential-privacy\n---\n\n# {escaped(name)}\n\n{what} made from "
         f"{origin}, fine-tuned {aim}, by `vestige finetune`. Texts were cut and padded to "
-        f"{job.max_length} tokens.\n\n{statement}"
+        f"{job.max_length} tokens.\n\n{_loading(job)}{statement}"
+    )
+
+
+def _loading(job: FineTuning) -> str:
+    """How an adapter is loaded so that it keeps the names of its labels; a whole model keeps them by itself."""
+    if job.lora is None or job.aim != "classification":
+        return ""
+    return (
+        "```python\nfrom peft import PeftModel\n"
+        "from transformers import AutoConfig, AutoModelForSequenceClassification\n\n"
+        f'config = AutoConfig.from_pretrained("adapter/{BASE}")  # the number of labels, and their names\n'
+        'base = AutoModelForSequenceClassification.from_pretrained("BASE", config=config)\n'
+        'model = PeftModel.from_pretrained(base, "adapter")\n```\n\n'
     )

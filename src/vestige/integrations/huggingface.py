@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from vestige.budget.account import Budget, account_of
 from vestige.files import read_tensors, write_json, write_tensors
+from vestige.integrations.model_card import keep_base_config, model_card, state_in
 from vestige.integrations.privacy_arguments import PrivacyArguments
 from vestige.integrations.trainer_checks import (
     refuse_flattened,
@@ -96,9 +97,9 @@ class PrivateTrainerMixin(Base):
         self.privacy_args = privacy_args
         self.privacy_engine: PrivacyEngine | None = None
         refuse_own_sampling(self._classes_between())
+        self._loss_is_the_models = self._whose_loss()
         refuse_settings(self)
         refuse_training_data(self.eval_dataset, self.train_dataset, "eval_dataset")
-        self._loss_is_the_models = self._whose_loss()
         self._replace_settings()
         self.callback_handler.on_log = partial(self._log_what_is_public, self.callback_handler.on_log)
         self.add_callback(StopWhenSpent(self))
@@ -119,8 +120,9 @@ class PrivateTrainerMixin(Base):
         owner = next((each for each in self._classes_between() if "compute_loss" in vars(each)), Trainer)
         if owner.__module__.startswith("trl.") and owner.__name__ != "SFTTrainer":
             raise ValueError(
-                f"{owner.__name__} has a loss of its own, whose examples are not rows of one batch: of TRL's trainers "
-                "SFTTrainer can be made private"
+                f"{owner.__name__} makes several rows of one example and compares them in a loss of its own, so "
+                "clipping a row would not bound an example. Of TRL's trainers SFTTrainer can be made private; a loss "
+                "of pairs, such as DPO's, is exact in vestige.train, with a pair as one row: docs/how-do-i.md"
             )
         return owner is Trainer or owner.__module__.startswith("trl.")
 
@@ -177,6 +179,8 @@ class PrivateTrainerMixin(Base):
         engine = PrivacyEngine(
             ledger=Path(args.output_dir) / "ledger.jsonl",
             resume=self._resuming,
+            secure_mode=asked.secure_mode,
+            cuda_graphs=asked.cuda_graphs,
             nonprivate_outputs=asked.log_nonprivate_loss,
         )
         make: Callable[..., Any] = engine.make_private
@@ -347,8 +351,20 @@ class PrivateTrainerMixin(Base):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
+        if self.is_world_process_zero():
+            keep_base_config(self.accelerator.unwrap_model(self.model), Path(output_dir or self.args.output_dir))
         if self._sealed and Path(output_dir or self.args.output_dir) == Path(self.args.output_dir):
             self._seal()
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer makes it, with the privacy statement."""
+        super().create_model_card(*args, **kwargs)
+        if self._sealed and self.is_world_process_zero():
+            self._describe()
+
+    def _describe(self) -> None:
+        """Write the privacy statement into the card of the model."""
+        state_in(Path(self.args.output_dir) / "README.md", model_card(self.args.output_dir))
 
     def _say_guarantee(self) -> None:
         """The last entry of the logs: epsilon, and the assumptions that it rests on."""
@@ -373,6 +389,7 @@ class PrivateTrainerMixin(Base):
         write_json(folder.path / RECORD, {"asked": asked, "guarantee": promise})
         left = folder.hashes()
         self.privacy_engine.finish({n: h for n, h in left.items() if n == RECORD or n.endswith(".safetensors")})
+        self._describe()
 
 
 class StopWhenSpent(TrainerCallback):  # type: ignore[misc]

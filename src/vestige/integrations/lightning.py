@@ -18,6 +18,7 @@ from vestige.mechanism.loading import rate_of
 from vestige.privacy_engine.engine import PrivacyEngine
 from vestige.privacy_engine.loaders import draws_per_epoch
 from vestige.processes.plan import unwrapped
+from vestige.renaming import Now, renamed_arguments
 
 try:
     from lightning.pytorch import Callback
@@ -33,7 +34,8 @@ class Private(Callback):
     """Makes the model, its optimizer and its training loader private when `trainer.fit` begins.
 
     The noise is that which spends `target_epsilon` in the trainer's epochs, or is given as `noise_multiplier`. `ledger`
-    is a file, without which a run cannot be resumed (`ckpt_path`). `options` are those of `PrivacyEngine.make_private`,
+    is a file, without which a run cannot be resumed (`ckpt_path`); `secure_mode` and `cuda_graphs` are those of
+    `PrivacyEngine`. `options` are those of `PrivacyEngine.make_private`,
     such as `max_physical_batch_size`. What is logged in training is computed from examples without noise, and is kept
     from loggers, progress bar and other callbacks; `epsilon` is logged instead. `log_nonprivate=True` logs it, and
     then there is no epsilon. Validation is the user's, on examples that are public.
@@ -41,22 +43,26 @@ class Private(Callback):
     Formal guarantees: those of `PrivacyEngine`; `guarantee()` has them.
     """
 
+    @renamed_arguments({"delta": Now("target_delta")})
     def __init__(
         self,
         *,
-        delta: float,
+        target_delta: float,
         target_epsilon: float | None = None,
         noise_multiplier: float | None = None,
         max_grad_norm: float = 1.0,
         ledger: str | Path | None = None,
+        secure_mode: bool = True,
+        cuda_graphs: bool = True,
         log_nonprivate: bool = False,
         reproducible: int | None = None,
         **options: Any,
     ) -> None:
-        check_number("delta", delta)
+        check_number("target_delta", target_delta)
         if (target_epsilon is None) == (noise_multiplier is None):
             raise ValueError("Private takes one of target_epsilon=3, say, and noise_multiplier=1")
-        self.delta, self.target_epsilon, self.noise_multiplier = delta, target_epsilon, noise_multiplier
+        self.target_delta, self.target_epsilon, self.noise_multiplier = target_delta, target_epsilon, noise_multiplier
+        self.secure_mode, self.cuda_graphs = secure_mode, cuda_graphs
         self.max_grad_norm, self.ledger, self.log_nonprivate = max_grad_norm, ledger, log_nonprivate
         self.reproducible, self.options = reproducible, options
         self.engine: PrivacyEngine | None = None
@@ -66,7 +72,7 @@ class Private(Callback):
         """What may be said about the model as it is now: an epsilon with its assumptions, or why not."""
         if self.engine is None:
             raise ValueError("nothing was trained yet: call trainer.fit first")
-        return self.engine.guarantee(self.delta)
+        return self.engine.guarantee(self.target_delta)
 
     # --- the trainer's hooks ------------------------------------------------------------------------------------------
 
@@ -93,6 +99,8 @@ class Private(Callback):
             ledger=self.ledger,
             resume=bool(self._saved),
             reproducible=self.reproducible,
+            secure_mode=self.secure_mode,
+            cuda_graphs=self.cuda_graphs,
             nonprivate_outputs=self.log_nonprivate,
         )
         source = trainer.fit_loop._data_source
@@ -152,7 +160,7 @@ class Private(Callback):
             private = engine.make_private_with_epsilon(
                 **parts,
                 target_epsilon=self.target_epsilon,
-                target_delta=self.delta,
+                target_delta=self.target_delta,
                 draws=_planned_draws(trainer, draws_per_epoch(rate_of(loader))),
             )[2]
         if self.options.get("max_physical_batch_size") is not None:

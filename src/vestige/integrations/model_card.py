@@ -68,9 +68,28 @@ NOT_COVERED = (
 PAGES = ("report.md", "README.md", "adapter/README.md", "model/README.md")
 """Where statements lie in the folder of a run."""
 HEADING, RESTS, CHECKING = "## Differential privacy", "### What it rests on", "### How to check it"
+BEGIN, END = "<!-- privacy statement of vestige -->", "<!-- end of the privacy statement -->"
+BASE = "base_config"
+"""A folder beside an adapter's weights: the configuration of its base, with the names of labels."""
 
 
-def card(run: str | Path, delta: float | None = None) -> str:
+def state_in(readme: Path, statement: str) -> None:
+    """Put the statement into a model card, in the place of an earlier one; the rest stays as it was written."""
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    before, found, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2] if found else ""
+    gap = "" if not before or before.endswith("\n\n") else "\n" if before.endswith("\n") else "\n\n"
+    readme.write_text(f"{before}{gap}{BEGIN}\n{statement}{END}\n{after.lstrip()}", encoding="utf-8")
+
+
+def keep_base_config(model: Any, folder: Path) -> None:
+    """Beside an adapter, what its base was configured with: its number of labels and their names, without which a
+    pipeline says LABEL_0."""
+    if (folder / "adapter_config.json").exists():
+        model.config.save_pretrained(folder / BASE)
+
+
+def model_card(run: str | Path, delta: float | None = None) -> str:
     """The privacy statement of a run as a section of Markdown, for a model card.
 
     `run` is the folder of a run, or the ledger of a `PrivacyEngine`; such a ledger does not say at which delta it is to

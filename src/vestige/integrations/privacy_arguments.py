@@ -43,6 +43,8 @@ class PrivacyArguments:
         None, "The book of the dataset that is charged before each step; `vestige budget open` makes it."
     )
     derived_from: str | None = _option(None, "The file that the rows were tokenised from, for the book to know them.")
+    secure_mode: bool = _option(True, "Add noise in integers; False: in float32, which rests on one more assumption.")
+    cuda_graphs: bool = _option(True, "Capture passes on a GPU as CUDA graphs; False: run them launch by launch.")
     log_nonprivate_loss: bool = _option(
         False, "Log the raw training loss all the same. It is not private: no epsilon is then stated."
     )

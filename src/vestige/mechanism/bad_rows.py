@@ -31,7 +31,8 @@ def made_up_pass(model: nn.Module, loss: Loss, form: Form, row: Batch) -> Admiss
     of range ends every later computation on a GPU.
     """
     modes = {module: module.training for module in model.modules()}
-    args, named, targets = form.split(row)
+    args, named, given = form.split(row)
+    targets, *further = given if isinstance(given, tuple) else (given,)
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng([targets.device] if targets.is_cuda else []):
@@ -39,7 +40,8 @@ def made_up_pass(model: nn.Module, loss: Loss, form: Form, row: Batch) -> Admiss
             point |= {name: buffer.clone() for name, buffer in model.named_buffers()}
             outputs = functional_call(model, point, args, named)
             zeros = tree_map(lambda part: torch.zeros_like(part, device="cpu"), outputs)
-            example_losses(loss, zeros, targets.cpu())
+            beside = tuple(part.cpu() for part in further)
+            example_losses(loss, zeros, (targets.cpu(), *beside) if beside else targets.cpu())
     except Exception:  # whatever a user's model raises on rows that nobody wrote
         return None
     finally:
@@ -51,7 +53,8 @@ def made_up_pass(model: nn.Module, loss: Loss, form: Form, row: Batch) -> Admiss
         if label not in known:
             try:
                 with torch.no_grad():
-                    example_losses(loss, zeros, torch.full_like(targets.cpu(), label))
+                    tried = torch.full_like(targets.cpu(), label)
+                    example_losses(loss, zeros, (tried, *beside) if beside else tried)
                 known[label] = True
             except Exception:  # out of range, in the words of any loss
                 known[label] = False

@@ -15,7 +15,8 @@ from vestige.layout import Layout
 from vestige.randomness.release import Release
 from vestige.randomness.streams import Stream
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]
+"""(outputs, targets...) -> a number, or one for each example."""
 Parameters = dict[str, Tensor]
 Batch = Sequence[Tensor]
 """Inputs and, last, targets; every tensor has the examples on its first axis."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from vestige.mechanism.bad_rows import Admissible
 from vestige.mechanism.clipping import Batch
-from vestige.mechanism.loading import Ahead, Loading, Rows, fields_of, form_of, labels_of, tensor_of
+from vestige.mechanism.loading import Ahead, Loading, Rows, Target, fields_of, form_of, labels_of, tensor_of
 from vestige.processes import fingerprints
 
 Data = Any
@@ -46,9 +46,7 @@ class Source(Protocol):
 class Examples:
     """SENSITIVE: the examples themselves, fetched by index onto a device, in batches of examples of one shape."""
 
-    def __init__(
-        self, data: Data, device: torch.device, loading: Loading = IN_PROCESS, target: str | None = None
-    ) -> None:
+    def __init__(self, data: Data, device: torch.device, loading: Loading = IN_PROCESS, target: Target = None) -> None:
         self.device, self._loading, self._ahead = device, loading, list[Ahead]()
         self._rows: Rows | None = None
         self._columns: list[Tensor] = []

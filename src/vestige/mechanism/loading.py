@@ -97,37 +97,53 @@ def rate_of(loader: DataLoader[Any]) -> float:
 # --- one example ------------------------------------------------------------------------------------------------------
 
 
-def form_of(example: Any, target: str | None) -> Form:
+Target = str | int | Sequence[str] | None
+"""What the loss is given: a column, several of them, or how many of the last fields of a tuple; None: the usual one."""
+
+
+def form_of(example: Any, target: Target) -> Form:
     """How examples like this one are given to the model, and what of them to the loss."""
     if isinstance(example, Mapping):
         names = [str(name) for name in example]
-        key = target if target is not None else next((name for name in TARGETS if name in names), None)
-        if key not in names:
-            asked = "say which of them the loss is given" if key is None else f"target={key!r} is none of them"
-            raise ValueError(f"data: examples have the columns {', '.join(names)}; {asked}: target='...'")
-        if len(names) < 2:
-            raise ValueError(f"data: examples have the column {key!r} only: the model is given nothing")
-        return Form(tuple(name for name in names if name != key), key)
-    if target is not None:
-        raise ValueError(f"target={target!r} names a column, but examples are tuples: their last field is the target")
-    if not isinstance(example, tuple | list) or len(example) < 2:
+        usual = next((name for name in TARGETS if name in names), None)
+        keys = [usual if target is None else target] if target is None or isinstance(target, str | int) else [*target]
+        for key in keys or [None]:
+            if key not in names:
+                asked = "say which of them the loss is given" if key is None else f"target={key!r} is none of them"
+                raise ValueError(f"data: examples have the columns {', '.join(names)}; {asked}: target='...'")
+        if len(names) <= len(keys):
+            given = f"column {keys[0]!r}" if len(keys) == 1 else f"columns {', '.join(map(str, keys))}"
+            raise ValueError(f"data: examples have the {given} only: the model is given nothing")
+        return Form(tuple(name for name in names if name not in keys), str(keys[0]), tuple(map(str, keys[1:])))
+    if target is not None and (not isinstance(target, int) or target < 1):
         raise ValueError(
-            f"data: an example is {_kind(example)}; it must be a tuple (inputs..., target), or a dictionary of columns"
+            f"target={target!r} names a column, but examples are tuples: their last field is the target (target=2: "
+            "the last two)"
         )
-    return Form()
+    count = target or 1
+    if not isinstance(example, tuple | list) or len(example) <= count:
+        fields = "target" if count == 1 else f"{count} targets"
+        raise ValueError(
+            f"data: an example is {_kind(example)}; it must be a tuple (inputs..., {fields}), or a dictionary of "
+            "columns"
+        )
+    return Form(further=tuple(map(str, range(1, count))))
 
 
 def fields_of(example: Any, form: Form) -> Sequence[Any]:
-    """The example's fields in the order of a batch: inputs and, last, the target."""
+    """The example's fields in the order of a batch: inputs, further targets and, last, the target."""
     if not hasattr(example, "__getitem__" if form.names is None else "keys"):
         raise ValueError(
             f"data: some examples are of type {type(example).__name__}, others "
             f"{'have fields in order' if form.names is None else 'have columns with names'}"
         )
+    if form.names is None and form.further:
+        inputs, (first, *others) = example[: -len(form.further) - 1], example[-len(form.further) - 1 :]
+        return [*inputs, *others, first]
     if form.names is None:
         return example  # type: ignore[no-any-return]
     try:
-        return [example[name] for name in (*form.names, form.target)]
+        return [example[name] for name in (*form.names, *form.further, form.target)]
     except KeyError as missing:
         raise ValueError(f"data: some examples have no column {missing}, which others have") from None
 
@@ -136,7 +152,7 @@ def labels_of(form: Form, width: int) -> list[str]:
     """What the fields are called, for errors."""
     if form.names is None:
         return [f"field {place}" for place in range(width)]
-    return [f"column {name!r}" for name in (*form.names, form.target)]
+    return [f"column {name!r}" for name in (*form.names, *form.further, form.target)]
 
 
 def tensor_of(name: str, value: Any) -> Tensor:
@@ -174,7 +190,7 @@ class Rows(Dataset[Any]):
     padded is its own. Examples that come out in the same shape are put together.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, target: str | None) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, target: Target) -> None:
         self.dataset, self.collate = dataset, collate
         self.population = len(dataset)
         self.blank: list[Tensor]
@@ -185,7 +201,7 @@ class Rows(Dataset[Any]):
             raise ValueError("data holds no examples")
         self._describe(target)
 
-    def _describe(self, target: str | None) -> None:
+    def _describe(self, target: Target) -> None:
         """The form, names, shapes and dtypes of examples: those that most of the first three have that can be read."""
         found: list[tuple[Form, list[str], list[Tensor]]] = []
         first: Exception | None = None

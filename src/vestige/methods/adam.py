@@ -35,9 +35,9 @@ Floor = Annotated[
     "kingma2015adam",
     neutral=Neutral({}, optimizer="adam"),
 )
-def dp_adam(*, clip: Bound = 1.0, beta1: Beta1 = 0.9, beta2: Beta2 = 0.999) -> Method:
+def dp_adam(*, max_grad_norm: Bound = 1.0, beta1: Beta1 = 0.9, beta2: Beta2 = 0.999) -> Method:
     """Adam on private gradients."""
-    return Method(clip=Flat(clip), rule=Rule(torch.optim.Adam, {"betas": (beta1, beta2)}))
+    return Method(clip=Flat(max_grad_norm), rule=Rule(torch.optim.Adam, {"betas": (beta1, beta2)}))
 
 
 @register(
@@ -47,7 +47,7 @@ def dp_adam(*, clip: Bound = 1.0, beta1: Beta1 = 0.9, beta2: Beta2 = 0.999) -> M
 )
 def dp_adambc(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     beta1: Beta1 = 0.9,
     beta2: Beta2 = 0.999,
     floor: Floor = "auto",
@@ -58,7 +58,7 @@ def dp_adambc(
     theta -= lr * m / sqrt(max(v - Phi, floor)), with no other constant in the denominator. Where the gradient is far
     below the noise, the denominator is the square root of the floor, and the best learning rate scales with it.
     """
-    return Method(clip=Flat(clip), rule=_adam_bc(beta1, beta2, floor, weight_decay))
+    return Method(clip=Flat(max_grad_norm), rule=_adam_bc(beta1, beta2, floor, weight_decay))
 
 
 @register(
@@ -67,10 +67,10 @@ def dp_adambc(
     neutral=Neutral({"weight_decay": 0.0}, like="dp-adam"),
 )
 def dp_adamw(
-    *, clip: Bound = 1.0, beta1: Beta1 = 0.9, beta2: Beta2 = 0.999, weight_decay: WeightDecay = 0.01
+    *, max_grad_norm: Bound = 1.0, beta1: Beta1 = 0.9, beta2: Beta2 = 0.999, weight_decay: WeightDecay = 0.01
 ) -> Method:
     """Adam with decoupled weight decay on private gradients."""
-    return Method(clip=Flat(clip), rule=_adamw(beta1, beta2, weight_decay))
+    return Method(clip=Flat(max_grad_norm), rule=_adamw(beta1, beta2, weight_decay))
 
 
 @register(
@@ -82,7 +82,7 @@ def dp_adamw(
 )
 def adp_adamw(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     beta1: Beta1 = 0.9,
     beta2: Beta2 = 0.999,
     weight_decay: WeightDecay = 0.01,
@@ -101,7 +101,7 @@ def adp_adamw(
     if schedule not in kinds:
         raise ValueError(f"schedule={schedule!r} is unknown; choose from {', '.join(kinds)}")
     return Method(
-        clip=Flat(clip),
+        clip=Flat(max_grad_norm),
         rule=_adamw(beta1, beta2, weight_decay),
         schedule=kinds[schedule](noise_decay),
     )
@@ -113,12 +113,12 @@ def adp_adamw(
     "extra release",
     releases="per step a noised sum and, on the same sample, a noised count of unclipped examples",
     price="T x SGM(q, z), z^-2 = z_gradient^-2 + (2 quantile_noise)^-2: both answers are one question",
-    neutral=Neutral({"clip_speed": 0.0, "quantile_noise": "inf"}, like="dp-adam", like_options={"clip": 3.0}),
-    letters={"start": "clip", "target": "quantile", "speed": "clip_speed", "count_noise": "quantile_noise"},
+    neutral=Neutral({"clip_speed": 0.0, "quantile_noise": "inf"}, like="dp-adam", like_options={"max_grad_norm": 3.0}),
+    letters={"start": "max_grad_norm", "target": "quantile", "speed": "clip_speed", "count_noise": "quantile_noise"},
 )
 def dp_adam_ac(
     *,
-    clip: Bound = 3.0,
+    max_grad_norm: Bound = 3.0,
     beta1: Beta1 = 0.9,
     beta2: Beta2 = 0.999,
     quantile: Target = 0.8,
@@ -130,7 +130,7 @@ def dp_adam_ac(
     The published rule reads raw norms and clips micro-batches: no epsilon holds for it, so it is not offered. Here
     every example is clipped, the bound follows the noised fraction of unclipped examples, and so does the rate.
     """
-    bound = Quantile(clip, quantile, clip_speed, quantile_noise_of(quantile_noise), lowest=0.1, highest=10.0)
+    bound = Quantile(max_grad_norm, quantile, clip_speed, quantile_noise_of(quantile_noise), lowest=0.1, highest=10.0)
     return Method(
         clip=Paced(bound),
         rule=Rule(torch.optim.Adam, {"betas": (beta1, beta2)}),
@@ -146,7 +146,7 @@ def dp_adam_ac(
 )
 def dp_micro_adam(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     beta1: Beta1 = 0.9,
     beta2: Beta2 = 0.999,
     density: Annotated[float, "share of a private gradient that enters the window, largest entries first"] = 0.01,
@@ -159,7 +159,7 @@ def dp_micro_adam(
     1, in the first `window` steps, it is Adam.
     """
     options = {"betas": (beta1, beta2), "density": density, "window": window}
-    return Method(clip=Flat(clip), rule=_checked(Rule(MicroAdam, options)))
+    return Method(clip=Flat(max_grad_norm), rule=_checked(Rule(MicroAdam, options)))
 
 
 def _checked(rule: Rule) -> Rule:

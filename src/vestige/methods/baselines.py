@@ -19,9 +19,9 @@ QUANTILE_REFERENCE = "Andrew et al., Differentially Private Learning with Adapti
 
 
 @register("Abadi et al., Deep Learning with Differential Privacy, CCS 2016", "abadi2016deep", neutral=Neutral({}))
-def dp_sgd(*, clip: Bound = 1.0, momentum: Momentum = 0.0) -> Method:
+def dp_sgd(*, max_grad_norm: Bound = 1.0, momentum: Momentum = 0.0) -> Method:
     """Plain DP-SGD: clip, sum, add noise, step."""
-    return Method(clip=Flat(clip), rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), rule=sgd(momentum))
 
 
 @register(
@@ -30,12 +30,12 @@ def dp_sgd(*, clip: Bound = 1.0, momentum: Momentum = 0.0) -> Method:
     "extra release",
     releases="per step a noised sum and, on the same sample, a noised count of unclipped examples",
     price="T x SGM(q, z), z^-2 = z_gradient^-2 + (2 quantile_noise)^-2: both answers are one question",
-    neutral=Neutral({"clip_speed": 0.0, "quantile_noise": "inf", "clip": 1.0}),
-    letters={"start": "clip", "target": "quantile", "speed": "clip_speed", "count_noise": "quantile_noise"},
+    neutral=Neutral({"clip_speed": 0.0, "quantile_noise": "inf", "max_grad_norm": 1.0}),
+    letters={"start": "max_grad_norm", "target": "quantile", "speed": "clip_speed", "count_noise": "quantile_noise"},
 )
 def dp_quantile(
     *,
-    clip: Bound = 0.1,
+    max_grad_norm: Bound = 0.1,
     momentum: Momentum = 0.0,
     quantile: Target = 0.5,
     clip_speed: ClipSpeed = 0.2,
@@ -45,23 +45,23 @@ def dp_quantile(
     ] = True,
 ) -> Method:
     """Quantile clipping: the bound follows a noised count of the examples it leaves unclipped."""
-    bound = Quantile(clip, quantile, clip_speed, quantile_noise_of(quantile_noise), steady_steps=steady_steps)
+    bound = Quantile(max_grad_norm, quantile, clip_speed, quantile_noise_of(quantile_noise), steady_steps=steady_steps)
     return Method(clip=bound, rule=sgd(momentum))
 
 
 @register(
     "Bu et al., Automatic Clipping: Differentially Private Deep Learning Made Easier and Stronger, NeurIPS 2023",
     "bu2023automatic",
-    neutral=Neutral({"stability": 0.0, "clip": 1e-6}, like_options={"clip": 1e-6}),
+    neutral=Neutral({"stability": 0.0, "max_grad_norm": 1e-6}, like_options={"max_grad_norm": 1e-6}),
 )
 def dp_auto_clip(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     stability: Annotated[float, "added to the norm before dividing by it (gamma)"] = 0.01,
 ) -> Method:
     """Automatic clipping (AUTO-S): every example's gradient is normalised instead of clipped."""
-    return Method(clip=Automatic(clip, stability), rule=sgd(momentum))
+    return Method(clip=Automatic(max_grad_norm, stability), rule=sgd(momentum))
 
 
 @register(
@@ -72,7 +72,7 @@ def dp_auto_clip(
 )
 def geoclip(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     speed: Annotated[float, "weight of the newest release in the layers' second moments; 0: no geometry"] = 0.1,
     spread: Annotated[float, "largest ratio of a layer's scale to the common one, and of that to a layer's"] = 10.0,
@@ -86,7 +86,7 @@ def geoclip(
     the noise has as much energy as DP-SGD's at the same clip; the paper lets it follow the estimate. With a = 0 the
     moment is taken about zero, not about a running mean.
     """
-    return Method(clip=Geometric(clip, speed, spread), rule=sgd(momentum), grouping=Layers())
+    return Method(clip=Geometric(max_grad_norm, speed, spread), rule=sgd(momentum), grouping=Layers())
 
 
 @register(
@@ -96,7 +96,7 @@ def geoclip(
 )
 def dp_muon(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.95,
     iterations: Annotated[int, "Newton-Schulz iterations; 0: the momentum itself, not orthogonalised"] = 5,
     rest: Annotated[str, "how parameters that are no matrices move: adam or sgd"] = "adam",
@@ -111,4 +111,4 @@ def dp_muon(
     """
     rule = Rule(HybridMuon, {"momentum": momentum, "iterations": iterations, "rest": rest})
     rule.build([torch.nn.Parameter(torch.zeros(1))], 1.0)  # refuses wrong options now, not when a run starts
-    return Method(clip=Flat(clip), rule=rule)
+    return Method(clip=Flat(max_grad_norm), rule=rule)

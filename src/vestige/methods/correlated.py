@@ -23,12 +23,12 @@ TURNS = "ceil(T / b) x Gaussian(z), b = floor(1 / q) parts of the data taking tu
 )
 def dp_ftrl(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     restart: Annotated[int, "epochs per tree; 0: the number with the least error"] = 0,
 ) -> Method:
     """Tree aggregation: the sum of all releases carries the noise of few nodes, and nothing is sampled."""
-    return Method(clip=Flat(clip), noise=Tree(restart), rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), noise=Tree(restart), rule=sgd(momentum))
 
 
 @register(
@@ -40,7 +40,7 @@ def dp_ftrl(
 )
 def dp_bandmf(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     bands: Annotated[
         str | int,
@@ -53,7 +53,7 @@ def dp_bandmf(
     and what the sampling allows. It sees public facts only, and the ledger records it. Many bands keep as many vectors
     of past noise, less one.
     """
-    return Method(clip=Flat(clip), noise=Banded(_bands(bands)), rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), noise=Banded(_bands(bands)), rule=sgd(momentum))
 
 
 @register(
@@ -65,12 +65,12 @@ def dp_bandmf(
 )
 def dp_blt(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     buffers: Annotated[int, "vectors of past noise that are kept"] = 2,
 ) -> Method:
     """Buffered linear Toeplitz noise: nearly optimal correlations from a few buffers, and nothing is sampled."""
-    return Method(clip=Flat(clip), noise=Buffered(buffers), rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), noise=Buffered(buffers), rule=sgd(momentum))
 
 
 def _bands(bands: str | int) -> int | Literal["auto"]:

@@ -20,7 +20,7 @@ from vestige.optim.rules import sgd
 )
 def doppler(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     order: Annotated[int, "of the low-pass filter: 1 (averages about 10 steps), 2 (about 100), 0 (none)"] = 1,
 ) -> Method:
@@ -28,7 +28,7 @@ def doppler(
     filters = {0: LowPass((), (1.0,)), 1: LowPass(), 2: SECOND_ORDER}
     if order not in filters:
         raise ValueError(f"order={order} must be 0, 1 or 2")
-    return Method(clip=Flat(clip), memory=filters[order], rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), memory=filters[order], rule=sgd(momentum))
 
 
 @register(
@@ -39,7 +39,7 @@ def doppler(
 )
 def disk(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     kappa: Annotated[float, "gain of the filter: share of the fresh release"] = 0.7,
     extrapolation: Annotated[
@@ -54,7 +54,7 @@ def disk(
     """
     memory = Smoothed(kappa)
     probe: Probe = _forecast(kappa, extrapolation) if kappa < 1 else Here()
-    return Method(clip=Flat(clip), probe=probe, memory=memory, rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), probe=probe, memory=memory, rule=sgd(momentum))
 
 
 @register(
@@ -64,7 +64,7 @@ def disk(
 )
 def kalman_memory(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     memory: Annotated[str, "one gain for the whole vector, one per parameter tensor, or off"] = "whole",
 ) -> Method:
@@ -76,7 +76,7 @@ def kalman_memory(
     if memory not in ("whole", "tensor", "off"):
         raise ValueError(f"memory={memory!r} must be whole, tensor or off")
     kept: dict[str, Any] = {} if memory == "off" else {"memory": SelfTuning(memory)}  # type: ignore[arg-type]
-    return Method(clip=Flat(clip), probe=Here(), rule=sgd(momentum), **kept)
+    return Method(clip=Flat(max_grad_norm), probe=Here(), rule=sgd(momentum), **kept)
 
 
 def _forecast(kappa: float, extrapolation: str | float) -> AlongLastStep:

@@ -45,7 +45,7 @@ LETTERS = {
 @register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
 def fo_dp_sgd(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     beta: Beta = 0.9,
     window: Window = 8,
@@ -59,7 +59,7 @@ def fo_dp_sgd(
 ) -> Method:
     """Fractional-order memory: each release blends in past ones by a tempered power law."""
     memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, history=history)
-    return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), memory=memory, rule=sgd(momentum))
 
 
 @register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
@@ -73,7 +73,7 @@ def post_fm(**options: Any) -> Method:
 @register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
 def uniform_memory(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     beta: Beta = 0.9,
     window: Window = 8,
@@ -81,13 +81,13 @@ def uniform_memory(
 ) -> Method:
     """Each release blends in the plain mean of the window: the ablation with equal weights."""
     memory = Blend(UniformWeights(), beta, window, history=history)
-    return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), memory=memory, rule=sgd(momentum))
 
 
 @register(FO_REFERENCE, CITE, letters=LETTERS, neutral=NEUTRAL)
 def exponential_memory(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     beta: Beta = 0.9,
     window: Window = 8,
@@ -96,7 +96,7 @@ def exponential_memory(
 ) -> Method:
     """Each release blends in the window with geometric weights: the ablation with short memory."""
     memory = Blend(ExponentialWeights(decay), beta, window, history=history)
-    return Method(clip=Flat(clip), memory=memory, rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), memory=memory, rule=sgd(momentum))
 
 
 def _fractional(

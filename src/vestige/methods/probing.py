@@ -26,23 +26,25 @@ Who = Annotated[str, "whose gradient is climbed: fresh (another sample), same (t
     neutral=Neutral({"rho": 0.0, "ascent": "own"}),
     aliases=("sa-dp-sgd",),
 )
-def dp_sam(*, clip: Bound = 1.0, momentum: Momentum = 0.0, rho: Radius = 0.05, ascent: Who = "fresh") -> Method:
+def dp_sam(
+    *, max_grad_norm: Bound = 1.0, momentum: Momentum = 0.0, rho: Radius = 0.05, ascent: Who = "fresh"
+) -> Method:
     """Sharpness-aware steps: the gradient is asked at the top of a noised ascent step."""
     probe: Any = Ascent(rho, ascent)  # type: ignore[arg-type]
-    return Method(clip=Flat(clip), probe=probe, rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), probe=probe, rule=sgd(momentum))
 
 
 @register(SAT_REFERENCE, "park2023sharpness", letters={"radius": "rho"}, neutral=Neutral({"rho": 0.0}))
 def dp_sat(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     rho: Radius = 0.03,
     along: Annotated[str, "what is climbed: the last release, or the last move (the momentum form)"] = "release",
 ) -> Method:
     """Sharpness-aware steps that climb along the last release: one gradient per step, at no extra price."""
     probe: Any = AgainstLastRelease(rho, along)  # type: ignore[arg-type]
-    return Method(clip=Flat(clip), probe=probe, rule=sgd(momentum))
+    return Method(clip=Flat(max_grad_norm), probe=probe, rule=sgd(momentum))
 
 
 @register(
@@ -51,11 +53,11 @@ def dp_sat(
     "extra release",
     releases="a noised sum of normalised gradients per step, and once per epoch a noised sum of clipped norms",
     price="T x SGM(boost q, z) + ceil(T / round(1/q)) x SGM(q, normaliser_noise z): boost q is the largest inclusion",
-    neutral=Neutral({"boost": 1.0, "clip": 1e-6}, like_options={"clip": 1e-6}),
+    neutral=Neutral({"boost": 1.0, "max_grad_norm": 1e-6}, like_options={"max_grad_norm": 1e-6}),
 )
 def dp_is(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     boost: Annotated[float, "candidates over expected batch: caps every inclusion probability"] = 2.0,
     normaliser_noise: Annotated[float, "noise multiplier of the sum of norms over the gradient's"] = 5.0,
@@ -64,7 +66,9 @@ def dp_is(
 
     The size of the dataset is public, as everywhere here, so only the sum of norms is released.
     """
-    return Method(clip=Flat(clip), probe=Importance(clip, boost, normaliser_noise), rule=sgd(momentum))
+    return Method(
+        clip=Flat(max_grad_norm), probe=Importance(max_grad_norm, boost, normaliser_noise), rule=sgd(momentum)
+    )
 
 
 @register(
@@ -77,11 +81,12 @@ def dp_is(
 )
 def least_squares(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     ridge: Annotated[float, "the ridge, in largest eigenvalues of the noise: a public number"] = 0.3,
 ) -> Method:
     """Least squares for a linear head, by one noised matrix of second moments: one question, solved for.
 
-    `clip` bounds the norm of an example's moments, which is 1 for a row of norm 1: with such rows nothing is clipped.
+    `max_grad_norm` bounds the norm of an example's moments, which is 1 for a row of norm 1: with such rows nothing is
+    clipped.
     """
-    return Method(clip=Flat(clip), probe=LeastSquares(ridge))
+    return Method(clip=Flat(max_grad_norm), probe=LeastSquares(ridge))

@@ -13,6 +13,7 @@ from vestige import balance as balances
 from vestige.checks import renamed
 from vestige.mechanism.groups import named_grouping
 from vestige.methods.base import Method, Origin, by_group
+from vestige.renaming import CLIP, current
 
 PrivacyClass = Literal["post-processing", "extra release", "selection", "correlated noise"]
 ONE_SUM = "one noised sum of clipped gradients per step"
@@ -101,11 +102,12 @@ def register(
 
     def add(make: Callable[..., Method]) -> Callable[..., Method]:
         name = make.__name__.replace("_", "-")
-        known = {"bound": "clip", **(letters or {})}
+        known = {"bound": "max_grad_norm", **(letters or {})}
         signature = inspect.signature(make)
 
         @wraps(make)
         def named(**options: Any) -> Method:
+            options = current(options, CLIP)
             chosen = signature.bind(**options)
             chosen.apply_defaults()
             with renamed(known):
@@ -121,10 +123,25 @@ def register(
     return add
 
 
+WRITTEN = {"max_grad_norm": "clip"}
+"""What ledgers and run folders call an option: they keep the name that they began with."""
+
+
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by name, including those that a function passes on (`options_of`)."""
+    """Options as they are written down, including those that a function passes on (`options_of`)."""
     rest = arguments.get("options", {})
-    return {**{name: value for name, value in arguments.items() if name != "options"}, **rest}
+    return as_written({**{name: value for name, value in arguments.items() if name != "options"}, **rest})
+
+
+def as_written(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by the names that records have for them."""
+    return {WRITTEN.get(name, name): value for name, value in options.items()}
+
+
+def as_given(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that were written down, by the names that methods take them by."""
+    names = {old: new for new, old in WRITTEN.items()}
+    return {names.get(name, name): value for name, value in written.items()}
 
 
 def options_of(
@@ -141,19 +158,19 @@ def options_of(
     return declare
 
 
-def build(name: str, *, groups: str | None = None, balance: str | None = None, **options: Any) -> Method:
+def make_method(name: str, *, groups: str | None = None, balance: str | None = None, **options: Any) -> Method:
     """A method by name, with its options; an unknown name or option is refused with the nearest known one.
 
     Any method may clip by groups of parameters instead: `groups` is layers, flat, or patterns; and any may balance its
     steps: `balance` is relative, or plain.
 
     >>> import vestige
-    >>> vestige.build("fo-dp-sgd", beta=0.8).memory.fresh_weight
+    >>> vestige.make_method("fo-dp-sgd", beta=0.8).memory.fresh_weight
     0.8
-    >>> vestige.build("dp-sgd", groups="layers").grouping
+    >>> vestige.make_method("dp-sgd", groups="layers").grouping
     Layers()
     """
-    entry = find(name)
+    entry, options = find(name), current(options, CLIP)
     unknown = [key for key in options if key not in entry.options]
     if unknown:
         known = ", ".join((*entry.options, "groups", "balance"))

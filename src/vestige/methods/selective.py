@@ -32,7 +32,7 @@ RELEASES = "per trial: whether it was accepted, and the move if it was"
 PRICE = "M trials x the trial's dominating pair; by every-trial: M x (SGM(q, sigma_t) + SGM(q_v, sigma_v))"
 TEST = {"multiplier": "sigma_v", "each": "clip_each", "expected_batch": "validation_batch"}
 """The papers' names for the fields of the loss test."""
-ACCEPTS = {"threshold": inf, "clip": 1.0, "momentum": 0.0}
+ACCEPTS = {"threshold": inf, "max_grad_norm": 1.0, "momentum": 0.0}
 
 
 @register(
@@ -46,7 +46,7 @@ ACCEPTS = {"threshold": inf, "clip": 1.0, "momentum": 0.0}
 )
 def dpsur(
     *,
-    clip: Bound = 0.1,
+    max_grad_norm: Bound = 0.1,
     momentum: Momentum = 0.9,
     sigma_t: SigmaT = None,
     sigma_v: SigmaV = 1.3,
@@ -58,7 +58,7 @@ def dpsur(
 ) -> Method:
     """DP-SGD that keeps a move only if a noisy loss test on a fresh sample passes it."""
     test = _test(sigma_v, clip_loss, threshold, validation_batch, clip_each, accounting)
-    return Method(clip=Flat(clip), rule=sgd(momentum), gate=test, noise_multiplier=sigma_t)
+    return Method(clip=Flat(max_grad_norm), rule=sgd(momentum), gate=test, noise_multiplier=sigma_t)
 
 
 @register(
@@ -72,7 +72,7 @@ def dpsur(
 )
 def dpsgd_br(
     *,
-    clip: Bound = 0.1,
+    max_grad_norm: Bound = 0.1,
     momentum: Momentum = 0.9,
     sigma_t: SigmaT = None,
     sigma_v: SigmaV = 1.37,
@@ -108,7 +108,7 @@ def dpsgd_br(
             decay = PhasedDecay(signal, decay_fast, decay_slow, progress_threshold, decay_until)
     with renamed({"tie": "theta_k"}):
         gate = BufferedRejection(test, buffer, theta_k, max_rejects, as_printed, decay)
-    return Method(clip=Flat(clip), rule=sgd(momentum), gate=gate, noise_multiplier=sigma_t)
+    return Method(clip=Flat(max_grad_norm), rule=sgd(momentum), gate=gate, noise_multiplier=sigma_t)
 
 
 GRID = 0.02

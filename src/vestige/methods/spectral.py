@@ -25,7 +25,7 @@ Reading = Annotated[str, "a convolution as one matrix (flatten) or one per kerne
 GateName = Annotated[str, "paper; disjoint: even lags against odd ones, no noise in common; open: none"]
 Shuffled = Annotated[bool, "the paper's ablation: layers get each other's exponents, in an order of each step's own"]
 ClipPerLayer = Annotated[
-    bool, "--clip bounds each layer's gradient, not the whole one (which has sqrt(layers) times it)"
+    bool, "--max-grad-norm bounds each layer's gradient, not the whole one (which has sqrt(layers) times it)"
 ]
 
 REFERENCE = "Partohaghighi and Marcia, SMA-DP: Spectral Memory-Aware Differential Privacy, arXiv:2605.20450"
@@ -46,7 +46,7 @@ LETTERS = {
 @register(REFERENCE, CITE, price=PRICE, neutral=NEUTRAL, letters=LETTERS)
 def sma_dp_sgd(
     *,
-    clip: Bound = 1.0,
+    max_grad_norm: Bound = 1.0,
     momentum: Momentum = 0.0,
     beta: Beta = 0.95,
     window: Window = 4,
@@ -80,7 +80,7 @@ def sma_dp_sgd(
         spectrum_lag,
         shuffled,
     )
-    clips = PerGroup(clip, each=clip_per_layer)
+    clips = PerGroup(max_grad_norm, each=clip_per_layer)
     return Method(clip=clips, memory=memory, rule=sgd(momentum), grouping=Layers())
 
 

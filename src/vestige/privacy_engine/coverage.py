@@ -40,6 +40,18 @@ def require_covered(module: nn.Module, optimizer: Optimizer) -> None:
             raise ValueError(f"parameter {name!r} is trainable but not in the optimizer: add it, or freeze it")
 
 
+def require_inner_hooks(module: nn.Module) -> None:
+    """Refuse a module whose weights its own hooks compute: they run before the pass that is followed. Those of inner
+    modules run inside it."""
+    for hook in module._forward_pre_hooks.values():
+        if type(hook).__name__ in ("SpectralNorm", "WeightNorm"):
+            raise ValueError(
+                f"module: torch.nn.utils.{'spectral' if 'Spec' in type(hook).__name__ else 'weight'}_norm computes its "
+                "weight in a hook that runs before the private pass: use the function of that name in "
+                "torch.nn.utils.parametrizations, which computes the same, or put the module into an nn.Sequential"
+            )
+
+
 def require_own(optimizer: Optimizer, own: Iterable[Tensor]) -> None:
     """Before a move: nothing that was added to the optimizer since would move."""
     if any(parameter.grad is not None for parameter in _foreign(optimizer, own)):

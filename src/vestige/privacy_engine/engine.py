@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +33,11 @@ from vestige.mechanism.loading import check_loader, rate_of
 from vestige.mechanism.losses.criteria import batch_mean
 from vestige.mechanism.users.loops import LoaderOfUsers, of_users
 from vestige.methods.base import Method, require_shardable
-from vestige.methods.registry import METHODS, build
+from vestige.methods.registry import METHODS, make_method
 from vestige.optim.rules import OPTIMIZERS, Rule
-from vestige.privacy_engine.coverage import require_covered
+from vestige.privacy_engine.coverage import require_covered, require_inner_hooks
 from vestige.privacy_engine.loaders import draws_per_epoch, private_loader
-from vestige.privacy_engine.optimizer_step import PrivateSteps, inner
+from vestige.privacy_engine.optimizer_step import PrivateSteps, inner, require_ordinary
 from vestige.privacy_engine.parts import (
     AnyRows,
     Parts,
@@ -59,16 +58,19 @@ from vestige.questions import BudgetSpent, Question, SampledGaussian
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare
 from vestige.randomness.sampling import Sampling, Shuffled, sampling_by_name
+from vestige.renaming import Now, renamed_arguments
 from vestige.tasks import of_file
 from vestige.training.detectors import Doubt, doubts, tell
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, part_of_a_run
 from vestige.training.planning import choose_rate
 from vestige.training.results import Joined, OneRun, audited, known_of_a_run
 
+M = TypeVar("M", bound=nn.Module)
+"""The model stays what it was."""
 ACCOUNTANTS = {"pld": "pld", "prv": "pld", "rdp": "rdp"}
 ELSEWHERE = {
     "grad_sample_mode": "there is one engine here, which materialises no example's gradient: leave it out",
-    "clipping": "clip by layers with method=vestige.build('dp-sgd', groups='layers'), adaptively with vestige.train",
+    "clipping": "by layers: method=vestige.make_method('dp-sgd', groups='layers'); adaptively: by vestige.train",
     "batch_first": "examples are on the first axis of the model's inputs: leave it out",
     "noise_generator": "noise comes from the operating system, or PrivacyEngine(reproducible=seed): leave it out",
     "wrap_model": "the model is never wrapped: leave it out",
@@ -99,6 +101,7 @@ class PrivacyEngine(HoldsKey):
     for one row or a blank in its place (the number of rows is public), under the assumptions of `guarantee(delta)`.
     """
 
+    @renamed_arguments({"record": Now("cuda_graphs")})
     def __init__(
         self,
         *,
@@ -110,7 +113,6 @@ class PrivacyEngine(HoldsKey):
         cuda_graphs: bool = True,
         nonprivate_outputs: bool = False,
         audit: int | None = None,
-        record: bool | None = None,
     ) -> None:
         """One engine for one model.
 
@@ -143,9 +145,7 @@ class PrivacyEngine(HoldsKey):
         self._steps: PrivateSteps | None = None
         self._loop: ShardedLoop | None = None
         """How a module that is sharded among processes is trained."""
-        if record is not None:
-            warnings.warn("record= is called cuda_graphs= now", DeprecationWarning, stacklevel=2)
-        self._cuda_graphs = cuda_graphs if record is None else record
+        self._cuda_graphs = cuda_graphs
         self._reads = 0
         """Places where the loop reads values of its examples, as far as they are in the ledger."""
         self._collates = False
@@ -162,7 +162,7 @@ class PrivacyEngine(HoldsKey):
     def make_private(
         self,
         *,
-        module: nn.Module,
+        module: M,
         optimizer: Optimizer,
         data_loader: DataLoader[Any],
         noise_multiplier: float,
@@ -182,7 +182,7 @@ class PrivacyEngine(HoldsKey):
         target_delta: float | None = None,
         budget: Budget = None,
         **others: Any,
-    ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
+    ) -> tuple[M, Optimizer, DataLoader[Any]]:
         """Private training with a given noise multiplier; the memory of any method, the moves of your own optimizer.
 
         What comes back is the same module, the same optimizer, and a loader of Poisson samples at the rate
@@ -218,11 +218,10 @@ class PrivacyEngine(HoldsKey):
         refuse_others(others)
         if self._steps is not None:
             raise ValueError("make_private was called before: use a new PrivacyEngine for each model")
-        wrapper, module = module, unwrapped(module)
-        group, loop = self._join(module)
-        user_module = module
-        if loop is not None:  # what is looked at, and what passes run in, are whole
-            module = loop.skeleton
+        wrapper, user_module = module, unwrapped(module)
+        group, loop = self._join(user_module)
+        # What is looked at, and what passes run in, are whole.
+        whole = user_module if loop is None else loop.skeleton
 
         owned = group.together(lambda: of_users(data_loader, users, sample, rows_per_user, cap, target_delta))
         seen, data_loader = doubts(data_loader), owned.loader
@@ -238,8 +237,10 @@ class PrivacyEngine(HoldsKey):
                 raise ValueError(f"loss_reduction={loss_reduction!r} must be 'mean' or 'sum'")
             require_no_accumulation()
             require_known_processes()
-            require_independent(module)
-            require_finite(module)
+            require_ordinary(user_module, optimizer)
+            require_inner_hooks(user_module)
+            require_independent(whole)
+            require_finite(whole)
             require_covered(user_module, optimizer)
             moves = inner(optimizer)
             check_loader(data_loader)
@@ -250,11 +251,11 @@ class PrivacyEngine(HoldsKey):
                 raise ValueError(
                     "steps_per_batch and max_physical_batch_size: take several steps on whole batches only"
                 )
-            chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
+            chosen = _fit_for_a_loop(make_method(method) if isinstance(method, str) else method)
             _require_rule(chosen, moves)
             size = max_physical_batch_size
             if size == "auto":
-                size = _largest_part(module, data_loader, chosen)
+                size = _largest_part(whole, data_loader, chosen)
             with renamed({"bound": "max_grad_norm"}):
                 chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
             if loop is not None:
@@ -287,13 +288,13 @@ class PrivacyEngine(HoldsKey):
         people = len(data_loader.dataset)  # type: ignore[arg-type]
         rate = drawn.rate
         self._collates = data_loader.collate_fn not in (None, default_collate)
-        size, expected = Layout.of(module).size, max(1, round(rate * people))
+        size, expected = Layout.of(whole).size, max(1, round(rate * people))
         read_one_by_one = group.size > 1 and not isinstance(data_loader.dataset, TensorDataset)
         self._facts = replace(self._facts, sampling=drawn.kind, coordinates=size, users=owned.users)
         self._delta = target_delta
         source = Provenance(data=data_loader.dataset, of_file=of_file)
         layout, begun = self._open(
-            chosen, module, rate, noise_multiplier, target_delta, max_batch, moves, (budget, source)
+            chosen, whole, rate, noise_multiplier, target_delta, max_batch, moves, (budget, source)
         )
         largest = min(filter(None, (physical_batch, max_batch)), default=None)
         if loop is not None:
@@ -306,8 +307,8 @@ class PrivacyEngine(HoldsKey):
         recorded = sizes if self._cuda_graphs and loop is None and self._audit is None else ()
         planted = None
         if self._audit is not None:
-            planted = Canaries(self._audit, layout, next(module.parameters()).device, self._canary_key)
-        passes = Passes(module, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted, loop)
+            planted = Canaries(self._audit, layout, next(whole.parameters()).device, self._canary_key)
+        passes = Passes(whole, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted, loop)
         planned = SampledGaussian(rate, noise_multiplier)
         prepare(passes.device)
         self._steps = PrivateSteps(
@@ -390,7 +391,7 @@ class PrivacyEngine(HoldsKey):
     def make_private_with_epsilon(
         self,
         *,
-        module: nn.Module,
+        module: M,
         optimizer: Optimizer,
         data_loader: DataLoader[Any],
         target_epsilon: float,
@@ -407,7 +408,7 @@ class PrivacyEngine(HoldsKey):
         rows_per_user: int | Literal["median"] | None = None,
         cap: int | None = None,
         **options: Any,
-    ) -> tuple[nn.Module, Optimizer, DataLoader[Any]]:
+    ) -> tuple[M, Optimizer, DataLoader[Any]]:
         """As `make_private`, with the noise that spends `target_epsilon` in `epochs` passes over the loader, or in as
         many `draws` of it.
 
@@ -425,7 +426,7 @@ class PrivacyEngine(HoldsKey):
             check_steps(epochs, "epochs")
             draws = epochs * draws_per_epoch(drawn.rate)
         check_steps(draws, "draws")
-        chosen = _fit_for_a_loop(build(method) if isinstance(method, str) else method)
+        chosen = _fit_for_a_loop(make_method(method) if isinstance(method, str) else method)
 
         def asked(multiplier: float) -> dict[Question, int]:
             each = SampledGaussian(drawn.rate, multiplier / sqrt(steps_per_batch))
@@ -786,7 +787,7 @@ def _require_rule(method: Method, optimizer: Optimizer) -> None:
     """Refuse a method that moves by something else than the user's optimizer: in a loop the optimizer moves, and what
     the method says of that would be dropped without a word. Plain SGD leaves the choice to the user."""
     rule, name = method.rule, method.name
-    usual = build(name).rule if name in METHODS else Rule()
+    usual = make_method(name).rule if name in METHODS else Rule()
     options = usual.options if usual.optimizer is rule.optimizer else {}
     said = {key: value for key, value in rule.options.items() if value and value != options.get(key)}
     if rule.optimizer is torch.optim.SGD and not said:

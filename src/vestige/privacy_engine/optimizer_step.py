@@ -21,7 +21,7 @@ from vestige.optim.learner import Learner, scales_of
 from vestige.optim.optimizers.moves import Moves, balanced
 from vestige.optim.probes import At, ask
 from vestige.privacy_engine.coverage import FirstMove, require_own
-from vestige.privacy_engine.passes import Passes
+from vestige.privacy_engine.passes import Passes, PrivateEntrance
 from vestige.processes.plan import require_same_group, require_same_model
 from vestige.processes.shards import ShardedSum
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
@@ -46,6 +46,20 @@ def inner(optimizer: Optimizer) -> Optimizer:
         raise ValueError(SCALED)
     held = getattr(optimizer, "optimizer", None)
     return inner(held) if isinstance(held, Optimizer) else optimizer
+
+
+def require_ordinary(module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse to make private what is private already, as where a cell of a notebook runs again: the model has learned
+    from steps that the new engine's epsilon would not count."""
+    private = [name for name, each in module.named_modules() if isinstance(each._compiled_call_impl, PrivateEntrance)]
+    if private or isinstance(vars(inner(optimizer)).get("zero_grad"), Discarding):
+        what = "optimizer" if not private else "module" if private[0] == "" else f"module: its part {private[0]!r}"
+        raise ValueError(
+            f"{what} was made private before, and a new engine would not count what its earlier steps cost: make the "
+            "model and the optimizer anew (in a notebook, run the cells that make them again), or go on with the "
+            "engine, optimizer and loader that it has. To train its weights further, load its state_dict into a new "
+            "model, and add both epsilons"
+        )
 
 
 class Held:

@@ -95,7 +95,7 @@ class Recipe:
         return {
             "recipe": self.name,
             "method": self.method,
-            "options": {"clip": self.clip, **momentum},
+            "options": {"max_grad_norm": self.clip, **momentum},
             "epsilon": epsilon,
             "sample_rate": self.sample_rate,
             "steps": round(at(self.steps, epsilon)),

@@ -10,7 +10,7 @@ from torch import nn
 
 from vestige.mechanism.augmentation import Augment
 from vestige.methods.base import Method
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.tasks.models import lay_out, network
 from vestige.training.run import train
 
@@ -33,18 +33,19 @@ def seconds_a_step(
     torch.manual_seed(0)
     model = network(name, shape, 10)
     lay_out(model, device, beside=bfloat16 and device.startswith("cuda"))
-    data = torch.randn(2 * batch, *shape), torch.randint(10, (2 * batch,))
+    rows = batch if batch == 1 else 2 * batch  # of one example alone some samples would be empty
+    data = torch.randn(rows, *shape), torch.randint(10, (rows,))
     training = train(
         model,
         nn.functional.cross_entropy,
         data,
         method=method,
-        sample_rate=0.5,
+        sample_rate=batch / rows,
         steps=steps + 2,
         noise_multiplier=1.0,
         delta=1e-9,
         lr=1e-3,
-        physical_batch=physical_batch,
+        max_physical_batch_size=physical_batch,
         bfloat16=bfloat16,
     )
     marks = []
@@ -56,11 +57,17 @@ def seconds_a_step(
 
 
 def views_per_second(
-    name: str, shape: tuple[int, ...], *, augment: int | None, device: str = "cpu", batch: int | None = None
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    augment: int | None,
+    device: str = "cpu",
+    batch: int | None = None,
+    steps: int = 4,
 ) -> float:
     """How many views of made-up examples are trained on in a second."""
     large = batch or (256 if device.startswith("cuda") else 8)
-    method = build("dp-sgd")
+    method = make_method("dp-sgd")
     method = method if augment is None else replace(method, augment=Augment(augment))
-    spent = seconds_a_step(name, shape, batch=large, method=method, device=device)
+    spent = seconds_a_step(name, shape, batch=large, method=method, device=device, steps=steps)
     return large * (augment or 1) / spent

@@ -18,7 +18,7 @@ from vestige.compare.report.drawing import Figure, Point, Series
 from vestige.compare.report.html import items, table, text
 from vestige.compare.report.page import document, panels
 from vestige.files import write_atomically
-from vestige.integrations.model_card import card
+from vestige.integrations.model_card import model_card
 from vestige.synthesis.schema import Codes, Column
 
 DRAWN = 24
@@ -128,7 +128,7 @@ def card_of(folder: Path, made: Synthesis, file: str) -> str:
         f"---\ntags:\n- synthetic\n- differential-privacy\n---\n\n# {folder.resolve().name}\n\n`{file}` has "
         f"{made.count:,} made-up {made.kind}, by `vestige synthesize` ({made.method}). None of them is anybody's; "
         f"how like the private data they are is bounded by what follows.\n\n| measured | |\n|---|---|\n{measured}\n\n"
-        f"{card(folder)}"
+        f"{model_card(folder)}"
     )
 
 

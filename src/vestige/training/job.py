@@ -14,7 +14,7 @@ import torch
 from vestige import assumptions, tasks
 from vestige import balance as balances
 from vestige.budget.account import Budget, account_of
-from vestige.checks import accounted_multiplier, check_epsilon, check_steps, renamed
+from vestige.checks import accounted_multiplier, check_epsilon, check_steps, renamed, secure_mode
 from vestige.devices import check_device
 from vestige.mechanism.augmentation import Augment
 from vestige.mechanism.clipping import Flat
@@ -22,7 +22,7 @@ from vestige.mechanism.evaluation import PrivateEvaluation
 from vestige.mechanism.groups import HeadFirst, HeadLast, named_grouping, named_split
 from vestige.mechanism.moments import PrivateMoments, with_moments
 from vestige.methods.base import Method, by_group
-from vestige.methods.registry import build
+from vestige.methods.registry import as_given, make_method
 from vestige.optim import averaging
 from vestige.optim.rules import named
 from vestige.processes.plan import processes
@@ -46,10 +46,13 @@ class Job:
     task: str
     recipe: str | None = None
     """The recipe that the settings come from, where they do."""
-    method: str = "fo-dp-sgd"
+    method: str = "dp-sgd"
     options: dict[str, Any] = field(default_factory=dict)
     data: str | None = None
+    batch_size: int | None = None
+    """In the place of the rate."""
     sample_rate: float = 0.05
+    epochs: int | None = None
     steps: int | None = None
     delta: float = 1e-5
     epsilon: float | None = None
@@ -100,7 +103,7 @@ class Job:
 
 
 def method_of(job: Job) -> Method:
-    method = _divided(build(job.method, **job.options), job)
+    method = _divided(make_method(job.method, **job.options), job)
     if job.balance is not None:
         method = replace(method, balance=balances.named(job.balance))
     if job.average is not None:
@@ -205,7 +208,9 @@ def start(
         task.loss,
         task.train,
         method=method,
-        sample_rate=job.sample_rate,
+        batch_size=job.batch_size,
+        sample_rate=None if job.batch_size is not None else job.sample_rate,
+        epochs=job.epochs,
         steps=job.steps,
         delta=job.delta,
         epsilon=job.epsilon,
@@ -217,10 +222,11 @@ def start(
         sample=job.sample,  # type: ignore[arg-type]
         rows_per_user=job.rows_per_user,  # type: ignore[arg-type]
         cap=job.cap,
-        noise=job.noise,
-        engine=job.engine,
+        secure_mode=secure_mode(job.noise),
+        cuda_graphs=job.engine != "unrecorded",
+        engine="bookkeeping" if job.engine == "unrecorded" else job.engine,
         bfloat16=job.bfloat16,
-        physical_batch=job.physical_batch,
+        max_physical_batch_size=job.physical_batch,
         reproducible=job.seed if job.reproducible else None,
         out=out,
         resume=resume,
@@ -228,7 +234,7 @@ def start(
             "job": {**asdict(job), "options": {key: _written(value) for key, value in job.options.items()}},
             **beginning,
         },
-        public=_public_examples(job, method),
+        validation_data=_public_examples(job, method),
         normalise=moments,
         evaluate=_evaluation(job),
         audit=job.audit,
@@ -357,7 +363,7 @@ def load(folder: RunFolder) -> Job:
             f"{folder.path / 'run.json'}: the job has {', '.join(sorted(unknown))}, which this version does not know: "
             "resume it with the version that began it, or restore the file"
         )
-    return Job(**{**job, "options": options})
+    return Job(**{**job, "options": as_given(options)})
 
 
 def _written(option: Any) -> Any:

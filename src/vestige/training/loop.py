@@ -36,6 +36,13 @@ class Record:
     epsilon: float | None = None
     accepted: bool = True
 
+    def keys(self) -> list[str]:
+        """With `[]`, what `dict(record)` is made of: plain numbers and lists, as JSON has them."""
+        return list(self.to_json())
+
+    def __getitem__(self, key: str) -> Any:
+        return self.to_json()[key]
+
     def to_json(self) -> dict[str, Any]:
         seen = {name: _plain(value.tolist()) for name, value in self.diagnostics.items()}
         row = {"step": self.step, "epsilon": self.epsilon, **seen}

@@ -26,7 +26,7 @@ WORKING_VECTORS = 6
 """Flat vectors that a step needs besides the engine's: the sum, its noise, the direction, the mean and two more."""
 
 
-def check_physical_batch(value: Any, name: str = "physical_batch") -> None:
+def check_physical_batch(value: Any, name: str = "max_physical_batch_size") -> None:
     if value is None or value == "auto" or (isinstance(value, int) and value >= 1):
         return
     raise ValueError(f"{name}={value!r} must be a whole number from 1 up, or 'auto'")

@@ -31,6 +31,9 @@ class Request:
 
     sample_rate: float
     delta: float
+    batch_size: int | None = None
+    """In the place of the rate, which follows from it once the size of the dataset is known (`paced`)."""
+    epochs: int | None = None
     steps: int | None = None
     epsilon: float | None = None
     noise_multiplier: float | None = None
@@ -44,6 +47,20 @@ class Request:
     """Whose presence is hidden; None: one row's."""
     owners: Any = None
     """The owner of each row, where a step keeps so many rows of one at most."""
+
+    def paced(self, population: int) -> Request:
+        """With the rate that `batch_size` is, and the steps that `epochs` are, of so many examples or users."""
+        rate, steps = self.sample_rate, self.steps
+        if self.batch_size is not None:
+            check_steps(self.batch_size, "batch_size")
+            if self.batch_size > population:
+                raise ValueError(f"batch_size={self.batch_size} is more than the {population} that data hold")
+            rate = self.batch_size / population
+        if self.epochs is not None and steps is None:
+            check_steps(self.epochs, "epochs")
+            check_rate(rate)
+            steps = self.epochs * max(1, round(1 / rate))
+        return replace(self, sample_rate=rate, steps=steps, batch_size=None, epochs=None)
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from html import escape
+from math import nan
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
+from weakref import finalize
 from zlib import crc32
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,7 +24,8 @@ from vestige import accounting, assumptions
 from vestige.accounting.budgets import FilteredBudget, Reserving
 from vestige.balance import Constants
 from vestige.budget.account import Budget, Provenance, attach, continued
-from vestige.checks import check_steps
+from vestige.checks import check_number, check_steps, renamed
+from vestige.devices import check_device
 from vestige.engines.cuda_graphs import Captured, sizes_of
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
@@ -35,14 +40,15 @@ from vestige.mechanism.comparisons import Comparisons
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.evaluation import Evaluator, PrivateEvaluation
 from vestige.mechanism.examples import Data, Examples, Source
-from vestige.mechanism.loading import Loading, check_loader, rate_of
-from vestige.mechanism.losses.criteria import check_shifted
+from vestige.mechanism.frames import columns_of, is_frame
+from vestige.mechanism.loading import Loading, Target, check_loader, rate_of
+from vestige.mechanism.losses.criteria import check_shifted, check_targets
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
 from vestige.mechanism.moments import FirstSums
 from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
 from vestige.mechanism.users.views import KeptExamples, UserEngine, UserExamples
 from vestige.methods.base import Method, require_shardable
-from vestige.methods.registry import build
+from vestige.methods.registry import make_method
 from vestige.optim.rules import Scheduling, grouped
 from vestige.processes.group import ALONE, Processes, digest
 from vestige.processes.ledger import ledger_of
@@ -59,12 +65,13 @@ from vestige.processes.plan import (
 from vestige.processes.shards import Shards, require_summable
 from vestige.processes.sums import ShardedSums, Sums
 from vestige.questions import BudgetSpent, Question
-from vestige.randomness.correlated import ARITHMETICS, NoiseSequence
+from vestige.randomness.correlated import NoiseSequence
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.lattice import prepare
 from vestige.records import LedgerEnd, RunResult, Selection
+from vestige.renaming import GRAPHS, NOISE, PARTS, VALIDATION, renamed_arguments
 from vestige.tasks import of_file
-from vestige.training import persistence
+from vestige.training import loggers, persistence
 from vestige.training.detectors import doubts, tell
 from vestige.training.loop import Public, Record, TrainingState, accuracy, run
 from vestige.training.physical_batch import PhysicalBatch, check_physical_batch, made_up, part_of_a_run
@@ -81,17 +88,21 @@ PRICED = ("poisson", "allocation", "truncated")
 """Samplings whose cost is shown at every step."""
 
 
+@renamed_arguments(PARTS, NOISE, GRAPHS, VALIDATION)
 def train(
     model: nn.Module,
-    loss: Loss,
+    loss: Loss | type[nn.Module],
     data: Data,
     *,
-    method: Method | str = "fo-dp-sgd",
+    method: Method | str = "dp-sgd",
+    batch_size: int | None = None,
     sample_rate: float | None = None,
+    epochs: int | None = None,
     steps: int | None = None,
     delta: float,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
+    max_grad_norm: float | None = None,
     lr: float | Literal["auto"] = "auto",
     lr_scheduler: Scheduling | None = None,
     param_groups: Sequence[Mapping[str, Any]] | None = None,
@@ -101,11 +112,13 @@ def train(
     sample: Literal["rows", "users"] = "rows",
     rows_per_user: int | Literal["median"] | None = None,
     cap: int | None = None,
-    noise: str = "lattice",
-    physical_batch: PhysicalBatch = None,
+    secure_mode: bool = True,
+    max_physical_batch_size: PhysicalBatch = None,
+    cuda_graphs: bool = True,
     engine: str = "bookkeeping",
     bfloat16: bool = False,
-    target: str | None = None,
+    device: str | torch.device | None = None,
+    target: Target = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -113,7 +126,8 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     request: dict[str, Any] | None = None,
-    public: tuple[Tensor, Tensor] | None = None,
+    log_to: str | Sequence[str] = (),
+    validation_data: tuple[Tensor, Tensor] | None = None,
     normalise: FirstSums | None = None,
     statistics: PrivateStatistics | None = None,
     evaluate: PrivateEvaluation | Literal["private"] | None = None,
@@ -122,20 +136,24 @@ def train(
     nonprivate_transcript: str | Path | None = None,
     nonprivate_logs: bool = False,
 ) -> Training:
-    """Train `model` in place with differential privacy; iterate over the result to perform the steps.
+    """Train `model` in place with differential privacy; `.run()`, or iterate over the result, to perform the steps.
 
     Give `epsilon` (the noise follows), or `noise_multiplier` (epsilon follows), or both: then training stops before
     epsilon is exceeded, and without `steps` as many are planned as it affords.
 
-    - `loss(outputs, targets)` is any loss of a batch, such as `nn.functional.cross_entropy`; it is applied to one
-      example at a time.
+    - `loss(outputs, targets)` is any loss of a batch, such as `nn.functional.cross_entropy`, or a class of them, such
+      as `nn.CrossEntropyLoss`; it is applied to one example at a time.
     - `data` is a tuple of tensors or arrays (inputs..., targets), or anything with rows that are such tuples, or
       dictionaries: a list, a map-style dataset, one of Hugging Face, a DataLoader (whose batches are replaced by
       Poisson samples). The model is given the columns of a dictionary by name, but for `target` ("labels", unless
-      said), which the loss is given.
+      said), which the loss is given. Of a pandas DataFrame it is given all other columns as one matrix of floats.
+    - `target` may be several columns, or a number: of tuples, how many of the last fields. The loss is then given all
+      of them, `loss(outputs, label, weight)`: per-row weights, say.
     - `method` is the name of one (`vestige methods`) or a value: `vestige.fo_dp_sgd(beta=0.8)`. A step of a selective
       method is a trial, kept or not.
-    - `sample_rate` is the probability that an example joins a step; `delta` lies below 1 / examples.
+    - `batch_size` is the expected size of a sample; or give `sample_rate`, the probability that an example joins a
+      step. `epochs` is so many times 1 / sample_rate steps; or give `steps`. `delta` lies below 1 / examples.
+    - `max_grad_norm` bounds each example's gradient; None leaves the method's own bound, which is 1 for most.
     - `lr` is a number, or "auto", which sees public numbers only. `lr_scheduler` makes a torch scheduler of the
       optimizer, and `param_groups` are those of torch.optim: options by group, `lr` where a group gives none.
     - `sampling="allocation"` uses every example once an epoch, in one of its 1 / sample_rate steps, drawn uniformly: an
@@ -147,17 +165,20 @@ def train(
       step keeps at most `cap`. `sample="users"`: each user joins with probability `sample_rate`, and the mean of the
       user's rows (at most `cap`, drawn for each step) is clipped once; `sampling` then draws users. `delta` lies below
       1 / users.
-    - `noise="float32"` adds noise in floating point, which is faster on a CPU and rests on one more assumption.
-    - `physical_batch` splits each sample into parts of that size, which changes memory and nothing else; "auto" finds
-      the largest that fits, on made-up examples. `engine` is "bookkeeping", "unrecorded" or "reference", which is slow.
-      `bfloat16` runs the model under torch's autocast; norms, sums and noise stay what they are.
+    - `secure_mode=False` adds noise in floating point, not in integers, which is faster on a CPU and rests on one more
+      assumption.
+    - `max_physical_batch_size` splits each sample into parts of that size, which changes memory and nothing else;
+      "auto" finds the largest that fits, on made-up examples. `cuda_graphs=False` runs the steps on a GPU launch by
+      launch. `engine` is "bookkeeping" or "reference", which is slow. `bfloat16` runs the model under torch's autocast;
+      norms, sums and noise stay what they are. `device` is where the model is moved to first.
     - `collate_fn`, `num_workers` and `pin_memory` are those of a DataLoader: workers read the next samples while one is
       computed, and every example is collated, and padded, by itself.
     - `reproducible=seed` makes noise and sampling predictable, for tests: such a run protects nobody and has no
       epsilon.
     - With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
-      `request` is written there beside them.
-    - `public` are validation examples that need no protection, for schedules that look at them. `normalise` asks,
+      `request` is written there beside them. `log_to` also logs what is released to "tensorboard:FOLDER",
+      "mlflow:URI" or "wandb:PROJECT", or to several of them.
+    - `validation_data` are examples that need no protection, for schedules that look at them. `normalise` asks,
       before the first step, for the moments that the model's first module standardises its inputs with
       (`with_moments`).
     - `statistics` is what `vestige.private_statistics` returned about the same rows: its questions are planned and
@@ -175,10 +196,9 @@ def train(
 
     >>> import torch, vestige
     >>> model, data = torch.nn.Linear(4, 2), (torch.randn(200, 4), torch.randint(2, (200,)))
-    >>> training = vestige.train(
-    ...     model, torch.nn.functional.cross_entropy, data, epsilon=3, delta=1e-5, sample_rate=0.1, steps=5)
+    >>> training = vestige.train(model, torch.nn.CrossEntropyLoss, data, epsilon=3, delta=1e-5, batch_size=50, epochs=1)
     >>> [record.step for record in training]
-    [0, 1, 2, 3, 4]
+    [0, 1, 2, 3]
     >>> training.guarantee().epsilon <= 3
     True
 
@@ -186,6 +206,15 @@ def train(
     for one row or a blank in its place (the number of rows is public), under the assumptions listed in
     `training.guarantee().assumptions`.
     """
+    if device is not None:
+        check_device(str(device))
+        model.to(device)
+    if isinstance(loss, type):
+        loss = loss()
+    if is_frame(data):
+        data, target, users = columns_of(data, target, users)
+    sinks = [log_to] if isinstance(log_to, str) else list(log_to)
+    loggers.check(sinks)
     model = unwrapped(model)
     group = processes(next(model.parameters()).device)
     group.agree({"resume": resume, "out": out is not None, "audit": audit, "sharded": sharded(model)})
@@ -205,32 +234,31 @@ def train(
             require_finite(model)
         if shards is not None:
             _check_shardable(engine, audit, param_groups, bfloat16)
-        if noise not in ARITHMETICS:
-            raise ValueError(f"noise={noise!r} is unknown; choose from {', '.join(ARITHMETICS)}")
-        check_physical_batch(physical_batch)
-        chosen = build(method) if isinstance(method, str) else method
-        if not isinstance(chosen, Method):
-            raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
+        check_physical_batch(max_physical_batch_size)
+        chosen = _chosen(method, max_grad_norm)
         rows, owned = _owned(data, users, sample, rows_per_user, cap)
         loading, rate = Loading(collate_fn=collate_fn, num_workers=num_workers, pin_memory=pin_memory), sample_rate
         rate = 1.0 if rate is None and chosen.probe.solves else rate
         if isinstance(data, DataLoader):
             loading, rate = _of_loader(data, loading, rate, sampling)
-        if rate is None:
-            raise ValueError(
-                "sample_rate=None: give the probability that an example joins a step, such as 256 / len(data)"
-            )
+        if batch_size is None and rate is None:
+            raise ValueError("batch_size=None: give the expected size of a sample, such as 256, or sample_rate")
+        if batch_size is not None and sample_rate is not None:
+            raise ValueError(f"batch_size={batch_size} and sample_rate={sample_rate}: give one of them")
+        if epochs is not None and steps is not None:
+            raise ValueError(f"epochs={epochs} and steps={steps}: give one of them")
+        as_in_0_1 = begun is not None and "arithmetic" not in begun
         settings = Settings(
-            noise="float32" if begun is not None and "arithmetic" not in begun else noise,  # as in 0.1
-            physical_batch=physical_batch,
-            engine=engine,
+            noise="lattice" if secure_mode and not as_in_0_1 else "float32",
+            physical_batch=max_physical_batch_size,
+            engine=engine if cuda_graphs or engine != "bookkeeping" else "unrecorded",
             bfloat16=bfloat16,
             loading=loading,
             target=target,
             scheduling=lr_scheduler,
             groups=None if param_groups is None else grouped(param_groups, Layout.of(model).parameters(model)),
             seed=reproducible,
-            public=public,
+            public=validation_data,
             normalise=normalise,
             statistics=_statistics(statistics, normalise),
             evaluate=_evaluation(evaluate),
@@ -240,9 +268,12 @@ def train(
             source=Provenance(data=data, of_file=of_file),
             transcript=_transcript(nonprivate_transcript),
             nonprivate_logs=nonprivate_logs,
+            log_to=tuple(sinks),
         )
         wanted = Request(
-            sample_rate=rate,
+            sample_rate=nan if rate is None else rate,
+            batch_size=batch_size,
+            epochs=epochs,
             steps=steps,
             delta=delta,
             epsilon=epsilon,
@@ -254,7 +285,7 @@ def train(
         constants: Constants | None = None
         if begun is not None:
             wanted, constants = persistence.continued(wanted, begun), begun.get("balance")
-        return Training(model, loss, rows, chosen, wanted, settings, folder, constants, shared)
+        return Training(model, cast(Loss, loss), rows, chosen, wanted, settings, folder, constants, shared)
 
     training = group.together(prepared)
     if shards is not None:
@@ -269,7 +300,32 @@ def train(
     if statistics is not None:
         asked = f"{len(statistics.questions)} questions of private_statistics are charged here"
         assumptions.record(training.ledger, "nothing_fitted", "assumed", asked)
+    finalize(training, _warn_if_unused, training.begun)
     return training
+
+
+def _chosen(method: Method | str, max_grad_norm: float | None) -> Method:
+    """The method, with another bound if one is given."""
+    bound: dict[str, Any] = {} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}
+    if isinstance(method, str):
+        return make_method(method, **bound)
+    if not isinstance(method, Method):
+        raise ValueError(f"method={method!r} must be a method, or the name of one: see `vestige methods`")
+    if max_grad_norm is None:
+        return method
+    check_number("max_grad_norm", max_grad_norm)
+    with renamed({"bound": "max_grad_norm"}):
+        return replace(method, clip=method.clip.with_bound(max_grad_norm))
+
+
+def _warn_if_unused(begun: list[bool]) -> None:
+    """When a Training goes: one that was never iterated has trained nothing."""
+    if not begun:
+        warnings.warn(
+            "vestige.train returned a Training that was never iterated, so the model is untrained: call .run(), or "
+            "iterate over it",
+            stacklevel=2,
+        )
 
 
 @dataclass(frozen=True)
@@ -308,7 +364,9 @@ def _check_solvable(method: Method, settings: Settings, group: Processes) -> Non
             name = names.get(field_of, field_of)
             raise ValueError(f"{name}: not for {method.name}, which asks for no gradient; leave it out")
     if settings.physical_batch == "auto":
-        raise ValueError(f"physical_batch='auto': not for {method.name}; give a number of rows, or leave it out")
+        raise ValueError(
+            f"max_physical_batch_size='auto': not for {method.name}; give a number of rows, or leave it out"
+        )
     if group.several:
         raise ValueError(f"method={method.name!r}: for one process; start it without torchrun")
 
@@ -440,7 +498,7 @@ class Settings:
     engine: str = "bookkeeping"
     bfloat16: bool = False
     loading: Loading = field(default_factory=Loading)
-    target: str | None = None
+    target: Target = None
     scheduling: Scheduling | None = None
     groups: list[dict[str, Any]] | None = None
     seed: int | None = None
@@ -455,10 +513,11 @@ class Settings:
     """For a book to recognise the rows."""
     transcript: Path | None = None
     nonprivate_logs: bool = False
+    log_to: tuple[str, ...] = ()
 
 
 class Training(HoldsKey):
-    """A private run: iterate over it for its records; its guarantee and result are available at any time."""
+    """A private run: `.run()` it, or iterate over it for its records; guarantee and result are there at any time."""
 
     def __init__(
         self,
@@ -489,6 +548,8 @@ class Training(HoldsKey):
         self._examples, self._loss = examples, loss
         key = shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
         self.users, self._asked_examples, request = self._of_users(examples, request, key)
+        request = request.paced(self._asked_examples.population)
+        check_targets(loss, 1 + len(examples.form.further))
         if examples.form.names is not None:
             check_shifted(model, loss)
         self._asked = self.layout
@@ -549,6 +610,11 @@ class Training(HoldsKey):
         self._counted: Counter[Question] = Counter()
         self._last: Record | None = None
         self._finished = False
+        self.begun: list[bool] = []
+        """Holds something once the first record was asked for."""
+        self._first_step = 0
+        self._ended = False
+        """Whether the iteration came to its end, and was not left."""
         self._book_entry: dict[str, Any] | None = None
         """What the ledger says about the book of the dataset."""
 
@@ -709,6 +775,7 @@ class Training(HoldsKey):
                 if self.ledger.spending is not None:
                     self.ledger.spending.finish()
                 raise
+        self._first_step = self.state.step
         if self._shielded:
             assumptions.record(self.ledger, "bad_rows", "checked", "such rows contribute nothing, and nobody is told")
         for each in known_of_a_run(self.facts, self.group.size, self._examples.read_one_by_one):
@@ -791,9 +858,42 @@ class Training(HoldsKey):
 
     def __iter__(self) -> Iterator[Record]:
         """Every step's record; after the last one the run is finished, and its folder says so."""
-        with contextlib.closing(self.steps()) as records:
-            yield from records
+        name = self.method.name if self.folder is None else self.folder.path.name
+        sinks = self.settings.log_to if self.group.rank == 0 else ()
+        with contextlib.closing(self.steps()) as records, loggers.opened(sinks, name) as logs:
+            for record in records:
+                for log in logs:
+                    extra = loggers.nonprivate(self) if self.settings.nonprivate_logs else {}
+                    log.log(record.step, {**loggers.released(record.to_json()), **extra})
+                yield record
         self.finish()
+
+    def __len__(self) -> int:
+        """How many records the iteration has, unless the budget ends it before: the steps that were left at first."""
+        return max(0, self.plan.steps - self._first_step)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def run(self) -> RunResult:
+        """Take all steps that are left; returns the result."""
+        for _ in self:
+            pass
+        return self.result()
+
+    def __repr__(self) -> str:
+        plan, spent = self.plan, self.spent()
+        cost = "no epsilon holds at each step" if spent is None else f"epsilon {spent:.4g}"
+        of = "" if plan.epsilon is None or spent is None else f" of {plan.epsilon:g}"
+        return (
+            f"<Training by {self.method.name}: step {self.state.step} of {plan.steps}, {cost}{of} at delta "
+            f"{plan.delta:g}, {self.curator.population} rows, about {self.expected_batch:.0f} a step, noise multiplier "
+            f"{plan.noise_multiplier:.4g}, lr {plan.lr:.3g}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """As notebooks show it: the plan, and what may be said so far."""
+        return f"<p><code>{escape(repr(self))}</code></p>{self.guarantee()._repr_html_()}"
 
     def steps(self) -> Generator[Record, None, None]:
         """The records, without finishing the run, for a caller that adds to the result."""
@@ -875,7 +975,7 @@ class Training(HoldsKey):
             "selection": self.selection(),
             "audit": None if self.canaries is None else audited(self.canaries, self.plan.delta),
             "steps": self.state.step,
-            "stopped": "finished" if self.state.step >= self.plan.steps else "budget",
+            "stopped": "finished" if self.state.step >= self.plan.steps else "budget" if self._ended else "interrupted",
             "run": str(self.folder.path) if self.folder else None,
             "diagnostics": {} if self._last is None else last_diagnostics(self._last),
         }
@@ -909,10 +1009,12 @@ class Training(HoldsKey):
 
     def _records(self) -> Generator[Record, None, None]:
         plan = self.plan
+        self.begun.append(True)
         with contextlib.suppress(BudgetSpent):
             self._charge_statistics()
             self._ask_moments()
         if not self.normalised:
+            self._ended = True
             return
         with contextlib.closing(self._examples):
             for record in run(self.state, self.method, self.curator, plan.noise_multiplier, plan.steps, self._public):
@@ -924,6 +1026,7 @@ class Training(HoldsKey):
                 yield Record(record.step, record.diagnostics, self.spent(), record.accepted)
         with contextlib.suppress(BudgetSpent):
             self._evaluate()
+        self._ended = True
         ended = "all planned steps were taken" if self.state.step >= plan.steps else "the planned budget ended it"
         assumptions.record(self.ledger, "fixed_steps", "checked", ended)
         self.ledger.settle()

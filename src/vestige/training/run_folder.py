@@ -50,7 +50,8 @@ class RunFolder:
             remove_unfinished(self.path)
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             already = "holds a run" if (self.path / "run.json").exists() else "is not an empty folder"
-            raise ValueError(f"out={str(self.path)!r} already {already}: choose another, or resume it with --resume")
+            way = ", or continue it: resume=True (in the shell, --resume FOLDER)" if already == "holds a run" else ""
+            raise ValueError(f"out={str(self.path)!r} already {already}: choose another{way}")
         make_folder(self.path)
         write_json(self.path / "run.json", request)
 

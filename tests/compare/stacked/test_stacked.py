@@ -74,7 +74,7 @@ STACKABLE = [name for name, entry in METHODS.items() if name not in ALONE]
 
 def build(name, **options):
     """A method; the number of bands, which follows from a run's budget and length, is fixed."""
-    return registry.build(name, **({"bands": 4} if name == "dp-bandmf" else {}) | options)
+    return registry.make_method(name, **({"bands": 4} if name == "dp-bandmf" else {}) | options)
 
 
 def data(examples=120, width=12, classes=4):

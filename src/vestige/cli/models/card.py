@@ -40,7 +40,7 @@ def card(
 def statement_of(run: Path, delta: float | None = None) -> str:
     """The card of a run; a ledger that does not hold ends the command."""
     from vestige.accounting.ledger import LedgerError
-    from vestige.integrations.model_card import card as text
+    from vestige.integrations.model_card import model_card as text
 
     try:
         return text(run, delta)

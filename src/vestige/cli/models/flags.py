@@ -13,7 +13,11 @@ EpsilonFlag = Annotated[float | None, typer.Option(help="Privacy budget: the noi
 DeltaFlag = Annotated[float, typer.Option(help="Allowed failure probability, below 1/N.")]
 NoiseMultiplierFlag = Annotated[float | None, typer.Option(help="Accounted noise multiplier: epsilon follows from it.")]
 PhysicalBatchFlag = Annotated[
-    str | None, typer.Option(help="Split each sampled batch into parts of this size; auto: the largest that fits.")
+    str | None,
+    typer.Option(
+        "--max-physical-batch-size",
+        help="Split each sampled batch into parts of this size; auto: the largest that fits.",
+    ),
 ]
 BalanceFlag = Annotated[
     str | None,
@@ -29,12 +33,18 @@ SamplingFlag = Annotated[
     ),
 ]
 MaxBatchFlag = Annotated[int | None, typer.Option(help="Most examples that a truncated sample keeps.")]
-NoiseFlag = Annotated[
-    str, typer.Option(help="lattice (integers: the last bit tells nothing) or float32 (one more assumption).")
+SecureModeFlag = Annotated[
+    bool,
+    typer.Option(
+        "--secure-mode/--no-secure-mode",
+        help="Add noise in integers, whose last bit tells nothing, or in float32, which rests on one more assumption.",
+    ),
 ]
 EngineFlag = Annotated[
-    str,
-    typer.Option(help="bookkeeping (fast), unrecorded (without CUDA graphs) or reference (one by one); same results."),
+    str, typer.Option(help="bookkeeping (fast), or reference (one by one); same results.", hidden=True)
+]
+CudaGraphsFlag = Annotated[
+    bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="On a GPU, capture steps as CUDA graphs; same results.")
 ]
 SeedFlag = Annotated[
     int,
@@ -99,6 +109,16 @@ def most_rows(text: str | None) -> Any:
         raise ValueError(f"rows_per_user={text!r} must be a whole number, or 'median'") from None
 
 
+def arithmetic(secure_mode: bool) -> str:
+    """What run folders call it."""
+    return "lattice" if secure_mode else "float32"
+
+
+def engine_of(engine: str, cuda_graphs: bool) -> str:
+    """What run folders call it."""
+    return engine if cuda_graphs or engine != "bookkeeping" else "unrecorded"
+
+
 def learning_rate(text: str) -> Any:
     if text == "auto":
         return "auto"
@@ -115,4 +135,4 @@ def part_size(text: str | None) -> Any:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"physical_batch={text!r} must be a whole number from 1 up, or 'auto'") from None
+        raise ValueError(f"max_physical_batch_size={text!r} must be a whole number from 1 up, or 'auto'") from None

@@ -15,6 +15,7 @@ from vestige.assumptions import lines
 from vestige.cli.errors import INTERRUPTED, given, refuse_if_given, refuse_others
 from vestige.cli.models.flags import (
     BudgetFlag,
+    CudaGraphsFlag,
     DeltaFlag,
     DeviceFlag,
     EngineFlag,
@@ -24,6 +25,7 @@ from vestige.cli.models.flags import (
     ResumeFlag,
     SlotFlag,
     UserColumnFlag,
+    engine_of,
     part_size,
 )
 from vestige.cli.models.said import NOT_PRIVATE
@@ -38,7 +40,18 @@ OF_TEXTS: tuple[str, ...] = (
     "pad_token",
     "lora",
 )
-OF_TEXTS += ("lora_targets", "batch", "epochs", "steps", "lr", "physical_batch", "engine", "bfloat16", "audit")
+OF_TEXTS += (
+    "lora_targets",
+    "batch",
+    "epochs",
+    "steps",
+    "lr",
+    "physical_batch",
+    "engine",
+    "cuda_graphs",
+    "bfloat16",
+    "audit",
+)
 OF_TEXTS += ("temperature", "top_p", "guidance", "sampling_batch")
 
 
@@ -85,13 +98,16 @@ def synthesize(
     ] = None,
     lora: Annotated[int | None, typer.Option(help="Texts: train adapters of this rank; else the whole model.")] = None,
     lora_targets: Annotated[str | None, typer.Option(help="Texts: modules to adapt, 'q_proj,v_proj'.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Texts: expected texts of a step. [default: 1024, or all]")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch-size", help="Texts: expected texts of a step. [default: 1024, or all]")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Texts: expected passes. [default: 10]")] = None,
     steps: Annotated[int | None, typer.Option(help="Texts: number of steps, instead of --epochs.")] = None,
     lr: Annotated[
         float | None, typer.Option(help="Texts: learning rate. [default: 0.001 with --lora, or 0.0001]")
     ] = None,
     physical_batch: PhysicalBatchFlag = None,
+    cuda_graphs: CudaGraphsFlag = True,
     engine: EngineFlag = "bookkeeping",
     bfloat16: Annotated[bool, typer.Option("--bfloat16", help="Texts: train under torch's autocast.")] = False,
     audit: Annotated[
@@ -190,7 +206,7 @@ def synthesize(
                 steps=steps,
                 lr=lr,
                 physical_batch=part_size(physical_batch),
-                engine=engine,
+                engine=engine_of(engine, cuda_graphs),
                 bfloat16=bfloat16,
                 audit=audit,
                 temperature=temperature,

@@ -14,12 +14,12 @@ from vestige.cli.models.flags import (
     BalanceFlag,
     BudgetFlag,
     CapFlag,
+    CudaGraphsFlag,
     DeltaFlag,
     DeviceFlag,
     EngineFlag,
     EpsilonFlag,
     MaxBatchFlag,
-    NoiseFlag,
     NoiseMultiplierFlag,
     PhysicalBatchFlag,
     ReproducibleFlag,
@@ -27,9 +27,12 @@ from vestige.cli.models.flags import (
     RowsPerUserFlag,
     SampleFlag,
     SamplingFlag,
+    SecureModeFlag,
     SeedFlag,
     SlotFlag,
     UserColumnFlag,
+    arithmetic,
+    engine_of,
     learning_rate,
     most_rows,
     part_size,
@@ -49,7 +52,7 @@ def train(
         str | None,
         typer.Option(help="Settings of `vestige recipes`: all but those that are given, at --epsilon."),
     ] = None,
-    method: Annotated[str, typer.Option(help="How: a method of `vestige methods`.")] = "fo-dp-sgd",
+    method: Annotated[str, typer.Option(help="How: a method of `vestige methods`.")] = "dp-sgd",
     data: Annotated[str | None, typer.Option(help="FILE.npz or folder with the task's data.")] = None,
     epsilon: EpsilonFlag = None,
     delta: DeltaFlag = 1e-5,
@@ -57,7 +60,11 @@ def train(
     paper_sigma: Annotated[
         float | None, typer.Option(help="The sigma of the method's paper (for FO-DP-SGD, beta times ours).")
     ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Expected number of examples in a step, instead of --sample-rate.")
+    ] = None,
     sample_rate: Annotated[float, typer.Option(help="Probability q that an example joins a step.")] = 0.05,
+    epochs: Annotated[int | None, typer.Option(help="Expected passes over the data, instead of --steps.")] = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -127,7 +134,8 @@ def train(
     physical_batch: PhysicalBatchFlag = None,
     sampling: SamplingFlag = "poisson",
     max_batch: MaxBatchFlag = None,
-    noise: NoiseFlag = "lattice",
+    secure_mode: SecureModeFlag = True,
+    cuda_graphs: CudaGraphsFlag = True,
     engine: EngineFlag = "bookkeeping",
     bfloat16: Annotated[
         bool, typer.Option("--bfloat16", help="Run the model under autocast; norms, sums and noise stay float32.")
@@ -186,7 +194,7 @@ def train(
 
     Examples:
 
-        vestige train --task digits-mlp --method fo-dp-sgd --epsilon 8 --steps 200
+        vestige train --task digits-mlp --epsilon 8 --batch-size 128 --epochs 10
 
         vestige train --recipe fmnist-ts --epsilon 3 --data fashion_mnist.npz
 
@@ -197,10 +205,10 @@ def train(
 
         vestige train --task cifar10-mlp --data cifar10.npz --noise-multiplier 1.22 --sample-rate 0.04 --steps 6250
 
-        vestige train --resume runs/digits-mlp-fo-dp-sgd-20260101-120000
+        vestige train --resume runs/digits-mlp-dp-sgd-20260101-120000
     """
     from vestige.devices import default_device
-    from vestige.integrations import loggers
+    from vestige.training import loggers
     from vestige.training.job import Job, complete, load, start
 
     if resume is not None:
@@ -211,12 +219,17 @@ def train(
     else:
         refuse_if_given(context, ("trust",), "it goes with --resume FOLDER")
         _refuse_table(context, recipe, task)
+        for one, other in (("batch_size", "sample_rate"), ("epochs", "steps")):
+            if given(context, one) and given(context, other):
+                raise ValueError(f"{one} and {other}: give one of them")
         settings = dict(
             task=task,
             method=method,
             options={key: value for key, value in method_options.items() if value is not None},
             data=data,
+            batch_size=batch_size,
             sample_rate=sample_rate,
+            epochs=epochs,
             steps=steps,
             delta=delta,
             epsilon=epsilon,
@@ -242,8 +255,8 @@ def train(
             cap=cap,
             sampling=sampling,
             max_batch=max_batch,
-            noise=noise,
-            engine=engine,
+            noise=arithmetic(secure_mode),
+            engine=engine_of(engine, cuda_graphs),
             bfloat16=bfloat16,
             physical_batch=part_size(physical_batch),
             seed=seed,
@@ -320,7 +333,8 @@ def _by_recipe(context: typer.Context, name: str, settings: dict[str, Any]) -> d
             f"settings of {name} are for {found['method']}"
         )
     options = {**found.pop("options"), **settings["options"]} if "method" not in said else settings["options"]
-    chosen = {key: value for key, value in found.items() if key not in said}
+    instead = {"steps"} if "epochs" in said else set()
+    chosen = {key: value for key, value in found.items() if key not in said | instead}
     if recipe.needs == "columns":
         chosen["task"] = "table"
     return {**settings, **chosen, "options": options, "recipe": name}

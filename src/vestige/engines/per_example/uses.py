@@ -219,6 +219,11 @@ def _put(into: Tensor, index: Any, given: Watched) -> None:
     given.now.like = into[index] if part else into
     try:
         everywhere = given.expand(shape)
+    except RuntimeError:
+        raise Misfit(
+            f"a function of {given.operand.expression.names[0]} is written by indices into a tensor of no examples "
+            "(as OFT and FourierFT do): use LoRA, or build that tensor without writing into it (torch.scatter)"
+        ) from None
     finally:
         given.now.like = None
     if isinstance(everywhere, Watched):

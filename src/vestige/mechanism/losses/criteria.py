@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 BatchLoss = Callable[..., Tensor]
 """A loss of a batch: (outputs, targets) -> a number, or one for each example."""
+Targets = Tensor | tuple[Tensor, ...]
+"""What a loss is given beside the outputs: one tensor, or several, each an argument."""
 MODULES: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.CrossEntropyLoss: F.cross_entropy,
     nn.NLLLoss: F.nll_loss,
@@ -38,10 +40,16 @@ class Form:
 
     names: tuple[str, ...] | None = None
     target: str | None = None
+    further: tuple[str, ...] = ()
+    """What else the loss is given of an example, such as its weight; in a batch it lies before the target."""
 
-    def split(self, batch: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor]:
+    def split(self, batch: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor], Targets]:
         """Arguments and keyword arguments of the model, and the targets."""
-        *inputs, targets = batch
+        *inputs, target = batch
+        targets: Targets = target
+        if self.further:
+            targets = (target, *inputs[-len(self.further) :])
+            inputs = inputs[: -len(self.further)]
         if self.names is None:
             return tuple(inputs), {}, targets
         return (), dict(zip(self.names, inputs, strict=True)), targets
@@ -50,11 +58,13 @@ class Form:
 BY_PLACE = Form()
 
 
-def example_losses(loss: BatchLoss, outputs: Any, targets: Tensor) -> Tensor:
+def example_losses(loss: BatchLoss, outputs: Any, targets: Targets) -> Tensor:
     """The loss of each example, [examples]; outputs and targets have the examples on their first axis.
 
     Where a model returns its logits beside other things, torch's own losses are given the logits.
     """
+    if isinstance(targets, tuple):
+        return _taken_apart(loss, outputs, targets)
     if not isinstance(outputs, Tensor) and of_torch(loss) and isinstance(getattr(outputs, "logits", None), Tensor):
         outputs = outputs.logits
         if outputs.dim() > 2 and outputs.shape[:-1] == targets.shape:
@@ -62,7 +72,11 @@ def example_losses(loss: BatchLoss, outputs: Any, targets: Tensor) -> Tensor:
     known = _known(loss)
     if known is not None and isinstance(outputs, Tensor) and outputs.dim() >= 2:
         return _by_class(*known, outputs, targets)
+    return _taken_apart(loss, outputs, (targets,))
 
+
+def _taken_apart(loss: BatchLoss, outputs: Any, targets: tuple[Tensor, ...]) -> Tensor:
+    """The loss of every batch of one example."""
     leaves, shape = tree_flatten(outputs)
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         raise ValueError(
@@ -71,12 +85,12 @@ def example_losses(loss: BatchLoss, outputs: Any, targets: Tensor) -> Tensor:
         )
     kept = [leaf if isinstance(leaf, CONSTANTS) else None for leaf in leaves]  # a cache, say, is everybody's
 
-    def one(target: Tensor, *rows: Tensor) -> Tensor:
-        given = iter(rows)
+    def one(*rows: Tensor) -> Tensor:
+        own_targets, given = rows[: len(targets)], iter(rows[len(targets) :])
         own = [next(given).unsqueeze(0) if isinstance(leaf, Tensor) else kept[i] for i, leaf in enumerate(leaves)]
-        return loss(tree_unflatten(own, shape), target.unsqueeze(0)).sum()
+        return loss(tree_unflatten(own, shape), *(target.unsqueeze(0) for target in own_targets)).sum()
 
-    each = (targets, *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+    each = (*targets, *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
     try:
         return vmap(one, randomness="different")(*each)
     except RuntimeError as problem:
@@ -98,6 +112,15 @@ def of_torch(loss: Any) -> bool:
     """Whether a loss is one of torch's own, which sees what it is given and nothing else."""
     loss = loss.func if isinstance(loss, partial) else loss
     return (type(loss) if isinstance(loss, nn.Module) else loss).__module__ in ("torch.nn.modules.loss", F.__name__)
+
+
+def check_targets(loss: Any, count: int) -> None:
+    """Refuse several targets for a loss of torch's, whose further arguments are something else."""
+    if count > 1 and of_torch(loss):
+        raise ValueError(
+            f"target: torch's losses take one target, and a row has {count}: give a function of them, such as "
+            "lambda outputs, label, weight: weight * torch.nn.functional.cross_entropy(outputs, label)"
+        )
 
 
 def counts_targets(loss: Any) -> bool:

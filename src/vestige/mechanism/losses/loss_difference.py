@@ -98,7 +98,8 @@ def right_answers(model: nn.Module, form: Form = BY_PLACE) -> Scores:
         args, named, targets = form.split(batch)
         with _evaluating(model):
             outputs = functional_call(model, parameters, args, named)
-            return (getattr(outputs, "logits", outputs).argmax(-1) == targets).double()
+            right = targets[0] if isinstance(targets, tuple) else targets
+            return (getattr(outputs, "logits", outputs).argmax(-1) == right).double()
 
     return right
 

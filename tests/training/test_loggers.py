@@ -8,9 +8,22 @@ import pytest
 from typer.testing import CliRunner
 
 from vestige.cli import main
-from vestige.integrations import loggers
+from vestige.training import loggers
 
-BASE = ["train", "--task", "digits-mlp", "--noise-multiplier", "1.0", "--steps", "4", "--evaluate-every", "2", "--json"]
+BASE = [
+    "train",
+    "--task",
+    "digits-mlp",
+    "--noise-multiplier",
+    "1.0",
+    "--steps",
+    "4",
+    "--evaluate-every",
+    "2",
+    "--json",
+    "--method",
+    "fo-dp-sgd",
+]
 
 
 class Fake:
