@@ -134,7 +134,7 @@ def method_of(cell: Cell, given: Setting) -> Method:
     dataset, place = cell.dataset, EPSILONS.index(cell.epsilon)
     sigma_t, sigma_v = SIGMA_T[dataset][place], SIGMA_V[dataset][place]
     if cell.method not in SELECTIVE:
-        made = vestige.dp_sgd(clip=0.1, momentum=0.9)
+        made = vestige.dp_sgd(max_grad_norm=0.1, momentum=0.9)
     else:
         options: dict[str, Any] = {"accounting": given.accounting, "validation_batch": VALIDATION[dataset]}
         if cell.method != "dpsur":

@@ -34,7 +34,7 @@ def memory_of(device: torch.device) -> DeviceMemory:
     if device.type == "cpu" and Path("/proc/self/clear_refs").exists():
         return DeviceMemory(_free_on_linux, _taken_on_linux)
     raise ValueError(
-        f"physical_batch='auto': nobody counts the memory of {device.type} on this system: give a number"
+        f"max_physical_batch_size='auto': nobody counts the memory of {device.type} on this system: give a number"
     )  # fmt: skip
 
 

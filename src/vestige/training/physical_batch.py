@@ -65,13 +65,13 @@ def largest_part(
         except Exception as problem:
             line = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             raise ValueError(
-                f"physical_batch='auto': no made-up example could be run ({line}): give a number"
+                f"max_physical_batch_size='auto': no made-up example could be run ({line}): give a number"
             ) from None
         limit = HEADROOM * memory.free() - reserve
         size = largest_that_fits(lambda size: memory.taken_by(lambda: run(size)), most, limit)
     if size == 0:
         raise ValueError(
-            f"physical_batch='auto': not even one example fits in the {max(limit, 0) / 2**20:.0f} MiB that are left: "
+            f"max_physical_batch_size='auto': not even one example fits in the {max(limit, 0) / 2**20:.0f} MiB that are left: "
             "free some memory, or use a smaller model"
         )
     return size
