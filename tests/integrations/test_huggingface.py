@@ -240,7 +240,7 @@ def test_the_folder_verifies_and_an_edit_is_seen(tmp_path):
     known = in_ledger(next(tmp_path.glob("*ledger.jsonl")))
     assert listed(record["guarantee"]["assumptions"]) == listed(verdict.guarantee.listed) == known
     assert listed(trainer.state.log_history[-1]["assumptions"]) == listed(trainer.guarantee().listed) == known
-    assert in_card(card(tmp_path)) == known
+    assert in_card(model_card(tmp_path)) == known
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(LedgerError, match="model.safetensors is not what the run left"):

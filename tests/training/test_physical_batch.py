@@ -239,7 +239,8 @@ def test_a_model_that_made_up_examples_cannot_run_is_refused():
 
     model, data = Picky(), make_toy()[1]
     with pytest.raises(
-        ValueError, match=r"max_physical_batch_size='auto': no made-up example could be run .*only real data.*give a number"
+        ValueError,
+        match=r"max_physical_batch_size='auto': no made-up example could be run .*only real data.*give a number",
     ):
         vestige.train(model, LOSS, data, method="dp-sgd", noise_multiplier=1.0, delta=1e-5, sample_rate=0.4, steps=4, physical_batch="auto")  # fmt: skip
 

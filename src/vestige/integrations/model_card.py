@@ -104,7 +104,7 @@ def unchecked_pages(run: Path) -> tuple[str, ...]:
     there = [page for page in PAGES if (run / page).is_file()]
     if not there:
         return ()
-    wanted, unknown = card(run).split(CHECKING)[0], []
+    wanted, unknown = model_card(run).split(CHECKING)[0], []
     for page in there:
         text = (run / page).read_text(encoding="utf-8", errors="replace")
         if wanted in text or HEADING not in text:
