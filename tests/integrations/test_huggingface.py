@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from assumption_lists import in_card, in_ledger, listed
 from conftest import clip_and_sum
 from loops import flat
-from vestige import BudgetSpent, PrivacyEngine, card
+from vestige import BudgetSpent, PrivacyEngine, model_card
 from vestige.accounting.ledger import LedgerError, read
 from vestige.training.verify import verify
 

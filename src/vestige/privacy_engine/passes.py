@@ -547,6 +547,8 @@ class Passes:
 
 
 ALONE = "No example's influence can be bounded: compute it of each example by itself"
+
+
 def _way_out(problem: Mixed) -> str:
     if "batch_norm" in problem.operator:
         return "Put the module that normalises by the batch into eval mode, or use GroupNorm"

@@ -71,8 +71,8 @@ def largest_part(
         size = largest_that_fits(lambda size: memory.taken_by(lambda: run(size)), most, limit)
     if size == 0:
         raise ValueError(
-            f"max_physical_batch_size='auto': not even one example fits in the {max(limit, 0) / 2**20:.0f} MiB that are "
-            "left: free some memory, or use a smaller model"
+            f"max_physical_batch_size='auto': not even one example fits in the {max(limit, 0) / 2**20:.0f} MiB that "
+            "are left: free some memory, or use a smaller model"
         )
     return size
 
