@@ -35,8 +35,8 @@ TOGETHER = 64
 
 
 def check_count(count: int) -> None:
-    if count < 8:
-        raise ValueError(f"audit={count} must be 8 canaries at least; a thousand show something")
+    if not isinstance(count, int) or count < 8:
+        raise ValueError(f"audit={count!r} must be a whole number of canaries, 8 at least; a thousand show something")
 
 
 @dataclass(frozen=True)
