@@ -528,3 +528,49 @@ def test_verification_finds_a_question_that_was_asked_past_the_book(tmp_path):
     ledger.ask(Gaussian(9.0), step=1, part=0, sensitivity=1.0)
     with pytest.raises(BookError, match="line 3: .* was asked 2 times, and charged 1 before"):
         verify(book.path, [tmp_path / "ledger.jsonl"])
+
+
+# --- private statistics -----------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_charged_before_they_are_answered_and_runs_that_use_them_are_not_charged_again(tmp_path):
+    book = book_on(tmp_path, (X, Y))
+    np.savez(tmp_path / "data.npz", x=X.numpy(), y=Y.numpy())
+    made_of = Account(book.path, derived_from=tmp_path / "data.npz")
+    with pytest.raises(ValueError, match="none of 400 rows are those"):
+        vestige.private_statistics(X, means=(-5, 5), noise_multiplier=30.0, budget=book.path)
+    found = vestige.private_statistics(
+        X, means=(-5, 5), noise_multiplier=30.0, budget=made_of, ledger=tmp_path / "ledger.jsonl"
+    )
+    [held] = whole(book).state.reservations.values()
+    assert (held.asked, held.why, held.purpose) == (Counter({Gaussian(30.0): 1}), "finished", "1 statistics")
+    for number in (1, 2):
+        for _ in train(book.path, statistics=found, steps=6, out=tmp_path / f"run{number}"):
+            pass
+    one, *others = whole(book).state.reservations.values()
+    assert [each.asked for each in others] == [Counter({STEP: 6})] * 2
+    runs_of = [tmp_path / name for name in ("ledger.jsonl", "run1", "run2")]
+    assert verify(book.path, runs_of).runs == 3
+    with pytest.raises(BookError, match="its run is missing"):
+        verify(book.path, runs_of[1:])
+    elsewhere = Book.create(tmp_path / "elsewhere", terms(8, 1e-5))
+    train(elsewhere.path, statistics=found, steps=6).ledger.close()
+    assert Gaussian(30.0) in next(iter(whole(elsewhere).state.reservations.values())).plan, "another book has not"
+
+
+def test_credit_for_statistics_is_used_once(tmp_path):
+    """A run that goes on has asked its statistics before: the same question about something else is charged."""
+    book = book_on(tmp_path)
+    ledger = Ledger(None)
+    paid = attach(ledger, book.path, {Gaussian(9.0): 1}, purpose="statistics", source=Provenance())
+    ledger.open({"noise": "secret"})
+    ledger.ask(Gaussian(9.0), step=0, part=0, sensitivity=1.0)
+    ledger.finish({})
+    for spent, counted in ((None, 1), ({Gaussian(9.0): 1}, 2)):
+        run = Ledger(None)
+        attach(run, book.path, {Gaussian(9.0): 2}, purpose="run", source=Provenance(), paid=paid, spent=spent)
+        run.open({"noise": "secret"})
+        for step in range(2):
+            run.ask(Gaussian(9.0), step=step, part=0, sensitivity=1.0)
+        run.finish({})
+        assert list(whole(book).state.reservations.values())[-1].asked[Gaussian(9.0)] == counted

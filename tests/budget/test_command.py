@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import pytest
 from commands import as_json, vestige
 from vestige.budget import Book, slots_of, terms
 from vestige.cli.books.page import page
+from vestige.compare.execute import Machine
+from vestige.compare.folder import ComparisonFolder
+from vestige.compare.payment import paid
+from vestige.files import read_json
 
 TRAIN = ("train", "--task", "digits-mlp", "--method", "dp-sgd", "--sample-rate", 0.05, "--steps", 10)
 COMPARE = ("compare", "--task", "digits-mlp", "--method", "dp-sgd", "--sample-rate", 0.05, "--steps", 5, "--seeds", 1,
@@ -204,3 +209,76 @@ def test_the_page_of_the_documentation_says_what_happens(tmp_path, monkeypatch, 
     assert capsys.readouterr().out == "5 0.0\n"
     [slots] = re.findall(r"```json\n(.*?)```", text, flags=re.S)
     assert [slot.name for slot in slots_of(json.loads(slots))][-2:] == ["nightly 5", "count"]
+
+
+# --- a comparison and its book ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def swept(digits):
+    """A comparison of two runs, charged."""
+    words = ("--task", "digits-mlp", "--method", "dp-sgd", "--noise-multiplier", 4, "--sample-rate", 0.05, "--steps", 2)
+    code, _, error = vestige(
+        "compare", *words, "--seeds", 2, "--rates", "auto", "--workers", 1, "--budget", "digits.book", "--out", "sweep"
+    )
+    assert code == 0, error
+    return digits
+
+
+def charged():
+    return [run["counted"] for run in as_json("budget", "show", "digits.book")["runs"]]
+
+
+def resume(folder):
+    found = vestige("compare", "--resume", folder, "--workers", 1, "--budget", "digits.book")
+    assert found[0] == 0, found
+
+
+def test_runs_of_a_comparison_that_are_made_once_more_are_charged_once_more(swept):
+    """Records taken away after they were read, a copied folder, a killed session: each would be a free second answer."""
+    assert charged() == [4]
+    resume("sweep")
+    assert charged() == [4], "all are on record"
+    shutil.copytree("sweep", "copy")
+    first, second = sorted((swept / "sweep" / "runs").glob("*.json"))
+    first.unlink()
+    resume("sweep")
+    assert charged() == [4, 2], "it was finished, so another run costs"
+    assert as_json("budget", "verify", "digits.book", "sweep")["runs"] == 1
+    next((swept / "copy" / "runs").glob("*.json")).unlink()
+    resume("copy")
+    assert charged() == [4, 2, 2]
+    code, _, error = vestige("budget", "verify", "digits.book", "sweep", "copy")
+    assert (code, "counted twice" in error) == (1, True)
+
+
+def test_a_comparison_that_was_interrupted_goes_on_for_what_it_paid(swept, monkeypatch):
+    [held] = Book("digits.book", whole=True).state.reservations.values()
+    ComparisonFolder("again").create(ComparisonFolder("sweep").specification())
+
+    def session(made, error):
+        """Write so many records, and end by an error."""
+        folder = ComparisonFolder("again")
+        with pytest.raises(error), paid(folder, folder.specification(), Machine(), "digits.book"):
+            for path in sorted((swept / "sweep" / "runs").glob("*.json"))[:made]:
+                shutil.copy(path, swept / "again" / "runs")
+            raise error
+
+    session(1, KeyboardInterrupt)
+    assert charged() == [4, 4]
+    session(1, KeyboardInterrupt)
+    assert charged() == [4, 4], "interrupted, it goes on for what was paid"
+    next((swept / "again" / "runs").glob("*.json")).unlink()
+    session(0, KeyboardInterrupt)
+    assert charged() == [4, 4, 4], "a record was taken away, and the run is made again"
+    monkeypatch.setattr("vestige.compare.payment.has_ended", lambda holder: True)
+    book = Book("digits.book")
+    book.note(read_json("again/budget.json")["reservations"][-1], {"session": held.holder or {"pid": 1}})
+    session(0, KeyboardInterrupt)
+    assert charged() == [4, 4, 4, 4], "killed: nobody knows what it made"
+
+
+def test_a_comparison_that_was_begun_without_a_book_stays_without_one(swept):
+    (swept / "sweep" / "budget.json").unlink()
+    code, _, error = vestige("compare", "--resume", "sweep", "--budget", "digits.book")
+    assert (code, "was begun without a book" in error) == (2, True)

@@ -93,10 +93,18 @@ class Spending:
     """A run's account while it runs. Its ledger calls `charge` before each question is answered."""
 
     def __init__(
-        self, book: Book, account: Account, plan: History, purpose: str, users: Users | None, run: str
+        self,
+        book: Book,
+        account: Account,
+        plan: History,
+        purpose: str,
+        users: Users | None,
+        run: str,
+        before: Counter[Question],
     ) -> None:
+        """`before` was charged under another name, and is asked here once more as it stands."""
         self.book, self.account, self.purpose, self.run = book, account, purpose, run
-        self._users, self._plan = users, Counter(plan)
+        self._users, self._plan, self._before = users, Counter(plan), before
         self.reservation: str | None = None
         self._part = ""
         self._asked: Counter[Question] = Counter()
@@ -134,6 +142,9 @@ class Spending:
             raise ValueError(
                 "budget: a process forked from the one that reserved asks; charge each run in its own process"
             )
+        if self._before[question] > 0:
+            self._before[question] -= 1
+            return
         if self.reservation is None:  # it was finished, and goes on
             self._plan, self._asked, self._charged = Counter(), Counter(), Counter()
             self.reserve(None, part=self._part)
@@ -191,12 +202,14 @@ def attach(
     facts: Facts | None = None,
     run: str | None = None,
     spent: History | None = None,
+    paid: Mapping[str, str] | None = None,
 ) -> dict[str, Any] | None:
     """Charge a run's ledger to a book: reserve `planned` now, charge before each question, refund at `ledger.finish`.
 
     Nothing happens where `budget` is None and VESTIGE_BUDGET is not set. `facts` are those of the run's guarantee: a
     run without one is refused. `beside` are further rows that it asks about. A run that goes on gives its `run` and
-    what it has `spent`. Returns what the ledger's first row is to say about the book, under "budget".
+    what it has `spent`; `paid` is what this returned for questions that were charged before and are asked in this
+    ledger, too. Returns what the ledger's first row is to say about the book, under "budget".
     """
     account = account_of(budget)
     if account is None:
@@ -207,12 +220,22 @@ def attach(
     known = [require_identity(book, account, each) for each in (source, *beside)]
     part = known[0].part if len({each.part for each in known}) == 1 else ""
     users = None if facts is None else facts.users
-    spending = Spending(book, account, planned, purpose, users, run or secrets.token_hex(8))
+    before = _charged_before(book, paid) - Counter(spent or {})
+    spending = Spending(book, account, Counter(planned) - before, purpose, users, run or secrets.token_hex(8), before)
     spending.reserve(ledger.path, spent, known[0].rows, part)
     ledger.spending = spending
     if ledger.path is None:  # nobody can go on with such a run
         atexit.register(spending.finish)
-    return {"book": book.state.id, "run": spending.run}
+    entry = {"book": book.state.id, "run": spending.run}
+    return {**entry, "paid": paid["run"]} if paid is not None and paid["book"] == entry["book"] else entry
+
+
+def _charged_before(book: Book, paid: Mapping[str, str] | None) -> Counter[Question]:
+    """What was asked and charged to this book under another name; nothing where that was another book."""
+    if paid is None or paid["book"] != book.state.id:
+        return Counter()
+    made, _ = Book(book.path, whole=True).listed()
+    return sum((each.counted for each in made if each.facts.get("run") == paid["run"]), Counter[Question]())
 
 
 def continued(begun: Mapping[str, Any], budget: Budget) -> str | None:
@@ -239,10 +262,12 @@ def pay(
     purpose: str,
     source: Provenance,
     facts: Mapping[str, Any] | None = None,
+    close: bool = True,
 ) -> str | None:
     """Charge several runs, each what it asks and how often it is made, at once and before the first: a sweep, an audit.
 
-    Returns the id of the reservation, or None where there is no book. Nothing comes back.
+    Returns the id of the reservation, or None where there is no book. Nothing comes back; without `close` the
+    reservation stays open, charged in full, for whoever goes on with the runs.
     """
     account = account_of(budget)
     if account is None:
@@ -254,9 +279,12 @@ def pay(
         each = prices.for_unit(asks, None, book.terms.unit, account.rows_per_user)
         paid.update(prices.repeated(each, times, paid))
     told = {**(facts or {}), **({} if known.rows is None else {"rows": known.rows})}
-    name = book.reserve(paid, purpose=purpose, by=account.person, slot=account.slot, part=known.part, facts=told)
+    name = book.reserve(
+        paid, purpose=purpose, by=account.person, slot=account.slot, part=known.part, facts=told, held=close
+    )
     book.charge(name, paid)
-    book.close(name)
+    if close:
+        book.close(name)
     return name
 
 

@@ -573,6 +573,13 @@ class Book:
             writer.close(by_hand, None, None, "used by a run")
             return writer.reserve(wanted, by_hand.person, purpose, by_hand.slot, part, facts, True)
 
+    def note(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Write down something about a reservation that is open."""
+        with self._held() as writer:
+            if name in self.state.open:
+                holder = self.state.open[name].holder
+                writer.write({"row": "reserve", "id": name, "plan": [], "holder": holder, "facts": dict(facts)})
+
     def take_over(self, name: str, facts: Mapping[str, Any] | None = None) -> bool:
         """Go on with a reservation in this process, as a resumed run does; False where it was closed."""
         with self._held() as writer:

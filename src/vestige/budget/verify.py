@@ -168,6 +168,8 @@ def _check_run(book: Path, state: State, run: Path, seen: set[str]) -> set[str]:
     entry = history.facts.get("budget")
     if entry is None:
         raise BookError(f"{run}: this run was not charged to any book")
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("book", "run")):
+        raise BookError(f"{run}: its ledger does not say which book it was charged to, and as what")
     if entry["book"] != state.id:
         raise BookError(f"{run}: this run was charged to the book {entry['book']}, not to {state.id} ({book})")
     own = [each for each in state.reservations.values() if each.facts.get("run") == entry["run"]]
@@ -175,7 +177,8 @@ def _check_run(book: Path, state: State, run: Path, seen: set[str]) -> set[str]:
         raise BookError(f"{book}: nothing was charged for {run}: rows were cut from the book, or it was forked")
     if {each.id for each in own} & seen:
         raise BookError(f"{run}: this run is counted twice: another of the given ones has the same entry {own[0].id}")
-    _check_charges(run, state, history, own, _asks(ledger))
+    before = [each for each in state.reservations.values() if each.facts.get("run") == entry.get("paid", "")]
+    _check_charges(run, state, history, own, before, _asks(ledger))
     return {each.id for each in own}
 
 
@@ -190,9 +193,15 @@ def _asks(ledger: Path) -> list[tuple[int, Question]]:
 
 
 def _check_charges(
-    run: Path, state: State, history: LedgerHistory, own: Sequence[Reservation], asks: Sequence[tuple[int, Question]]
+    run: Path,
+    state: State,
+    history: LedgerHistory,
+    own: Sequence[Reservation],
+    before: Sequence[Reservation],
+    asks: Sequence[tuple[int, Question]],
 ) -> None:
-    """Every charge was written at a place of this ledger, and every question was charged before it was asked."""
+    """Every charge was written at a place of this ledger, and every question was charged before it was asked; what
+    was charged `before` for statistics that several runs may use has a ledger of its own."""
     for each in own:
         for rows, head in (*each.heads, *([each.ledger_end] if each.ledger_end else [])):
             if history.heads[rows - 1 : rows] != [head]:
@@ -200,9 +209,9 @@ def _check_charges(
     rows_per_user = next((each.facts["rows_per_user"] for each in own if "rows_per_user" in each.facts), None)
     users = history.facts.get("users")
     unit = state.book_terms.unit
-    counted = sum((each.counted for each in own), Counter[Question]())
+    counted = sum((each.counted for each in (*own, *before)), Counter[Question]())
     waiting = sorted((block for each in own for block in each.blocks), key=lambda block: -block[0])
-    asked, charged = Counter[Question](), Counter[Question]()
+    asked, charged = Counter[Question](), sum((each.counted for each in before), Counter[Question]())
     for place, question in asks:
         while waiting and waiting[-1][0] <= place:
             charged.update(waiting.pop()[1])
@@ -225,19 +234,21 @@ def _check_comparison(book: Path, state: State, folder: Path, seen: set[str]) ->
         raise BookError(
             f"{folder}: this comparison was charged to the book {entry['book']}, not to {state.id} ({book})"
         )
-    held = state.reservations.get(entry["reservation"])
-    if held is None:
+    own = [state.reservations.get(name) for name in entry["reservations"]]
+    if not own or None in own:
         raise BookError(f"{book}: nothing was charged for {folder}: rows were cut from the book, or it was forked")
-    if held.id in seen:
+    held = [each for each in own if each is not None]
+    if {each.id for each in held} & seen:
         raise BookError(f"{folder}: this comparison is counted twice")
     asked: Counter[Question] = Counter()
     for path in sorted((folder / "runs").glob("*.json")):
         for row in json.loads(path.read_text()).get("charged") or ():
             count = row["count"]
             asked[Question.from_json({key: value for key, value in row.items() if key != "count"})] += count
-    if not within(prices.as_pairs(asked), prices.as_pairs(held.counted)):
-        raise BookError(f"{folder}: its records were charged more than the book counts under {held.id}")
-    return {held.id}
+    counted = sum((prices.as_pairs(each.counted) for each in held), Counter[Question]())
+    if not within(prices.as_pairs(asked), counted):
+        raise BookError(f"{folder}: its records were charged more than the book counts under {held[0].id}")
+    return {each.id for each in held}
 
 
 @dataclass

@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 
-from vestige import tasks
-from vestige.budget.account import Budget, Provenance, account_of, pay
-from vestige.budget.book import Book
+from vestige.budget.account import Budget
 from vestige.compare import runs, tables
 from vestige.compare.claims import ATTEMPTS
-from vestige.compare.execute import Machine, asked_by, examples, explain, memory_in_stack, perform, stackable
+from vestige.compare.execute import Machine, examples, explain, memory_in_stack, perform, stackable
 from vestige.compare.folder import ComparisonFolder
+from vestige.compare.payment import paid
 from vestige.compare.specification import Specification
-from vestige.files import read_json, write_json
 from vestige.methods.registry import ALIASES, METHODS
 from vestige.processes.launch import require_alone
 from vestige.records import FailedRun, Run, RunRecord, completed, failed
@@ -83,46 +81,16 @@ def compare(
     machine = machine or Machine()
     machine = replace(machine, data={**data, **machine.data})
     _check_data(folder, machine)
-    _pay(folder, agreed, machine, budget)
-    meter = Meter(folder, on_progress)
-    if engine == "local":
-        _by_processes(folder, machine, workers, meter)
-    elif engine == "ray":
-        _by_ray(folder, machine, workers, address, meter)
-    else:
+    if engine not in ("local", "ray"):
         raise ValueError(f"engine={engine!r} is unknown; choose local or ray")
+    with paid(folder, agreed, machine, budget):
+        meter = Meter(folder, on_progress)
+        if engine == "local":
+            _by_processes(folder, machine, workers, meter)
+        else:
+            _by_ray(folder, machine, workers, address, meter)
     meter.show()
     return folder
-
-
-HELD_OUT = "held-out rows, by which rates were chosen without noise, count as public"
-
-
-def _pay(folder: ComparisonFolder, specification: Specification, machine: Machine, budget: Budget) -> None:
-    """Charge every run of the comparison that is not on record, unless that was done when it was begun."""
-    account, paid = account_of(budget), folder.path / "budget.json"
-    if account is None:
-        return
-    book = Book(account.book).state.id
-    if paid.exists():
-        if read_json(paid)["book"] != book:
-            raise ValueError(f"budget={str(account.book)!r} is not the book that {folder.path} was charged to")
-        return
-    if specification.reproducible:
-        raise ValueError("budget: reproducible runs protect nobody, so no book can count them; leave one of them out")
-    sources = {(each.task, machine.data.get(each.task)) for each in specification.problems}
-    if len(sources) > 1:
-        raise ValueError("budget: a book is about one dataset, and this compares on several tasks; compare on one")
-    [(task, data)] = sources
-    asked = runs.all_runs(specification, folder.records(), lambda run: frozenset(asked_by(run, machine).items()))
-    name = pay(
-        account,
-        [(dict(each), count) for each, count in asked.items()],
-        purpose=f"compare {len(specification.contenders)} methods, {sum(asked.values())} runs",
-        source=tasks.source_of(task, data) or Provenance(data=tasks.load(task, data).train, of_file=tasks.of_file),
-        facts={"path": str(folder.path.resolve()), **({"assumes": HELD_OUT} if "tuned" in specification.rates else {})},
-    )
-    write_json(paid, {"book": book, "reservation": name})
 
 
 def _check_data(folder: ComparisonFolder, machine: Machine) -> None:

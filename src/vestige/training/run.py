@@ -758,7 +758,8 @@ class Training(HoldsKey):
         does not hold is refused before anything is written."""
         if resume and self.folder is not None:
             begun = self.group.first(lambda: persistence.begun(self.folder))  # type: ignore[arg-type]
-            run, self._book_entry = continued(begun, self.settings.budget), begun.get("budget")
+            run = self.group.first(lambda: continued(begun, self.settings.budget))  # the book lies with process 0
+            self._book_entry = begun.get("budget")
             persistence.resume(self, self.folder, self._facts_of_the_run())
             if self.method.probe.solves and not self.state.step and persistence.asked(self.folder):
                 raise ValueError(
@@ -802,6 +803,7 @@ class Training(HoldsKey):
                 facts=self.facts,
                 run=run,
                 spent=self.ledger.spent,
+                paid=None if settings.statistics is None else settings.statistics.paid,
             )
         )
 

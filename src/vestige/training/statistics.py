@@ -19,6 +19,7 @@ from scipy.special import ndtri
 
 from vestige import accounting, assumptions
 from vestige.accounting.ledger import Ledger
+from vestige.budget.account import Budget, Provenance, account_of, attach
 from vestige.checks import check_delta, check_epsilon, check_multiplier, check_number, check_steps
 from vestige.questions import ExponentialMechanism, Gaussian, Question
 from vestige.randomness import lattice, rounded_gaussian
@@ -26,6 +27,7 @@ from vestige.randomness.choosing import choose
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum
 from vestige.randomness.rounded_gaussian import STEPS
+from vestige.tasks import of_file
 
 Bounds = tuple[float, float]
 GRID = 1024
@@ -77,6 +79,8 @@ class PrivateStatistics:
     selection_delta: float = 0.0
     """What thresholds of vocabularies add to delta."""
     noise: str = "secret"
+    paid: dict[str, Any] | None = None
+    """Where they were charged to the book of the dataset: which, and as what."""
     ledger: Ledger | None = field(default=None, repr=False, compare=False)
 
     def guarantee(self) -> accounting.Guarantee:
@@ -129,6 +133,7 @@ def private_statistics(
     noise_multiplier: float | None = None,
     delta: float = 1e-6,
     ledger: str | Path | None = None,
+    budget: Budget = None,
     reproducible: int | None = None,
 ) -> PrivateStatistics:
     """Ask for statistics of private rows with noise, in place of fitting to them; the answers are free to use.
@@ -143,6 +148,9 @@ def private_statistics(
     - `epsilon` is what all of them may cost together at `delta`, with as much noise for each; or give
       `noise_multiplier`, their noise over what one row can change.
     - `ledger` is a file for the questions, written before they are answered.
+    - `budget` is the book of the dataset (`vestige budget open`), or a `vestige.budget.Account`, charged before the
+      first answer; None: that of VESTIGE_BUDGET, if it is set. A run that is handed the result is not charged for it
+      again.
 
     Hand the result to `vestige.train(..., statistics=result)`: its epsilon then covers both.
 
@@ -168,32 +176,55 @@ def private_statistics(
     multiplier = _multiplier(asked, epsilon, noise_multiplier, delta - reserved)
     key = Randomness.secret() if reproducible is None else Randomness.reproducible(reproducible)
     books = Ledger(None if ledger is None else Path(ledger))
-    books.open(
-        {
-            "population": rows,
-            "delta": delta,
-            "noise": "secret" if reproducible is None else "seeded",
-            "sampling": "every-example",
-            "arithmetic": "lattice",
-            "schedule": "fixed",
-            "adjacency": assumptions.ADJACENCY,
-        }
-    )
+    questions = tuple(each.question(multiplier) for each in asked)
+    told = accounting.Facts(sampling="every-example", noise="secret" if reproducible is None else "seeded")
+    entry = _reserve(books, budget, questions, columns if hasattr(data, "columns") else data, told, reserved)
+    try:
+        books.open(
+            {
+                "population": rows,
+                "delta": delta,
+                "noise": told.noise,
+                "sampling": told.sampling,
+                "arithmetic": "lattice",
+                "schedule": "fixed",
+                "adjacency": assumptions.ADJACENCY,
+                **({} if entry is None else {"budget": entry}),
+            }
+        )
+    except BaseException:
+        if books.spending is not None:
+            books.spending.finish()
+        raise
     _record(books, reproducible)
     found: dict[str, Any] = {}
-    for number, each in enumerate(asked):
-        question = each.question(multiplier)
+    for number, (each, question) in enumerate(zip(asked, questions, strict=True)):
         books.ask(question, step=number, part=0, sensitivity=each.sensitivity)
         for name, values in each.answer(multiplier, key.stream(f"statistics/{each.name}", number)).items():
             found.setdefault(name, {}).update(values)
+    books.finish({})
     books.close()
     by_column: dict[Any, tuple[float, ...]] = {}
     for (column, _), value in found.pop("quantiles", {}).items():
         by_column[column] = tuple(sorted((*by_column.get(column, ()), value)))
-    questions = tuple(each.question(multiplier) for each in asked)
     facts: dict[str, Any] = {"rows": rows, "delta": delta, "selection_delta": reserved, "ledger": books}
-    facts |= {"questions": questions, "noise": "secret" if reproducible is None else "seeded"}
+    facts |= {"questions": questions, "noise": told.noise, "paid": entry}
     return PrivateStatistics(**found, quantiles=by_column, **facts)
+
+
+def _reserve(
+    books: Ledger, budget: Budget, questions: Sequence[Question], data: Any, facts: accounting.Facts, delta: float
+) -> dict[str, Any] | None:
+    """In the book of the dataset, if there is one. The deltas of thresholds are entries of their own."""
+    account = account_of(budget)
+    if account is not None and delta:
+        raise ValueError(
+            "vocabulary: words shown by a threshold have a delta of their own, which a book takes from entries by hand "
+            "alone; give candidates, a public list of words"
+        )
+    source = Provenance(data=data, of_file=of_file)
+    purpose = f"{len(questions)} statistics"
+    return attach(books, account or False, Counter(questions), purpose=purpose, source=source, facts=facts)
 
 
 def _record(books: Ledger, reproducible: int | None) -> None:
