@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from commands import as_json, vestige
-from vestige.budget import Book, slots_of, terms
+from vestige.accounting.ledger import Ledger
+from vestige.budget import Book, attach, pay, slots_of, terms, usual
 from vestige.cli.books.page import page
 from vestige.compare.execute import Machine
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.payment import paid
 from vestige.files import read_json
+from vestige.tasks import source_of
 
 TRAIN = ("train", "--task", "digits-mlp", "--method", "dp-sgd", "--sample-rate", 0.05, "--steps", 10)
 COMPARE = ("compare", "--task", "digits-mlp", "--method", "dp-sgd", "--sample-rate", 0.05, "--steps", 5, "--seeds", 1,
@@ -29,6 +31,34 @@ def digits(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_team_spends_together_and_the_sixth_run_is_refused(digits, monkeypatch):
+    """As the whole thing below does with trained models: runs, a sweep and an audit, by what they charge."""
+    book, run = Book("digits.book"), usual(0.05, 1.5, 10)
+    source = source_of("digits-mlp", None)
+    for number, person in enumerate(["ann", "bob", "cy", "ann", "bob"]):
+        monkeypatch.setenv("VESTIGE_PERSON", person)
+        ledger = Ledger(digits / f"{number}.jsonl")
+        entry = attach(ledger, "digits.book", run, purpose="train dp-sgd", source=source)
+        ledger.open({"noise": "secret", "budget": entry})
+        for step in range(10):
+            ledger.ask(next(iter(run)), step=step, part=0, sensitivity=1.0)
+        ledger.finish({})
+    pay("digits.book", [(usual(0.05, 2.0, 5), 3)], purpose="compare 1 methods, 3 runs", source=source)
+    pay("digits.book", [(usual(0.05, 12.0, 2), 8)], purpose="audit dp-sgd", source=source)
+    code, _, error = vestige(*TRAIN, "--epsilon", 2, "--out", "run6", "--budget", "digits.book")
+    assert (code, error.count("\n")) == (1, 1)
+    assert re.search(r"epsilon 3 at delta 1e-05, 2\.\d+ spent .* left; .* affords \d+ of its 10 steps, or all", error)
+    assert not (digits / "run6").exists()
+    verdict = as_json("budget", "verify", "digits.book", *(f"{number}.jsonl" for number in range(5)))
+    assert (verdict["runs"], len(verdict["without_ledger"])) == (5, 2)
+    found = as_json("budget", "show", "digits.book")
+    assert {each["person"]: each["runs"] for each in found["people"]} == {"ann": 2, "bob": 4, "cy": 1}
+    book.refresh()
+    assert book.reading().epsilon_spent == found["epsilon_spent"] <= 3
+    assert "Who spent it" in page(Book("digits.book", whole=True))
+
+
+@pytest.mark.slow
 def test_three_people_five_runs_a_sweep_and_an_audit_and_the_sixth_run_is_refused(digits, monkeypatch):
     monkeypatch.setenv("VESTIGE_BUDGET", "digits.book")
 
@@ -89,7 +119,13 @@ def test_three_people_five_runs_a_sweep_and_an_audit_and_the_sixth_run_is_refuse
     entry = as_json("budget", "export", "digits.book")
     assert (entry["privacy_guarantee"]["epsilon"], entry["accounting"]["runs"]) == (3, 7)
     assert "sampled-gaussian" in entry["accounting"]["mechanisms"]
-    for heading in ("Privacy parameter", "Unit of privacy", "Trust model", "Data collection and exposure"):
+    for heading in (
+        "Privacy parameter",
+        "Unit of privacy",
+        "Trust model",
+        "Utility and bias",
+        "Data collection exposure",
+    ):
         assert f"## {heading}" in vestige("budget", "export", "digits.book", "--nist")[1]
 
 
@@ -234,6 +270,7 @@ def resume(folder):
     assert found[0] == 0, found
 
 
+@pytest.mark.slow
 def test_runs_of_a_comparison_that_are_made_once_more_are_charged_once_more(swept):
     """Records taken away after they were read, a copied folder, a killed session: each would be a free second answer."""
     assert charged() == [4]
@@ -252,6 +289,7 @@ def test_runs_of_a_comparison_that_are_made_once_more_are_charged_once_more(swep
     assert (code, "counted twice" in error) == (1, True)
 
 
+@pytest.mark.slow
 def test_a_comparison_that_was_interrupted_goes_on_for_what_it_paid(swept, monkeypatch):
     [held] = Book("digits.book", whole=True).state.reservations.values()
     ComparisonFolder("again").create(ComparisonFolder("sweep").specification())
@@ -273,11 +311,13 @@ def test_a_comparison_that_was_interrupted_goes_on_for_what_it_paid(swept, monke
     assert charged() == [4, 4, 4], "a record was taken away, and the run is made again"
     monkeypatch.setattr("vestige.compare.payment.has_ended", lambda holder: True)
     book = Book("digits.book")
-    book.note(read_json("again/budget.json")["reservations"][-1], {"session": held.holder or {"pid": 1}})
+    book.note(read_json(Path("again/budget.json"))["reservations"][-1], {"session": held.holder or {"pid": 1}})
     session(0, KeyboardInterrupt)
     assert charged() == [4, 4, 4, 4], "killed: nobody knows what it made"
+    assert len(Book("digits.book").state.open) == 1
 
 
+@pytest.mark.slow
 def test_a_comparison_that_was_begun_without_a_book_stays_without_one(swept):
     (swept / "sweep" / "budget.json").unlink()
     code, _, error = vestige("compare", "--resume", "sweep", "--budget", "digits.book")

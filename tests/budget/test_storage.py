@@ -15,6 +15,7 @@ import pytest
 from vestige.accounting import rdp
 from vestige.budget import Book, BookError, storage, terms, usual
 from vestige.budget.book import TOTAL_EVERY, State
+from vestige.budget.summary import described
 from vestige.questions import BudgetSpent, Gaussian
 
 RUN = usual(0.01, 1.2, 1000)
@@ -61,7 +62,7 @@ def race(folder, trials):
 
 
 def test_of_two_processes_one_gets_the_last_reservation(tmp_path):
-    assert race(tmp_path, 25) == [1] * 25
+    assert race(tmp_path, 10) == [1] * 10
 
 
 @pytest.mark.slow
@@ -295,14 +296,16 @@ def long_book(path, runs):
     return sum(curves, np.zeros(len(rdp.ORDERS)))
 
 
-def test_ten_thousand_runs_open_in_a_second(tmp_path):
+@pytest.mark.parametrize("runs", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_thousands_of_runs_open_in_a_second(tmp_path, runs):
     path = tmp_path / "book"
-    total = long_book(path, 10_000)
+    total = long_book(path, runs)
     begin = time.process_time()
     book = Book(path)
     reading = book.reading()
-    assert time.process_time() - begin < 1.0
-    assert book.state.made == 10_000
+    found = described(book, 20)
+    assert time.process_time() - begin < runs / 10_000
+    assert (book.state.made, len(found["runs"])) == (runs, 20)
     assert book.state.filter().reading(total) == pytest.approx(reading.epsilon_spent, rel=1e-9)
 
 

@@ -74,6 +74,8 @@ class Terms:
     def from_json(row: Mapping[str, Any]) -> Terms:
         if row["unit"] not in UNITS or row["adjacency"] not in prices.ADJACENCIES:
             raise BookError(f"the book protects {row['unit']!r} by {row['adjacency']!r}: another version wrote it")
+        if ("filter" in row) == bool(row.get("slots")) or not 0 <= row["external_delta"] < row["delta"] < 1:
+            raise BookError("the book's first row does not say how delta is divided, or by slots")
         return Terms(
             epsilon=row["epsilon"],
             delta=row["delta"],
@@ -494,8 +496,15 @@ class Book:
 
     def refresh(self) -> None:
         """Take in what other processes have written."""
-        for row in self._file.new_rows():
-            self.state.take(row)
+        self._take(self._file.new_rows())
+
+    def _take(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            try:
+                self.state.take(row)
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                place = f"{self.path}, row {row.get('seq')}"
+                raise BookError(f"{place} is none that this version writes: {error}") from error
 
     def reading(self) -> Reading:
         return self.state.reading()
@@ -527,8 +536,7 @@ class Book:
     def _held(self) -> Iterator[Writer]:
         """The book, held by this process alone, with all rows of others taken in."""
         with self._file.exclusive() as file:
-            for row in file.rows:
-                self.state.take(row)
+            self._take(file.rows)
             yield Writer(self, file)
 
     # --- spending -----------------------------------------------------------------------------------------------------
@@ -549,6 +557,8 @@ class Book:
         With `held` it belongs to this process: when that has ended, what was not charged is freed for whoever needs it.
         """
         who, wanted = by or person(), Counter(plan)
+        require_line("purpose", purpose)
+        require_line("person", who)
         with self._held() as writer:
             place = writer.admit(wanted, who, slot, part)
             return writer.reserve(wanted, who, purpose, place, part, facts, held)
@@ -639,6 +649,8 @@ class Book:
         require("epsilon", epsilon, epsilon >= 0, "not be negative")
         require("delta", delta, 0 <= delta < 1, "lie in [0, 1)")
         who, asks = by or person(), Counter[Question]({PureLoss(float(epsilon)): 1})
+        require_line("note", note)
+        require_line("person", who)
         with self._held() as writer:
             place = writer.admit(asks, who, None, part, delta)
             row: Row = {"row": "enter", "by": who, "note": note, "epsilon": float(epsilon), "delta": float(delta)}
@@ -653,8 +665,7 @@ class Book:
             0 <= epsilon <= self.terms.epsilon,
             f"lie between 0 and the book's {self.terms.epsilon:g}",
         )
-        if not who.strip():
-            raise ValueError("person='' must be a name: what the person's entries are written under")
+        require_line("person", who)
         with self._held() as writer:
             writer.write({"row": "grant", "person": who, "epsilon": float(epsilon), "by": by or person()})
 
@@ -857,6 +868,12 @@ def _noisier(plan: History, reading: Callable[[Counter[Question]], float], epsil
         return None
     share = _largest(lambda share: not fits(1 + share * (MOST_NOISE - 1)))
     return ceil(100 * (1 + share * (MOST_NOISE - 1)) + 1) / 100
+
+
+def require_line(name: str, value: str) -> None:
+    """Refuse names and notes that would not show as they are: in a terminal, a table, a page."""
+    if not value.strip() or not value.isprintable():
+        raise ValueError(f"{name}={value!r} must be one line of printable text")
 
 
 def now() -> str:

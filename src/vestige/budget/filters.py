@@ -50,6 +50,8 @@ class Weights:
         curve = rdp.ORDERS if planned is None else prices.total([planned], adjacency)
         with np.errstate(divide="ignore", invalid="ignore"):
             copies = np.nan_to_num(budgets / curve, nan=-inf, posinf=inf)
+        if not np.isfinite(curve).any():
+            raise ValueError("expect: no epsilon holds for such a run; give it noise")
         if not np.isfinite(copies.max()):
             raise ValueError("expect: such a run costs nothing; give its sample rate, noise multiplier and steps")
         chosen = int(np.argmax(copies >= (1.0 if planned is not None else NEARLY) * copies.max()))

@@ -201,9 +201,22 @@ def make_key(path: Path) -> bytes:
     return key
 
 
+def books_of(path: Path) -> list[str]:
+    """The books that were opened with a key: lines below it."""
+    return path.read_text().splitlines()[1:] if path.exists() else []
+
+
+def note_book(path: Path, book: Path) -> None:
+    """Write down, with the key, that a book was opened: a second one for the same rows is not opened unseen."""
+    with path.open("a") as file:
+        file.write(f"{book.resolve()}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def read_key(path: Path) -> bytes:
     try:
-        key = bytes.fromhex(path.read_text().strip())
+        key = bytes.fromhex((path.read_text().splitlines() or [""])[0].strip())
     except OSError as error:
         raise ValueError(
             f"key={str(path)!r} cannot be read: {error.strerror}; it lies with the data, key=FILE"

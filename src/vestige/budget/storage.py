@@ -62,6 +62,8 @@ class BookFile:
 
     def create(self, row: Mapping[str, Any]) -> None:
         """Make the book with its first row: whole, or not at all. A file that is there already is left alone."""
+        if not self.path.parent.is_dir():
+            raise ValueError(f"book={str(self.path)!r}: there is no folder {str(self.path.parent)!r}; make it first")
         refuse_network(self.path)
         line, _ = sealed({"seq": 0, "previous": GENESIS, **row})
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")

@@ -141,6 +141,7 @@ def registry(book: Book) -> dict[str, Any]:
             "intended_use": None,
             "data_product": f"{state.made} trained models, audits or statistics of one dataset",
             "data": told.data.get("name"),
+            "publication_date": None,
             "begun": state.opened_at,
         },
         "privacy_guarantee": {
@@ -151,7 +152,7 @@ def registry(book: Book) -> dict[str, Any]:
             "neighbours": prices.ADJACENCIES[told.adjacency].format(unit=told.unit),
             "data_domain": "rows of one dataset",
             "unprotected_quantities": ["the number of rows", "the sampling rates and numbers of steps of all runs"],
-            "model": "central: a trusted curator holds the rows",
+            "deployment_model": "central: a trusted curator holds the rows",
         },
         "accounting": {
             "composition": _composition(book),
@@ -167,8 +168,14 @@ def registry(book: Book) -> dict[str, Any]:
             "record": "append-only and hash-chained; each charge is on disk before its answer exists",
             "head": book.head,
             "assumptions": described(book)["assumes"],
+            "rationale": None,
         },
-        "to_fill_in": ["deployment.data_curator", "deployment.intended_use"],
+        "to_fill_in": [
+            "deployment.data_curator",
+            "deployment.intended_use",
+            "deployment.publication_date",
+            "implementation.rationale",
+        ],
     }
 
 
@@ -203,6 +210,9 @@ def nist(book: Book) -> str:
         f"{len(book.state.externals)} entries by hand. `vestige budget verify` recomputes every price from the runs' "
         "ledgers.",
         "",
+        "## Utility and bias",
+        "A book does not know what the models are for. Fill in how their error was measured, and for which groups.",
+        "",
         "## Trust model",
         "Central: a trusted curator holds the rows, and whoever may write the book's file may spend. Names in the book "
         "are labels, not proofs of identity.",
@@ -211,7 +221,7 @@ def nist(book: Book) -> str:
         f"The book is append-only and hash-chained; its last row is `{book.head}`. Each charge is on disk before its "
         "answer exists. What a run assumes about noise, timing and arithmetic is in its own ledger and card.",
         "",
-        "## Data collection and exposure",
+        "## Data collection exposure",
         "The book holds keyed hashes of rows, which this export leaves out. Rows are read where they lie.",
         "",
         "## Assumptions",

@@ -14,7 +14,8 @@ import numpy as np
 from vestige.accounting.budgets import within
 from vestige.accounting.ledger import LedgerError, LedgerHistory, read
 from vestige.budget import prices
-from vestige.budget.book import Book, Reading, Reservation, State
+from vestige.budget.book import Book, Reading, Reservation, State, Terms
+from vestige.budget.filters import SlotPlan
 from vestige.budget.storage import BookError, BookFile, Row
 from vestige.questions import PureLoss, Question
 from vestige.units import Users
@@ -69,7 +70,7 @@ def verify(path: str | Path, runs: Sequence[str | Path] = (), head: str | None =
         try:
             _check_admitted(state, row)
             state.take(row)
-        except (BookError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise BookError(f"{path}, line {number}: {error}") from error
     made = [each for each in state.reservations.values() if each.charged]
     with_ledger = {each.id for each in made if "path" in each.facts}
@@ -117,6 +118,10 @@ def _check_admitted(state: State, row: Row) -> None:
             _require_admitted(state, beyond, None, held.part, 0.0)
     elif kind == "total":
         _check_total(state, row)
+    elif kind == "open" and (told := Terms.from_json(row)).slots:
+        cost = SlotPlan(told.slots, told.delta, told.adjacency).epsilon()
+        if cost > told.epsilon * (1 + ROUNDING):
+            raise BookError(f"the slots cost {cost:.4f} together, beyond epsilon {told.epsilon:g}")
 
 
 def _require_admitted(state: State, asks: Counter[Question], slot: int | None, part: str, delta: float) -> None:

@@ -45,6 +45,8 @@ def paid(folder: ComparisonFolder, specification: Specification, machine: Machin
     due = _due(folder, specification, machine)
     if due and not _goes_on(book, folder, entry["reservations"]):
         name = _pay(account, folder, specification, machine, due)
+        for earlier in entry["reservations"]:
+            book.close(earlier)
         entry["reservations"].append(name)
         write_json(file, entry)
     if not entry["reservations"]:

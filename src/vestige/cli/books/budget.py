@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from vestige.cli.errors import FlagCommand
@@ -65,6 +66,9 @@ def open_(
     external_share: Annotated[
         float | None, typer.Option(help="Share of delta for entries by hand that have one. [default: 0.01]")
     ] = None,
+    another: Annotated[
+        bool, typer.Option("--another", help="These rows have a book already: what two books promise adds up.")
+    ] = False,
     key: Annotated[
         Path | None, typer.Option(help="File of the key that rows are hashed with. [default: beside the data]")
     ] = None,
@@ -82,7 +86,7 @@ def open_(
     """
     from vestige.budget import Book, slots_of, terms
     from vestige.budget.account import rows_file
-    from vestige.budget.identity import RowSet, fingerprint, make_key
+    from vestige.budget.identity import RowSet, fingerprint, make_key, note_book
     from vestige.checks import check_delta
     from vestige.files import read_json
     from vestige.tasks import of_task, parts_of
@@ -101,6 +105,8 @@ def open_(
     secret = make_key(place)
     found = of_task(task, data, secret)[-1 if task is not None else 0][1]
     check_delta(delta, len(found))
+    if not another:
+        _require_first(place, found)
     rows = RowSet.of(found, None if parts is None else [told["parts"].index(each) for each in parts])
     identity = {
         "name": Path(data).name if data is not None else task,
@@ -112,7 +118,24 @@ def open_(
     }
     made = Book.create(book, terms(epsilon, delta, data=identity, **told))
     rows.write(rows_file(book))
+    note_book(place, book)
     _show(made.path, as_json)
+
+
+def _require_first(key: Path, hashes: Any) -> None:
+    """Refuse a second book for rows that have one: who opens another begins to count anew."""
+    import numpy as np
+
+    from vestige.budget.account import rows_file
+    from vestige.budget.identity import books_of
+
+    for name in books_of(key):
+        rows = rows_file(Path(name))
+        if not rows.exists() or np.isin(np.fromfile(rows, "<u8", rows.stat().st_size // 8), hashes).any():
+            raise ValueError(
+                f"data: these rows have a book already, {name} (says {key}): use that one; another one begins to count "
+                "anew, and what both promise adds up (--another)"
+            )
 
 
 def _expected(text: str | None) -> Any:
@@ -182,10 +205,10 @@ def _show(path: Path, as_json: bool, last: int | None = 20) -> None:
     if found["runs"] or found["external"]:
         table = Table("run", "person", "what", "when", "counted", "alone", "state")
         for run in found["runs"]:
-            cells = (run["id"], run["person"], run["purpose"], run["at"][:16].replace("T", " "))
+            cells = (run["id"], escape(run["person"]), escape(run["purpose"]), run["at"][:16].replace("T", " "))
             table.add_row(*cells, f"{run['counted']:,}", f"{run['epsilon_alone']:.3f}", run["state"])
         for each in found["external"]:
-            cells = ("by hand", each["person"], each["note"], each["at"][:16].replace("T", " "))
+            cells = ("by hand", escape(each["person"]), escape(each["note"]), each["at"][:16].replace("T", " "))
             table.add_row(*cells, "1", f"{each['epsilon']:.3f}", "")
         stdout.print(table)
     if len(found["runs"]) < found["made"]:
