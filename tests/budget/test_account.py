@@ -165,6 +165,7 @@ def test_allocation_is_charged_by_whole_epochs(tmp_path):
     assert (question.kind, question.steps, count) == ("allocated-gaussian", 20, 1)
 
 
+@pytest.mark.slow
 def test_noise_that_follows_answers_is_charged_question_by_question(tmp_path):
     book = book_on(tmp_path, epsilon=20.0)
     method = next(built for name in METHODS if (built := vestige.make_method(name)).gate.adaptive)
@@ -324,10 +325,10 @@ def test_a_loop_with_a_target_reserves_its_plan_and_one_without_is_charged_as_it
 
 
 def test_a_loop_is_stopped_where_the_book_ends(tmp_path):
-    book = book_on(tmp_path, epsilon=1.3)
+    book = book_on(tmp_path, epsilon=0.7)
     with pytest.raises(BudgetSpent, match="does not hold this run"):
-        loop(book.path, noise_multiplier=2.0, steps=400)
-    assert whole(book).reading().epsilon_spent <= 1.3
+        loop(book.path, noise_multiplier=2.0, steps=80)
+    assert whole(book).reading().epsilon_spent <= 0.7
     with pytest.raises(ValueError, match="no epsilon holds for this run"):
         loop(book.path, noise_multiplier=2.0, poisson_sampling=False)
 

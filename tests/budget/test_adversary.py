@@ -180,6 +180,7 @@ def test_slots_that_were_made_larger_than_the_books_epsilon_are_found(tmp_path):
         verify(book.path)
 
 
+@pytest.mark.slow
 def test_who_may_not_write_a_book_may_not_spend(book, tmp_path):
     if os.getuid() or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv, to be somebody else")

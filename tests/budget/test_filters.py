@@ -289,6 +289,7 @@ def test_a_run_fits_a_slot_that_dominates_it():
     assert not prices.fits({Trial(0.02, 1.5, 0.02, 1.3, -0.4): 1}, {Trial(0.02, 1.5, 0.02, 1.3, -0.5): 1})
 
 
+@pytest.mark.slow
 def test_dominated_questions_cost_less_by_every_accountant():
     for larger, smaller in (
         (SampledGaussian(0.02, 1.2), SampledGaussian(0.01, 1.2)),

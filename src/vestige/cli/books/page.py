@@ -20,7 +20,11 @@ def page(book: Book, title: str | None = None) -> str:
     sections = [
         ("left", "What is left", _left(found) + _bar(found)),
         ("time", "Over time", _plot(Replay.of(book).points, found["epsilon"])),
-        *([("parts", "Parts of the rows", table("parts", found["parts"]))] if "parts" in found else []),
+        *(
+            [("parts", "Parts of the rows", table("parts", [_of_part(each) for each in found["parts"]]))]
+            if "parts" in found
+            else []
+        ),
         ("people", "Who spent it", table("people", [_plain(each) for each in found["people"]]) or _nobody()),
         ("runs", "Every run", table("runs", [_row(each) for each in found["runs"]]) or _nobody()),
         ("hand", "Entered by hand", table("hand", found["external"]) or "<p>Nothing.</p>"),
@@ -116,6 +120,10 @@ def _plot(points: list[tuple[str, float, float]], epsilon: float) -> str:
     )
 
 
+def _of_part(part: dict[str, Any]) -> dict[str, Any]:
+    return {"part": part["part"], "spent": part["epsilon_spent"], "with what is reserved": part["epsilon_reserved"]}
+
+
 def _plain(person: dict[str, Any]) -> dict[str, Any]:
     return {"person": person["person"], "runs": person["runs"], "reading of their own": person["epsilon_reading"],
             "granted": person["granted"]}  # fmt: skip
@@ -132,7 +140,7 @@ def _row(run: dict[str, Any]) -> dict[str, Any]:
         "reserved": run["reserved"],
         "counted": run["counted"],
         "epsilon if it were alone": run["epsilon_alone"],
-        "slot": run["slot"] or "",
+        **({} if run["slot"] is None else {"slot": run["slot"]}),
     }
 
 
