@@ -16,15 +16,12 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 900, 300, 46, 34, 18
 def page(book: Book, title: str | None = None) -> str:
     """One HTML file that needs no network."""
     found = described(book)
+    parts = [_of_part(each) for each in found.get("parts", ())]
     name = found["data"]["name"] or book.path.name
     sections = [
         ("left", "What is left", _left(found) + _bar(found)),
         ("time", "Over time", _plot(Replay.of(book).points, found["epsilon"])),
-        *(
-            [("parts", "Parts of the rows", table("parts", [_of_part(each) for each in found["parts"]]))]
-            if "parts" in found
-            else []
-        ),
+        *([("parts", "Parts of the rows", table("parts", parts))] if parts else []),
         ("people", "Who spent it", table("people", [_plain(each) for each in found["people"]]) or _nobody()),
         ("runs", "Every run", table("runs", [_row(each) for each in found["runs"]]) or _nobody()),
         ("hand", "Entered by hand", table("hand", found["external"]) or "<p>Nothing.</p>"),
