@@ -232,6 +232,8 @@ def test_what_a_book_cannot_count_is_refused_by_other_commands(digits, monkeypat
         ((*COMPARE, "--epsilon", 1, "--reproducible", "--budget", "digits.book"), "reproducible runs protect nobody"),
         ((*TRAIN, "--epsilon", 1, "--reproducible", "--budget", "digits.book"), "no epsilon holds"),
         ((*TRAIN, "--epsilon", 1, "--slot", "x"), "--slot='x' is about a book"),
+        ((*COMPARE, "--epsilon", 1, "--derived-from", "x"), "--derived-from='x' is about a book"),
+        ((*COMPARE, "--epsilon", 1, "--derived-from", "gone.csv", "--budget", "digits.book"), "there is no such file"),
         ((*TRAIN, "--epsilon", 1, "--slot", "x", "--budget", "digits.book"), "is a book without slots"),
     ):  # fmt: skip
         code, _, error = vestige(*words)

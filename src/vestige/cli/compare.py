@@ -11,6 +11,7 @@ import typer
 
 from vestige.checks import check_steps
 from vestige.cli.errors import refuse_if_given, refuse_others, require_trust
+from vestige.cli.models.flags import DerivedFlag
 from vestige.cli.progress import (
     AddressFlag,
     DeviceFlag,
@@ -80,6 +81,7 @@ def compare(
             envvar="VESTIGE_BUDGET",
         ),
     ] = None,
+    derived_from: DerivedFlag = None,
     engine: EngineFlag = "local",
     ray_address: AddressFlag = None,
     workers: WorkersFlag = None,
@@ -106,6 +108,7 @@ def compare(
 
         vestige compare --resume runs/compare-20260101-120000
     """
+    from vestige.budget.account import account_of
     from vestige.compare import presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.specification import FACTORS, Contender, Problem, Specification
@@ -113,8 +116,12 @@ def compare(
     from vestige.records import PrivacyTarget
 
     execution = Execution(engine, ray_address, workers, stack, device)
+    account = account_of(budget)
+    if account is None and derived_from is not None:
+        raise ValueError(f"derived_from={derived_from!r} is about a book: give budget=BOOK, too")
+    paying = account and replace(account, derived_from=derived_from)
     if resume is not None:
-        allowed = ("resume", "retry", "trust", "data", "budget", *EXECUTION)
+        allowed = ("resume", "retry", "trust", "data", "budget", "derived_from", *EXECUTION)
         refuse_others(context, allowed, "a comparison continues with the options it was started with")
         folder = ComparisonFolder(resume)
         agreed = folder.specification()
@@ -124,7 +131,7 @@ def compare(
         if retry:
             stderr.print(f"trying {len(folder.remove_failures())} failed runs again", markup=False)
         execution = replace(execution, alone=known.timed_in(resume))
-        finish(make_runs(resume, agreed, execution, visible=not as_json, data=elsewhere, budget=budget), as_json)
+        finish(make_runs(resume, agreed, execution, visible=not as_json, data=elsewhere, budget=paying), as_json)
         return
     refuse_if_given(context, ("trust",), "it goes with --resume FOLDER")
     if retry:
@@ -175,7 +182,7 @@ def compare(
     check_tasks(specification)
     _check_names(specification)
     path = out or Path("runs") / f"{'quick' if quick else 'compare'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    finish(make_runs(path, specification, execution, visible=not as_json, budget=budget), as_json)
+    finish(make_runs(path, specification, execution, visible=not as_json, budget=paying), as_json)
 
 
 def quick_specification() -> Any:

@@ -68,7 +68,7 @@ def make_runs(
     *,
     visible: bool,
     data: dict[str, str] | None = None,
-    budget: str | None = None,
+    budget: Any = None,
 ) -> Any:
     """Make the runs of a comparison that have no record in its folder yet."""
     from vestige.compare import runner

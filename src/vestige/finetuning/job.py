@@ -90,6 +90,8 @@ class FineTuning:
     device: str = "cpu"
     budget: str | None = None
     """The book that pays; None: that of VESTIGE_BUDGET, if it is set."""
+    derived_from: str | None = None
+    """The file whose rows the texts were made of, one of one, where the book is about those."""
     slot: str | None = None
 
     @property
@@ -177,9 +179,11 @@ def start(
 def _account(job: FineTuning) -> Budget:
     """Which book pays; tokens are known by the file that they were read from."""
     found = account_of(job.budget)
-    if found is None and job.slot is not None:
-        raise ValueError(f"slot={job.slot!r} is of a book: give budget=BOOK, too")
-    return found and replace(found, slot=job.slot, source=tasks.source_of(None, job.data))
+    for name in ("derived_from", "slot"):
+        if found is None and getattr(job, name) is not None:
+            raise ValueError(f"{name}={getattr(job, name)!r} is about a book: give budget=BOOK, too")
+    source = tasks.source_of(None, job.data)
+    return found and replace(found, derived_from=job.derived_from, slot=job.slot, source=source)
 
 
 def request_of(job: FineTuning) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from vestige.cli.models.flags import (
     CapFlag,
     CudaGraphsFlag,
     DeltaFlag,
+    DerivedFlag,
     DeviceFlag,
     EngineFlag,
     EpsilonFlag,
@@ -113,6 +114,7 @@ def finetune(
     seed: SeedFlag = 0,
     reproducible: ReproducibleFlag = False,
     budget: BudgetFlag = None,
+    derived_from: DerivedFlag = None,
     slot: SlotFlag = None,
     device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/MODEL-METHOD-TIME).")] = None,
@@ -181,6 +183,7 @@ def finetune(
             seed=seed,
             reproducible=reproducible,
             budget=budget,
+            derived_from=derived_from,
             slot=slot,
             device=device or default_device(),
         )

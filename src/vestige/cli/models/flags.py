@@ -64,6 +64,13 @@ ResumeFlag = Annotated[
 ]
 
 
+DerivedFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="The file whose rows the data were made of, where the book cannot know them by their own.",
+        rich_help_panel="Budget of the dataset",
+    ),
+]
 BudgetFlag = Annotated[
     str | None,
     typer.Option(

@@ -16,6 +16,7 @@ from vestige.cli.models.flags import (
     CapFlag,
     CudaGraphsFlag,
     DeltaFlag,
+    DerivedFlag,
     DeviceFlag,
     EngineFlag,
     EpsilonFlag,
@@ -160,13 +161,7 @@ def train(
         ),
     ] = None,
     budget: BudgetFlag = None,
-    derived_from: Annotated[
-        str | None,
-        typer.Option(
-            help="The file whose rows the data were made of, where the book cannot know them by their own.",
-            rich_help_panel="Budget of the dataset",
-        ),
-    ] = None,
+    derived_from: DerivedFlag = None,
     slot: SlotFlag = None,
     device: DeviceFlag = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run (default: runs/TASK-METHOD-TIME).")] = None,
