@@ -115,6 +115,12 @@ def number_in_the_loss(model, x, y):
     (loss / loss.item()).backward()  # mixes
 
 
+def divided_by_a_count(model, x, y):
+    losses = LOSS(model(x), y, reduction="none")
+    counted = y != 1
+    ((losses * counted).sum() / max(1, round(1 + counted.sum().item()))).backward()  # mixes
+
+
 def divided_by_the_loss(model, x, y):
     loss = LOSS(model(x), y)  # mixes
     loss.backward(1 / loss.detach())
@@ -206,6 +212,7 @@ LEAKS = {
     "tensor": (statistic_as_a_tensor, "mean"),
     "number": (statistic_as_a_number, "read"),
     "number in the loss": (number_in_the_loss, "read"),
+    "count in the loss": (divided_by_a_count, "read"),
     "1 / loss": (divided_by_the_loss, "mean"),
     "weights": (weighted_by_a_statistic, "sum"),
     "hook": (normalising_hook, "norm"),
@@ -234,6 +241,18 @@ def test_a_leak_is_refused_at_its_line(name):
     with pytest.raises(ValueError, match="without a backward pass"):
         optimizer.step()
     assert torch.equal(flat(model), before)
+    assert not steps.ledger.spent
+
+
+def test_a_learning_rate_that_was_read_off_the_loss_is_refused():
+    steps, model, optimizer, loader = private(make_toy()[0])
+    for x, y in loader:
+        loss = LOSS(model(x), y)
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = 0.1 * loss.item()
+        with pytest.raises(ValueError, match=r"optimizer's lr follows from .* read at \S*test_tracking.py:\d+"):
+            optimizer.step()
+        break
     assert not steps.ledger.spent
 
 

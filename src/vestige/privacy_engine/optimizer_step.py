@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vestige.accounting.ledger import Ledger
+from vestige.engines.example_axis.functions import ReadCount, ReadNumber
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
@@ -261,6 +262,13 @@ class PrivateSteps:
             require_same_model(group, self.passes.parameters().values(), step)
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            for name, value in group.items():
+                if isinstance(value, ReadNumber | ReadCount):
+                    raise ValueError(
+                        f"the optimizer's {name} follows from a value of the examples that was read at {value.where}: "
+                        "no noise covers it. Set it by the number of the step, or by public data"
+                    )
         require_own(self.optimizer, parameters.values())
         if getattr(self.optimizer, "grad_scale", None) is not None:
             raise ValueError(SCALED)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vestige.engines.bookkeeping import add_weighted
-from vestige.engines.example_axis.functions import ReadNumber
+from vestige.engines.example_axis.functions import ReadCount, ReadNumber
 from vestige.engines.example_axis.labels import Mixed, NotApart, Rows
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.expressions import ANCHOR, Pass
@@ -371,7 +371,7 @@ class Passes:
             )
         for place, leaf in enumerate(call.leaves):
             named = f"argument {names.get(place, place)!r} of the private model"
-            if isinstance(leaf, ReadNumber):
+            if isinstance(leaf, ReadNumber | ReadCount):
                 raise ValueError(
                     f"{named} is a value of the examples that was read at {leaf.where}: no noise covers what follows "
                     "from it. Give the model tensors, row by row, or public numbers"

@@ -47,7 +47,7 @@ class TrackedFunctions(TorchFunctionMode):
         if handler is not None:
             return handler(self, function, args, kwargs)
         for each in args:
-            if type(each) is ReadNumber:
+            if type(each) in (ReadNumber, ReadCount):
                 raise ValueError(
                     f"a value of the examples that was read at {each.where} is used again at {users_line()}: no noise "
                     "covers what follows from it. Compute with tensors, row by row, or with public numbers"
@@ -60,25 +60,35 @@ class ReadNumber(float):
 
     where = ""
 
-    @classmethod
-    def of(cls, value: float, where: str) -> ReadNumber:
-        made = cls(value)
-        made.where = where
-        return made
 
-    def _with(self, value: Any) -> Any:
-        return ReadNumber.of(value, self.where) if isinstance(value, float) else value
+class ReadCount(int):
+    """The same, of a whole number."""
+
+    where = ""
 
 
-def _arithmetic(name: str) -> Any:
-    def method(self: ReadNumber, *others: Any) -> Any:
-        return self._with(getattr(float, name)(self, *others))
+def read_number(value: Any, where: str) -> Any:
+    if type(value) not in (int, float):
+        return value
+    made = ReadNumber(value) if isinstance(value, float) else ReadCount(value)
+    made.where = where
+    return made
+
+
+def _arithmetic(kind: type, name: str) -> Any:
+    def method(self: Any, *others: Any) -> Any:
+        return read_number(getattr(kind, name)(self, *others), self.where)
 
     return method
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
-    setattr(ReadNumber, f"__{_name}__", _arithmetic(f"__{_name}__"))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    for _kind, _number in ((float, ReadNumber), (int, ReadCount)):
+        setattr(_number, f"__{_name}__", _arithmetic(_kind, f"__{_name}__"))
+        setattr(_number, f"__r{_name}__", _arithmetic(_kind, f"__r{_name}__"))
+for _name in ("neg", "abs", "round"):
+    for _kind, _number in ((float, ReadNumber), (int, ReadCount)):
+        setattr(_number, f"__{_name}__", _arithmetic(_kind, f"__{_name}__"))
 
 
 in_transform: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -159,8 +169,7 @@ def _read(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, An
 def _item(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if mode.inside or in_transform(args[0]) or mode.tracker.labels.get(args[0]) is None:
         return function(*args, **kwargs)
-    value = function(*args, **kwargs)
-    return ReadNumber.of(value, users_line()) if isinstance(value, float) else value
+    return read_number(function(*args, **kwargs), users_line())
 
 
 def _one_hot(mode: TrackedFunctions, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
