@@ -618,7 +618,7 @@ def test_a_trainer_is_charged_to_the_book_of_its_data(tmp_path):
     trainer.train()
     [held] = Book(book.path, whole=True).state.reservations.values()
     assert held.why == "finished"
-    assert held.asked == trainer.privacy_engine._ledger.spent
+    assert held.asked == trainer.privacy_engine.spent
     assert verify_book(book.path, [tmp_path / "run"]).runs == 1
     with pytest.raises(ValueError, match="derived_from='x' is about a book"):
         PrivacyArguments(noise_multiplier=1.0, target_delta=DELTA, derived_from="x")

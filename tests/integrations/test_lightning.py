@@ -88,7 +88,7 @@ def test_each_step_is_the_clipped_sum_of_its_examples(calls):
         made = moved(*(torch.cat([p.ravel() for p in each.values()]) for each in (now, then)))
         np.testing.assert_allclose(made, expected, rtol=1e-3, atol=3e-5)
     assert len(model.steps) == 2 * 5
-    assert callback.engine._ledger.spent.total() == len(model.steps)
+    assert callback.engine.asked == len(model.steps)
 
 
 class Leaking(Toy):
@@ -135,7 +135,7 @@ def test_parts_of_a_draw():
     whole = Toy()
     fitted(whole, noiseless())
     assert max(len(x) for _, x, _ in model.steps) == 4
-    assert callback.engine._ledger.spent.total() == 10
+    assert callback.engine.asked == 10
     torch.testing.assert_close(flat(model), flat(whole), rtol=1e-4, atol=1e-6)
 
 
@@ -155,7 +155,7 @@ def test_max_steps_and_a_module_with_its_own_data():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=r".*optimizer.step\(\).*")
         trainer.fit(Own())
-    assert callback.engine._ledger.spent.total() == 7
+    assert callback.engine.asked == 7
     assert callback.guarantee().epsilon < 3.0
 
 
@@ -245,7 +245,7 @@ def test_a_run_that_is_continued_stays_charged(tmp_path):
     callback, model = Private(**options), Toy()
     trainer = fitted(model, callback, ckpt_path=kept, max_epochs=3)
     assert callback.engine._steps.step_number == 15 - 3  # three were done twice, and are paid for twice
-    assert sum(read(ledger).asks.values()) == callback.engine._ledger.spent.total() == 15
+    assert sum(read(ledger).asks.values()) == callback.engine.asked == 15
     assert callback.guarantee().epsilon <= 3.0
     assert trainer.should_stop
 
@@ -360,5 +360,5 @@ def test_the_older_name():
     callback = noiseless()
     trainer = older.Trainer(**QUIET, max_epochs=2, callbacks=[callback])
     trainer.fit(Older(), loader())
-    assert callback.engine._ledger.spent.total() == 10
+    assert callback.engine.asked == 10
     assert "loss" not in trainer.callback_metrics

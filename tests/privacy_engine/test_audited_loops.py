@@ -147,7 +147,7 @@ def test_the_people_pay_the_same_and_all_rows_are_counted(sampling, tmp_path):
 def test_a_truncated_sample_is_priced_for_all_rows():
     engine = PrivacyEngine(audit=PLANTED)
     epochs(*private(engine, multiplier=1.0, sampling="truncated", max_batch=20))
-    (question,) = engine._ledger.spent
+    (question,) = engine.spent
     assert question.population == PEOPLE + PLANTED
 
 
@@ -244,7 +244,7 @@ def test_a_loop_goes_on_with_its_canaries(tmp_path):
     epochs(model, optimizer, loader)
     engine.save_checkpoint(path=tmp_path / "saved", module=model, optimizer=optimizer)
     kept = engine._steps.canaries
-    engine._ledger.close()
+    engine.close()
     with pytest.raises(ValueError, match="canaries is 31 now but was 30"):
         private(PrivacyEngine(audit=PLANTED + 1, ledger=file, resume=True), multiplier=1.0)
     again = PrivacyEngine(audit=PLANTED, ledger=file, resume=True)

@@ -510,7 +510,7 @@ def test_going_back_to_a_checkpoint_forgets_no_question(tmp_path):
     assert engine.get_epsilon(1e-5) == spent
     epoch(model, optimizer, loader)
     assert sum(n for _, _, n in engine.history) == 15
-    engine._ledger.close()
+    engine.close()
     again, other, other_optimizer, other_loader = engine_of(
         method="fo-dp-sgd", ledger=tmp_path / "l.jsonl", resume=True
     )
@@ -546,20 +546,20 @@ def test_a_reproducible_loop_goes_on_as_if_it_had_not_stopped(tmp_path):
     engine.load_checkpoint(path=tmp_path / "c", module=straight[0], optimizer=straight[1])
     next(iter(straight[2]))
     steps(*straight, 4)
-    assert engine._ledger.spent.total() == 13
+    assert engine.asked == 13
     sizes.append([])
     for _ in range(2):  # the same draw again is one more question
         engine.load_checkpoint(path=tmp_path / "c", module=straight[0], optimizer=straight[1])
         steps(*straight, 1)
     assert sizes[-1][0] == sizes[-1][1]
-    assert engine._ledger.spent.total() == 15
-    engine._ledger.close()
+    assert engine.asked == 15
+    engine.close()
     sizes.append([])
     engine, *again = engine_of(**books, ledger=tmp_path / "a", resume=True)
     engine.load_checkpoint(path=tmp_path / "c", module=again[0], optimizer=again[1])
     next(iter(again[2]))
     steps(*again, 4)
-    assert engine._ledger.spent.total() == 19
+    assert engine.asked == 19
     assert sizes[2] == sizes[3] == sizes[5]
     assert torch.equal(ends[3], ends[2])
     assert torch.equal(ends[-1], ends[2])
@@ -586,7 +586,7 @@ def test_a_checkpoint_of_another_process_needs_its_ledger(tmp_path):
         other.load_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
     with pytest.raises(ValueError, match="resume: sample_rate"):
         first, *_ = engine_of(ledger=tmp_path / "l.jsonl")
-        first._ledger.close()
+        first.close()
         engine_of(ledger=tmp_path / "l.jsonl", resume=True, batch_size=6)
 
 
@@ -647,7 +647,7 @@ def test_two_draws_of_one_size_are_two_draws(together):
                 LOSS(model(x), y).backward()
                 LOSS(model(u), v).backward()
             optimizer.step()
-        assert not engine._ledger.spent
+        assert not engine.spent
 
 
 def test_a_ledger_that_names_its_delta_is_verified_and_finished_as_often_as_it_is_saved(tmp_path):

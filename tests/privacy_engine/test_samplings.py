@@ -49,7 +49,7 @@ def test_each_example_once_an_epoch_and_an_epoch_is_one_question(part):
         rows = epoch(*loop)
         found = sorted(row for batch in rows for row in (set(batch) if len(batch) == 2 else batch))
         assert [row for row in found if row] == list(range(1, 60)), "rows beyond a part's own are ones it has, or row 0"
-        assert engine._ledger.spent == {AllocatedGaussian(5, 1.0): count}
+        assert engine.spent == {AllocatedGaussian(5, 1.0): count}
     assert engine.get_epsilon(1e-5) == pytest.approx(accounting.epsilon({AllocatedGaussian(5, 1.0): 2}, 1e-5), rel=1e-6)
 
 
@@ -59,12 +59,12 @@ def test_a_pass_that_was_left_is_over_and_the_next_one_is_charged(tmp_path):
     first, second = epoch(*loop, most=2), epoch(*loop)
     assert len(first) == 2
     assert len({row for batch in second for row in batch}) == 60
-    assert engine._ledger.spent == {AllocatedGaussian(5, 1.0): 2}
-    engine._ledger.close()
+    assert engine.spent == {AllocatedGaussian(5, 1.0): 2}
+    engine.close()
     engine, *loop = private(PrivacyEngine(ledger=file, resume=True), sampling="allocation")
     epoch(*loop)
     assert read(file).asks == {AllocatedGaussian(5, 1.0): 3}
-    engine._ledger.close()
+    engine.close()
     with pytest.raises(ValueError, match="sampling is 'poisson' now"):
         private(PrivacyEngine(ledger=file, resume=True))
 
@@ -76,7 +76,7 @@ def test_going_back_to_a_checkpoint_keeps_the_charge(tmp_path):
     epoch(*loop, most=1)
     engine.load_checkpoint(path=tmp_path / "saved", module=loop[0], optimizer=loop[1])
     epoch(*loop)
-    assert read(tmp_path / "ledger.jsonl").asks == {AllocatedGaussian(5, 1.0): 3} == dict(engine._ledger.spent)
+    assert read(tmp_path / "ledger.jsonl").asks == {AllocatedGaussian(5, 1.0): 3} == engine.spent
 
 
 def test_the_budget_stops_between_epochs():
@@ -104,7 +104,7 @@ def test_truncated_batches_never_exceed_their_bound():
     engine, *loop = private(sampling="truncated", max_batch=13)
     sizes = [len(batch) for _ in range(6) for batch in epoch(*loop)]
     assert max(sizes) == 13
-    assert engine._ledger.spent == {TruncatedGaussian(0.2, 1.0, 13, 60): 30}
+    assert engine.spent == {TruncatedGaussian(0.2, 1.0, 13, 60): 30}
     assert engine.get_epsilon(1e-5) > 0
 
 

@@ -59,7 +59,7 @@ def test_what_is_drawn_and_charged(options, expected):
     bound = min(options.get("cap", 60), options.get("rows_per_user", 60))
     for rows, _ in steps(*loop, most=2):
         assert np.bincount(users[rows]).max() <= bound
-    assert set(engine._ledger.spent) == {expected}
+    assert set(engine.spent) == {expected}
     said = engine.guarantee(1e-5)
     assert said.epsilon is not None
     assert said.unit == "user"
@@ -84,7 +84,7 @@ def test_a_budget_is_kept_resumed_and_shown(tmp_path):
     engine, *loop = private(PrivacyEngine(ledger=file), target=4.0, rows_per_user=3)
     steps(*loop, most=2)
     assert engine.get_epsilon(1e-5) <= 4.0
-    engine._ledger.close()
+    engine.close()
     assert "one user: all rows of one" in model_card(tmp_path)
     noise = engine._private_steps().planned.multiplier
     with pytest.raises(ValueError, match="users is"):

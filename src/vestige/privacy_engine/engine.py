@@ -528,6 +528,15 @@ class PrivacyEngine(HoldsKey):
         return OneRun(where, steps.method.name, found, promise.epsilon, delta, promise.listed, drawn)
 
     @property
+    def spent(self) -> dict[Question, int]:
+        """The questions that were charged so far, and how often each."""
+        return dict(self._ledger.spent)
+
+    def close(self) -> None:
+        """Close the ledger's file: another process may then go on with it."""
+        self._ledger.close()
+
+    @property
     def asked(self) -> int:
         """How many questions were charged so far."""
         return sum(self._ledger.spent.values())
