@@ -12,7 +12,9 @@ QUESTIONS = {
     "Is the number of rows secret?": ("the number of rows is public",),
     "May the scaler have been fitted to the rows?": ("no scaler, imputer, vocabulary, class weights",),
     "And what if it was?": ("ask for it by vestige.private_statistics, which is charged",),
-    "Is the test set public?": ("Evaluation data are public | assumed",),
+    "Is the test set public?": (
+        "Evaluation data are public | assumed (the model was evaluated on the test set of its task",
+    ),
     "What if a person has three rows?": ("A person with several rows", "with k rows, at most k times this epsilon"),
     "Could the noise be known to somebody?": ("Random numbers are secret | checked (drawn from the operating system",),
     "Were hyper-parameters searched on these rows?": ("the search for them was priced separately (tuned_epsilon)",),

@@ -44,14 +44,19 @@ def made(name):
         return vestige.train(
             model, LOSS, data, method="dp-sgd", noise_multiplier=1, delta=1e-3, sample_rate=0.2, steps=2
         )
+    if name == "curator":
+        return made("training").curator
     engine = vestige.PrivacyEngine()
-    if name == "engine in use":
-        private_loop(engine)
-    return engine
+    if name == "engine":
+        return engine
+    _, _, loader = private_loop(engine)
+    return {"engine in use": engine, "steps": engine._steps, "samples": loader.batch_sampler}[name]
 
 
 @pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("name", ["key", "shared key", "engine", "engine in use", "training"])
+@pytest.mark.parametrize(
+    "name", ["key", "shared key", "engine", "engine in use", "training", "curator", "steps", "samples"]
+)
 def test_what_holds_a_key_is_not_copied(name, way):
     with pytest.raises(ValueError, match="must not exist twice"):
         COPIES[way](made(name))

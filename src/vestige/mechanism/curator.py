@@ -36,7 +36,7 @@ from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
 from vestige.questions import Gaussian, Question, SampledGaussian
 from vestige.randomness import lattice
 from vestige.randomness.correlated import Independent, NoiseSequence
-from vestige.randomness.keys import Randomness
+from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.release import BoundedSum, Release
 from vestige.randomness.sampling import Poisson, Sampling
 
@@ -58,7 +58,7 @@ class Answer:
     transform: Transform | None
 
 
-class Curator:
+class Curator(HoldsKey):
     """Holds the examples and answers bounded questions about them.
 
     `nonprivate_witness`, when given, sees every clipped sum and every noise vector: the guarantee is void.

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 from vestige.engines.planted import Canaries
 from vestige.privacy_engine.parts import Part, Parts
 from vestige.processes.group import ALONE, Processes
-from vestige.randomness.keys import Randomness
+from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.sampling import Sampling
 
 
-class PrivateBatches(Sampler[list[int]]):
+class PrivateBatches(HoldsKey, Sampler[list[int]]):
     """Index lists of samples, each split into parts of at most `physical_batch`; an empty draw is one part.
 
     With random allocation every pass over the loader is an epoch with an allocation of its own: one that was left early

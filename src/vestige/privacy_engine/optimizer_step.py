@@ -28,7 +28,7 @@ from vestige.processes.shards import ShardedSum
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
 from vestige.questions import SampledGaussian
 from vestige.randomness.correlated import Independent
-from vestige.randomness.keys import Randomness
+from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.release import Release
 from vestige.randomness.sampling import Sampling
 
@@ -142,7 +142,7 @@ class LoopMover:
         self._optimizer.hear(noise_std)  # type: ignore[attr-defined]
 
 
-class PrivateSteps:
+class PrivateSteps(HoldsKey):
     """Takes the place of `optimizer.step`, in place; every step asks the `planned` question, about one draw."""
 
     def __init__(

@@ -278,6 +278,9 @@ def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord
     if job.evaluate == "private" and training.settings.public is None:
         how = "the model is judged by one charged question about private rows"
         assumptions.record(training.ledger, "public_evaluation", "not needed", how)
+    elif job.evaluate == "public":
+        how = "the model was evaluated on the test set of its task, without noise"
+        assumptions.record(training.ledger, "public_evaluation", "assumed", how)
     begin = time.perf_counter()
     interrupted = False
     for record in training.steps():
