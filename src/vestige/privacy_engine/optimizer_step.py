@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -181,6 +182,7 @@ class PrivateSteps(HoldsKey):
         self.before_asking: Callable[[], None] = lambda: None
         """Called before every charge: writes down what the passes have shown of the assumptions."""
         self.step_number, self.asked, self.draws = 0, 0, 0
+        self._told_of_hooks = False
         self._learner: Learner | None = None
         self.probe: dict[str, Any] = {}
         self._patch()
@@ -262,6 +264,7 @@ class PrivateSteps(HoldsKey):
             require_same_model(group, self.passes.parameters().values(), step)
 
     def _check(self, parameters: Mapping[str, Tensor]) -> None:
+        self._tell_of_hooks(parameters)
         for group in self.optimizer.param_groups:
             for name, value in group.items():
                 if isinstance(value, ReadNumber | ReadCount):
@@ -272,6 +275,19 @@ class PrivateSteps(HoldsKey):
         require_own(self.optimizer, parameters.values())
         if getattr(self.optimizer, "grad_scale", None) is not None:
             raise ValueError(SCALED)
+
+    def _tell_of_hooks(self, parameters: Mapping[str, Tensor]) -> None:
+        if self._told_of_hooks or self.passes.sharded is not None:
+            return
+        for name, parameter in parameters.items():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                self._told_of_hooks = True
+                warnings.warn(
+                    f"hooks on parameters ({name!r} has one) are not called: private passes leave no gradient there. "
+                    "Change the loss, or what the optimizer does with the released gradient",
+                    stacklevel=4,
+                )
+                return
 
     def _check_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Whatever autograd itself has left on a parameter did not come through the private model's call."""
