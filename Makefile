@@ -7,7 +7,7 @@ DOCS := $(VENV)/.docs
 # Tiny tensors: two processes gain more than a second thread in each.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: run test test-slow lint check format docs clean
+.PHONY: run test test-slow lint check format docs dist clean
 
 run: $(READY)  ## compare private optimizers at equal epsilon on scikit-learn's digits, in a minute or two
 	$(BIN)/vestige compare --quick
@@ -30,6 +30,16 @@ docs: $(DOCS)  ## the documentation site, in build/site; a broken link or docstr
 	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs build/site
 	@echo "open build/site/index.html"
 
+dist: $(READY)  ## a wheel and a source archive in dist/, checked, and the wheel installed in an environment of its own
+	rm -rf dist build/dist build/lib
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/dist
+	build/dist/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build && dist/bin/vestige --version && dist/bin/vestige train --epsilon 8 --steps 3 --out dist/run --json > /dev/null
+	cd build && dist/bin/vestige verify dist/run
+
 format: $(READY)
 	$(BIN)/ruff format src tests bench examples docs/conf.py
 	$(BIN)/ruff check --fix src tests bench examples docs/conf.py
@@ -45,4 +55,4 @@ $(DOCS): $(READY)
 	touch $(DOCS)
 
 clean:
-	rm -rf build/site $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache

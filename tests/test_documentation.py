@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 import types
 from importlib.util import find_spec
 from itertools import pairwise
@@ -230,3 +231,45 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
             assert not loaded, page.name
     shown = re.sub(r"<[^>]*>", "", (tmp_path / "getting-started.html").read_text())
     assert "load_digits()" in shown  # the example, not the line that includes it
+
+
+def test_the_answers_of_how_do_i_run_as_they_stand(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    page, code = {}, blocks((DOCS / "how-do-i.md").read_text())
+    assert len(code) > 10
+    for block in code:
+        exec(block, page)
+    assert 0 < float(capsys.readouterr().out) < 3
+
+
+def test_the_landing_page_shows_lines_that_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks((DOCS / "index.md").read_text())
+    exec(code.replace("steps=500", "steps=3"), {})
+    assert "epsilon 2.99" in capsys.readouterr().out
+
+
+def test_the_readme_is_short_and_its_numbers_are_those_of_the_documents():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 100
+    assert re.search(r"^make test +#", text, flags=re.M)
+    results, speed = (part.split("\n## ")[0] for part in text.split("\n## Results")[1:] + text.split("\n## Speed")[1:])
+    cells = [row.strip("| ").split(" | ") for row in re.findall(r"^\|.*\d.*\|$", results, flags=re.M)]
+    there = (DOCS / "results" / "records.md").read_text()
+    for task, epsilon, recipe, ours in cells:
+        assert re.search(rf"^\| {task} \| {epsilon} \| {re.escape(recipe)} \| {re.escape(ours)} ", there, flags=re.M), (
+            task
+        )
+    there = (DOCS / "benchmarks.md").read_text()
+    for row in re.findall(r"^\|.*\dx \|$", speed, flags=re.M):
+        name, *ratios = row.strip("| ").split(" | ")
+        assert re.search(
+            rf"^\| {re.escape(name)} \|.* \| {' . '.join(map(re.escape, ratios))} \|", there, flags=re.M
+        ), name
+
+
+def test_there_is_one_version_number():
+    made = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)[1]
+    assert made == newest == vestige.__version__

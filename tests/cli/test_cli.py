@@ -95,7 +95,7 @@ def test_the_transcript_lets_anyone_check_the_mechanism(tmp_path):
     beta, sigma = 0.8, 1.1
     words = [w for w in TRAIN if w not in ("--epsilon", "8")]
     code, _, error = vestige(
-        *words, "--method", "fo-dp-sgd", "--beta", beta, "--paper-sigma", sigma, "--clip", 0.5, "--window", 4, "--zeta", 3.0,
+        *words, "--method", "fo-dp-sgd", "--beta", beta, "--paper-sigma", sigma, "--max-grad-norm", 0.5, "--window", 4, "--zeta", 3.0,
         "--nonprivate-transcript", tmp_path / "t.npz", "--out", tmp_path / "run", "--json",
     )  # fmt: skip
     assert code == 0
@@ -388,7 +388,7 @@ def test_an_option_that_methods_share_is_told_apart_where_they_differ():
     helps = help_of({name: options["kappa"] for name, options in users.items() if "kappa" in options}, len(METHODS))
     assert "share of the fresh release (disk); smallest scale" in helps
     assert helps.endswith("[default: 1e-06; 0.7 for disk]")
-    everyone = help_of({name: options["clip"] for name, options in users.items()}, len(METHODS))
+    everyone = help_of({name: options["max_grad_norm"] for name, options in users.items()}, len(METHODS))
     assert "(dp-sgd" not in everyone
 
 
@@ -444,9 +444,9 @@ def test_every_command_has_help_with_an_example(command):
 
 
 def test_a_real_process_fails_with_one_line():
-    process = started(*TRAIN, "--clip", "-1")
+    process = started(*TRAIN, "--max-grad-norm", "-1")
     out, error = process.communicate(timeout=120)
     assert process.returncode == 2
     assert out == ""
     assert error.strip().count("\n") == 0
-    assert error.startswith("vestige: --clip=-1.0 must be positive")
+    assert error.startswith("vestige: --max-grad-norm=-1.0 must be positive")

@@ -41,7 +41,7 @@ from vestige.methods.registry import METHODS
         (["--lrs", "-0.1"], "--lrs=-0.1 must all be positive"),
         (["--lr", "-1"], "--lr=-1.0"),
         (["--evaluations", "-1"], "--evaluations=-1"),
-        (["--physical-batch", "0"], "--physical-batch=0"),
+        (["--max-physical-batch-size", "0"], "--max-physical-batch-size=0"),
         (["--tune", "beeta=1,2"], "--tune='beeta' is an option of none of the methods (did you mean 'beta'?)"),
         (["--baseline", "dp-sdg"], "--baseline='dp-sdg' is not compared (did you mean 'dp-sgd'?)"),
         (["--device", "moon"], "--device='moon' cannot be used"),

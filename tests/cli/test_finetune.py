@@ -27,7 +27,7 @@ from checkpoints import checkpoint, rows, words
 from vestige.finetuning import checkpoints
 from vestige.finetuning.job import FineTuning, complete, start
 
-PLAN = ["--epsilon", "8", "--delta", "1e-3", "--batch", "10", "--steps", "3", "--max-length", "16"]
+PLAN = ["--epsilon", "8", "--delta", "1e-3", "--batch-size", "10", "--steps", "3", "--max-length", "16"]
 LABELS = ["--label-column", "label", "--labels", "neg,pos"]
 
 
@@ -173,7 +173,7 @@ def test_parquet_and_numbers_as_labels(made, tmp_path):
 
 def test_epochs_decide_the_steps_and_a_seeded_run_has_no_epsilon(made, tmp_path):
     run = tmp_path / "run"
-    words = ["--epsilon", 8, "--delta", "1e-3", "--batch", 20, "--epochs", 2, "--max-length", 16, "--reproducible"]
+    words = ["--epsilon", 8, "--delta", "1e-3", "--batch-size", 20, "--epochs", 2, "--max-length", 16, "--reproducible"]
     code, out, error = vestige(
         "finetune", "--model", made / "unpadded", "--pad-token", "<end>", "--data", made / "reviews.jsonl", *words,
         "--method", "dp-sgd", "--lr", 0.1, "--out", run,
@@ -223,7 +223,7 @@ def test_ctrl_c_saves_and_resume_finishes_with_the_same_budget(made, tmp_path):
     run, ledger = tmp_path / "run", tmp_path / "run" / "ledger.jsonl"
     process = started(
         "finetune", "--model", made / "lm", "--data", made / "reviews.jsonl", "--lora", 2, "--epsilon", 8, "--delta",
-        "1e-3", "--batch", 4, "--steps", 50, "--max-length", 16, "--out", run,
+        "1e-3", "--batch-size", 4, "--steps", 50, "--max-length", 16, "--out", run,
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (ledger.exists() and ledger.read_text().count("\n") > 5) and time.monotonic() < deadline:
@@ -293,7 +293,7 @@ def refused(made, tmp_path, message, *words, model="lm", data=None):
         (["--freeze", "*"], "--freeze='*' leaves nothing to train"),
         (["--pad-token", "[PAD]"], "--pad-token='[PAD]' is no token of --model="),
         (["--epochs", "2"], "--epochs=2 and --steps=3: give one of them"),
-        (["--batch", "41"], "--batch=41 is more than the 40 rows of --data="),
+        (["--batch-size", "41"], "--batch-size=41 is more than the 40 rows of --data="),
         (["--delta", "0.1"], "--delta=0.1 is not below 1/N"),
         (["--lr", "x"], "--lr='x' must be a number"),
         (["--method", "dp-sgd"], "--lr is missing: give a learning rate"),

@@ -216,7 +216,7 @@ def test_a_run_goes_on_where_its_data_lie_elsewhere(tmp_path):
         assert code == 2
         assert message in error
     code, _, error = vestige(
-        "train", "--resume", run, "--trust", "--data", there, "--physical-batch", 7, "--device", "cpu"
+        "train", "--resume", run, "--trust", "--data", there, "--max-physical-batch-size", 7, "--device", "cpu"
     )
     assert code == 0, error
     assert vestige("verify", run)[0] == 0

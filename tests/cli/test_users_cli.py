@@ -59,7 +59,7 @@ def table(path):
 
 def columns(path):
     words = ["train", "--recipe", "tabular", "--data", path, "--columns", "age=0..100", "--label-column", "rich"]
-    return [*words, "--labels", "no,yes", "--epsilon", "3", "--steps", "3", "--noise", "float32"]
+    return [*words, "--labels", "no,yes", "--epsilon", "3", "--steps", "3", "--no-secure-mode"]
 
 
 def test_train_with_a_user_column(tmp_path):

@@ -100,7 +100,7 @@ def test_finetuning_by_processes_that_disagree(two, job, tmp_path, case):
 
 @pytest.mark.slow
 def test_the_command_speaks_once(job, tmp_path):
-    command = ["finetune", "--model", job.model, "--data", job.data, "--max-length", "16", "--batch", "10", "--steps",
+    command = ["finetune", "--model", job.model, "--data", job.data, "--max-length", "16", "--batch-size", "10", "--steps",
                "2", "--epsilon", "8", "--delta", "1e-3", "--lora", "2", "--out", tmp_path / "run"]  # fmt: skip
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vestige"]
     done = subprocess.run(

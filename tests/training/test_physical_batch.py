@@ -246,21 +246,21 @@ def test_a_model_that_made_up_examples_cannot_run_is_refused():
 
 
 def test_the_commands():
-    code, out, _ = command("doctor", "digits-mlp", "--physical-batch", "auto", "--sample-rate", "0.1", "--device", "cpu", "--json")  # fmt: skip
+    code, out, _ = command("doctor", "digits-mlp", "--max-physical-batch-size", "auto", "--sample-rate", "0.1", "--device", "cpu", "--json")  # fmt: skip
     assert code == 0
     assert json.loads(out)["physical_batch"] == plausible_sample(1437, 0.1)
-    code, _, error = command("doctor", "digits-mlp", "--physical-batch", "12")
+    code, _, error = command("doctor", "digits-mlp", "--max-physical-batch-size", "12")
     assert code == 2
-    assert "--physical-batch='12' must be 'auto' here" in error
+    assert "--max-physical-batch-size='12' must be 'auto' here" in error
 
 
 def test_training_from_the_command_line(tmp_path):
     common = ("train", "--task", "digits-mlp", "--noise-multiplier", "1", "--steps", "2", "--device", "cpu")
-    code, _, notes = command(*common, "--physical-batch", "auto", "--out", str(tmp_path / "run"))
+    code, _, notes = command(*common, "--max-physical-batch-size", "auto", "--out", str(tmp_path / "run"))
     assert code == 0
     assert "physical batch 1" in notes
     assert json.loads((tmp_path / "run" / "run.json").read_text())["job"]["physical_batch"] == "auto"
-    assert command(*common, "--physical-batch", "many")[0] == 2
+    assert command(*common, "--max-physical-batch-size", "many")[0] == 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -80,7 +80,7 @@ class Specification:
         check_rate(self.sample_rate)
         check_delta(self.delta)
         if self.physical_batch is not None:
-            check_steps(self.physical_batch, "physical_batch")
+            check_steps(self.physical_batch, "max_physical_batch_size")
         if self.sampling not in ("poisson", "allocation"):
             raise ValueError(f"sampling={self.sampling!r} is not compared; choose from poisson, allocation")
         for size in self.subset or ():
