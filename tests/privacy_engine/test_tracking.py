@@ -551,6 +551,19 @@ def padded_in_order(rows):
     return pad_sequence([x for x, _ in rows], batch_first=True), torch.stack([y for _, y in rows])
 
 
+def filled(rows, shift=0):
+    """Into a tensor that was made before, beside another one in the same memory."""
+    x, others = torch.zeros(2, len(rows), 5)
+    for place, (own, _) in enumerate(rows):
+        x[(place + shift) % len(rows), :4] = own[:4]
+        others[place] = own
+    return x, torch.stack([y for _, y in rows])
+
+
+def filled_elsewhere(rows):
+    return filled(rows, shift=1)
+
+
 def out_of_order(rows):
     return torch.stack([x for x, _ in rows[::-1]]), torch.stack([y for _, y in rows])  # mixes
 
@@ -559,6 +572,9 @@ def test_a_collate_fn_is_followed():
     data = TensorDataset(*make_toy()[1])
     assert stated(data, example_by_example)["loss_per_example"][0] == "checked"
     assert stated(data, padded_in_order)["loss_per_example"][0] == "checked"
+    assert stated(data, filled)["loss_per_example"][0] == "checked"
+    with pytest.raises(ValueError, match="takes entries of several examples out of their order"):
+        stated(data, filled_elsewhere)
     for leak in (by_the_batch, out_of_order):
         with pytest.raises(ValueError, match=r"at \S*privacy_engine.test_tracking\.py:\d+") as problem:
             stated(data, leak)

@@ -122,13 +122,40 @@ def _none_wider(sizes: Sequence[int], strides: Sequence[int], unit: int, period:
     return not any(n > 1 and s and s % period and s * (n - 1) >= unit for n, s in zip(sizes, strides, strict=True))
 
 
+class Pieces(NamedTuple):
+    """Parts of a storage that single examples were written to, one after the other; the rest of it is public."""
+
+    count: int  # type: ignore[assignment]
+    batch: int
+    spans: tuple[tuple[int, int, int], ...] = ()
+    """Of each write: the example, and the addresses of the first and the last number."""
+
+    def rows(self, geometry: Geometry) -> Rows | None:
+        """The label of a view that has a row for each example, if nothing was written to another one's row."""
+        sizes, strides, offset = geometry
+        if not sizes or sizes[0] != self.count:
+            return None
+        unit, within = strides[0], sum((n - 1) * s for n, s in zip(sizes[1:], strides[1:], strict=True))
+        last = offset + unit * (self.count - 1) + within
+        apart = within < unit and all(
+            stop < offset or start > last or (start - offset) // unit == (stop - offset) // unit == example
+            for example, start, stop in self.spans
+        )
+        return Rows(0, 1, self.count, self.batch) if apart else None
+
+    def with_write(self, example: int, geometry: Geometry) -> Pieces:
+        sizes, strides, start = geometry
+        stop = start + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        return self._replace(spans=(*self.spans, (example, start, stop)))
+
+
 @dataclass
 class Memory:
     """What is known of one storage."""
 
     ref: StorageWeakRef
     """Keeps the storage's address from being used again while its label is kept."""
-    region: Region | Mixed | None
+    region: Region | Pieces | Mixed | None
     known: dict[Geometry, Label] = field(default_factory=dict)
     """Labels of views; of those that no region describes, the only place where they are kept."""
 
@@ -157,11 +184,12 @@ class Labels:
         return found
 
     @staticmethod
-    def _derived(region: Region | Mixed | None, geometry: Geometry) -> Label:
+    def _derived(region: Region | Pieces | Mixed | None, geometry: Geometry) -> Label:
         if isinstance(region, Mixed):
             return region
         found = None if region is None else region.rows(geometry)
-        return found or mixed("a view", "takes entries of several examples out of their order")
+        unknown = isinstance(region, Pieces) and geometry[0][:1] != (region.count,)
+        return found or mixed("a view", "takes entries of several examples out of their order", unknown)
 
     def set(self, tensor: Tensor, label: Label) -> None:
         """Label memory that is new."""
@@ -191,6 +219,12 @@ class Labels:
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
         whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+        if not whole and isinstance(label, Rows) and label.axis < 0 and self.takes(tensor, label):
+            held = memory.region if memory is not None else Pieces(label.count, label.batch)
+            assert isinstance(held, Pieces)
+            region = held.with_write(label.first, geometry_of(tensor))
+            self._memory[storage._cdata] = Memory(StorageWeakRef(storage), region)
+            return
         if whole or memory is None:
             if label is not None:
                 self.set(tensor, label)
@@ -201,6 +235,13 @@ class Labels:
             return
         where = label.plain() if isinstance(label, Mixed) else mixed("a write", "puts examples beside others")
         memory.region, memory.known = where, {}
+
+    def takes(self, tensor: Tensor, label: Rows) -> bool:
+        """Whether one example may be written to a part of the tensor's storage: it holds public values, or others' of
+        the same batch."""
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        held = None if memory is None else memory.region
+        return memory is None or (isinstance(held, Pieces) and held[:2] == (label.count, label.batch))
 
     def no_identity(self, written: Sequence[Tensor]) -> None:
         """What held 0, 1, 2, ... was written to."""

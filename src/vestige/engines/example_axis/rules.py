@@ -944,6 +944,15 @@ def new(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
+def copied_into(tracker: Tracker, func: Any, args: Any, kwargs: Any) -> Any:
+    """`copy_`: also of one example into its place among others."""
+    label = tracker.labels.get(args[1])
+    if not isinstance(label, Rows) or label.axis >= 0 or not tracker.labels.takes(args[0], label):
+        return _COPY(tracker, func, args, kwargs)
+    return tracker.finish(func, func(*args, **kwargs), [label], args, kwargs)
+
+
+_COPY = ruled(copied)
 _INDEX = ruled(lambda op: _indexed(op, op["indices"]))
 _BY_NAME: dict[str, Rule] = {name: ruled(rule) for rule, names in TABLE.items() for name in names.split()}
 VIEW, UNKNOWN, SIZED = Rule(unlabelled, of_one_example=False), Rule(unknown), Rule(read, of_one_example=False)
@@ -951,6 +960,7 @@ _BY_NAME |= {name: VIEW for name in SHAPES.split()}
 _BY_NAME |= {name: Rule(read, of_one_example=False) for name in READS.split()}
 _BY_NAME |= {name: Rule(like, of_one_example=False) for name in LIKE.split()}
 _BY_NAME |= {name: Rule(new, of_one_example=False) for name in NEW.split()}
+_BY_NAME["copy_"] = Rule(copied_into)
 _BY_NAME["select_backward"] = Rule(_BY_NAME["select_backward"].apply, of_one_example=False)
 _BY_NAME |= {name: Rule(indexed, of_one_example=False) for name in ("index", "_unsafe_index")}
 
