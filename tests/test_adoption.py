@@ -478,3 +478,169 @@ def test_subclasses_are_kept_by_type():
     model = Interrupted()
     assert type(vestige.fix(model)) is Interrupted
     assert type(private(model)[1]) is Interrupted
+
+
+def tiny_classifier(labels=3):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    names = {i: f"kind {i}" for i in range(labels)}
+    back = {name: i for i, name in names.items()}
+    config = transformers.BertConfig(vocab_size=30, max_position_embeddings=8, id2label=names, label2id=back, **sizes)
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(config)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """What a PrivateTrainer leaves of an adapter, stopped after its first step of four."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    from vestige.integrations.huggingface import PrivacyArguments, PrivateTrainer
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    folder = tmp_path_factory.mktemp("adapter")
+    rows = [{"input_ids": torch.randint(30, (6,)), "labels": torch.tensor(i % 3)} for i in range(40)]
+    model = peft.get_peft_model(tiny_classifier(), peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    arguments = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=10, max_steps=4, report_to=[], disable_tqdm=True, save_strategy="no"
+    )
+    trainer = PrivateTrainer(
+        model=model, args=arguments, train_dataset=rows, callbacks=[Stop()],
+        privacy_args=PrivacyArguments(target_epsilon=3, target_delta=1e-3, max_grad_norm=1.0, secure_mode=False),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card(model_name="mine")
+    return folder, trainer
+
+
+def test_a_trainers_model_card_has_the_privacy_statement_once(adapter):
+    folder, trainer = adapter
+    page = (folder / "README.md").read_text()
+    assert vestige.model_card(folder) in page
+    assert page.count("## Differential privacy") == 1
+    assert command("verify", folder)[0] == 0
+
+
+def test_early_stopping_of_a_trainer_reports_what_was_spent(adapter):
+    _, trainer = adapter
+    assert trainer.privacy_engine.asked == 1
+    spent = trainer.guarantee().epsilon
+    assert trainer.state.log_history[-1]["epsilon"] == spent < 2.5
+    assert trainer.guarantee().assumption("noise").detail.startswith("added in floating point")  # secure_mode=False
+
+
+def test_an_adapter_keeps_the_names_of_its_labels(adapter):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder, _ = adapter
+    config = transformers.AutoConfig.from_pretrained(folder / "base_config")
+    base = transformers.AutoModelForSequenceClassification.from_config(config)
+    loaded = peft.PeftModel.from_pretrained(base, folder)
+    assert loaded.config.id2label == {0: "kind 0", 1: "kind 1", 2: "kind 2"}
+    assert loaded.num_labels == 3
+
+
+def test_finetune_keeps_label_names_and_says_which_rows_are_empty(tmp_path):
+    pytest.importorskip("peft")
+    from checkpoints import checkpoint, rows
+
+    base, data = checkpoint(tmp_path / "lm"), rows(tmp_path / "reviews.jsonl")
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join([*lines[:6], json.dumps({"text": "  ", "label": "pos"}), *lines[6:]]) + "\n")
+    words = ["finetune", "--model", base, "--data", data, "--label-column", "label", "--labels", "neg,pos"]
+    words += ["--lora", 2, "--epsilon", 8, "--delta", "1e-3", "--batch-size", 10, "--steps", 1, "--max-length", 8]
+    with pytest.warns(UserWarning, match="1 of 41 rows hold no text, the first is row 7"):
+        as_json(*words, "--out", tmp_path / "run")
+    page = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    (code,) = [each.split("```")[0] for each in page.split("```python\n")[1:]]
+    found = {}
+    exec(code.replace('"BASE"', repr(str(base))).replace('"adapter', f'"{tmp_path}/run/adapter'), found)
+    assert found["model"].config.id2label == {0: "neg", 1: "pos"}
+
+
+# --- one name per idea -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        ({"physical_batch": 5}, {"max_physical_batch_size": 5}),
+        ({"noise": "float32"}, {"secure_mode": False}),
+        ({"noise": "lattice"}, {"secure_mode": True}),
+        ({"engine": "unrecorded"}, {"cuda_graphs": False}),
+        ({"public": (X, Y)}, {"validation_data": (X, Y)}),
+    ],
+    ids=str,
+)
+def test_earlier_names_of_train_work_with_a_warning_that_names_the_new_one(earlier, now):
+    with pytest.warns(FutureWarning, match=f"is called {next(iter(now))}"):
+        found = trained(**earlier)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(found, trained(**now))
+
+    with pytest.raises(ValueError, match="alone"):
+        trained(**earlier, **now)
+
+
+def test_other_earlier_names_work_too():
+    with pytest.warns(FutureWarning, match="clip is called max_grad_norm now"):
+        method = vestige.dp_sgd(clip=0.3)
+    assert method == vestige.make_method("dp-sgd", max_grad_norm=0.3)
+    assert method.identity["options"]["clip"] == 0.3  # as run folders of 0.1 and 0.2 have it
+    with pytest.warns(FutureWarning, match="vestige.build is called vestige.make_method now"):
+        assert vestige.build is vestige.make_method
+    with pytest.warns(FutureWarning, match="vestige.card is called vestige.model_card now"):
+        assert vestige.card is vestige.model_card
+    with pytest.warns(FutureWarning, match="record is called cuda_graphs now"):
+        assert not vestige.PrivacyEngine(record=False)._cuda_graphs
+    with pytest.raises(ValueError, match="noise='flot' is unknown; choose from lattice, float32"):
+        started(noise="flot")
+
+
+def test_earlier_flags_work_and_are_named(tmp_path):
+    words = ["train", "--task", "digits-mlp", "--epsilon", 8, "--batch-size", 50, "--steps", 2]
+    old = ["--physical-batch", 30, "--noise=float32", "--engine", "unrecorded", "--clip", 0.5]
+    code, _, error = command(*words, *old, "--out", tmp_path / "old")
+    assert code == 0
+    for flag in ("--max-physical-batch-size", "--no-secure-mode", "--no-cuda-graphs", "--max-grad-norm"):
+        assert f"is called {flag} now" in error
+    new = ["--max-physical-batch-size", 30, "--no-secure-mode", "--no-cuda-graphs", "--max-grad-norm", 0.5]
+    code, _, error = command(*words, *new, "--out", tmp_path / "new")
+    assert code == 0
+    assert "is called" not in error
+    jobs = [json.loads((tmp_path / name / "run.json").read_text())["job"] for name in ("old", "new")]
+    assert jobs[0] == jobs[1]
+    assert command(*words, "--noise", "flot")[0] == 2
+
+
+def test_the_same_method_is_the_default_everywhere():
+    from vestige.integrations.privacy_arguments import PrivacyArguments
+    from vestige.training.job import Job
+
+    assert started(steps=1).method.name == "dp-sgd"
+    assert private(network())[0]._private_steps().method.name == "dp-sgd"
+    assert PrivacyArguments(target_epsilon=1, target_delta=1e-5).method == Job(task="x").method == "dp-sgd"
+
+
+def test_a_run_that_was_begun_with_an_earlier_name_goes_on(tmp_path):
+    """As `vestige train --clip 0.5` of 0.2 wrote it."""
+    from vestige.training.job import Job, load, start
+    from vestige.training.run_folder import RunFolder
+
+    out = tmp_path / "run"
+    job = Job(task="digits-mlp", options={"max_grad_norm": 0.5}, epsilon=8.0, batch_size=50, steps=3)
+    _, training = start(job, out)
+    for _ in training.steps():
+        break
+    training.ledger.close()
+    request = json.loads((out / "run.json").read_text())
+    request["job"]["options"] = {"clip": request["job"]["options"].pop("max_grad_norm")}
+    (out / "run.json").write_text(json.dumps(request))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert load(RunFolder(out)).options == {"max_grad_norm": 0.5}
+        assert as_json("train", "--resume", out)["steps"] == 3
+    assert as_json("verify", out)["epsilon"] <= 8

@@ -450,3 +450,12 @@ def test_a_real_process_fails_with_one_line():
     assert out == ""
     assert error.strip().count("\n") == 0
     assert error.startswith("vestige: --max-grad-norm=-1.0 must be positive")
+
+
+@pytest.mark.parametrize("name", ["train", "finetune"])
+def test_every_group_of_the_help_fits_a_screen(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    _, out, _ = vestige(name, "--help")
+    panels = [part.splitlines() for part in out.split("╭")[1:]]
+    assert len(panels) > 5
+    assert max(map(len, panels)) <= 50

@@ -224,7 +224,7 @@ def test_the_users_loop_in_parts_that_fit(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [0, -3, 2.5, "most"])
 def test_what_is_no_size_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"physical_batch=.* must be a whole number from 1 up, or 'auto'"):
+    with pytest.raises(ValueError, match=r"max_physical_batch_size=.* must be a whole number from 1 up, or 'auto'"):
         run(wrong)
 
 

@@ -88,7 +88,10 @@ def load(name: str) -> Any:
         return group
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     alone.command(name, cls=FlagCommand)(found)
-    return typer.main.get_command(alone)
+    command = typer.main.get_command(alone)
+    if name in TOGETHER:
+        import_module("vestige.cli.models.flags").grouped(command.params)
+    return command
 
 
 app = typer.Typer(

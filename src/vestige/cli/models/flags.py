@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,6 +105,26 @@ RowsPerUserFlag = Annotated[
     ),
 ]
 CapFlag = Annotated[int | None, typer.Option(help="The most rows of one user in one step.", rich_help_panel="Users")]
+
+
+PANELS = {
+    "Model and data": "standardise prior features head_steps head_lr bfloat16 seed normalise moments_noise "
+    "moments_bound max_length tokens_per_example pad_token lora lora_targets freeze num_workers",
+    "Steps": "lr optimizer average augment groups split share balance",
+    "Sampling and noise": "sampling max_batch secure_mode paper_sigma reproducible",
+    "Evaluation and logs": "test evaluate_every evaluate evaluate_error audit log_to nonprivate_logs "
+    "nonprivate_transcript quiet",
+    "Machine": "physical_batch cuda_graphs device resume trust",
+}
+"""Where options stand in the help of commands that train, unless they say it themselves."""
+
+
+def grouped(parameters: Sequence[Any]) -> None:
+    """Sort a command's options into panels, so that each fits a screen."""
+    places = {name: panel for panel, names in PANELS.items() for name in names.split()}
+    for each in parameters:
+        if getattr(each, "rich_help_panel", None) is None and each.name in places:
+            each.rich_help_panel = places[each.name]
 
 
 def most_rows(text: str | None) -> Any:

@@ -11,6 +11,10 @@ import typer
 
 from vestige.methods.registry import METHODS, SOLVERS
 
+SHARED = 4
+"""Options of fewer methods than this are not on the first screen; `vestige methods NAME` lists all of a method's."""
+PANEL = "Method (all options of one: vestige methods NAME)"
+
 
 def with_method_options(function: Callable[..., None]) -> Callable[..., None]:
     found: dict[str, dict[str, inspect.Parameter]] = {}
@@ -24,7 +28,8 @@ def with_method_options(function: Callable[..., None]) -> Callable[..., None]:
         annotation, _ = _option_of(next(iter(users.values())))
         flag = f"--{name.replace('_', '-')}"
         off = f"/--no-{flag[2:]}" if bool in get_args(annotation) else ""
-        option = typer.Option(flag + off, help=help_of(users, len(everyone)), rich_help_panel="Method")
+        words, hidden = help_of(users, len(everyone)), len(users) < SHARED
+        option = typer.Option(flag + off, help=words, rich_help_panel=PANEL, hidden=hidden)
         kept.append(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
