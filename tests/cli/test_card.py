@@ -48,7 +48,7 @@ def test_the_card_of_a_run_states_what_verify_computes(run, tmp_path):
         "added in integers on a public lattice",
         "| Steps | 20 of 20 planned; 20 questions charged |",
         "| Expected batch | 71.85 rows |",
-        "| Method | fo-dp-sgd (max_grad_norm=1.0, ",
+        "| Method | dp-sgd (clip=1.0, ",
         "privacy loss distributions",
         "runs to choose hyper-parameters included",
         "| Random numbers are secret | checked (drawn from the operating system",
