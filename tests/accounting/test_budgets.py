@@ -28,6 +28,7 @@ def test_the_odometer_is_the_renyi_accountant():
     assert Odometer().epsilon(DELTA) == 0
 
 
+@pytest.mark.slow
 def test_the_odometer_is_cheap():
     """A millisecond each, on a machine three times as slow as ours; the best of some rounds, for it may be busy too."""
     fresh, again = [], []
@@ -83,6 +84,7 @@ def test_a_budget_is_never_exceeded_outside_its_plan():
     assert epsilon(spent, DELTA) <= 1.0 < epsilon(spent + Counter([question]), DELTA)
 
 
+@pytest.mark.slow
 def test_more_budget_allows_more_steps():
     question = SampledGaussian(1024 / 60_000, 3.0)
     counts = [Budget(target, DELTA, {question: 2500}).certified[question] for target in (0.3, 1.0)]

@@ -45,7 +45,7 @@ def kappa_of(threshold, sigma):
     return float(ndtr((threshold + 1) / (2 * sigma)) / ndtr((threshold - 1) / (2 * sigma)))
 
 
-@pytest.mark.parametrize("present", [True, False])
+@pytest.mark.parametrize("present", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_record_without_a_gradient_moves_what_is_accepted(present):
     """Through `train`: gradients are zero, so candidates are pure noise; one outlying loss flips the mean's sign."""
     targets = torch.cat([torch.ones(30), torch.full((1,), -1000.0)]) if present else torch.ones(30)

@@ -56,6 +56,7 @@ def _without(population, rate, most, others):
     return chances
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("population", "rate", "most", "multiplier", "steps"), [(10_000, 0.01, 130, 1.0, 50)])
 def test_below_the_bound_of_another_library_and_above_poisson(population, rate, most, multiplier, steps):
     other = dp_accounting.pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)

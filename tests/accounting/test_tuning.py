@@ -61,6 +61,7 @@ def test_a_search_of_one_run_by_the_geometric_law_still_costs_and_more_runs_cost
     assert tuned_epsilon({}, DELTA, 10) == 0
 
 
+@pytest.mark.slow
 def test_runs_that_were_all_made_cost_their_composition():
     """Subsampled, by dp_accounting's own loss distributions; on whole data, by the closed form of one Gaussian."""
     made = [{SampledGaussian(0.05, 2.0): 200}, {SampledGaussian(0.05, 2.5): 200}, {SampledGaussian(0.05, 2.0): 150}]

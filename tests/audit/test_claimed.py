@@ -79,6 +79,7 @@ def test_without_rejection_the_bound_is_below_the_exact_price():
     assert 0.98 * exact < rejected._proved(claimed, None, 200, 1e-5, rejected.COARSE) <= exact
 
 
+@pytest.mark.slow
 def test_br_at_its_own_settings_on_mnist_is_refuted():
     (settings,) = [each for name, each in STUDIES["br-lower-bound"].settings(published()) if name == "mnist"]
     with pytest.MonkeyPatch.context() as patched:

@@ -61,7 +61,15 @@ def judged(name, runs):
     return area, curve.area(), broken
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ALONE])
+DAILY = {"dp-sgd", "fo-dp-sgd", "disk", "dp-adam", "dpsur"}
+"""Attacked every day: one of each kind; the others nightly."""
+
+
+def daily(names):
+    return [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", daily([name for name in METHODS if name not in ALONE]))
 def test_no_method_gives_away_more_than_it_is_charged_and_the_attack_is_no_weaker(name):
     area, allowed, broken = judged(name, 800)
     assert area.low <= allowed
@@ -71,7 +79,7 @@ def test_no_method_gives_away_more_than_it_is_charged_and_the_attack_is_no_weake
     assert area.low > 0.55
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", daily(ALONE))
 def test_nor_does_one_that_runs_alone(name):
     area, allowed, broken = judged(name, 240)
     assert area.low <= allowed
@@ -80,7 +88,7 @@ def test_nor_does_one_that_runs_alone(name):
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS)
-@pytest.mark.parametrize("name", ["dp-sgd", "sma-dp-sgd", "dp-sam"])
+@pytest.mark.parametrize("name", daily(["dp-sgd", "sma-dp-sgd", "dp-sam"]))
 def test_a_fault_is_noticed(name, fault, monkeypatch):
     faults.FAULTS[fault](monkeypatch)
     area, allowed, _ = judged(name, 2400)
@@ -93,6 +101,7 @@ def test_a_fault_is_noticed_in_a_run_alone(monkeypatch):
     assert area.low > allowed
 
 
+@pytest.mark.slow
 def test_a_whole_audit_contradicts_a_faulty_mechanism_and_no_other(monkeypatch):
     asked = {"noise_multiplier": 1.0, "sample_rate": 0.5, "steps": 4, "examples": 4, "delta": DELTA, "lr": 0.01}
     found = audit("dp-sgd", runs=800, confidence=CONFIDENCE, **asked)

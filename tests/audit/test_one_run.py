@@ -136,6 +136,7 @@ def test_a_run_without_canaries_says_how_to_plant_some(tmp_path):
         read(tmp_path)
 
 
+@pytest.mark.slow
 def test_canary_users_have_as_many_rows_as_a_user_may_and_show_it():
     """Priced as if rows were people, eight rows of one are caught; priced for users they are not."""
     owners = np.repeat(np.arange(5), 8)

@@ -55,7 +55,7 @@ def test_a_method_without_state_says_so():
         audit("dp-sgd", epsilon=3, runs=16, steps=2, sees="state")
 
 
-@pytest.mark.parametrize("sees", ["model", "loss"])
+@pytest.mark.parametrize("sees", ["model", pytest.param("loss", marks=pytest.mark.slow)])
 def test_the_last_model_alone_tells_less_than_all_releases(sees):
     found = audit(
         "dp-sgd", noise_multiplier=0.5, sample_rate=0.1, steps=20, runs=2000, examples=4, delta=DELTA, lr=0.5,

@@ -79,6 +79,7 @@ def test_the_published_claim_needs_the_accepted_and_is_called_refuted():
     assert not shown.startswith("epsilon")
 
 
+@pytest.mark.slow
 def test_every_option_of_buffered_rejection(images, tmp_path):
     gate = [
         "--sigma-v",
@@ -105,6 +106,7 @@ def test_every_option_of_buffered_rejection(images, tmp_path):
     assert call("verify", tmp_path / "run").exit_code == 0
 
 
+@pytest.mark.slow
 def test_public_examples_steer_and_their_absence_is_named(images, tmp_path):
     words = [*SCATTERED, "--method", "dpsgd-br", "--epsilon", 1, "--validation-batch", 4, "--sigma-v", 3, "--steps", 12]
     words += ["--data", images / "private.npz"]

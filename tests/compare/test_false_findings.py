@@ -21,6 +21,7 @@ def most(of):
     return binom.ppf(1 - 1e-4, of, 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "families"), [(2, 40), (5, 40), (20, 60)])
 def test_equal_methods_are_told_apart_in_at_most_one_comparison_of_twenty(simulated, seeds, families):
     """Any row of a family counts: two budgets, three methods beside the baseline, tuned and at the automatic rate."""

@@ -143,6 +143,7 @@ def test_a_preset_is_its_protocol_whatever_file_it_is_given(tmp_path, monkeypatc
         presets.taken(preset, preset.specification(few))
 
 
+@pytest.mark.slow
 def test_a_cut_dataset_and_the_whole_one_give_the_same_records(tmp_path):
     """Bit for bit, alone and stacked: the same command on the whole dataset and on what the protocol takes of it."""
     whole = images(tmp_path / "whole.npz", (530, 210))

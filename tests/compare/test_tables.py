@@ -101,6 +101,7 @@ def test_a_contender_whose_every_trial_failed_has_a_row_that_says_why():
     assert tables.rows([*records[:-1], fake(tuning[-1], 0.5)], "dp-sgd") == [first]
 
 
+@pytest.mark.slow
 def test_every_run_that_was_made_is_in_the_price_of_tuning(tmp_path):
     """Six tuning runs and the final one, composed by dp_accounting itself."""
     spec = replace(TINY, budgets=TINY.budgets[:1], contenders=TINY.contenders[:1], seeds=(0, 1), tuning_seeds=(10, 11))

@@ -34,6 +34,7 @@ def same_as_planned(ledger, promise, steps, epsilon):
     assert 0.99 * epsilon < promise.epsilon <= epsilon
 
 
+@pytest.mark.slow
 def test_a_loop_under_accelerate(capsys):
     left = ran("accelerate_loop", "accelerate")
     engine = left["engine"]
@@ -42,6 +43,7 @@ def test_a_loop_under_accelerate(capsys):
     assert left["accuracy"] > 0.7
 
 
+@pytest.mark.slow
 def test_a_lightning_module(capsys):
     left = ran("lightning_fit", "lightning")
     private = left["private"]
@@ -50,6 +52,7 @@ def test_a_lightning_module(capsys):
     assert left["trainer"].callback_metrics["accuracy"] > 0.7
 
 
+@pytest.mark.slow
 def test_a_loop_with_a_model_that_computes_its_loss(capsys):
     left = ran("hf_loop", "transformers")
     engine = left["engine"]

@@ -36,6 +36,7 @@ def test_the_classifier(tmp_path, ran):
     assert verify(tmp_path).asked == 8
 
 
+@pytest.mark.slow
 def test_the_adapter(tmp_path, ran):
     pytest.importorskip("peft")
     out = ran("causal_lm_lora.py", str(tmp_path))

@@ -23,7 +23,7 @@ from vestige.randomness.sampling import Poisson
 # --- the question about losses ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("sign", [-1, pytest.param(1, marks=pytest.mark.slow)])
 def test_acceptance_frequencies_are_the_normal_tails(sign):
     curator, sigma, threshold, bound = curator_of([sign] * 50), 1.3, -1.0, 1e-3
     change = LossDifference(0.9, sigma, bound, 45)

@@ -50,6 +50,7 @@ def test_adam_bc_is_its_equations_while_the_noise_changes(per_coordinate):
     np.testing.assert_allclose(p.detach().numpy(), expected, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_adam_bc_recovers_the_signal_and_on_pure_noise_divides_by_its_floor():
     rng = np.random.default_rng(1)
     p = nn.Parameter(torch.zeros(2000))

@@ -93,6 +93,7 @@ def test_dp_sam_asks_at_the_top_of_its_ascent_at_its_own_price(ascent, questions
 # --- importance sampling ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_importance_sampling_is_unbiased_and_every_contribution_has_one_norm():
     model, data = make_toy(examples=40)
     clip, boost, rate = 0.8, 2.0, 0.25

@@ -101,6 +101,7 @@ def test_rejections_alone_slow_the_decay_down():
         assert heard[phase] == 1
 
 
+@pytest.mark.slow
 def test_default_decay_is_of_the_size_of_the_printed_number_of_updates():
     """Figure 4: 1,119 updates at a claimed epsilon of 1 (MNIST, one candidate), from the noise of Table 4.
 

@@ -6,12 +6,15 @@ import pytest
 
 from captured_on_cpu import captured_on_cpu
 
-TWICE = ("test_loops", "test_passes")
+TWICE = {"test_passes": [], "test_loops": [pytest.mark.slow]}
+"""Modules whose tests are tried twice, and how the second time is marked."""
 
 
 def pytest_generate_tests(metafunc):
-    if metafunc.module.__name__.rpartition(".")[2] in TWICE:
-        metafunc.parametrize("replayed", [False, True], ids=["", "replayed"], indirect=True)
+    marks = TWICE.get(metafunc.module.__name__.rpartition(".")[2])
+    if marks is not None:
+        again = pytest.param(True, id="replayed", marks=marks)
+        metafunc.parametrize("replayed", [pytest.param(False, id=""), again], indirect=True)
 
 
 @pytest.fixture(autouse=True)

@@ -357,7 +357,10 @@ WARNED = ("wrapped", "in place", "later", "inner")
 """Of what is compiled around the model's call nothing is said: torch does not trace what is followed."""
 
 
-@pytest.mark.parametrize("how", ["wrapped", "in place", "later", "wrapped later", "wrapped step", "inner"])
+@pytest.mark.parametrize(
+    "how",
+    ["wrapped", "in place", "later", "wrapped later", pytest.param("wrapped step", marks=pytest.mark.slow), "inner"],
+)
 def test_compiled_models_train_uncompiled(how):
     base, data = fresh("mlp")
 

@@ -179,6 +179,7 @@ def test_models_that_accelerate_divides(monkeypatch, accelerate):
 # --- Hugging Face's Trainer -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trainer_with_two_processes_is_that_with_one(two, accelerate, tmp_path):
     """Three examples of a device, two times, by two processes: samples of twelve."""
     pytest.importorskip("transformers")

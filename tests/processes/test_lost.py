@@ -60,6 +60,7 @@ def kill_and_resume(tmp_path, kind, kills, steps=50):
     assert asks(out) >= asks(tmp_path / "alone") == steps
 
 
+@pytest.mark.slow
 def test_killed_processes_end_the_run_and_it_resumes(tmp_path):
     kill_and_resume(tmp_path, "replicated", kills=2, steps=40)
 
@@ -83,6 +84,7 @@ def test_a_process_that_leaves_early_does_not_hang_the_others():
     assert "VESTIGE_PROCESS_TIMEOUT" in first.message
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_resumes(two, tmp_path):
     """From two processes to one, and on to two."""
     wanted = process_gang.train("sma-dp-sgd", steps=18)

@@ -120,6 +120,7 @@ def test_noise_is_added_once_and_the_parts_of_it_are_independent(two):
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_number_of_processes(two, tmp_path):
     """The same weights, the same optimizer and the same memory: the steps after it are those of a whole module."""
     from process_gang import Gang
@@ -198,6 +199,7 @@ def test_a_module_that_was_evaluated_before_is_sharded_still(two):
     assert two(process_loops.misused, "and resharded") == [True, True]
 
 
+@pytest.mark.slow
 def test_torch_compile(two):
     """After make_private it is for evaluation alone; before, the twin would have what was compiled of the module."""
     for answer in two(process_loops.compiled, "before"):

@@ -187,6 +187,7 @@ def test_public_shares_ask_nothing_and_canaries_in_the_training_rows_stay_below_
     assert not found["contradicts"]
 
 
+@pytest.mark.slow
 def test_all_texts_of_a_user_are_protected_together(made, tmp_path):
     file = tmp_path / "reviews.jsonl"
     lines = [json.loads(line) for line in (made / "reviews.jsonl").read_text().splitlines()]

@@ -406,6 +406,7 @@ def test_malformed_reviews(tmp_path):
     refused("imdb-lstm", tmp_path / "one.jsonl", "'test'")
 
 
+@pytest.mark.slow
 def test_shared_reviews():
     task = tasks.load("imdb-lstm", shared("imdb.jsonl.gz"))
     assert task.train[0].shape == task.test[0].shape == (25_000, 80)

@@ -132,6 +132,7 @@ def test_what_cannot_be_counted_is_refused():
         vestige.train(model, LOSS, (x, y), noise_multiplier=1.0, evaluate=named, **COMMON)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     words = ["train", "--task", "digits-mlp", "--epsilon", "4", "--steps", "5", "--evaluate", "private", "--out"]
     made = CliRunner().invoke(main.app, [*words, str(tmp_path / "run")])

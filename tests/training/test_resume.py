@@ -109,6 +109,7 @@ def test_killed_before_the_first_question_it_begins_anew(tmp_path, left):
     assert len(list(again)) == STEPS
 
 
+@pytest.mark.slow
 def test_killed_inside_the_first_write_the_folder_is_still_free(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".run.json.123.new").write_text("{")
@@ -201,6 +202,7 @@ def test_noise_is_never_met_again_after_a_resume(tmp_path):
     assert not torch.allclose(*releases, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_redone_step_is_charged_again_and_the_budget_holds(tmp_path):
     changes = {"noise_multiplier": None, "epsilon": 5.0}
     out = tmp_path / "run"

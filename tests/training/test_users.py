@@ -285,6 +285,7 @@ def test_mistakes_name_argument_and_value(options, message):
         training(**options)
 
 
+@pytest.mark.slow
 def test_the_page_about_users_runs(capsys):
     page = Path(__file__).parent.parent.parent / "docs" / "users.md"
     exec("".join(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)), {})

@@ -217,6 +217,7 @@ def test_the_page_says_how_many_trials_each_method_had(content):
     assert "Every method had 2 to 5 trials" in report._tuning({**content, "summary": uneven})
 
 
+@pytest.mark.slow
 def test_commands(folder, tmp_path):
     run = CliRunner()
     made = run.invoke(
