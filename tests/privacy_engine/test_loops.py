@@ -20,6 +20,7 @@ from vestige.files import sha256
 from vestige.optim.optimizers.micro_adam import MicroAdam
 from vestige.optim.optimizers.muon import HybridMuon
 from vestige.optim.rules import AdamBC
+from vestige.processes.sums import Sums
 from vestige.questions import SampledGaussian
 from vestige.training.doctor import examine
 from vestige.training.verify import verify
@@ -220,6 +221,19 @@ def test_a_target_epsilon_is_met_and_the_step_beyond_it_refused_in_words():
         epoch(model, optimizer, loader)
     assert engine.get_epsilon(1e-5) <= 3.0
     assert torch.equal(flat(model), after)
+
+
+def test_a_step_is_written_to_the_ledger_before_its_noise_is_drawn(tmp_path, monkeypatch):
+    path, drawn, honest = tmp_path / "ledger.jsonl", [], Sums.noised
+
+    def noised(*args, **options):
+        drawn.append(path.read_bytes().count(b'"row": "ask"'))
+        return honest(*args, **options)
+
+    monkeypatch.setattr(Sums, "noised", noised)
+    _, model, optimizer, loader = engine_of(ledger=path)
+    epoch(model, optimizer, loader)
+    assert drawn == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -13,7 +13,7 @@ from commands import as_json
 from commands import vestige as command
 from vestige import accounting
 from vestige.accounting.ledger import LedgerError, read
-from vestige.questions import ExponentialMechanism, Gaussian
+from vestige.questions import BudgetSpent, ExponentialMechanism, Gaussian
 from vestige.randomness.keys import Randomness
 from vestige.synthesis import quality
 from vestige.synthesis.curator import InFile, InMemory, TableCurator
@@ -151,6 +151,32 @@ def test_the_noise_is_what_was_priced():
     found = np.concatenate([np.concatenate(held.counts([(0,), (1,)], own, 3.0)) for _ in range(500)])
     noise = found - np.tile([10, 0, 10, 0], 500)
     assert noise.std() == pytest.approx(3.0 * np.sqrt(2), rel=0.06)
+
+
+def test_votes_and_right_answers_are_noised_as_priced():
+    held = curator(np.zeros((400, 2), dtype=np.int64), columns_of("a=x|y;b=x|y"))
+    points, vectors = torch.arange(2000.0)[:, None].expand(-1, 2), [torch.zeros(2, 1)] * 2
+    votes = held.votes(points, vectors, 3.0)
+    assert votes[1:].std() == pytest.approx(3.0, rel=0.06)
+    assert votes[0] == pytest.approx(400, abs=20)
+    shares = [held.right_answers(lambda rows: np.arange(400) % 2, 0, 3.0) for _ in range(500)]
+    assert np.std(shares) == pytest.approx(3.0 / 400, rel=0.15)
+
+
+def test_a_question_that_was_refused_is_not_answered():
+    def refuse(question, *, step, part, sensitivity):
+        raise BudgetSpent("the budget is spent")
+
+    held = TableCurator(np.zeros((9, 2), dtype=np.int64), [2, 2], refuse, Randomness.reproducible(0), InMemory())
+    looked = []
+    for ask in (
+        lambda: held.right_answers(lambda rows: looked.append(rows) or rows[:, 0], 0, 1.0),
+        lambda: held.choice(lambda: looked.append("scores") or [1.0, 2.0], 1.0),
+    ):
+        with pytest.raises(BudgetSpent):
+            ask()
+    assert not looked, "rows were looked at before that was paid"
+    assert held.step == 0
 
 
 @pytest.mark.parametrize("method", ["marginals", "evolution"])

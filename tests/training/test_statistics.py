@@ -35,6 +35,17 @@ def test_means_deviations_quantiles_and_counts_are_about_right():
     assert found.guarantee().epsilon > 1.99
 
 
+def test_counts_and_means_are_noised_as_priced():
+    labels = list(range(400))
+    found = vestige.private_statistics(
+        {"label": labels * 50}, classes={"label": labels}, noise_multiplier=5.0, delta=1e-6
+    )  # fmt: skip
+    assert np.std(list(found.counts["label"].values())) == pytest.approx(5.0, rel=0.15)
+    found = vestige.private_statistics(np.zeros((100, 400)), means=(-1, 1), noise_multiplier=0.05, delta=1e-6)
+    deviation = 0.05 * np.sqrt(1.25 * 400) / 100
+    assert np.std(list(found.means.values())) == pytest.approx(deviation, rel=0.15)
+
+
 def test_they_cost_what_their_theorems_say():
     found = vestige.private_statistics(
         ROWS, means=BOUNDS, quantiles={0: (-5, 11, (0.5, 0.9))}, noise_multiplier=4.0, delta=1e-6
