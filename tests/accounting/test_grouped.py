@@ -15,7 +15,15 @@ from vestige.accounting.composition import epsilon_of, grid_step, loss_distribut
 from vestige.accounting.rdp import ORDERS
 from vestige.accounting.samplings.grouped import contributions, curves, profile
 from vestige.accounting.theorems import theorem_for
-from vestige.questions import AllocatedGaussian, Gaussian, GroupedGaussian, Question, SampledGaussian, Trial
+from vestige.questions import (
+    AllocatedGaussian,
+    ExponentialMechanism,
+    Gaussian,
+    GroupedGaussian,
+    Question,
+    SampledGaussian,
+    Trial,
+)
 from vestige.units import Users
 
 # group, rate, multiplier, steps, delta, epsilon of removing, epsilon of adding
@@ -207,6 +215,12 @@ def test_what_a_run_about_rows_means_for_a_person():
     with pytest.raises(ValueError, match="a user already"):
         guarantee_of_user({}, 1e-5, Facts(users=Users(rows_per_user=3)), 2)
     assert guarantee_of_user({}, 1e-5, Facts(noise="seeded"), 2).epsilon is None
+
+
+def test_a_user_is_in_a_question_about_everybody_with_all_rows():
+    users = Users(rows_per_user=3)
+    assert users.question(Gaussian(6.0)) == Gaussian(2.0)
+    assert users.question(ExponentialMechanism(0.25)) == ExponentialMechanism(0.75)
 
 
 def test_charges_must_be_those_of_users():

@@ -63,12 +63,23 @@ def edit(key, value):
     return change
 
 
+def sealed(change):
+    """An edit of one row that is hashed anew, and none of the rows after it."""
+
+    def changed(rows):
+        edited = change(rows)
+        return [new if old != each else old for old, each, new in zip(rows, edited, rechain(edited), strict=True)]
+
+    return changed
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (edit("multiplier", 100.0), "edited"),
         (edit("rate", 0.01), "edited"),
         (edit("step", 3), "edited"),
+        (sealed(edit("multiplier", 100.0)), "does not follow the line before it"),
         (lambda rows: [*rows[:5], *rows[6:]], "gap"),
         (lambda rows: [*rows[:6], rows[5], *rows[6:]], "gap|follow"),
         (lambda rows: [*rows[:5], rows[6], rows[5], *rows[7:]], "gap|follow"),
@@ -182,6 +193,8 @@ def test_a_resumed_step_is_charged_again_and_may_not_skip(tmp_path):
     assert again.spent == {QUESTION: 5}
     again.ask(QUESTION, step=3, part=0, sensitivity=1.0)
     assert read(path).asks == {QUESTION: 6}
+    assert read(path).spent(replays_are_free=False) == {QUESTION: 6}
+    assert read(path).spent(replays_are_free=True) == {QUESTION: 5}  # of a seed, the same answer again
     skipping = Ledger(path)
     skipping.resume(from_step=9)
     with pytest.raises(LedgerError, match="cannot follow"):

@@ -7,6 +7,7 @@ from dp_accounting.pld import privacy_loss_distribution as oracle
 from scipy.special import ndtr, ndtri
 
 from vestige.accounting import Facts, guarantee, meaning, tradeoff
+from vestige.accounting.lower_bounds.bounds import delta_of_mu
 from vestige.accounting.profiles import replaced_gaussian
 from vestige.questions import CyclicGaussian, Gaussian, SampledGaussian, Trial
 
@@ -95,6 +96,9 @@ def test_without_a_theorem_replacing_is_a_group_of_two():
 
     history = {SampledGaussian(0.05, 1.0): 100}
     assert _by_group(history, DELTA, 3.5) > meaning(history, DELTA).epsilon_replacing
+    # By way of the data without either example: delta once, and once more e^epsilon times.
+    half = _by_group({Gaussian(2.0): 1}, DELTA, 2.0) / 2
+    assert 0.9 * DELTA < delta_of_mu(1 / 2.0, half) * (1 + np.exp(half)) <= DELTA
 
 
 def test_a_filter_means_what_its_epsilon_alone_says():

@@ -36,6 +36,14 @@ def test_it_exceeds_epsilon_as_rarely_as_it_says(kind):
     assert wrong <= 200 + 3 * np.sqrt(160)
 
 
+def test_each_bound_is_taken_with_half_the_error():
+    scores = normal(np.random.default_rng(3), 2.0, 400)
+    best, _, threshold = best_lower_bound(*scores, 1e-5, 0.9)
+    assert threshold == epsilon_lower_bound(*scores, 1e-5, 0.95)
+    assert best == max(threshold.epsilon, area_lower_bound(*scores, 1e-5, 0.95))
+    assert threshold.epsilon < epsilon_lower_bound(*scores, 1e-5, 0.9).epsilon
+
+
 def test_the_area_alone_is_tight_for_randomized_response():
     random = np.random.default_rng(1)
     found = [area_lower_bound(*response(random, 2.0, 200_000), 1e-6, 0.95) for _ in range(5)]

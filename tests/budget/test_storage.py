@@ -1,5 +1,6 @@
 """Is a book durable, exclusive and tamper-evident?"""
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -26,6 +27,26 @@ def spend(book, asks=RUN, **more):
     book.charge(name, asks)
     book.close(name)
     return name
+
+
+def test_what_others_reserved_and_what_is_closed_count(tmp_path):
+    book = Book.create(tmp_path / "book", terms(1.467, 1e-5, expect=RUN))
+    other = Book(book.path)
+    name = book.reserve(RUN, purpose="first", held=False)
+    with pytest.raises(BudgetSpent, match="1 of them still open"):
+        other.reserve(RUN, purpose="second")
+    book.charge(name, RUN)
+    book.close(name)
+    assert book.reading().epsilon_spent == pytest.approx(1.467, rel=0.01)
+    assert Book(book.path).affords(RUN) == 0
+    with pytest.raises(BudgetSpent, match="does not hold this run"):
+        book.reserve(RUN, purpose="third")
+
+
+def test_nobody_else_holds_a_book_while_it_is_written(tmp_path):
+    book = Book.create(tmp_path / "book", terms(1.467, 1e-5, expect=RUN))
+    with storage.BookFile(book.path).exclusive(), book.path.open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------

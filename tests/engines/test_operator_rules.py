@@ -332,6 +332,20 @@ def test_an_example_moves_only_what_is_said_to_be_its_own(name):
     assert sum(rows), "a rule that calls everything mixed says nothing"
 
 
+@pytest.mark.parametrize(
+    "combine", [torch.add, torch.bmm, lambda x, y: torch.cat([x, y], 1), lambda x, y: torch.stack([x, y], 1)]
+)
+def test_rows_of_two_batches_are_not_each_others(combine):
+    tracker, one, other = Tracker(strict=False), torch.rand(3, 3, 3), torch.rand(3, 3, 3)
+    tracker.label_rows(one, 3, 1)
+    tracker.label_rows(other, 3, 2)
+    with tracker:
+        found = combine(one, other)
+        own = combine(one, one)
+    assert "rows of different batches" in str(tracker.labels.get(found))
+    assert isinstance(tracker.labels.get(own), Rows)
+
+
 # --- and the measure sees a rule that says too little -----------------------------------------------------------------
 
 LOOSE: dict[str, tuple[str, Callable[[Op], Any]]] = {

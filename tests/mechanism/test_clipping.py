@@ -81,6 +81,26 @@ def test_a_gradient_too_large_for_float32_arithmetic_is_zeroed():
     assert norms.isinf().all()
 
 
+class Remembers(nn.Module):
+    """Looks at its numbers, so that its examples run one by one, and adds the example before to each."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.layer, self.keeps, self.before = nn.Linear(5, 3), keeps, 0.0
+
+    def forward(self, x):
+        found = self.layer(x + self.before) * (1.0 if float(x.detach().sum()) < 1e9 else 0.0)
+        self.before = x if self.keeps else 0.0
+        return found
+
+
+def test_a_model_that_keeps_an_example_for_the_next_one_is_refused():
+    _, batch = make_toy(examples=4)
+    ask(Remembers(keeps=False), batch)
+    with pytest.raises(ValueError, match="keeps something of an example for later passes"):
+        ask(Remembers(keeps=True), batch)
+
+
 def test_an_unusable_bound_is_refused():
     for bound in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="bound="):

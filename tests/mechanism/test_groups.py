@@ -15,7 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import vestige
-from conftest import example_gradients, make_toy
+from conftest import clip_and_sum, example_gradients, make_toy
 from vestige.accounting import epsilon
 from vestige.checks import accounted_multiplier
 from vestige.cli.main import app
@@ -155,6 +155,12 @@ def test_one_group_is_flat_clipping_bit_for_bit():
     one, _, layout = ask(model, batch, PerGroup(0.3), None)
     assert torch.equal(flat, one)
     assert PerGroup(0.3).sensitivity(layout) == Flat(0.3).sensitivity(layout)
+
+
+def test_a_flat_clip_looks_at_all_groups():
+    model, (x, y) = make_toy(examples=9)
+    total, _, _ = ask(model, (x, y), Flat(0.05), Layers())
+    np.testing.assert_allclose(total.numpy(), clip_and_sum(example_gradients(model, x, y), 0.05), rtol=1e-4, atol=1e-6)
 
 
 SHARES = ("equal", "isotropic", "least-noise")

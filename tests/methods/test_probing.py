@@ -66,6 +66,7 @@ def test_dp_sam_asks_at_the_top_of_its_ascent_at_its_own_price(ascent, questions
     assert asked == [SampledGaussian(0.5, 1.0)] * questions
     assert np.concatenate(spy.noises).std() == pytest.approx(noise, rel=0.1)
     assert np.concatenate(spy.noises).std() != pytest.approx(noise * 1.4, rel=0.1)  # the test can tell them apart
+    assert len({each.tobytes() for each in spy.noises}) == len(spy.noises)  # each answer has noise of its own
     theta = flat(model).double().numpy()
     samples = [Poisson(0.5).draw(60, index, Randomness.reproducible(1)) for index in range(2)]
     who = samples[0] if ascent != "fresh" else samples[1]

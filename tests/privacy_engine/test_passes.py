@@ -327,6 +327,29 @@ def test_an_input_is_no_constant_if_it_may_hold_examples():
         model(rows, rows)
 
 
+def test_a_model_that_looks_at_its_examples_is_refused():
+    def larger(model, x, other):
+        return model.left(x) * (2.0 if float(x.detach().max()) > 1 else 1.0)
+
+    model, _, loader = private(TwoInputs(larger), (torch.randn(12, 5), torch.randint(3, (12,))))[1:]
+    rows = next(iter(loader))[0]
+    with pytest.raises(ValueError, match=r"test_passes.py:\d+ looks at a value of the examples"):
+        model(rows, rows)
+
+
+def test_a_model_that_writes_examples_into_a_buffer_is_refused():
+    def remembers(model, x, other):
+        model.seen.copy_(x.detach().sum(0))
+        return model.left(x)
+
+    made = TwoInputs(remembers)
+    made.register_buffer("seen", torch.zeros(5))
+    model, _, loader = private(made, (torch.randn(12, 5), torch.randint(3, (12,))))[1:]
+    rows = next(iter(loader))[0]
+    with pytest.raises(ValueError, match="buffer 'seen' was changed by the forward pass"):
+        model(rows, rows)
+
+
 def test_a_mask_as_long_as_the_batch_is_a_constant():
     def masked(model, x, mask):
         return model.left(x) + (mask @ mask @ model.right(x)[..., None].expand(-1, 4, len(mask)).transpose(1, 2)).sum(1)
