@@ -7,7 +7,7 @@ DOCS := $(VENV)/.docs
 # Tiny tensors: two processes gain more than a second thread in each.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: run test test-slow lint check format docs dist clean
+.PHONY: run test test-slow faults lint check format docs dist clean
 
 run: $(READY)  ## compare private optimizers at equal epsilon on scikit-learn's digits, in a minute or two
 	$(BIN)/vestige compare --quick
@@ -17,6 +17,9 @@ test: $(READY)  ## the everyday tests
 
 test-slow: $(READY)  ## all tests, the slow ones too
 	$(TEST) -m ""
+
+faults: $(READY)  ## that the everyday tests catch every fault of tests/seeded_faults.toml
+	$(BIN)/python bench/seeded_faults.py --jobs 2
 
 lint: $(READY)  ## formatting, lint and types
 	$(BIN)/ruff format --check src tests bench examples docs/conf.py

@@ -17,6 +17,7 @@ from vestige.methods.registry import make_method
 from vestige.questions import CyclicGaussian, SampledGaussian
 from vestige.randomness import correlated, schedules
 from vestige.randomness.keys import Randomness
+from vestige.randomness.release import BoundedSum
 from vestige.randomness.sampling import CyclicPoisson, Poisson
 from vestige.training.verify import verify
 
@@ -66,6 +67,16 @@ def test_correlated_noise_is_its_matrix_and_its_errors_and_gains_are_as_computed
                 assert touched @ touched <= visits * stream.scale**2 * (1 + 1e-9)
     if isinstance(noise, correlated.Tree):
         np.testing.assert_allclose(prefix, correlated.tree_variances(4 * noise.restart, steps))
+
+
+@pytest.mark.parametrize("noise", [correlated.Banded(4), correlated.Buffered(2), correlated.Tree(2)])
+def test_what_is_added_has_the_deviation_that_is_said(noise):
+    stream, rows = noise.start(0.25, 8), dense(noise, 0.25, 8)
+    for step in range(4):
+        total = torch.zeros(20_000)
+        said, _ = stream.add(BoundedSum(total, 2.0), 3.0, Randomness.reproducible(0).stream("noise", step))
+        assert said == pytest.approx(2.0 * 3.0 * stream.scale * np.linalg.norm(rows[step]), rel=1e-6)
+        assert float(total.std()) == pytest.approx(said, rel=0.03)
 
 
 def test_the_noise_of_a_tree_is_one_node_per_binary_digit():
