@@ -63,7 +63,7 @@ def run(
         steps=NEVER,
         lr=1e-3,
         engine=engine,
-        physical_batch=physical,
+        max_physical_batch_size=physical,
         reproducible=0,  # every method meets the same samples, so that their sizes do not differ
     )
 

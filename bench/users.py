@@ -57,7 +57,7 @@ def trained(name: str, seed: int, factor: float, data: Path, steps: int) -> dict
     options = {"users": owners} | MECHANISMS[name]
     rate = rate_of(options, owners)
     settings: dict[str, Any] = {"sample_rate": rate, "steps": steps, "delta": DELTA}
-    settings |= {"method": make_method("dp-sgd", balance="relative"), "noise": "float32"} | options
+    settings |= {"method": make_method("dp-sgd", balance="relative"), "secure_mode": False} | options
     settings |= priced(name, task, settings)
     if factor != 1.0:
         settings["lr"] = factor * planned(task, settings).plan.lr

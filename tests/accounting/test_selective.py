@@ -55,7 +55,7 @@ def test_one_record_without_a_gradient_moves_what_is_accepted(present):
         staircase,
         (torch.zeros(len(targets), 1), targets),
         method=make_method(
-            "dpsur", clip=1.0, momentum=0.0, sigma_v=1.37, threshold=-1.5, validation_batch=len(targets)
+            "dpsur", max_grad_norm=1.0, momentum=0.0, sigma_v=1.37, threshold=-1.5, validation_batch=len(targets)
         ),
         **{**COMMON, "sample_rate": 0.5, "lr": 1.0, "steps": 600},
     )

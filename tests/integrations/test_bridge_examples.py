@@ -77,7 +77,7 @@ def one_step_is_the_clipped_sum(model, dataset):
         rows.append(np.concatenate([p.grad.numpy().ravel() for p in twin.parameters()]))
     before = flat(model)
     training = vestige.train(
-        model.eval(), torch.nn.functional.cross_entropy, dataset, method=vestige.make_method("dp-sgd", clip=0.5),
+        model.eval(), torch.nn.functional.cross_entropy, dataset, method=vestige.make_method("dp-sgd", max_grad_norm=0.5),
         noise_multiplier=1e-9, delta=1e-3, sample_rate=1.0, steps=1, lr=1.0, reproducible=0,
     )  # fmt: skip
     list(training)

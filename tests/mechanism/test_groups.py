@@ -229,7 +229,7 @@ def accepts(sample: np.ndarray, std: float) -> bool:
 @pytest.mark.parametrize("share", SHARES)
 def test_each_group_gets_the_noise_it_is_promised(share, tmp_path):
     model, data = make_toy(features=40)
-    method = vestige.by_group(vestige.dp_sgd(clip=0.5), Layers(), (1.0, 3.0), share)
+    method = vestige.by_group(vestige.dp_sgd(max_grad_norm=0.5), Layers(), (1.0, 3.0), share)
     file = tmp_path / "t.npz"
     training = vestige.train(
         model, cross_entropy, data, method=method, sample_rate=0.2, steps=60, delta=1e-3, noise_multiplier=2.0,

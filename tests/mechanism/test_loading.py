@@ -49,7 +49,7 @@ def trained(shaken=0.0, **changes):
     "changes",
     [
         {},
-        {"physical_batch": 3},
+        {"max_physical_batch_size": 3},
         {"sample_rate": 0.01},
         {"method": "dp-sam", "lr": 0.01},
         {"method": "dpsur", "epsilon": 8.0, "noise_multiplier": None},

@@ -225,7 +225,7 @@ def test_parts_of_a_sample_give_the_same_model():
     found = []
     for part in (None, 64):
         model = head()
-        list(vestige.train(model, None, data, physical_batch=part, **given))
+        list(vestige.train(model, None, data, max_physical_batch_size=part, **given))
         found.append(model.weight)
     assert torch.allclose(*found, atol=1e-5)
 
@@ -283,7 +283,7 @@ def frozen_before():
         (head, {"engine": "reference"}, "engine: not for least-squares"),
         (head, {"bfloat16": True}, "bfloat16: not for least-squares"),
         (head, {"audit": 100}, "audit: not for least-squares"),
-        (head, {"physical_batch": "auto"}, "max_physical_batch_size='auto': not for least-squares"),
+        (head, {"max_physical_batch_size": "auto"}, "max_physical_batch_size='auto': not for least-squares"),
         (head, {"nonprivate_transcript": "raw.npz"}, "nonprivate_transcript: not for least-squares"),
         (head, {"lr_scheduler": lambda optimizer: None}, "lr_scheduler: not for least-squares"),
     ],
@@ -374,7 +374,7 @@ def test_rounding_does_not_add_up_over_many_parts(part, monkeypatch):
         list(
             vestige.train(
                 head(1, 2), None, (inputs[first:], labels[first:]), method="least-squares", epsilon=1, delta=1e-6,
-                physical_batch=part,
+                max_physical_batch_size=part,
             )
         )  # fmt: skip
     assert float((seen[0] - seen[1]).norm()) <= 1 + 1e-6

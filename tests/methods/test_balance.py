@@ -202,7 +202,7 @@ def test_averages_schedulers_and_parameter_groups():
 def test_the_fast_engine_agrees_with_the_reference(name):
     options = {"extrapolation": 0.5} if name == "disk" else {}  # two gradients of each example
     part = None if name == "dp-sgd" else 7
-    same_as_on_v(made(name, **options), "bookkeeping", exact=False, steps=3, physical_batch=part)
+    same_as_on_v(made(name, **options), "bookkeeping", exact=False, steps=3, max_physical_batch_size=part)
 
 
 # --- in float64, one example at a time ---
@@ -224,7 +224,7 @@ def test_a_step_in_float64(engine):
     model, (inputs, targets) = network(), data()
     a = by_coordinate(model, RELATIVE).double().numpy()
     expected = a * clip_and_sum(example_gradients(model, inputs, targets) * a, 0.4)
-    moved = step_on(model, make_method("dp-sgd", clip=0.4, balance="relative"), inputs, targets, engine=engine)
+    moved = step_on(model, make_method("dp-sgd", max_grad_norm=0.4, balance="relative"), inputs, targets, engine=engine)
     np.testing.assert_allclose(moved, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -233,7 +233,7 @@ def test_a_step_by_layers_in_float64():
     a = by_coordinate(model, RELATIVE).double().numpy()
     rows, cut = example_gradients(model, inputs, targets) * a, 7 * FEATURES + 7
     parts = [clip_and_sum(part, 0.4 / 2**0.5) for part in (rows[:, :cut], rows[:, cut:])]
-    method = make_method("dp-sgd", clip=0.4, balance="relative", groups="layers")
+    method = make_method("dp-sgd", max_grad_norm=0.4, balance="relative", groups="layers")
     moved = step_on(model, method, inputs, targets)
     np.testing.assert_allclose(moved, a * np.concatenate(parts), rtol=1e-3, atol=1e-4)
 

@@ -240,7 +240,7 @@ def test_no_example_leaves_the_ball_of_its_geometry():
         ("dp-muon", {"rest": "none"}, "rest=none must be adam or sgd"),
         ("geoclip", {"speed": 2.0}, "speed=2.0 must lie in"),
         ("geoclip", {"spread": 0.5}, "spread=0.5 must be at least 1"),
-        ("geoclip", {"clip": 0.0}, "clip=0.0 must be positive"),
+        ("geoclip", {"max_grad_norm": 0.0}, "max_grad_norm=0.0 must be positive"),
     ],
 )
 def test_wrong_options_are_refused_by_their_names(name, options, message):

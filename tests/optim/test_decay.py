@@ -193,7 +193,7 @@ def test_a_noisy_count_is_asked_and_charged(tmp_path):
 def test_public_accuracy_steers_for_free(tmp_path):
     _, public = make_toy(seed=1)
     method = make_method("dpsgd-br", progress="public:elsewhere.npz", **GENTLE)
-    training = start(method, noise_multiplier=None, epsilon=6.0, public=public)
+    training = start(method, noise_multiplier=None, epsilon=6.0, validation_data=public)
     list(training)
     heard = training.state.gate
     assert heard["fast"] + heard["slow"] == sum(row[2] for row in heard["updates"]) > 0

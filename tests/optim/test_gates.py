@@ -50,9 +50,9 @@ def digest(content):
 
 @pytest.mark.parametrize("accounting", ["trial-level", "every-trial"])
 def test_an_infinite_threshold_is_dp_sgd_bit_for_bit(accounting):
-    plain, _ = finished(vestige.dp_sgd(clip=0.7, momentum=0.9))
+    plain, _ = finished(vestige.dp_sgd(max_grad_norm=0.7, momentum=0.9))
     gated, _ = finished(
-        make_method("dpsur", clip=0.7, momentum=0.9, threshold=inf, accounting=accounting, validation_batch=20)
+        make_method("dpsur", max_grad_norm=0.7, momentum=0.9, threshold=inf, accounting=accounting, validation_batch=20)
     )
     assert torch.equal(weights(plain), weights(gated))
     assert gated.state.gate["accepted"] == 40
@@ -301,7 +301,9 @@ def test_what_makes_no_sense_is_refused_by_name(options, message):
 
 def test_the_method_is_a_sentence():
     method = make_method("dpsur", sigma_t=2.0)
-    assert method == Method(name="dpsur", clip=Flat(0.1), rule=sgd(0.9), gate=NoisyLossTest(), noise_multiplier=2.0)
+    assert method == Method(
+        name="dpsur", clip=Flat(0.1), rule=sgd(0.9), gate=NoisyLossTest(), noise_multiplier=2.0
+    )
     with pytest.raises(ValueError, match=r"noise_multiplier=1\.0 and the method's own sigma 2\.0"):
         start(method)
 

@@ -191,8 +191,8 @@ def counted(name, balance, options):
             noise_multiplier=1.0,
             delta=1e-3,
             lr=0.1,
-            engine="unrecorded",
-            noise="float32",
+            cuda_graphs=False,
+            secure_mode=False,
             reproducible=0,
         )
     )

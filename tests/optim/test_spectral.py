@@ -228,9 +228,9 @@ def trained(method, steps=12, seed=3):
 
 
 def test_beta_one_is_group_wise_dp_sgd_bit_for_bit():
-    grouped = vestige.by_group(vestige.dp_sgd(clip=0.4), Layers())
-    assert torch.equal(trained(vestige.sma_dp_sgd(clip=0.4, beta=1.0)), trained(grouped))
-    assert not torch.equal(trained(vestige.sma_dp_sgd(clip=0.4, beta=0.9)), trained(grouped))
+    grouped = vestige.by_group(vestige.dp_sgd(max_grad_norm=0.4), Layers())
+    assert torch.equal(trained(vestige.sma_dp_sgd(max_grad_norm=0.4, beta=1.0)), trained(grouped))
+    assert not torch.equal(trained(vestige.sma_dp_sgd(max_grad_norm=0.4, beta=0.9)), trained(grouped))
 
 
 def test_one_group_without_controls_is_the_raw_fractional_memory():

@@ -137,7 +137,12 @@ def test_a_step_is_the_clipped_sum_of_single_examples(name, reduction):
 def test_epochs_equal_those_of_vestige_train(name, method):
     model, data = fresh(name)
     alone = copy.deepcopy(model)
-    options = {"method": vestige.make_method(method, clip=0.3), "noise_multiplier": 1.0, "lr": 0.5, "reproducible": 3}
+    options = {
+        "method": vestige.make_method(method, max_grad_norm=0.3),
+        "noise_multiplier": 1.0,
+        "lr": 0.5,
+        "reproducible": 3,
+    }
     list(vestige.train(alone, LOSS, data, sample_rate=12 / 40, steps=6, delta=1e-3, **options))
     _, model, optimizer, loader = private(model, data, method=method, multiplier=1.0)
     for x, y in (pair for _ in range(2) for pair in loader):

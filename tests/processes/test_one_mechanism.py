@@ -15,8 +15,8 @@ OTHERS = {
     "by layers": {"method": process_gang.by_layers},
     "quantile": {"method": "dp-quantile"},
     "importance": {"method": "dp-is", "kinds": ("replicated",)},
-    "float32": {"noise": "float32"},
-    "in parts": {"method": "fo-dp-sgd", "physical_batch": 3},
+    "float32": {"secure_mode": False},
+    "in parts": {"method": "fo-dp-sgd", "max_physical_batch_size": 3},
     "allocation": {"sampling": "allocation"},
     "truncated": {"sampling": "truncated", "max_batch": 9},
     "hardly anybody": {"sample_rate": 0.01, "examples": 7},
@@ -56,7 +56,7 @@ def test_rows_that_cannot_be_read_stop_no_process(two):
 
 @pytest.mark.parametrize(
     "options",
-    [{"sample": "users", "physical_batch": 3}, {"sample": "users", "cap": 2}, {"rows_per_user": 3, "cap": 2}],
+    [{"sample": "users", "max_physical_batch_size": 3}, {"sample": "users", "cap": 2}, {"rows_per_user": 3, "cap": 2}],
     ids=str,
 )
 def test_two_processes_keep_users_whole(two, options):

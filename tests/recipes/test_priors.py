@@ -116,7 +116,7 @@ def test_first_steps_train_the_head_as_if_the_rest_were_frozen_and_the_others_ev
     assert not torch.equal(model[2].weight, before[2].weight)
     # The same as a model whose other layer is frozen, at three times the rate, but for the noise, which is drawn for
     # other coordinates: without noise to speak of, the same numbers.
-    quiet = {"noise_multiplier": 1e-6, "noise": "float32"}
+    quiet = {"noise_multiplier": 1e-6, "secure_mode": False}
     model, _ = trained(HeadFirst(1.0, 4, 3.0), 4, **quiet)
     frozen = two_layers()
     frozen[0].requires_grad_(False)

@@ -341,7 +341,14 @@ def test_bfloat16_rounds_the_model_and_neither_the_bound_nor_the_ledger(tmp_path
     def trained(**changes):
         torch.manual_seed(0)
         model = vestige.tasks.models.network("wrn10-1", (3, 8, 8), 2)
-        given = {"noise_multiplier": 1e-9, "noise": "float32", "sample_rate": 0.5, "steps": 1, "delta": 1e-3, "lr": 1.0}
+        given = {
+            "noise_multiplier": 1e-9,
+            "secure_mode": False,
+            "sample_rate": 0.5,
+            "steps": 1,
+            "delta": 1e-3,
+            "lr": 1.0,
+        }
         training = vestige.train(
             model,
             nn.functional.cross_entropy,

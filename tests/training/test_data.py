@@ -91,7 +91,7 @@ def test_hugging_face_datasets_are_data_in_any_format():
 
 
 def test_every_engine_and_gate_takes_rows_with_names():
-    for changes in ({"engine": "reference"}, {"engine": "unrecorded"}, {"physical_batch": "auto"}):
+    for changes in ({"engine": "reference"}, {"cuda_graphs": False}, {"max_physical_batch_size": "auto"}):
         torch.testing.assert_close(trained(BY_NAME["rows"], Named(), **changes), trained((X, Y)))
     selective = {"method": "dpsur", "epsilon": 8.0, "noise_multiplier": None}
     assert torch.equal(trained(BY_NAME["rows"], Named(), **selective), trained((X, Y), **selective))
@@ -141,7 +141,7 @@ def logits_loss(outputs, targets):
 @pytest.mark.parametrize("loss", [LOSS, nn.CrossEntropyLoss()])
 def test_sentences_of_any_length_train_alike_however_they_are_padded(loss):
     as_they_are = trained(sentences(), Reader(), loss)
-    for changes in ({"collate_fn": pad}, {"collate_fn": lambda rows: pad(rows, 16)}, {"physical_batch": 3}):
+    for changes in ({"collate_fn": pad}, {"collate_fn": lambda rows: pad(rows, 16)}, {"max_physical_batch_size": 3}):
         torch.testing.assert_close(trained(sentences(), Reader(), loss, **changes), as_they_are)
 
 

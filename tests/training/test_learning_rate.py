@@ -29,7 +29,7 @@ def by_hand(clip=1.0):
 
 def test_plain_dp_sgd():
     assert chosen(vestige.dp_sgd()).lr == pytest.approx(by_hand()[2], rel=1e-5)
-    assert chosen(vestige.dp_sgd(clip=0.1)).lr == pytest.approx(by_hand(0.1)[2], rel=1e-5)
+    assert chosen(vestige.dp_sgd(max_grad_norm=0.1)).lr == pytest.approx(by_hand(0.1)[2], rel=1e-5)
 
 
 @pytest.mark.parametrize("method", ["fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory"])

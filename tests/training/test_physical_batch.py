@@ -134,7 +134,7 @@ def run(physical_batch, data=None, **options):
     model, toy = make_toy()
     common = {"method": "dp-sgd", "noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.4, "steps": 4, "lr": 0.1}
     training = vestige.train(
-        model, LOSS, data or toy, **{**common, **options}, reproducible=1, physical_batch=physical_batch
+        model, LOSS, data or toy, **{**common, **options}, reproducible=1, max_physical_batch_size=physical_batch
     )
     list(training)
     return training, torch.cat([p.detach().ravel() for p in model.parameters()])
@@ -169,7 +169,7 @@ def test_the_choice_sees_no_example(monkeypatch):
     )
     model, (x, y) = make_toy()
     options = {"method": "dp-sgd", "noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.4, "steps": 4}
-    training = vestige.train(model, LOSS, (x * torch.nan, y), physical_batch="auto", **options)
+    training = vestige.train(model, LOSS, (x * torch.nan, y), max_physical_batch_size="auto", **options)
     assert seen
     assert all(part.isfinite().all() for batch in seen for part in batch)
     assert training.physical_batch == plausible_sample(60, 0.4)
@@ -192,7 +192,7 @@ def test_the_transforms_of_a_method_are_tried_too(monkeypatch):
         data,
         method=make_method("disk", extrapolation="0.5"),
         engine="reference",
-        physical_batch="auto",
+        max_physical_batch_size="auto",
         **options,
     )
     assert heard
@@ -206,7 +206,7 @@ def test_every_view_of_an_example_is_tried(monkeypatch):
     data = torch.rand(60, 1, 5, 5), torch.randint(3, (60,))
     options = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.4, "steps": 4}
     method = replace(make_method("dp-sgd"), augment=Augment(7))
-    training = vestige.train(model, LOSS, data, method=method, physical_batch="auto", **options)
+    training = vestige.train(model, LOSS, data, method=method, max_physical_batch_size="auto", **options)
     assert training.physical_batch == 5
     assert max(seen) == 5 * 7
 
@@ -242,7 +242,7 @@ def test_a_model_that_made_up_examples_cannot_run_is_refused():
         ValueError,
         match=r"max_physical_batch_size='auto': no made-up example could be run .*only real data.*give a number",
     ):
-        vestige.train(model, LOSS, data, method="dp-sgd", noise_multiplier=1.0, delta=1e-5, sample_rate=0.4, steps=4, physical_batch="auto")  # fmt: skip
+        vestige.train(model, LOSS, data, method="dp-sgd", noise_multiplier=1.0, delta=1e-5, sample_rate=0.4, steps=4, max_physical_batch_size="auto")  # fmt: skip
 
 
 def test_the_commands():

@@ -120,7 +120,7 @@ def test_groups_have_options_of_their_own_as_in_torch():
         first, *rest = net.parameters()
         return [{"params": [first], "lr": 0.3, "weight_decay": 0.1}, {"params": rest}]
 
-    plain = {**BASE, "method": vestige.dp_sgd(clip=100.0), "noise_multiplier": 1e-15, "sample_rate": 1.0}
+    plain = {**BASE, "method": vestige.dp_sgd(max_grad_norm=100.0), "noise_multiplier": 1e-15, "sample_rate": 1.0}
     training = vestige.train(model, LOSS, data, param_groups=groups(model), lr_scheduler=SCHEDULES["cosine"], **plain)
     found = watched(training)
     list(training)

@@ -33,7 +33,7 @@ def test_dp_sgd_is_the_textbook_one_in_float64():
     model, data = make_toy()
     twin, _ = make_toy()
     theta, key = flat(twin).double().numpy(), Randomness.reproducible(3)
-    finish(model, data, reproducible=3, method=vestige.dp_sgd(clip=0.4), noise_multiplier=0.8)
+    finish(model, data, reproducible=3, method=vestige.dp_sgd(max_grad_norm=0.4), noise_multiplier=0.8)
     for t in range(5):
         rows = Poisson(0.2).draw(60, t, key)
         nn.utils.vector_to_parameters(torch.tensor(theta, dtype=torch.float32), twin.parameters())
@@ -48,7 +48,7 @@ def test_any_physical_batch_gives_the_same_run(physical_batch):
     whole, data = make_toy()
     split, _ = make_toy()
     finish(whole, data, reproducible=1)
-    finish(split, data, reproducible=1, physical_batch=physical_batch)
+    finish(split, data, reproducible=1, max_physical_batch_size=physical_batch)
     torch.testing.assert_close(flat(split), flat(whole), rtol=1e-5, atol=1e-6)
 
 
@@ -65,7 +65,7 @@ def test_an_empty_sample_is_noised_stepped_and_charged():
 def test_large_noise_has_the_promised_size():
     model, data = make_toy()
     before = flat(model)
-    finish(model, data, steps=1, noise_multiplier=1e6, lr=1.0, method=vestige.dp_sgd(clip=2.0))
+    finish(model, data, steps=1, noise_multiplier=1e6, lr=1.0, method=vestige.dp_sgd(max_grad_norm=2.0))
     std = ((flat(model) - before) * 12).std().item()
     assert std == pytest.approx(2e6, rel=0.3)
 
@@ -88,7 +88,12 @@ def test_without_noise_clip_or_sampling_it_is_ordinary_sgd():
     model, data = make_toy()
     twin = copy.deepcopy(model)
     finish(
-        model, data, method=vestige.dp_sgd(clip=100.0, momentum=0.5), noise_multiplier=1e-15, sample_rate=1.0, steps=10
+        model,
+        data,
+        method=vestige.dp_sgd(max_grad_norm=100.0, momentum=0.5),
+        noise_multiplier=1e-15,
+        sample_rate=1.0,
+        steps=10,
     )
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.5)
     for _ in range(10):

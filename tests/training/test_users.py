@@ -67,7 +67,7 @@ def blanked(data, user):
 @pytest.mark.parametrize("engine", ["bookkeeping", "reference"])
 def test_a_user_moves_a_sum_of_users_by_the_bound_at_most(physical_batch, engine):
     data = rows(scale=30.0)  # every gradient is clipped
-    options = {"sample": "users", "sample_rate": 0.6, "physical_batch": physical_batch, "engine": engine}
+    options = {"sample": "users", "sample_rate": 0.6, "max_physical_batch_size": physical_batch, "engine": engine}
     for user in (6,) if engine == "reference" else (0, 6):
         with_user, without = (training(each, **options) for each in (data, blanked(data, user)))
         for index in range(4):

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from vestige.mechanism.moments import with_moments
 from vestige.recipes.catalogue import find
+from vestige.renaming import PARTS, current
 from vestige.tasks import bag_of_words, bounded
 from vestige.tasks.features import pretrained
 from vestige.tasks.models import bag_linear, network
@@ -20,8 +21,19 @@ from vestige.training.job import Job, method_of
 from vestige.training.run import Training, train
 
 JOB = {each.name for each in fields(Job)}
-PASSED = ("sample_rate", "steps", "lr", "sampling", "physical_batch")
-CHANGES = (*PASSED, "method", "options", "average", "augment", "balance", "head_steps", "head_lr", "optimizer")
+PASSED = ("sample_rate", "steps", "lr", "sampling")
+CHANGES = (
+    *PASSED,
+    "max_physical_batch_size",
+    "method",
+    "options",
+    "average",
+    "augment",
+    "balance",
+    "head_steps",
+    "head_lr",
+    "optimizer",
+)
 """Settings of a recipe that a call may change."""
 
 
@@ -63,11 +75,12 @@ def recipe(
 
     Formal guarantees: those of `train`.
     """
-    wanted = find(name)
+    wanted, changes = find(name), current(changes, PARTS)
     for key in changes:
         if key not in CHANGES:
             raise ValueError(f"{key}={changes[key]!r} is no setting of a recipe; these are: {', '.join(CHANGES)}")
     inputs, labels = prepared(name, data[0], bounds=bounds), torch.as_tensor(data[1])
+    part = changes.pop("max_physical_batch_size", None)
     settings = {**wanted.settings(epsilon), **changes}
     job = Job(**{**{key: value for key, value in settings.items() if key in JOB}, "task": "one's own"})
     made = _model(wanted.network, model, tuple(inputs.shape[1:]), classes, seed)
@@ -79,6 +92,7 @@ def recipe(
     if prior is not None and not (train_with or {}).get("resume"):
         pretrained.start_from(made, pretrained.read(prior))
     passed = {key: getattr(job, key) for key in PASSED}
+    passed["max_physical_batch_size"] = part or job.physical_batch
     moments = wanted.moments(epsilon)
     if moments is not None:
         made, passed["normalise"] = with_moments(made), moments

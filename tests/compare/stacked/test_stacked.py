@@ -285,7 +285,7 @@ def test_secret_parts_take_turns():
 def test_secret_noise_has_its_multiplier_and_no_other(name, multiplier):
     """Accepts the right standard deviation, and would reject two thirds or three halves of it."""
     silent = (torch.zeros(40, 12), torch.zeros(40, dtype=torch.long))
-    method = build(name, clip=0.5)
+    method = build(name, max_grad_norm=0.5)
     runs = [StackedRun(network(0), method, multiplier, 1e-9) for _ in range(30)]
     together = Stack(runs, silent, sample_rate=0.2 if method.noise.one_fixed_question else 1e-9, steps=1, device=CPU)
     finished(runs, together)
