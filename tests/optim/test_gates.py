@@ -301,9 +301,7 @@ def test_what_makes_no_sense_is_refused_by_name(options, message):
 
 def test_the_method_is_a_sentence():
     method = make_method("dpsur", sigma_t=2.0)
-    assert method == Method(
-        name="dpsur", clip=Flat(0.1), rule=sgd(0.9), gate=NoisyLossTest(), noise_multiplier=2.0
-    )
+    assert method == Method(name="dpsur", clip=Flat(0.1), rule=sgd(0.9), gate=NoisyLossTest(), noise_multiplier=2.0)
     with pytest.raises(ValueError, match=r"noise_multiplier=1\.0 and the method's own sigma 2\.0"):
         start(method)
 
