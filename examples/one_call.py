@@ -15,8 +15,8 @@ train, test = (images[297:], labels[297:]), (images[:297], labels[:297])  # the 
 
 model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 training = vestige.train(
-    model, nn.functional.cross_entropy, train, method="fo-dp-sgd",
-    epsilon=3, delta=1e-5, sample_rate=150 / len(train[0]), steps=STEPS, out="my-run",
+    model, nn.functional.cross_entropy, train,
+    epsilon=3, delta=1e-5, batch_size=150, steps=STEPS, out="my-run",
 )  # fmt: skip
 print(f"noise multiplier {training.plan.noise_multiplier:.2f}, learning rate {training.plan.lr:.3f}")
 for record in training:  # each turn is one private step

@@ -17,7 +17,7 @@ model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 engine = vestige.PrivacyEngine()
 model, optimizer, loader = engine.make_private_with_epsilon(
-    module=model, optimizer=optimizer, data_loader=DataLoader(train, batch_size=150), method="fo-dp-sgd",
+    module=model, optimizer=optimizer, data_loader=DataLoader(train, batch_size=150),
     target_epsilon=3, target_delta=1e-5, epochs=EPOCHS, max_grad_norm=1.0,
 )  # fmt: skip
 criterion = engine.criterion(nn.CrossEntropyLoss())  # each example's own loss, over a public divisor

@@ -378,7 +378,10 @@ class Passes:
                 )
             label = tracking.label(leaf) if isinstance(leaf, Tensor) else None
             if isinstance(label, Mixed):
-                raise ValueError(f"{named} is not a row's own: {label}. Compute it of each example by itself")
+                raise ValueError(
+                    f"{named} is not a row's own: {label}. Compute it of each example by itself; of a flattened batch, "
+                    "as of graphs or of EmbeddingBag with offsets, make a padded one"
+                )
         known = [label for label in (tracking.label(leaf) for _, leaf in tensors) if isinstance(label, Rows)]
         if not known:
             rows = self._rows([leaf for _, leaf in tensors])

@@ -23,11 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from vestige.engines.example_axis.functions import TrackedFunctions
 from vestige.engines.example_axis.labels import Labels, Mixed, Read, Rows, Tracker, mixed
 
-FLATTENED = (
-    "made a tensor that has no row for each example (of a flattened batch, as of graphs or of EmbeddingBag with "
-    "offsets, make a padded one)"
-)
-
 
 class Tracking:
     """The labels of a loop's batches, and the modes that carry them; on from a batch until its step, or until the
@@ -98,10 +93,7 @@ class Tracking:
             if leaf.dim() and len(leaf) == rows:
                 self.tracker.label_rows(leaf, rows, known[0] if known else self.batches)
             elif leaf.numel():
-                self.labels.set(
-                    leaf,
-                    mixed("collate_fn", FLATTENED),
-                )
+                self.labels.set(leaf, mixed("collate_fn", "made a tensor that has no row for each example"))
         self._forget_losses()
         self.start()
 
