@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "seeded_faults.toml"
-PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "120", "--tb", "line")
+PYTEST = ("-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "120", "--tb", "line")
 PASSED, FAILED = 0, 1
 """What pytest exits with; any other number means that the tests did not run."""
 
