@@ -65,7 +65,7 @@ def run(tests: Sequence[str], fault: Fault | None = None) -> tuple[int, str]:
         done = subprocess.run(
             [sys.executable, *PYTEST, *tests], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    lines = [line for line in (done.stdout or done.stderr).splitlines() if line.strip()]
     return done.returncode, lines[-1] if lines else ""
 
 
