@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from vestige.devices import triton_available
+from vestige.mechanism.losses.model_losses import each_token, next_token
 from vestige.mechanism.losses.tokens import TokenLosses, token_losses
 
 IGNORED = -100
@@ -72,3 +73,12 @@ def test_inside_transforms_and_for_few_classes_it_is_torchs():
     torch.testing.assert_close(each, torchs(scores, targets))
     few = token_losses(scores[:, -20:].clone().requires_grad_(), targets.clamp(0, 19), IGNORED)
     assert not isinstance(few.grad_fn, TokenLosses._backward_cls)
+
+
+@pytest.mark.parametrize("loss", [next_token, each_token])
+def test_an_examples_loss_is_a_mean_over_its_own_tokens(loss):
+    logits, labels = torch.randn(3, 6, 5), torch.randint(5, (3, 6))
+    labels[0, 2:] = labels[1, 5:] = IGNORED
+    whole = loss({"logits": logits}, {"labels": labels}, None)
+    alone = [loss({"logits": logits[i : i + 1]}, {"labels": labels[i : i + 1]}, None) for i in range(3)]
+    torch.testing.assert_close(whole, torch.cat(alone))
