@@ -8,7 +8,7 @@ from torch import nn
 import faults
 import vestige
 from vestige.audit.one_run import read
-from vestige.engines.planted import Canaries, CanaryBatch, PlantedEngine, PlantedExamples
+from vestige.engines.canaries import Canaries, CanaryBatch, PlantedEngine, PlantedExamples
 from vestige.engines.reference import Reference
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat

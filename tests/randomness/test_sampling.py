@@ -192,11 +192,11 @@ def _probability_of_tosses(rate) -> Fraction:
             thresholds.append(Fraction(other))
             return np.ones(1, dtype=bool)
 
-    class Watched:
+    class TrackedParameter:
         def random(self, shape):
             return Number()
 
-    tossed((1,), rate, Watched())
+    tossed((1,), rate, TrackedParameter())
     assert all((each * 2**53).denominator == 1 for each in thresholds)
     return Fraction(np.prod(thresholds))
 

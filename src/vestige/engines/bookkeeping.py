@@ -30,7 +30,7 @@ from vestige.engines.per_example import kernels
 from vestige.engines.per_example.expressions import full_precision
 from vestige.engines.per_example.gradients import Gradient, change
 from vestige.engines.per_example.taps import Proved, eagerly, gradients
-from vestige.engines.per_example.uses import Misfit
+from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.engines.reference import Reference, placed
 from vestige.layout import Layout, compiled_in
 from vestige.mechanism.clipping import Batch, Clip, Loss, Parameters, Transform, usable_norms, weights
@@ -72,7 +72,7 @@ class BookKeeping:
         with eagerly():
             try:
                 found = gradients([self.gradients_of(term) for term in terms], batch[0])
-            except (NotApart, Misfit) as problem:
+            except (NotApart, UnsupportedUse) as problem:
                 if isinstance(problem, NotApart) and not problem.unknown:
                     raise RowsNotApart(
                         f"the model or its loss mixes the examples of a batch: {problem}. No example's influence can "

@@ -32,7 +32,7 @@ from vestige.engines.capture_guards import (
 from vestige.engines.example_axis.labels import NotApart, untracked
 from vestige.engines.host_transfers import HostTransfers, Sent
 from vestige.engines.per_example.taps import gradients
-from vestige.engines.per_example.uses import Misfit
+from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
 from vestige.mechanism.losses.criteria import BY_PLACE, Form, of_torch
@@ -293,7 +293,7 @@ class Captured:
         try:
             wanted = sizes if first else [best]
             self._capture(key, wanted, mean, clip, into, full)
-        except (NotApart, Misfit, NotCapturable, RuntimeError) as problem:
+        except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
             warnings.warn(f"the step cannot be captured as a CUDA graph ({line}); it runs as it is", stacklevel=4)
             self._captures = False

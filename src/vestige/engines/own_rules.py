@@ -20,7 +20,7 @@ from vestige.engines.example_axis.labels import untracked
 from vestige.engines.per_example.expressions import Kind, Operand, Pulled, tapped
 from vestige.engines.per_example.gradients import Dense, wide
 from vestige.engines.per_example.sequences import REGISTERED
-from vestige.engines.per_example.uses import Watched
+from vestige.engines.per_example.uses import TrackedParameter
 
 TOLERANCE = 1e-3
 """How far a rule's gradient may be from autograd's, relative to its largest entry: rounding of another order."""
@@ -54,7 +54,7 @@ def register_rule(module_class: type[nn.Module], gradients: ModuleRule | None = 
 
 def _call(rule: ModuleRule, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The module's own forward pass on plain values, its output tapped."""
-    watched = {name: p for name, p in module.named_parameters() if isinstance(p, Watched)}
+    watched = {name: p for name, p in module.named_parameters() if isinstance(p, TrackedParameter)}
     inputs = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     if not watched:
         return type(module).forward(*inputs.args, **inputs.kwargs)

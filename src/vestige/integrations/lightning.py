@@ -113,7 +113,7 @@ class Private(Callback):
             engine.load_state_dict(self._saved)
         if not self.log_nonprivate:
             results = trainer.fit_loop.epoch_loop._results
-            results.log = Withheld(trainer, results.log)
+            results.log = NotReturned(trainer, results.log)
         self.engine = engine
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -283,7 +283,7 @@ def _accumulated(trainer: Any) -> str:
     )
 
 
-class Withheld:
+class NotReturned:
     """Takes what is logged in training, which no noise covers, and keeps it; of our own numbers epsilon goes on."""
 
     def __init__(self, trainer: Any, log: Any) -> None:

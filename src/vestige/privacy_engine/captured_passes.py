@@ -56,7 +56,7 @@ from vestige.engines.per_example.expressions import ANCHOR, Pass, full_precision
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.kernels import blanked
 from vestige.engines.per_example.taps import Taps, require_unwritten
-from vestige.engines.per_example.uses import Misfit, Watched
+from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
 from vestige.privacy_engine.calls import Call
@@ -69,7 +69,7 @@ SHARE = 0.1
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
-class Withheld:
+class NotReturned:
     """Stands for an output that is neither a tensor nor plain, such as a cache: a replayed pass has none of its own."""
 
     def __getattr__(self, name: str) -> Any:
@@ -159,7 +159,7 @@ class Replay:
             self.owner.room.within = None
 
 
-class Room:
+class GraphMemoryPool:
     """The memory in which all graphs of a module work, one pass at a time."""
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class CapturedPasses:
     _forms: dict[Hashable, dict[Lengths, CapturedForm | None]] = field(default_factory=dict)
     """By what a form of call takes for granted, and the lengths of its texts; None if it could not be captured."""
     _met: Counter[Hashable] = field(default_factory=Counter)
-    _room: Room | None = None
+    _room: GraphMemoryPool | None = None
     _begun, _spent = inf, 0.0
     """When the first passes had been captured, and seconds that capturing took since."""
 
@@ -228,7 +228,7 @@ class CapturedPasses:
             first = self._begun == inf
             if sum(map(len, self._forms.values())) >= MOST_GRAPHS or (not first and self._met[key] < 2 and not to):
                 return None
-            self._room = self._room or Room()
+            self._room = self._room or GraphMemoryPool()
             form = CapturedForm(self, forward, longer, label, names, to, full, self._room)
             enough = self.sizes[1] if len(self.sizes) > 1 and label.count <= self.sizes[1] else self.sizes[0]
             known[lengths] = form if self._captured(form, ahead(self.sizes) if first else (enough,)) else None
@@ -265,7 +265,7 @@ class CapturedPasses:
                     break
                 form.capture(rows)
                 start = min(start, time.monotonic())  # the first one loads and compiles kernels
-        except (NotApart, Misfit, NotCapturable, RuntimeError) as problem:
+        except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:
             give_back(device_of(self.module))
             why = (str(problem) or type(problem).__name__).splitlines()[0]
             warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=2)
@@ -308,7 +308,7 @@ class CapturedForm:
         names: Mapping[str, int],
         to: Mapping[str, int],
         full: bool,
-        room: Room,
+        room: GraphMemoryPool,
     ) -> None:
         """`full`: no mask leaves anything out."""
         self.owner, self.room, self._forward, self._to = owner, room, forward, to
@@ -446,11 +446,11 @@ class CapturedForm:
         buffers = 0
         for leaf in found:
             if not isinstance(leaf, Tensor):
-                kept.append(leaf if isinstance(leaf, PLAIN) else Withheld())
+                kept.append(leaf if isinstance(leaf, PLAIN) else NotReturned())
                 continue
             label = now.tracker.labels.get(leaf)
             first = isinstance(label, Rows) and (label.axis, label.inner, label.first) == (0, 1, 0)
-            if isinstance(leaf, Watched) or not first or not leaf.is_floating_point():
+            if isinstance(leaf, TrackedParameter) or not first or not leaf.is_floating_point():
                 raise NotCapturable("an output of the model has no row for each example")
             assert isinstance(label, Rows)
             along = next((name for name, own in self._to.items() if leaf.dim() > 1 and leaf.shape[1] == own), None)

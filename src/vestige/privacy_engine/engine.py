@@ -23,10 +23,10 @@ from vestige.accounting.ledger import Ledger, LedgerError, LedgerHistory, read
 from vestige.budget.account import Budget, Provenance, attach, continued
 from vestige.checks import check_delta, check_multiplier, check_number, check_steps, renamed
 from vestige.engines.bookkeeping import BookKeeping
+from vestige.engines.canaries import Canaries, check_count
 from vestige.engines.cuda_graphs import sizes_of
 from vestige.engines.independence import require_finite, require_independent
 from vestige.engines.per_example.taps import floating
-from vestige.engines.planted import Canaries, check_count
 from vestige.files import read_tensors, write_tensors
 from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
@@ -37,14 +37,14 @@ from vestige.methods.registry import METHODS, make_method
 from vestige.optim.rules import OPTIMIZERS, Rule
 from vestige.privacy_engine.coverage import require_covered, require_inner_hooks
 from vestige.privacy_engine.loaders import draws_per_epoch, private_loader
-from vestige.privacy_engine.optimizer_step import PrivateSteps, inner, require_ordinary
-from vestige.privacy_engine.parts import (
-    AnyRows,
-    Parts,
+from vestige.privacy_engine.microbatches import (
+    MicrobatchQueue,
+    UserBatches,
     require_known_processes,
     require_no_accumulation,
     require_own_reading,
 )
+from vestige.privacy_engine.optimizer_step import PrivateSteps, inner, require_ordinary
 from vestige.privacy_engine.passes import Passes
 from vestige.processes import checkpoints
 from vestige.processes.fingerprints import nonprivate_hash_of_dataset
@@ -226,7 +226,7 @@ class PrivacyEngine(HoldsKey):
         owned = group.together(lambda: of_users(data_loader, users, sample, rows_per_user, cap, target_delta))
         seen, data_loader = doubts(data_loader), owned.loader
 
-        def checked() -> tuple[Method, Optimizer, int | None, Sampling, Parts]:
+        def checked() -> tuple[Method, Optimizer, int | None, Sampling, MicrobatchQueue]:
             check_number("noise_multiplier", noise_multiplier, finite=False)
             check_number("max_grad_norm", max_grad_norm)
             check_multiplier(noise_multiplier)
@@ -260,7 +260,7 @@ class PrivacyEngine(HoldsKey):
                 chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
             if loop is not None:
                 self._check_shardable(chosen)
-            drawn, parts = self._sampling(owned, sampling, max_batch), Parts(steps_per_batch)
+            drawn, parts = self._sampling(owned, sampling, max_batch), MicrobatchQueue(steps_per_batch)
             if owned.users is not None and (self._audit is not None or not poisson_sampling):
                 raise ValueError(
                     "users: canaries (audit=) and batches of your own (poisson_sampling=False) have no users here; "
@@ -277,7 +277,7 @@ class PrivacyEngine(HoldsKey):
                         "poisson_sampling=False keeps your own batches, and the processes would each have others: "
                         "leave it out, or train in one process"
                     )
-                drawn, parts = _kept(data_loader, sampling, max_batch), AnyRows()
+                drawn, parts = _kept(data_loader, sampling, max_batch), UserBatches()
             if target_delta is not None:
                 check_delta(target_delta, self._rows(data_loader))
             return chosen, moves, size, drawn, parts

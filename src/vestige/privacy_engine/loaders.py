@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler, default_collate
 
-from vestige.engines.planted import Canaries
-from vestige.privacy_engine.parts import Part, Parts
+from vestige.engines.canaries import Canaries
+from vestige.privacy_engine.microbatches import Microbatch, MicrobatchQueue
 from vestige.processes.group import ALONE, Processes
 from vestige.randomness.keys import HoldsKey, Randomness
 from vestige.randomness.sampling import Sampling
@@ -35,7 +35,7 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
         randomness: Randomness,
         steps: int,
         physical_batch: int | None,
-        parts: Parts,
+        parts: MicrobatchQueue,
         canaries: Canaries | None = None,
         group: Processes = ALONE,
     ) -> None:
@@ -80,7 +80,9 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
             for number, start in enumerate(starts):
                 piece = joined[start : start + size]
                 few = there[max(0, start - len(people)) : max(0, start + size - len(people))]
-                part = Part(draw, number, number == len(starts) - 1, len(piece), tuple(few), len(everyone) - among)
+                part = Microbatch(
+                    draw, number, number == len(starts) - 1, len(piece), tuple(few), len(everyone) - among
+                )
                 self.parts.announce(part)
                 yield piece + [piece[0] if piece else 0] * (part.rows - len(piece))
 
@@ -89,7 +91,7 @@ class Labelling:
     """A collate_fn whose batches are labelled where no `PrivateLoader` hands them out: other libraries that rebuild a
     loader keep its collate_fn."""
 
-    def __init__(self, collate: Callable[[Any], Any], parts: Parts) -> None:
+    def __init__(self, collate: Callable[[Any], Any], parts: MicrobatchQueue) -> None:
         self._collate, self._parts = collate, parts
 
     def __call__(self, rows: Any) -> Any:
@@ -121,7 +123,7 @@ def private_loader(
     sampling: Sampling,
     randomness: Randomness,
     physical_batch: int | None,
-    parts: Parts,
+    parts: MicrobatchQueue,
     canaries: Canaries | None = None,
     group: Processes = ALONE,
 ) -> DataLoader[Any]:

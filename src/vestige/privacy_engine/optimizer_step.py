@@ -23,7 +23,7 @@ from vestige.optim.learner import Learner, scales_of
 from vestige.optim.optimizers.moves import Moves, balanced
 from vestige.optim.probes import At, ask
 from vestige.privacy_engine.coverage import FirstMove, require_own
-from vestige.privacy_engine.passes import Passes, PrivateEntrance
+from vestige.privacy_engine.passes import Passes, PrivateCall
 from vestige.processes.plan import require_same_group, require_same_model
 from vestige.processes.shards import ShardedSum
 from vestige.processes.sums import BY_ITSELF, ShardedSums, Sums
@@ -53,7 +53,7 @@ def inner(optimizer: Optimizer) -> Optimizer:
 def require_ordinary(module: nn.Module, optimizer: Optimizer) -> None:
     """Refuse to make private what is private already, as where a cell of a notebook runs again: the model has learned
     from steps that the new engine's epsilon would not count."""
-    private = [name for name, each in module.named_modules() if isinstance(each._compiled_call_impl, PrivateEntrance)]
+    private = [name for name, each in module.named_modules() if isinstance(each._compiled_call_impl, PrivateCall)]
     if private or isinstance(vars(inner(optimizer)).get("zero_grad"), Discarding):
         what = "optimizer" if not private else "module" if private[0] == "" else f"module: its part {private[0]!r}"
         raise ValueError(

@@ -21,24 +21,30 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.engines.bookkeeping import add_weighted
+from vestige.engines.canaries import Canaries
 from vestige.engines.example_axis.functions import ReadCount, ReadNumber
 from vestige.engines.example_axis.labels import Mixed, NotApart, Rows
 from vestige.engines.independence import require_independent
 from vestige.engines.per_example.expressions import ANCHOR, Pass
 from vestige.engines.per_example.gradients import Gradient, change, combine
 from vestige.engines.per_example.taps import Taps, require_unwritten
-from vestige.engines.per_example.uses import Misfit, Watched
-from vestige.engines.planted import Canaries
-from vestige.entrances import Entrance, stand_at
+from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout, compiled_in, device_of, modules_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, Parameters, RunningSum
 from vestige.privacy_engine.calls import DIVISORS, ONE_BY_ONE, Call
 from vestige.privacy_engine.captured_passes import CapturedPasses, Replay
 from vestige.privacy_engine.coverage import require_noised
-from vestige.privacy_engine.lengths import Lengths, Shapes
+from vestige.privacy_engine.microbatches import (
+    Microbatch,
+    MicrobatchQueue,
+    UserBatches,
+    require_known_processes,
+    require_no_accumulation,
+)
 from vestige.privacy_engine.outputs import End, NotPerExample
-from vestige.privacy_engine.parts import AnyRows, Part, Parts, require_known_processes, require_no_accumulation
+from vestige.privacy_engine.padded_lengths import Lengths, Shapes
 from vestige.privacy_engine.tracking import Tracking
 from vestige.processes.loops import ShardedLoop
 from vestige.processes.plan import fsdp_in, silence_wrapper
@@ -52,7 +58,7 @@ COMPILED = "per-example gradients need eager mode: torch.compile is ignored in p
 class Pending:
     """SENSITIVE: what the backward passes about one part have left since the last step, not yet clipped."""
 
-    part: Part
+    part: Microbatch
     examples: int
     uses: Uses = field(default_factory=dict)
     replay: Replay | None = None
@@ -84,7 +90,7 @@ class Open:
     """What public tensors were promoted to rows by, in the forward pass."""
 
 
-class PrivateEntrance(Entrance):
+class PrivateCall(CallInterceptor):
     """Calls of a private module: as it is where gradients are asked of it, by its compiled form elsewhere."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +136,7 @@ class Passes:
         layout: Layout,
         clip: Clip,
         reduction: str,
-        parts: Parts,
+        parts: MicrobatchQueue,
         sizes: Sequence[int] = (),
         tokens: int | None = None,
         canaries: Canaries | None = None,
@@ -170,7 +176,7 @@ class Passes:
 
     def __reduce__(self) -> Any:
         """A model that is saved whole takes along its weights, not the books."""
-        return Elsewhere, ()
+        return NotSaved, ()
 
     @property
     def device(self) -> torch.device:
@@ -208,7 +214,7 @@ class Passes:
     def _uncompile(self) -> None:
         """Calls of the module come here first. `module.compile()` puts a compiled graph around our hooks too; private
         passes go past it, others do not."""
-        stand_at(self.module, PrivateEntrance, self, private_call)
+        install_interceptor(self.module, PrivateCall, self, private_call)
         if self.sharded is not None:
             self.sharded.redirect()
 
@@ -298,7 +304,7 @@ class Passes:
         self.total = self._closed = None
         return found
 
-    def _finished(self, part: Part, examples: int, uses: Uses | None, replay: Replay | None) -> None:
+    def _finished(self, part: Microbatch, examples: int, uses: Uses | None, replay: Replay | None) -> None:
         """A backward pass is complete. Several about one part add up before they are clipped: each example once."""
         self.parts.use(part)
         if not (self._pending and self._pending[-1].part is part):
@@ -330,7 +336,7 @@ class Passes:
         for promoting in (True, False):
             try:
                 return self._pass(forward, call, label, promoting)
-            except (NotApart, Misfit, TypeError) as problem:
+            except (NotApart, UnsupportedUse, TypeError) as problem:
                 if not (promoting and self.tracking.tracker.promoted):
                     if isinstance(problem, TypeError):
                         raise
@@ -386,7 +392,7 @@ class Passes:
         if not known:
             rows = self._rows([leaf for _, leaf in tensors])
             tracking.label_arguments(call.leaves, rows)
-            self.assumed = self.assumed or not isinstance(self.parts, AnyRows)
+            self.assumed = self.assumed or not isinstance(self.parts, UserBatches)
             known = [Rows(0, 1, rows, tracking.batches)]
         tracking.start()
         if any(label.batch != known[0].batch for label in known):
@@ -446,7 +452,7 @@ class Passes:
         found, shape = tree_flatten(outputs)
         places, labels = [], []
         for place, leaf in enumerate(found):
-            if isinstance(leaf, Watched):
+            if isinstance(leaf, TrackedParameter):
                 leaf = found[place] = leaf.operand.value
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 continue
@@ -484,7 +490,7 @@ class Passes:
     # --- backward -----------------------------------------------------------------------------------------------------
 
     def _reached(
-        self, opened: Open, part: Part | None, labels: Sequence[Rows], signals: Sequence[Tensor]
+        self, opened: Open, part: Microbatch | None, labels: Sequence[Rows], signals: Sequence[Tensor]
     ) -> Callable[[Sequence[Tensor]], None] | None:
         """A backward pass has come to the outputs of the model; if the pass was captured, what takes it on."""
         if part is None or not self.parts.usable(part):
@@ -538,7 +544,7 @@ class Passes:
         for name, gradient in uses.items():
             held.setdefault(name, []).append(gradient)
 
-    def _finish(self, opened: Open, part: Part, task: int) -> None:
+    def _finish(self, opened: Open, part: Microbatch, task: int) -> None:
         if opened.replay is None:
             delivers, opened.now.deliver = opened.now.deliver, partial(self._add, opened, task)
             opened.now.settle()
@@ -570,7 +576,7 @@ def _tensors(leaves: Sequence[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-class Elsewhere:
+class NotSaved:
     """What is left of the books in a model that was saved whole and loaded again: an ordinary model."""
 
     def _refuse_copies(self, module: nn.Module, args: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vestige.entrances import Entrance, stand_at
+from vestige.call_interception import CallInterceptor, install_interceptor
 from vestige.layout import compiled_in, modules_of
 from vestige.processes.group import digest
 from vestige.processes.shards import HOOKS, ShardedSum, Shards, of_fsdp, resharded
@@ -43,7 +43,7 @@ COMPILED = (
 )
 
 
-class Through(Entrance):
+class Through(CallInterceptor):
     """Calls of a sharded module: by its twin where gradients are asked of it, by itself elsewhere."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class ShardedLoop:
 
     def redirect(self) -> None:
         """Calls of the module come through here; `module.compile()` may have put something else there."""
-        stand_at(self.model, Through, self, private_call)
+        install_interceptor(self.model, Through, self, private_call)
 
     def parameters(self) -> dict[str, Any]:
         """What the user's optimizer holds and moves: of each parameter that has a place in releases, its DTensor."""

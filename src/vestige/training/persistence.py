@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from vestige.accounting.ledger import Ledger, LedgerError
 from vestige.assumptions import EARLIER_ADJACENCY
-from vestige.engines.planted import Canaries
+from vestige.engines.canaries import Canaries
 from vestige.mechanism.curator import Curator
 from vestige.processes import checkpoints
 from vestige.processes.group import Processes

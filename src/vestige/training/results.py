@@ -11,7 +11,7 @@ from typing import Any
 from vestige import accounting
 from vestige.accounting.lower_bounds.bounds import one_run_bound
 from vestige.assumptions import Stated
-from vestige.engines.planted import Canaries
+from vestige.engines.canaries import Canaries
 from vestige.methods.base import Method
 from vestige.questions import Question, SampledGaussian
 from vestige.records import Audited, Selection, Statement

@@ -26,9 +26,9 @@ from vestige.balance import Constants
 from vestige.budget.account import Budget, Provenance, attach, continued
 from vestige.checks import check_number, check_steps, renamed
 from vestige.devices import check_device
+from vestige.engines.canaries import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.cuda_graphs import Captured, sizes_of
 from vestige.engines.independence import require_finite, require_independent
-from vestige.engines.planted import Canaries, PlantedEngine, PlantedExamples
 from vestige.engines.registry import InBfloat16, engine_by_name
 from vestige.engines.second_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.sharded import Sharded

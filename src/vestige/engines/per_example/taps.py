@@ -22,7 +22,7 @@ from vestige.engines.example_axis.labels import Labels, NotApart, Tracker
 from vestige.engines.per_example.expressions import ANCHOR, Environment, Pass, Whole, full_precision
 from vestige.engines.per_example.gradients import Gradient, combine
 from vestige.engines.per_example.sequences import composite_of, registered
-from vestige.engines.per_example.uses import Misfit, Watched
+from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -47,7 +47,7 @@ class Taps:
     def watching(self, now: Pass) -> Iterator[None]:
         """The model with proxies of the pass's parameters. Open for the forward pass; and for a backward pass that
         recomputes activations."""
-        tensors = {name: Watched.of(Whole((name,)), now.environment[name], now) for name in self._holders}
+        tensors = {name: TrackedParameter.of(Whole((name,)), now.environment[name], now) for name in self._holders}
         with self.installed(tensors):
             yield
 
@@ -78,7 +78,7 @@ class Proved:
     """Runs a model and its losses with every operator followed, and takes each example's gradients.
 
     Formal guarantees: what is returned for an example is a function of that example, of public values and of random
-    draws; otherwise `NotApart` or `Misfit` is raised, whatever the examples are.
+    draws; otherwise `NotApart` or `UnsupportedUse` is raised, whatever the examples are.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
@@ -96,7 +96,7 @@ class Proved:
             tracker.promoted = 0
             try:
                 return self._gradients(tracker, promoting, losses, rows, environment, views, weight)
-            except (NotApart, Misfit, TypeError):
+            except (NotApart, UnsupportedUse, TypeError):
                 if not tracker.promoted:
                     raise
         raise AssertionError("without promotions nothing is tried again")
@@ -144,7 +144,7 @@ class Proved:
 def require_unwritten(model: nn.Module, tracker: Tracker, environment: Environment) -> None:
     """Raise ValueError if a pass has left something of its examples in a parameter or buffer."""
     held = [("buffer", *each) for each in model.named_buffers()]
-    held += [("parameter", name, p) for name, p in model.named_parameters() if not isinstance(p, Watched)]
+    held += [("parameter", name, p) for name, p in model.named_parameters() if not isinstance(p, TrackedParameter)]
     held += [("parameter", name, value) for name, value in environment.items()]
     for kind, name, tensor in held:
         if tracker.labels.get(tensor) is not None:

@@ -58,51 +58,53 @@ IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv
 MADE_ANEW = {"zero_": torch.zeros_like, "fill_": torch.full_like}
 
 
-class Misfit(Exception):
+class UnsupportedUse(Exception):
     """A parameter is used in a way that cannot be watched."""
 
 
-class Watched(Tensor):
+class TrackedParameter(Tensor):
     """A trainable parameter, or a function of parameters alone, inside a watched pass."""
 
     operand: Operand
     now: Pass
-    part_of: tuple[Watched, Any] | None = None
+    part_of: tuple[TrackedParameter, Any] | None = None
     """Whose part it is, and which."""
 
     def becomes(self, other: Any) -> None:
         """It was changed in place, and so was what it is a part of."""
-        if not isinstance(other, Watched):
-            raise Misfit(f"something of each example is written into a function of {self.operand.expression.names[0]}")
+        if not isinstance(other, TrackedParameter):
+            raise UnsupportedUse(
+                f"something of each example is written into a function of {self.operand.expression.names[0]}"
+            )
         parts, made = self._parts(), other
         if self.part_of is not None:
             whole, index = self.part_of
             self._holds(other)  # so that the whole may be changed
             whole.becomes(_written(whole, other, index))
-            made = cast(Watched, whole[index])
+            made = cast(TrackedParameter, whole[index])
         self._holds(made)
         for part in parts:
             assert part.part_of is not None
-            part._holds(cast(Watched, part.part_of[0][part.part_of[1]]))
+            part._holds(cast(TrackedParameter, part.part_of[0][part.part_of[1]]))
 
-    def _holds(self, other: Watched) -> None:
+    def _holds(self, other: TrackedParameter) -> None:
         self.operand = other.operand
         with torch._C.DisableTorchFunctionSubclass():
             self.set_(other.operand.value)  # type: ignore[call-overload]
         self.now.hold(self)
 
-    def _parts(self) -> list[Watched]:
+    def _parts(self) -> list[TrackedParameter]:
         """The parts of it that somebody holds, and their parts. What is a view of it otherwise would not change with
         it."""
         mine = [self, *self._wholes()]
-        found: list[tuple[int, Watched]] = []
+        found: list[tuple[int, TrackedParameter]] = []
         for each in self.now.held(self):
-            other = cast(Watched, each)
+            other = cast(TrackedParameter, each)
             wholes = other._wholes()
             if any(other is one for one in mine) or any(other is one for _, one in found):
                 continue
             if not any(whole is one for whole in wholes for one in mine):
-                raise Misfit(
+                raise UnsupportedUse(
                     f"a function of {self.operand.expression.names[0]} is changed in place, and something else is a "
                     "view of it: change what is used, or a copy"
                 )
@@ -110,13 +112,13 @@ class Watched(Tensor):
                 found.append((len(wholes), other))
         return [part for _, part in sorted(found, key=itemgetter(0))]
 
-    def _wholes(self) -> list[Watched]:
+    def _wholes(self) -> list[TrackedParameter]:
         """What it is a part of, and what that is."""
         return [] if self.part_of is None else [self.part_of[0], *self.part_of[0]._wholes()]
 
     @classmethod
-    def of(cls, expression: Expression, value: Tensor, now: Pass) -> Watched:
-        made: Watched = Tensor._make_subclass(cls, value.detach(), require_grad=False)
+    def of(cls, expression: Expression, value: Tensor, now: Pass) -> TrackedParameter:
+        made: TrackedParameter = Tensor._make_subclass(cls, value.detach(), require_grad=False)
         made.operand, made.now = Operand(expression, value.detach()), now
         if not isinstance(expression, Whole):
             now.hold(made)
@@ -127,7 +129,7 @@ class Watched(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention:
             args, kwargs = _given_to_each(args, kwargs or {})
-            if not any(isinstance(each, Watched) for each in (*args, *kwargs.values())):
+            if not any(isinstance(each, TrackedParameter) for each in (*args, *kwargs.values())):
                 return function(*args, **kwargs)
         elif function is F.batch_norm:
             made = _standardising(*args, **(kwargs or {}))
@@ -135,12 +137,21 @@ class Watched(Tensor):
                 return made
         elif function is F.dropout:
             return _dropped(*args, **(kwargs or {}))
-        elif function is Tensor.__setitem__ and not isinstance(args[0], Watched) and isinstance(args[2], Watched):
+        elif (
+            function is Tensor.__setitem__
+            and not isinstance(args[0], TrackedParameter)
+            and isinstance(args[2], TrackedParameter)
+        ):
             return _put(*args)
-        elif function is Tensor.index_put_ and len(args) == 3 and not kwargs and not isinstance(args[0], Watched):
+        elif (
+            function is Tensor.index_put_
+            and len(args) == 3
+            and not kwargs
+            and not isinstance(args[0], TrackedParameter)
+        ):
             _put(*args)
             return args[0]
-        first = args[0] if args and isinstance(args[0], Watched) else None
+        first = args[0] if args and isinstance(args[0], TrackedParameter) else None
         if first is None and args and isinstance(args[0], Tensor) and function not in RULES:
             anew = _plain_form(_name(function))
             if anew is not None:  # what is given a parameter is changed, not a copy that nobody looks at
@@ -149,10 +160,15 @@ class Watched(Tensor):
         if first is not None and anew is not None:
             made = anew(*args, **(kwargs or {}))
             first.becomes(made)
-            return first if isinstance(made, Watched) else made
+            return first if isinstance(made, TrackedParameter) else made
         with torch._C.DisableTorchFunctionSubclass():
             made = _use(function, args, kwargs or {})
-        if function is Tensor.__getitem__ and isinstance(made, Watched) and first is not None and _plainly(args[1]):
+        if (
+            function is Tensor.__getitem__
+            and isinstance(made, TrackedParameter)
+            and first is not None
+            and _plainly(args[1])
+        ):
             made.part_of = first, args[1]
         return made
 
@@ -160,10 +176,14 @@ class Watched(Tensor):
 def _given_to_each(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of attention, such as a bias by distance that parameters make: each example gets a copy of its own,
     where its gradient is seen."""
-    others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and not isinstance(each, Watched)]
+    others = [
+        each
+        for each in (*args, *kwargs.values())
+        if isinstance(each, Tensor) and not isinstance(each, TrackedParameter)
+    ]
 
     def given(each: Any) -> Any:
-        if not isinstance(each, Watched) or not others or each.dim() != others[0].dim():
+        if not isinstance(each, TrackedParameter) or not others or each.dim() != others[0].dim():
             return each
         each.now.like = others[0]
         try:
@@ -186,7 +206,7 @@ def _standardising(
 ) -> Any:
     """A weight that is standardised by batch norm, as one example whose channels are its filters; None for any other
     use of batch norm."""
-    expression = input.operand.expression if isinstance(input, Watched) else None
+    expression = input.operand.expression if isinstance(input, TrackedParameter) else None
     form = expression.form if isinstance(expression, Derived) else None
     if not training or running_mean is not None or running_var is not None or not isinstance(form, View):
         return None
@@ -199,8 +219,10 @@ def _standardising(
         return None
     made = batch_normed(root, form.shape, shape, gains[0], gains[1], eps)
     with torch._C.DisableTorchFunctionSubclass():
-        plain = [each.operand.value if isinstance(each, Watched) else each for each in (input, weight, bias)]
-        return Watched.of(made, F.batch_norm(plain[0], None, None, plain[1], plain[2], True, momentum, eps), input.now)
+        plain = [each.operand.value if isinstance(each, TrackedParameter) else each for each in (input, weight, bias)]
+        return TrackedParameter.of(
+            made, F.batch_norm(plain[0], None, None, plain[1], plain[2], True, momentum, eps), input.now
+        )
 
 
 def _dropped(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -209,25 +231,27 @@ def _dropped(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     return input * F.dropout(torch.ones_like(input.operand.value), p, training) if training and p else input
 
 
-def _put(into: Tensor, index: Any, given: Watched) -> None:
+def _put(into: Tensor, index: Any, given: TrackedParameter) -> None:
     """Parameters written into places of something that examples may have, such as masked stretches of sound: from a
     copy for each place, where its gradient is seen."""
     part = _plainly(index)  # else by numbers or a mask: as many places as these choose
     shape = into[index].shape if part else into.shape
     if given.dim() > len(shape):
-        raise Misfit(f"a function of {given.operand.expression.names[0]} is written into something smaller")
+        raise UnsupportedUse(f"a function of {given.operand.expression.names[0]} is written into something smaller")
     given.now.like = into[index] if part else into
     try:
         everywhere = given.expand(shape)
     except RuntimeError:
-        raise Misfit(
+        raise UnsupportedUse(
             f"a function of {given.operand.expression.names[0]} is written by indices into a tensor of no examples "
             "(as OFT and FourierFT do): use LoRA, or build that tensor without writing into it (torch.scatter)"
         ) from None
     finally:
         given.now.like = None
-    if isinstance(everywhere, Watched):
-        raise Misfit(f"a function of {given.operand.expression.names[0]} is written into a tensor of no examples")
+    if isinstance(everywhere, TrackedParameter):
+        raise UnsupportedUse(
+            f"a function of {given.operand.expression.names[0]} is written into a tensor of no examples"
+        )
     if isinstance(index, Tensor) and index.dtype == torch.bool:  # without choosing entries by what the mask holds
         mask = index.reshape(*index.shape, *[1] * (into.dim() - index.dim()))
         into.copy_(torch.where(mask, everywhere, into))
@@ -236,12 +260,12 @@ def _put(into: Tensor, index: Any, given: Watched) -> None:
 
 
 def _expression_of(given: Tensor) -> Expression | Tensor:
-    return given.operand.expression if isinstance(given, Watched) else given.detach()
+    return given.operand.expression if isinstance(given, TrackedParameter) else given.detach()
 
 
 def _use(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = _name(function)
-    watched: list[Watched] = []
+    watched: list[TrackedParameter] = []
     args = tuple(_opened(argument, watched) for argument in args)
     kwargs = {key: _opened(argument, watched) for key, argument in kwargs.items()}
     now = watched[0].now
@@ -281,9 +305,9 @@ def require_no_function() -> None:
     while frame is not None:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         if name == "forward" and file.endswith("torch/utils/checkpoint.py"):
-            raise Misfit("activations are checkpointed with use_reentrant=True: say use_reentrant=False")
+            raise UnsupportedUse("activations are checkpointed with use_reentrant=True: say use_reentrant=False")
         if name == "apply" and file.endswith("torch/autograd/function.py"):
-            raise Misfit(
+            raise UnsupportedUse(
                 "a parameter is given to an autograd.Function: give its module a rule (docs/adding-a-layer.md)"
             )
         frame = frame.f_back
@@ -293,7 +317,7 @@ def _ruled(rule: Rule, name: str, names: tuple[str, ...], args: Sequence[Any], k
     try:
         return rule(*args, **kwargs)
     except TypeError as problem:
-        raise Misfit(f"{name} of {', '.join(names)}: {problem}") from problem
+        raise UnsupportedUse(f"{name} of {', '.join(names)}: {problem}") from problem
 
 
 def _plainly(index: Any) -> bool:
@@ -312,7 +336,7 @@ def _out_of_place(name: str, changed: Operand) -> Any:
     form = expression.form if isinstance(expression, Derived) else None
     anew = _plain_form(name)
     if anew is None or isinstance(form.root if isinstance(form, View) else expression, Whole):
-        raise Misfit(f"{name} changes {expression.names[0]} in place")
+        raise UnsupportedUse(f"{name} changes {expression.names[0]} in place")
     return anew
 
 
@@ -340,8 +364,8 @@ def _name(function: Any) -> str:
     return function.__self__.__name__ if name == "__get__" else name
 
 
-def _opened(argument: Any, watched: list[Watched]) -> Any:
-    if isinstance(argument, Watched):
+def _opened(argument: Any, watched: list[TrackedParameter]) -> Any:
+    if isinstance(argument, TrackedParameter):
         watched.append(argument)
         return argument.operand
     if type(argument) in (list, tuple):
@@ -426,7 +450,7 @@ def _drawing_nothing(function: Any) -> Iterator[None]:
     except RuntimeError as problem:
         if "randomness" not in str(problem):
             raise
-        raise Misfit(
+        raise UnsupportedUse(
             f"{_name(function)} draws random numbers, which would be others on the way back: set the dropout in it to 0"
         ) from problem
 
@@ -436,5 +460,5 @@ def _expression(function: Any, name: str, args: Sequence[Any], kwargs: dict[str,
     found, shape = expressed(function, name, args, kwargs)
     for place, leaf in enumerate(found):
         if isinstance(leaf, Operand):
-            found[place] = Watched.of(standardised(leaf.expression, now.environment), leaf.value, now)
+            found[place] = TrackedParameter.of(standardised(leaf.expression, now.environment), leaf.value, now)
     return tree_unflatten(found, shape)

@@ -12,7 +12,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Entrance:
+class CallInterceptor:
     """Answers calls of a module, by a `__call__` of its own, in the place of a compiled form."""
 
     owner: Any
@@ -25,7 +25,9 @@ class Entrance:
     """How a private call runs: the compiler looks away."""
 
 
-def stand_at(module: nn.Module, kind: type[Entrance], owner: Any, private_call: Callable[..., Any]) -> None:
+def install_interceptor(
+    module: nn.Module, kind: type[CallInterceptor], owner: Any, private_call: Callable[..., Any]
+) -> None:
     """Calls of the module come to `kind` first, also where it was compiled since, or the compiler was loaded."""
     found: Any = module._compiled_call_impl
     known, dynamo = isinstance(found, kind), "torch._dynamo" in sys.modules

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Part:
+class Microbatch:
     """Which part of which draw a physical batch is. An empty draw is one part of no examples."""
 
     draw: int
@@ -39,20 +39,20 @@ class Part:
         return max(2, self.size)
 
 
-class Parts:
+class MicrobatchQueue:
     """The parts that were drawn and may still be used, and the one in use.
 
     A part is used in one step; in `steps` of them, where that was planned and priced.
     """
 
     def __init__(self, steps: int = 1) -> None:
-        self._drawn: deque[Part] = deque()
-        self._ahead: deque[Part] | None = None
+        self._drawn: deque[Microbatch] = deque()
+        self._ahead: deque[Microbatch] | None = None
         """Drawn, but not yet handed to the user; None outside a pass, or if the loader does not tell."""
         self.over = False
         """Whether the last pass is known to be over: it ended, or was left early."""
-        self._taken: Part | None = None
-        self.current: Part | None = None
+        self._taken: Microbatch | None = None
+        self.current: Microbatch | None = None
         self._steps, self._left = steps, steps
         self.listener: Callable[[], None] = lambda: None
         """Called whenever a part is drawn."""
@@ -61,7 +61,7 @@ class Parts:
         self.restart: Callable[[int], None] = lambda draw: None
         """Lets the loader go on with a draw; its sampler sets this."""
 
-    def announce(self, part: Part) -> None:
+    def announce(self, part: Microbatch) -> None:
         (self._drawn if self._ahead is None else self._ahead).append(part)
         self.listener()
 
@@ -109,7 +109,7 @@ class Parts:
         self._ahead = None if self._ahead is None else deque()
         self.current = self._taken = None
 
-    def take(self, rows: int) -> Part | None:
+    def take(self, rows: int) -> Microbatch | None:
         """The part that a pass over so many rows is about: the next one handed out that no pass was about yet, or the
         last one that one was about.
 
@@ -122,21 +122,21 @@ class Parts:
             return fresh
         return self._taken if self._taken is not None and self._taken.rows == rows else None
 
-    def _fresh(self) -> Part | None:
+    def _fresh(self) -> Microbatch | None:
         waiting = list(self._drawn)
         taken = [place for place, part in enumerate(waiting) if part is self._taken]
         later = waiting[taken[0] + 1 :] if taken else waiting
         return later[0] if later else None
 
-    def waiting(self) -> list[Part]:
+    def waiting(self) -> list[Microbatch]:
         """The parts that a pass may be about."""
         return ([self.current] if self.current is not None else []) + list(self._drawn)
 
-    def usable(self, part: Part) -> bool:
+    def usable(self, part: Microbatch) -> bool:
         """Whether a backward pass may be about it: it is in use, or the next in order."""
         return part is self.current or (bool(self._drawn) and part is self._drawn[0])
 
-    def use(self, part: Part) -> None:
+    def use(self, part: Microbatch) -> None:
         """A backward pass has come: the part is in use, and whatever was drawn before it is over."""
         if part is not self.current:
             self._left = self._steps
@@ -205,17 +205,17 @@ def require_own_reading(loader: Any) -> None:
         )
 
 
-class AnyRows(Parts):
+class UserBatches(MicrobatchQueue):
     """Batches that are the user's own: whatever rows a pass is about are one more draw. No epsilon holds for them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._draws = 0
 
-    def take(self, rows: int) -> Part:
+    def take(self, rows: int) -> Microbatch:
         if self.current is None or self.current.rows != rows:
             self._draws += 1
-            self.announce(Part(self._draws, 0, True, rows))
+            self.announce(Microbatch(self._draws, 0, True, rows))
         found = super().take(rows)
         assert found is not None
         return found
