@@ -46,7 +46,7 @@ FIELDS = {
     "epsilon": 1.0, "delta": 1e-7, "accountant": "rdp", "epsilon_rdp": 1.0, "budget": 1.0, "noise_multiplier": 9.0,
     "sample_rate": 0.01, "expected_batch": 1.0, "groups": 7, "lr": 1.0, "lr_reason": "", "asked": 3,
     "adjacency": "replace one example", "reasons": ["none"], "epsilon_if_noise_were_secret": 1.0,
-    "method": "dp-sgd", "steps": 11,
+    "method": "fo-dp-sgd", "steps": 11,
 }  # fmt: skip
 
 

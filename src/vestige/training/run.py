@@ -33,7 +33,7 @@ from vestige.engines.registry import InBfloat16, engine_by_name
 from vestige.engines.second_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.sharded import Sharded
 from vestige.layout import Layout
-from vestige.mechanism.bad_rows import made_up_pass
+from vestige.mechanism.bad_rows import Admissible, made_up_pass
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import LARGEST_SUM, Loss, Parameters
 from vestige.mechanism.comparisons import Comparisons
@@ -288,6 +288,7 @@ def train(
         return Training(model, cast(Loss, loss), rows, chosen, wanted, settings, folder, constants, shared)
 
     training = group.together(prepared)
+    training.shield()
     if shards is not None:
         shards.empty()
     group.agree(training.agreed())
@@ -579,8 +580,8 @@ class Training(HoldsKey):
         if shards is not None:
             rounded = self.curator.physical_batch if self.curator.arithmetic == "lattice" else None
             require_summable(self.plan.sample_rate * self._population, rounded, self.group)
-        self._shielded = self._shield(examples, loss)
-        self.curator.shielded = self._shielded
+        self._admissible = self._admissible_labels(examples, loss)
+        self._shielded = False
         self.private_accuracy: float | None = None
         """The noised share of right answers, once it was asked."""
         groups, scheduling = settings.groups, settings.scheduling
@@ -640,22 +641,25 @@ class Training(HoldsKey):
         rows = examples if len(kept) == examples.population else KeptExamples(examples, kept)
         return users, rows, replace(request, users=users, owners=owners)
 
-    def _shield(self, examples: Examples, loss: Loss) -> bool:
-        """Whether rows that cannot be read or computed are left out, because a made-up row went through: then an error
-        later on is a row's, and not the program's. In all processes or in none; where a model is sharded they compute
-        their rows together, so what one of them left out the others would wait for."""
+    def _admissible_labels(self, examples: Examples, loss: Loss) -> Admissible | None:
+        """What a made-up row has shown of the labels that the loss takes; None if it did not go through, or if rows are
+        computed in ways that cannot leave one out. Where a model is sharded, processes compute their rows together: for
+        what one of them left out the others would wait."""
         sharded = self.shards is not None
         if sharded or isinstance(self._asked_examples, UserExamples) or self.method.probe.solves:
-            return False
+            return None
         row = made_up(examples.blank(), 1, examples.device)
-        admissible = made_up_pass(self.model, loss, examples.form, row)
-        if self.group.any(admissible is None):
-            return False
-        assert admissible is not None
-        for each in (examples, self._judged_examples):
+        return made_up_pass(self.model, loss, examples.form, row)
+
+    def shield(self) -> None:
+        """Together: leave out rows that cannot be read or computed, if a made-up row went through in all processes: then
+        an error later on is a row's, and not the program's."""
+        if self.group.any(self._admissible is None) or self._admissible is None:
+            return
+        for each in (self._examples, self._judged_examples):
             if each is not None:
-                each.shield(admissible)
-        return True
+                each.shield(self._admissible)
+        self._shielded = self.curator.shielded = True
 
     def _judged(self, examples: Examples) -> Examples | None:
         """The examples of a private evaluation."""
