@@ -652,8 +652,8 @@ class Training(HoldsKey):
         return made_up_pass(self.model, loss, examples.form, row)
 
     def shield(self) -> None:
-        """Together: leave out rows that cannot be read or computed, if a made-up row went through in all processes: then
-        an error later on is a row's, and not the program's."""
+        """Together: leave out rows that cannot be read or computed, if a made-up row went through in all processes:
+        then an error later on is a row's, and not the program's."""
         if self.group.any(self._admissible is None) or self._admissible is None:
             return
         for each in (self._examples, self._judged_examples):
