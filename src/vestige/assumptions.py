@@ -45,19 +45,21 @@ _LIST = (
         "unit",
         "whose privacy",
         "one unit (a row, unless another is named) has at most as many rows in the data as the guarantee says",
-        "a person with k rows where one was assumed is protected by k times this epsilon at most, at a larger delta",
+        "a person with k rows where one was assumed is less protected: for them epsilon is up to k times as "
+        "large, and delta is larger",
     ),
     Assumption(
         "adjacency",
         "which change of the data",
         f"neighbouring data are meant as {NEIGHBOURS}",
-        "epsilon is about another change of the data than the one printed: replacing a row costs up to twice as much",
+        "epsilon is about another change of the data than you mean: where a row is replaced by another it is "
+        "larger, and stated beside this one where it is known",
     ),
     Assumption(
         "one_example_per_row",
         "rows are made of one example",
         "each row was made of one example alone: no pair, history, overlapping window or repeated row holds another's",
-        "one example is in several rows, and is protected by as many times this epsilon",
+        "an example that is in k rows is less protected: for it epsilon is up to k times as large, and delta is larger",
         NEVER_CHECKED,
     ),
     Assumption(

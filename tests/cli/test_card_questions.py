@@ -15,7 +15,10 @@ QUESTIONS = {
     "Is the test set public?": (
         "Evaluation data are public | assumed (the model was evaluated on the test set of its task",
     ),
-    "What if a person has three rows?": ("A person with several rows", "with k rows, at most k times this epsilon"),
+    "What if a person has three rows?": (
+        "A person with several rows",
+        "for somebody with three rows it is up to three times as large",
+    ),
     "Could the noise be known to somebody?": ("Random numbers are secret | checked (drawn from the operating system",),
     "Were hyper-parameters searched on these rows?": ("the search for them was priced separately (tuned_epsilon)",),
     "Does a second run on the same rows cost more?": ("Every further run on them",),

@@ -32,7 +32,7 @@ from vestige.units import Users
 ARITHMETICS = {
     "lattice": (
         Stated("noise", "checked", "added in integers on a public lattice; its distance from the ideal is in delta"),
-        Stated("rounding", "assumed", "so much is charged as more noise"),
+        Stated("rounding", "assumed", "noise was made larger by as much, so epsilon covers it"),
     ),
     "float32": (
         Stated("noise", "assumed", "added in floating point: float32 Gaussians stand in for ideal ones"),

@@ -51,7 +51,8 @@ ANSWERS = {
     "trial": "a noised candidate update with a noised test of it; of a rejected one only the rejection is seen",
 }
 SEVERAL_ROWS = (
-    "**A person with several rows** is protected less: with k rows, at most k times this epsilon, and a larger delta."
+    "**A person with several rows** is less protected than this epsilon says: for somebody with three rows it is up to "
+    "three times as large, and delta is larger too."
 )
 NOT_COVERED = (
     "**Other uses of the same rows.** Every further run on them, runs to choose hyper-parameters included, costs its "
@@ -296,8 +297,10 @@ def _means(meaning: accounting.Meaning | None, unit: str) -> Iterator[tuple[str,
     )
     if meaning.gaussian_mu is not None:
         yield (
-            "Gaussian mu",
-            f"{meaning.gaussian_mu:.3g}: a Gaussian mechanism that is no more private, down to this delta",
+            "As one noisy number (Gaussian mu)",
+            f"{meaning.gaussian_mu:.3g}: an attacker learns no more than from a single noisy number whose mean is "
+            f"{meaning.gaussian_mu:.3g} standard deviations of the noise higher where the {unit} is there (0: nothing "
+            "is learned), down to this delta",
         )
     if meaning.epsilon_replacing is not None:
         by = {"theorem": "", "group of two": ", as removing one and adding one"}[meaning.replacing_by]

@@ -20,7 +20,7 @@ from vestige.randomness.rounded_gaussian import STEPS
 from vestige.randomness.streams import SecretStream, Stream
 
 ROUNDING = 2.0**-10
-"""By how much more than its sensitivity a sum may move, for its own rounding in float32: charged as more noise."""
+"""By how much more than its sensitivity a sum may move by rounding in float32; noise is made larger by as much."""
 
 
 def charged(multiplier: float | Tensor, size: int) -> float | Tensor:

@@ -30,7 +30,7 @@ def tell(found: list[Doubt]) -> None:
     for name, what in found:
         way = {
             "nothing_fitted": "fit it to public rows, or ask by vestige.private_statistics, which is charged",
-            "one_example_per_row": "one example is then protected less; name users=, or leave the copies out",
+            "one_example_per_row": "one example is then less protected; name users=, or leave the copies out",
             "public_evaluation": "rows that were split off are private too: evaluate privately (evaluate='private')",
         }[name]
         warnings.warn(f"data: {what}; {way}", stacklevel=4)

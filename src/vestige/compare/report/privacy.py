@@ -38,7 +38,7 @@ def privacy(content: Content) -> str:
         ),
         (
             "Unit",
-            "One row of the data. A person who contributed several rows is protected less; see the notes of the task.",
+            "One row of the data. A person who contributed several rows is less protected; see the notes of the task.",
         ),
         ("Sampler", " ".join(_sampler(str(kind)) for kind in dict.fromkeys(record["sampling"] for record in done))),
         ("Accountant", f"{seen('accountant')}; epsilon is an upper bound, rounded upwards."),
