@@ -11,7 +11,11 @@ from torch import nn
 import process_gang
 import vestige
 from loops import private
+from vestige.accounting.ledger import LedgerError
+from vestige.cli.errors import SECONDS_FOR_PROCESS_0, fail
+from vestige.processes.group import _portable
 from vestige.processes.plan import unwrapped
+from vestige.questions import BudgetSpent
 
 DATA = torch.randn(40, 6), torch.randint(3, (40,))
 
@@ -185,17 +189,33 @@ def test_a_transcript_that_is_no_path():
                       steps=2, noise_multiplier=1.0, delta=1e-3)  # fmt: skip
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_other_commands_run_in_one_process(rank):
-    """One line by the first of them, and all leave."""
-    environment = {**os.environ, "RANK": rank, "WORLD_SIZE": "2"}
+def test_other_commands_run_in_one_process():
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
     done = subprocess.run(
         [sys.executable, "-m", "vestige", "methods"], capture_output=True, text=True, env=environment, timeout=120
     )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == (1 if rank == "0" else 0)
-    assert ("vestige methods runs in one process" in done.stderr) == (rank == "0")
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "vestige methods runs in one process" in done.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_is_reported_by_process_0_and_by_another_only_where_that_one_goes_on(rank, monkeypatch, capsys):
+    waited: list[float] = []
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("time.sleep", waited.append)  # torchrun ends process 1 here, when process 0 has failed
+    with pytest.raises(SystemExit) as left:
+        fail("no such file", 2)
+    assert left.value.code == 2
+    assert waited == [SECONDS_FOR_PROCESS_0] * rank
+    assert capsys.readouterr().err == ("vestige: no such file\n", "vestige (process 1): no such file\n")[rank]
+
+
+def test_what_process_0_may_not_spend_the_others_may_not_either():
+    for error in (BudgetSpent("the book does not hold this run"), ValueError("steps=0"), LedgerError("row 3")):
+        found = _portable(error)
+        assert (type(found), str(found)) == (type(error), str(error))
+    assert type(_portable(KeyError("x"))) is RuntimeError
 
 
 def test_a_time_limit_that_is_none(monkeypatch):

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,9 +137,18 @@ def _fail_of_usage(error: Any) -> None:
     fail(message.rstrip(".") + hint, error.exit_code)
 
 
+SECONDS_FOR_PROCESS_0 = 5.0
+"""How long another process of torchrun leaves a mistake to process 0, which makes the same one, to report."""
+
+
 def fail(message: str, code: int) -> None:
-    if not followed():  # of several processes one says it
-        print(f"vestige: {' '.join(message.split())}", file=sys.stderr)
+    """End the command with one line. Of several processes the first reports it: torchrun ends the others when that one
+    exits, and would end it unheard if another exited before. What it does not meet within seconds is another's own."""
+    who = "vestige"
+    if followed():
+        time.sleep(SECONDS_FOR_PROCESS_0)
+        who = f"vestige (process {os.environ['RANK']})"
+    print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 
 

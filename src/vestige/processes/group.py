@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vestige.questions import BudgetSpent
+
 T = TypeVar("T")
 TIME_LIMIT = "VESTIGE_PROCESS_TIMEOUT"
 """Environment variable: how many seconds a process waits for the others' messages."""
@@ -321,7 +323,7 @@ def apart(*texts: str) -> tuple[str, ...]:
 
 def _portable(error: Exception) -> Exception:
     """An error that another process can raise: of a kind that it knows, in the same words."""
-    for kind in (ValueError, OSError):
+    for kind in (ValueError, OSError, BudgetSpent):
         if isinstance(error, kind):
             own = type(error)
             module = getattr(own, "__module__", "")
