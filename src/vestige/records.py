@@ -269,7 +269,7 @@ class CompletedRun:
     """Every question that was asked, with its `count`."""
     terms: Terms
     curve: tuple[tuple[float | None, ...], ...] | None = None
-    """Step, accuracy and epsilon so far, at each evaluation during the run."""
+    """Step, accuracy, epsilon so far and test loss, at each evaluation during the run; older records lack the loss."""
     nonprivate_validation_accuracy: float | None = None
     nonprivate_validation_curve: tuple[tuple[float | None, ...], ...] | None = None
     pictures: Mapping[str, Any]
@@ -302,6 +302,13 @@ class CompletedRun:
         score = self.nonprivate_validation_accuracy if self.run.stage == "tuning" else self.accuracy
         assert score is not None
         return score
+
+    @property
+    def best(self) -> float | None:
+        """The best accuracy at any evaluation of a final run, which some papers print beside the final one; None where
+        it was not watched. It is chosen by the test set: no estimate of what a model will do."""
+        seen = [point[1] for point in self.curve or () if point[1] is not None]
+        return max(self.score, *seen) if seen else None
 
     @cached_property
     def history(self) -> dict[Question, int]:

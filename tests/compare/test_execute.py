@@ -31,8 +31,8 @@ def test_stacked_and_alone_agree_in_reproducible_mode(tmp_path):
         assert record["stacked"] == 6
         assert other["stacked"] == 1
         assert record["accuracy"] == pytest.approx(other["accuracy"], abs=0.01)
-        assert [point[:2] for point in record["curve"]] == [
-            pytest.approx(point[:2], abs=0.01) for point in other["curve"]
+        assert [[*point[:2], point[3]] for point in record["curve"]] == [
+            pytest.approx([*point[:2], point[3]], abs=0.01) for point in other["curve"]
         ]
         for field in ("lr", "noise_multiplier", "epsilon_if_noise_were_secret", "expected_batch"):
             assert record[field] == pytest.approx(other[field], rel=2e-3), field
@@ -122,6 +122,10 @@ def test_the_test_set_is_never_looked_at_more_often_than_was_asked(tmp_path, sta
     spec = replace(TINY, rates=("auto",), steps=steps, seeds=(0,), evaluations=asked)
     records = runner.compare(tmp_path / "c", spec, machine=Machine(stack=stack)).records().values()
     assert {len(record.curve) for record in records} == {evaluations}
+    for record in records:
+        assert all(0 < loss < 10 for *_, loss in record.curve)
+        highest = max((accuracy for _, accuracy, *_ in record.curve), default=None)
+        assert record.best == (None if highest is None else max(highest, record.accuracy))
 
 
 def test_what_a_failed_stack_held_is_given_back_before_smaller_ones_are_made(monkeypatch):

@@ -224,8 +224,8 @@ class _Trace:
     curve: list[tuple[float | None, ...]] = field(default_factory=list)
     series: dict[str, list[Any]] = field(default_factory=dict)
 
-    def evaluated(self, steps: int, score: float, epsilon: float | None) -> None:
-        self.curve.append((steps, score, epsilon))
+    def evaluated(self, steps: int, score: float, epsilon: float | None, loss: float) -> None:
+        self.curve.append((steps, score, epsilon, loss if isfinite(loss) else None))
 
     def showed(self, step: int, diagnostics: Mapping[str, Any]) -> None:
         for name, value in diagnostics.items():
@@ -313,7 +313,7 @@ def _alone(run: Run, machine: Machine) -> CompletedRun:
 
     def on_record(training: Training, step: Step, accuracy: float | None) -> bool:
         if accuracy is not None:
-            trace.evaluated(step.step + 1, accuracy, step.epsilon)
+            trace.evaluated(step.step + 1, accuracy, step.epsilon, training.log["test_loss"])
         if step.step % _series_interval(run) == 0:
             trace.showed(step.step, step.diagnostics)
         return True
@@ -374,16 +374,16 @@ def _stacked(runs: Sequence[Run], machine: Machine) -> Iterator[RunRecord]:
     traces = [_Trace(each.run) for each in ready]
     for done in stack.train():
         if done % _evaluation_interval(first) == 0:
-            scores = stack.accuracies(task.test)
-            for each, trace, score, progress in zip(ready, traces, scores, stack.progress(), strict=True):
-                trace.evaluated(done, score, _spent_so_far(each, progress.asked))
+            seen = stack.evaluate(task.test)
+            for each, trace, (score, loss), progress in zip(ready, traces, seen, stack.progress(), strict=True):
+                trace.evaluated(done, score, _spent_so_far(each, progress.asked), loss)
         if (done - 1) % _series_interval(first) == 0:
             for trace, progress in zip(traces, stack.progress(), strict=True):
                 trace.showed(done - 1, progress.diagnostics)
-    final = stack.accuracies(task.test)
+    final = stack.evaluate(task.test)
     seconds = (time.perf_counter() - begin) / len(ready)
     memory = _peak_memory(machine) / (len(ready) if device.type == "cuda" else 1)
-    for each, trace, score, progress in zip(ready, traces, final, stack.progress(), strict=True):
+    for each, trace, (score, _), progress in zip(ready, traces, final, stack.progress(), strict=True):
         promise = _guarantee(tuple(progress.asked.items()), each.run.delta, each.terms)
         asked, batch = sum(progress.asked.values()), stack.expected_batch
         yield CompletedRun(

@@ -117,6 +117,8 @@ def _row(key: RowKey, found: Sequence[RunRecord], verdict: Verdict | None) -> di
         "sd": summary.sd if summary else None,
         "low": summary.low if summary else None,
         "high": summary.high if summary else None,
+        "best": _mean(record.best for record in done),
+        "test_loss": _mean(record.curve[-1][3] for record in done if record.curve and len(record.curve[-1]) > 3),
         "epsilon": max(spent) if spent and len(spent) == len(done) else None,
         "epsilon_if_secret": _mean(record.statement.epsilon_if_noise_were_secret for record in done),
         "lr": _mean(record.statement.lr for record in done),

@@ -29,7 +29,7 @@ from vestige.processes.plan import processes
 from vestige.records import RunResult
 from vestige.tasks.features import encoders, pretrained
 from vestige.tasks.models import lay_out
-from vestige.training.loop import Record, accuracy
+from vestige.training.loop import Record, evaluate
 from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS, begun
 from vestige.training.planning import paper_groups
 from vestige.training.run import Training, train
@@ -287,7 +287,8 @@ def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord
         seen = None
         if job.evaluate == "public" and (record.step + 1) % every == 0:
             with training.averaged():
-                seen = training.log["accuracy"] = accuracy(task.model, task.test)
+                seen, loss = evaluate(task.model, task.test, task.loss)
+            training.log |= {"accuracy": seen, "test_loss": loss}
         wanted = on_record is None or on_record(training, record, seen)
         if training.group.any(not wanted):  # whoever of them was interrupted
             interrupted = True
@@ -296,7 +297,7 @@ def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord
     final = None
     if job.evaluate == "public":
         with training.averaged():
-            final = accuracy(task.model, task.test)
+            final, _ = evaluate(task.model, task.test, task.loss)
     result = training.result(
         task=job.task,
         accuracy=final,

@@ -6,14 +6,14 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vestige.layout import Layout
-from vestige.mechanism.clipping import Clip, Parameters
+from vestige.mechanism.clipping import Clip, Loss, Parameters
 from vestige.mechanism.curator import Curator
 from vestige.mechanism.transforms import one_after
 from vestige.methods.base import Method
@@ -253,16 +253,25 @@ def run(
             return
 
 
-@torch.no_grad()
 def accuracy(model: nn.Module, data: tuple[Tensor, Tensor], batch: int = 2048) -> float:
     """Accuracy on PUBLIC data: it is not noised."""
+    return evaluate(model, data, None, batch)[0]
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, data: tuple[Tensor, Tensor], loss: Loss | None, batch: int = 2048
+) -> tuple[float, float]:
+    """Accuracy and mean loss (NaN without one) on PUBLIC data: neither is noised."""
     inputs, targets = data
     device = next(model.parameters()).device
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    right = 0
+    right, total = 0, 0.0
     for x, y in zip(inputs.split(batch), targets.split(batch), strict=True):
-        right += int((model(x.to(device)).argmax(-1) == y.to(device)).sum())
+        outputs, labels = model(x.to(device)), y.to(device)
+        right += int((outputs.argmax(-1) == labels).sum())
+        total += nan if loss is None else len(y) * float(loss(outputs, labels).mean())
     for module, mode in modes.items():
         module.training = mode
-    return right / len(targets)
+    return right / len(targets), total / len(targets)

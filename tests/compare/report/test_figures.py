@@ -180,6 +180,21 @@ def test_accuracy_against_the_epsilon_spent_so_far():
     assert [point[:2] for point in series.points] == [(1.0, pytest.approx(0.3)), (2.0, pytest.approx(0.5))]
 
 
+def test_loss_and_epsilon_by_step_are_means_over_runs():
+    def record(label, curve, stage="given"):
+        run = {"task": "t", "label": label, "stage": stage, "budget": {"kind": "epsilon", "value": 8.0}}
+        return {"status": "done", "run": run, "curve": curve}
+
+    records = [record("a", [[10, 0.2, 1.0, 2.0], [20, 0.4, 2.0, 1.0]]), record("a", [[10, 0.4, 1.0, 3.0]])]
+    records += [record("b", [[10, 0.1, None]]), record("a", [[10, 0.1, 9.0, 9.0]], "superseded")]
+    contenders = [{"label": "a"}, {"label": "b"}]
+    content = {"records": records, "specification": {"contenders": contenders, "baseline": "a"}}
+    (losses,), (spent,) = figures._loss_by_step(content), figures._epsilon_by_step(content)
+    assert [point[:2] for point in losses.series[0].points] == [(10.0, 2.5), (20.0, 1.0)]
+    assert [point[:2] for point in spent.series[0].points] == [(10.0, 1.0), (20.0, 2.0)]
+    assert len(losses.series) == len(spent.series) == 1  # an old record has no loss, a reproducible run no epsilon
+
+
 def test_panels_stand_in_the_order_of_their_budgets(content):
     def titles(figures):
         return [figure.title.split(":")[0] for figure in figures]

@@ -100,7 +100,7 @@ def stack(mixture, seeded=True, examples=None, rate=0.2, steps=25, start=None):
 def same_as_alone(runs, together, start, steps=25, rate=0.2, device="cpu"):
     """Every run of a trained stack against the same run alone: weights, charges, what may be looked at, accuracy."""
     fresh = [StackedRun(start(run.seed), run.method, run.noise_multiplier, run.lr, run.seed) for run in runs]
-    shares = together.accuracies(data())
+    shares = [accuracy for accuracy, _ in together.evaluate(data())]
     for run, again, progress, share in zip(runs, fresh, together.progress(), shares, strict=True):
         alone = train(
             again.model,
@@ -332,12 +332,15 @@ def test_a_diverged_run_does_not_spoil_its_neighbours():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_accuracies_come_in_the_order_given():
+def test_accuracies_and_losses_come_in_the_order_given():
     runs, together = finished(*stack(MIXTURE, steps=3))
     inputs, targets = data()
-    found = together.accuracies((inputs, targets), chunk=50)
-    for run, share in zip(runs, found, strict=True):
-        assert share == pytest.approx(float((run.model(inputs).argmax(1) == targets).double().mean()))
+    found = together.evaluate((inputs, targets), chunk=50)
+    for run, (share, loss) in zip(runs, found, strict=True):
+        outputs = run.model(inputs).detach()
+        assert share == pytest.approx(float((outputs.argmax(1) == targets).double().mean()))
+        assert loss == pytest.approx(float(functional.cross_entropy(outputs, targets)), rel=1e-5)
+    assert len({loss for _, loss in found}) == len(found)
 
 
 def test_coverage_is_said_and_refused():

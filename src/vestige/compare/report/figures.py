@@ -18,7 +18,9 @@ def figures(content: Content) -> list[Figure]:
         _differences,
         _accuracy_by_budget,
         _accuracy_by_step,
+        _loss_by_step,
         _accuracy_by_epsilon,
+        _epsilon_by_step,
         _accuracy_by_rate,
         _costs,
         _weights_by_lag,
@@ -150,7 +152,7 @@ def _accuracy_by_epsilon(content: Content) -> Iterable[Figure]:
     cells: Cells = {}
     for record in content["records"]:
         run = record["run"]
-        for _, accuracy, spent in record.get("curve") or ():
+        for _, accuracy, spent, *_ in record.get("curve") or ():
             if spent is not None and run["stage"] in STAGES:
                 by_method = cells.setdefault((run["task"], budget_of(run), run["stage"]), {})
                 by_method.setdefault(run["label"], {}).setdefault(spent, []).append(accuracy)
@@ -158,6 +160,32 @@ def _accuracy_by_epsilon(content: Content) -> Iterable[Figure]:
         series, title = _drawn(content, found, _mean), f"{task} at {budget}: {STAGES[stage]}, test accuracy by epsilon"
         key = f"spent-{task}-{budget}-{stage}"
         yield Figure(key, title, "epsilon spent so far", "accuracy", series, percent=True)
+
+
+def _loss_by_step(content: Content) -> Iterable[Figure]:
+    """The test loss of final runs on their way."""
+    for (task, budget, stage), found in _in_order(_watched(content, 3)):
+        series, title = _drawn(content, found, _mean), f"{task} at {budget}: {STAGES[stage]}, test loss by step"
+        yield Figure(f"loss-{task}-{budget}-{stage}", title, "step", "test loss", series)
+
+
+def _epsilon_by_step(content: Content) -> Iterable[Figure]:
+    """What final runs had spent at each step."""
+    for (task, budget, stage), found in _in_order(_watched(content, 2)):
+        series, title = _drawn(content, found, _mean), f"{task} at {budget}: {STAGES[stage]}, epsilon by step"
+        yield Figure(f"epsilon-{task}-{budget}-{stage}", title, "step", "epsilon spent so far", series)
+
+
+def _watched(content: Content, place: int) -> Cells:
+    """One number of each point of the final runs' curves, by step."""
+    cells: Cells = {}
+    for record in content["records"]:
+        run = record["run"]
+        for point in record.get("curve") or ():
+            if len(point) > place and point[place] is not None and run["stage"] in STAGES:
+                by_method = cells.setdefault((run["task"], budget_of(run), run["stage"]), {})
+                by_method.setdefault(run["label"], {}).setdefault(float(point[0]), []).append(point[place])
+    return cells
 
 
 def _accuracy_by_rate(content: Content) -> Iterable[Figure]:

@@ -26,7 +26,7 @@ def page(content: Content) -> str:
     groups = {
         "differences": [f for f in drawn if f.key.startswith("difference-")],
         "accuracy": [f for f in drawn if f.key.startswith("accuracy-")],
-        "steps": [f for f in drawn if f.key.startswith(("steps-", "spent-"))],
+        "steps": [f for f in drawn if f.key.startswith(("steps-", "loss-", "spent-", "epsilon-"))],
         "rates": [f for f in drawn if f.key.startswith("rates-")],
         "costs": [f for f in drawn if f.key.startswith(("seconds-", "memory-mb-"))],
     }
@@ -40,7 +40,7 @@ def page(content: Content) -> str:
             panels(groups["accuracy"], order) + table("rows", _row_table(content)),
         ),
         ("tuning", "Tuning and its price", _tuning(content) + panels(groups["rates"], order)),
-        ("steps", "Accuracy by step", _step_words(content) + panels(groups["steps"], order)),
+        ("steps", "Accuracy, loss and epsilon by step", _step_words(content) + panels(groups["steps"], order)),
         ("costs", "Time and memory", _cost_words(content) + panels(groups["costs"], order)),
         ("memory", "What the memories did", panels(memory, order) or "<p>No method here has a memory to show.</p>"),
         ("privacy", "Privacy, in plain words", privacy(content)),
@@ -286,6 +286,8 @@ def _row_table(content: Content) -> list[dict[str, Any]]:
             "sd": row["sd"],
             "low": row["low"],
             "high": row["high"],
+            "best on the way": row["best"],
+            "test loss": row["test_loss"],
             "seeds": row["count"],
             "failed": len(row["failed"]),
             "epsilon": row["epsilon"],

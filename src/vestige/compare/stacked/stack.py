@@ -165,15 +165,18 @@ class Stack:
         return [shown[i] for i in self._given()]
 
     @torch.no_grad()
-    def accuracies(self, test: tuple[Tensor, Tensor], chunk: int = 512) -> list[float]:
-        """Each run's accuracy on PUBLIC data, in the order given; of its averaged parameters, where it keeps them."""
+    def evaluate(self, test: tuple[Tensor, Tensor], chunk: int = 512) -> list[tuple[float, float]]:
+        """Each run's accuracy and mean loss on PUBLIC data, in the order given; of its averaged parameters, where it
+        keeps them."""
         views = self.layout.views(self.evaluated())
-        right = torch.zeros(len(self.runs), dtype=torch.long, device=self.device)
+        sums = torch.zeros(len(self.runs), 2, dtype=torch.float64, device=self.device)
         for inputs, targets in zip(test[0].flatten(1).split(chunk), test[1].split(chunk), strict=True):
-            outputs = self.network.forward(views, inputs.to(self.device))[-1]
-            right += (outputs.argmax(-1) == targets.to(self.device)).sum(-1)
-        shares = (right.double() / len(test[1])).tolist()
-        return [shares[i] for i in self._given()]
+            outputs, labels = self.network.forward(views, inputs.to(self.device))[-1], targets.to(self.device)
+            sums[:, 0] += (outputs.argmax(-1) == labels).sum(-1)
+            truth = outputs.log_softmax(-1).gather(-1, labels.expand(outputs.shape[:-1])[..., None])
+            sums[:, 1] -= truth.double().sum((-2, -1))
+        found = (sums / len(test[1])).tolist()
+        return [(found[i][0], found[i][1]) for i in self._given()]
 
     @torch.no_grad()
     def settle(self) -> None:
