@@ -23,6 +23,7 @@ from vestige.compare import presets, runs
 from vestige.compare.execute import Machine
 from vestige.compare.statistics import tells
 from vestige.methods.registry import METHODS
+from vestige.optim.spectral import spectrum
 from vestige.records import FailedRun, PrivacyTarget, Run
 
 
@@ -510,32 +511,98 @@ def test_every_piece_of_the_papers_is_a_preset_and_each_run_is_named_once(bench)
     first = papers.PIECES[0]
     assert {run.label for run in first.wanted()} == {"sma", "dp-sgd"}
     assert all(run.stage == "given" and run.budget.kind == "paper_sigma" for run in first.wanted())
-    lines = papers.planned(papers.PIECES[:2], None, done={first.wanted()[0].without_curve.id})
+    twice = papers.Piece("sma-table2", 1, "all of its own", papers._own)
+    lines = papers.planned((first, twice), None, done={first.wanted()[0].without_curve.id})
     assert lines[2].startswith("| 1 | `sma-table2`: SMA-DP-SGD and DP-SGD on the paper's terms | 26 | 13 | 1 |")
     assert "| 78 | 13 | 0 |" in lines[3]  # 104 less the 26 before
 
 
-def test_the_papers_runs_go_on_where_they_were(bench, tmp_path, capsys, monkeypatch):
-    papers = bench("papers_gpu")
+def papers_runs(papers, monkeypatch, tmp_path, workers):
+    """Three short runs in the place of the papers', and what `run` is given."""
     run = Run(
         task="digits-mlp", label="dp-sgd", method="dp-sgd", options={}, budget=PrivacyTarget("noise_multiplier", 1.0),
         sample_rate=0.05, steps=2, delta=1e-5, stage="given", lr=0.1, factor=1.0, seed=0, holdout=0.0, evaluations=1,
         reproducible=False, physical_batch=None,
     )  # fmt: skip
-    wanted = [replace(run, seed=seed) for seed in range(3)]
-    monkeypatch.setattr(papers.Piece, "wanted", lambda self: wanted)
-    monkeypatch.setattr(papers, "_readable", lambda task, data: True)
+    monkeypatch.setattr(papers.Piece, "wanted", lambda self: [replace(run, seed=seed) for seed in range(3)])
+    monkeypatch.setattr(papers, "readable", lambda piece, task, data: True)
     monkeypatch.setattr(papers, "PIECES", papers.PIECES[:1])
-    given = Namespace(data="", out=tmp_path, minutes=5.0, device="cpu", largest=2, only=None)
     monkeypatch.setattr(papers, "Machine", lambda device, data: Machine(device, {}))
+    return Namespace(
+        data=tmp_path, out=tmp_path / "out", minutes=5.0, device="cpu", largest=2, only=None, times=0, workers=workers
+    )
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_papers_runs_go_on_where_they_were(bench, tmp_path, capsys, monkeypatch, workers):
+    papers = bench("papers_gpu")
+    given = papers_runs(papers, monkeypatch, tmp_path, workers)
     papers.run(given)
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    rows = json.loads((given.out / "results.json").read_text())["rows"]
     assert sorted(row["seed"] for row in rows) == [0, 1, 2]
     assert all(row["best"] >= row["accuracy"] for row in rows)
+    first = capsys.readouterr().out.splitlines()
+    assert "3 runs in 2 stacks" in "\n".join(first)
     papers.run(given)
-    assert "0 runs to make" in capsys.readouterr().out.splitlines()[-1]
+    said = capsys.readouterr().out.splitlines()
+    assert said[2].startswith("| 1 |")
+    assert "| 3 | 13 | 3 | 0 |" in said[2]
+    assert "0 runs in 0 stacks" in said[3]
     with pytest.raises(SystemExit, match="--only nothing: choose from sma-table2"):
         papers.chosen(Namespace(only=["nothing"]))
+
+
+def test_no_stack_of_the_papers_is_begun_that_would_not_end_in_time(bench, tmp_path, monkeypatch, capsys):
+    papers = bench("papers_gpu")
+    given = papers_runs(papers, monkeypatch, tmp_path, 1)
+    monkeypatch.setattr(papers, "stack_seconds", lambda batch: 301.0)
+    papers.run(given)
+    assert "3 runs are left" in capsys.readouterr().out
+    progress = papers.Progress([[1, 2], [3]], until=1e18)
+    monkeypatch.setattr(papers, "stack_seconds", lambda batch: 1.0)
+    monkeypatch.setattr(papers.Progress, "kind", staticmethod(lambda batch: "any"))
+    progress.took([1], 3.0)
+    progress.took([1], 1.0)
+    assert progress.factors == {"any": 2.0}
+    assert progress.next() == [1, 2]
+    assert progress.next(stacks_only=True) is None
+
+
+def test_the_spectra_of_a_stack_found_at_once_are_those_found_one_by_one(bench):
+    papers = bench("papers_gpu")
+    weights = [
+        scale * torch.randn(rows, columns)
+        for rows, columns, scale in ((64, 300, 0.05), (32, 64, 0.1), (64, 300, 0.1), (10, 32, 0.3), (12, 64, 0.1))
+    ]
+    weights.append(torch.full((64, 300), torch.nan))
+    ours = papers.Batched(weights, "flatten").result()
+    theirs = spectrum.exponents(weights)
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+    assert theirs[:5].isfinite().all()
+
+
+def test_images_travel_without_loss(bench, tmp_path):
+    data = bench("papers_data")
+    random = np.random.default_rng(0)
+    arrays = {
+        "x_train": random.integers(0, 256, (203, 32, 32, 3), np.uint8),
+        "x_test": random.integers(0, 256, (7, 32, 32, 3), np.uint8),
+        "y_train": random.integers(0, 10, 203, np.uint8),
+    }
+    for name, more in (("colours", arrays), ("greys", {"x_train": arrays["x_train"][..., 0]})):
+        np.savez(tmp_path / f"{name}.npz", **more)
+        back = np.load(data.unpack(data.pack(tmp_path / f"{name}.npz", tmp_path), tmp_path))
+        assert set(back) == set(more)
+        assert all(np.array_equal(back[key], more[key]) for key in more)
+
+
+def test_a_part_of_a_dataset_never_stands_for_the_whole(bench, tmp_path):
+    papers = bench("papers_gpu")
+    np.savez(tmp_path / "cifar10_7k.npz", y_train=np.zeros(5000), y_test=np.zeros(2000))
+    piece = papers.Piece("br-fig7", 1, "", papers._given)
+    assert papers.readable(papers.PIECES[0], "cifar10-mlp", tmp_path)
+    assert not papers.readable(piece, "cifar10-ts", tmp_path)
+    assert not papers.readable(papers.PIECES[0], "cifar100-mlp", tmp_path)
 
 
 def test_verdicts_follow_from_intervals(bench):
