@@ -295,7 +295,7 @@ REFUSED = {
     "accumulation": (Toy, {"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2.*max_physical_batch_size"),
     "accumulation later": (
         Toy,
-        {"callbacks": [pl.callbacks.GradientAccumulationScheduler({1: 2})]},
+        {"callbacks": lambda: [pl.callbacks.GradientAccumulationScheduler({1: 2})]},  # kept, it would keep its trainer
         "accumulate_grad_batches=2",
     ),
     "float16": (Toy, {"precision": "16-true"}, "bf16-mixed"),
@@ -312,6 +312,7 @@ REFUSED = {
 def test_refused_in_one_line(name, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())  # strategies leave their marks there
     made, options, words = REFUSED[name]
+    options = {key: value() if callable(value) else value for key, value in options.items()}
     try:
         with pytest.raises(ValueError, match=words) as caught:
             fitted(made(), noiseless(), **options)
