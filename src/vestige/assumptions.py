@@ -1,7 +1,7 @@
 """What does a guarantee rest on, besides its theorems? A closed list of assumptions, and what a run knows of each.
 
 A run records what it knows by `record(ledger, name, status, detail)`; the ledger writes and hashes it. `stated` makes
-the whole list of what was recorded, which every surface prints: what nobody recorded counts as assumed.
+the whole list of what was recorded, which every surface prints: what was not recorded counts as assumed.
 """
 
 from __future__ import annotations
@@ -247,12 +247,12 @@ def stated(recorded: Mapping[str, Stated], further: Iterable[Stated] = ()) -> tu
 
 
 def _unrecorded(assumption: Assumption) -> Stated:
-    """Nobody said anything: where a run could have checked it, that is told."""
+    """Nothing was recorded: the detail says so where a run could have checked it."""
     return Stated(assumption.name, detail="" if assumption.statuses == ONLY_ASSUMED else "not recorded")
 
 
 PRICE_ALONE: tuple[dict[str, Any], ...] = tuple(each.to_json() for each in stated({}))
-"""What an epsilon rests on that was computed for a plan: no run stands behind it, so nothing was checked."""
+"""What an epsilon rests on that was computed for a plan: there is no run, so nothing was checked."""
 
 
 def weakest(lists: Iterable[Iterable[Any]]) -> tuple[dict[str, Any], ...]:

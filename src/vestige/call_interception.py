@@ -1,4 +1,4 @@
-"""Who answers the call of a module? Whoever stands at its entrance, where `module.compile()` puts a compiled graph."""
+"""Which function runs when a module is called? The one in the slot where `module.compile()` puts a compiled graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CallInterceptor:
     compiled: Callable[..., Any] | None
     """The compiled form, for calls that are not private."""
     dynamo: bool
-    """Whether somebody has loaded the compiler, which could trace this call."""
+    """Whether the compiler, which could trace this call, has been imported."""
     privately: Callable[..., Any]
     """How a private call runs: the compiler looks away."""
 

@@ -13,7 +13,7 @@ SMALLEST_MULTIPLIER = 1e-100
 
 
 LARGEST_MULTIPLIER = 1e100
-"""Above this the square of the multiplier is close to overflow, and there is nothing but noise."""
+"""Above this the square of the multiplier is close to overflow, and a release is only noise."""
 
 
 def check_number(name: str, value: object, finite: bool = True) -> None:

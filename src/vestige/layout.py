@@ -34,7 +34,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each trainable parameter lies in a release: every one once (tied weights too), in order."""
+    """The place of each trainable parameter in a release: every one once (tied weights too), in order."""
 
     segments: tuple[Segment, ...]
 
@@ -150,7 +150,7 @@ class Layout:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the first parameter of a model lies; asked at every step, so faster than `next(model.parameters())`."""
+    """The device of a model's first parameter; needed at every step, so faster than `next(model.parameters())`."""
     found = _first_parameter(model)
     if found is None:
         raise ValueError("the model has no parameter")

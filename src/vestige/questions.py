@@ -219,7 +219,7 @@ class Trial(Question):
 
 @dataclass(frozen=True)
 class PureLoss(Question):
-    """An answer of somebody else's mechanism of which only its `epsilon` is known, with delta 0: Laplace noise, the
+    """An answer of a mechanism outside Vestige of which only its `epsilon` is known, with delta 0: Laplace noise, the
     exponential mechanism, a query of another tool."""
 
     kind: ClassVar[str] = "pure-loss"

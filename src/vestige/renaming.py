@@ -1,4 +1,4 @@
-"""How does an earlier name of an argument keep working? It is moved to the new name, with a warning that says so."""
+"""How does an earlier name of an argument keep working? It is moved to the new name, with a warning that names it."""
 
 from __future__ import annotations
 

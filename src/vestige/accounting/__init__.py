@@ -1,4 +1,4 @@
-"""What a run costs: questions, theorems, budgets and what may be said. It sees no data, and it needs no torch."""
+"""What a run costs: questions, theorems, budgets and guarantees. It sees no data, and it needs no torch."""
 
 from vestige.accounting.budgets import Budget, Odometer, RenyiFilter, history_of_runs, within
 from vestige.accounting.calibration import calibrate

@@ -20,7 +20,7 @@ PlannedQuestions = History | Sequence[tuple[Question, int]]
 
 
 REMEMBERED = 64
-"""Curves that an odometer keeps at hand."""
+"""Curves that an odometer caches."""
 
 
 class Odometer:
@@ -217,7 +217,7 @@ class RenyiFilter:
 
 
 class FilteredBudget:
-    """A Renyi filter as a ledger uses it: told what was spent, asked whether one more question may be.
+    """A Renyi filter with the interface of a ledger: it records spending and decides about the next question.
 
     `expected` are the questions of a step at the start; they choose, before the first answer, the order it is best at.
     """

@@ -29,7 +29,7 @@ MANY = 8
 
 
 HOPELESS, HOPELESS_ONCE = 1e5, 400.0
-"""Epsilons, of a history and of one question, that protect nobody: the Renyi bound is given, grids would overflow."""
+"""Epsilons, of a history and of one question, beyond which only the Renyi bound is given: grids would overflow."""
 
 
 DISTINCT = 64
@@ -54,7 +54,7 @@ def epsilon(history: History, delta: float, accountant: str = "pld") -> float:
 
 def epsilon_by_distribution(history: History, delta: float, fineness: float) -> float:
     """By loss distributions on a grid of this fineness. The last results are kept: noise that was calibrated is priced
-    again by the budget that it is for, and by whoever states what it cost."""
+    again by the budget that it is for, and by the statement of its cost."""
     return _by_distribution(tuple(sorted(history.items(), key=repr)), delta, fineness)
 
 
@@ -81,7 +81,7 @@ def _by_distribution(asked_for: tuple[tuple[Question, int], ...], delta: float, 
 
 
 def largest_loss(asked: History) -> float:
-    """The largest loss of a single question is about this; a grid much finer than that helps nobody."""
+    """The largest loss of a single question is about this; a much finer grid gains nothing."""
     return max((rdp.classic_epsilon(curve, 1e-20) for curve in curves(asked).values()), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""What may be said about a run? An epsilon with its assumptions, or the reasons why there is none."""
+"""Which guarantee does a run have? An epsilon with its assumptions, or the reasons why there is none."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Guarantee:
         return "example" if self.adjacency == ADJACENCY else "user"
 
     def assumption(self, name: str) -> Stated:
-        """What is said about one assumption of `vestige.assumptions.ASSUMPTIONS`."""
+        """The status of one assumption of `vestige.assumptions.ASSUMPTIONS`."""
         return next(each for each in self.assumptions if each.name == name)
 
     @property
@@ -152,7 +152,7 @@ SAMPLING: dict[str, tuple[type[Question], ...]] = {
 def guarantee(
     history: History, delta: float, facts: Facts, recorded: Mapping[str, Stated] = MappingProxyType({})
 ) -> Guarantee:
-    """What may be said about a run that asked `history` under `facts`. Without a theorem there is no epsilon.
+    """The guarantee of a run that asked `history` under `facts`. Without a theorem there is no epsilon.
 
     `recorded` is what its ledger says about assumptions; those that it does not name count as assumed.
 

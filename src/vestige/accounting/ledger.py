@@ -152,11 +152,11 @@ class Ledger:
         self._append({"row": "open", "version": VERSION, **facts})
 
     def hold(self) -> None:
-        """Hold the ledger of an interrupted run, so that nobody else continues it too."""
+        """Hold the ledger of an interrupted run, so that no other process continues it too."""
         assert self.path is not None
         if self._file is None:
             if (before := _held.get(self.path.resolve())) is not None:
-                before.close()  # this process goes on from here
+                before.close()  # this process continues from here
             try:
                 self._hold(0)
             except FileNotFoundError as error:
@@ -226,7 +226,7 @@ class Ledger:
     def close(self) -> None:
         try:
             if self.spending is not None and self.path is None:
-                self.spending.finish()  # nobody can go on with a ledger in memory
+                self.spending.finish()  # a ledger in memory cannot be continued
             elif self.spending is not None and self._file is not None:
                 self.spending.pause((self.rows, self.head))
         finally:

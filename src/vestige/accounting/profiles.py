@@ -103,8 +103,8 @@ def _replaced(rate: float, multiplier: float, loss: Array) -> Array:
 
 
 def randomized_response(epsilon: float) -> Profile:
-    """A bit that is told truly with probability e^epsilon / (1 + e^epsilon): it dominates every epsilon-private answer
-    (Kairouz, Oh & Viswanath 2015)."""
+    """A bit that is released unchanged with probability e^epsilon / (1 + e^epsilon): it dominates every epsilon-private
+    answer (Kairouz, Oh & Viswanath 2015)."""
     truly = 1 / (1 + exp(-epsilon))
 
     def heights(loss: Array) -> Array:

@@ -132,7 +132,7 @@ def _dots(reach: tuple[float, float], gap: float, step: float) -> Array:
 
 
 def _statistic_payoffs(strike: Array, rate: float, multiplier: float, threshold: float) -> tuple[Array, Array]:
-    """The sup over where the statistic lies without (e0) and with the example (e1), both at an end of the range.
+    """The sup over the values of the statistic without (e0) and with the example (e1), both at an end of the range.
 
     The integral over z < threshold of the positive part of c0 phi(z - e0) + c1 phi(z - e1), and of the negative part.
     """

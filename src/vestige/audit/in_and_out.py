@@ -256,7 +256,7 @@ def _kept(stack: AuditedStack) -> dict[str, Array]:
 
 
 def _most_telling(inside: Array, outside: Array) -> tuple[Array, Array]:
-    """The scores by the one buffer, [runs, buffers], that tells most on every other run; of the remaining runs."""
+    """The scores by the one buffer, [runs, buffers], that separates every other run best; of the remaining runs."""
     areas = [area_under_curve(a, b).estimate for a, b in zip(inside[::2].T, outside[::2].T, strict=True)]
     best = int(np.abs(np.array(areas) - 0.5).argmax())
     sign = 1 if areas[best] >= 0.5 else -1

@@ -1,4 +1,4 @@
-"""Can a model's members be told? Target and shadow models on random halves of a task's examples, and attacks on them.
+"""Can a model's members be recognized? Attacks on target and shadow models trained on random halves of a task.
 
 A target is trained on one half. Shadow models come in pairs, on a random half and on the other one, so that every
 example is in exactly half of them. All start from the task's initial weights, which are public.
@@ -134,7 +134,7 @@ class Inference:
 
     @property
     def nonprivate(self) -> bool:
-        """Whether all this was computed, without noise, from examples that somebody may own."""
+        """Whether all this was computed, without noise, from examples that may be private."""
         return self.task != NAME
 
     def to_json(self) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class InAndOut:
 
     @property
     def nonprivate(self) -> bool:
-        """Whether all this was computed, without noise, from examples that somebody may own."""
+        """Whether all this was computed, without noise, from examples that may be private."""
         return self.task != NAME
 
     def to_json(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The data are made up so that no gradient says anything: every candidate is pure noise. The loss rises with the one
 weight for all examples but the canary, whose loss falls a thousand times faster, so that its presence turns the test
-around: which candidates are kept tells whether it is there, before a single gradient does.
+around: which candidates are kept depends on its presence, even before any gradient does.
 """
 
 from __future__ import annotations

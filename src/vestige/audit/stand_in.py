@@ -1,4 +1,4 @@
-"""What is attacked where nobody's data should be? Made-up examples and a small linear model, by default."""
+"""What is attacked where no private data should be used? Made-up examples and a small linear model, by default."""
 
 from __future__ import annotations
 

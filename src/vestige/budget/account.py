@@ -61,7 +61,7 @@ class Account:
     """Of a run about rows in a book of users: the most rows that one user has."""
     person: str | None = None
     key: str | Path | None = None
-    """Where the data's key lies, if not where the book says."""
+    """The path of the data's key, if it is not the book's."""
     source: Provenance | None = None
     """Set by commands, which know what they read the data from."""
 
@@ -115,7 +115,7 @@ class Spending:
         return prices.for_unit(asks, self._users, self.book.terms.unit, self.account.rows_per_user)
 
     def reserve(self, path: Path | None, spent: History | None = None, rows: str | None = None, part: str = "") -> None:
-        """Reserve the plan, less what was spent of it before, or go on with what this run, or a person, reserved."""
+        """Reserve the plan, less what was spent of it before, or continue with what this run, or a person, reserved."""
         self._part = part
         facts: dict[str, Any] = {"run": self.run, **({} if path is None else {"path": str(path.resolve().parent)})}
         if rows is not None:
@@ -145,7 +145,7 @@ class Spending:
         if self._before[question] > 0:
             self._before[question] -= 1
             return
-        if self.reservation is None:  # it was finished, and goes on
+        if self.reservation is None:  # it was finished, and is resumed
             self._plan, self._asked, self._charged = Counter(), Counter(), Counter()
             self.reserve(None, part=self._part)
         [asked] = self._for_book({question: 1})
@@ -185,7 +185,7 @@ class Spending:
             self.reservation = None
 
     def pause(self, ledger: tuple[int, str]) -> None:
-        """The run is interrupted, and may go on later: what was charged ahead is reserved again."""
+        """The run is interrupted, and may be resumed: what was charged ahead is reserved again."""
         if self.reservation is not None and os.getpid() == self._process:
             self.book.settle(self.reservation, self._charged - self._asked, ledger)
             self._charged = prices.with_whole(self._asked, self._charged)
@@ -207,7 +207,7 @@ def attach(
     """Charge a run's ledger to a book: reserve `planned` now, charge before each question, refund at `ledger.finish`.
 
     Nothing happens where `budget` is None and VESTIGE_BUDGET is not set. `facts` are those of the run's guarantee: a
-    run without one is refused. `beside` are further rows that it asks about. A run that goes on gives its `run` and
+    run without one is refused. `beside` are further rows that it asks about. A resumed run gives its `run` and
     what it has `spent`; `paid` is what this returned for questions that were charged before and are asked in this
     ledger, too. Returns what the ledger's first row is to say about the book, under "budget".
     """
@@ -224,7 +224,7 @@ def attach(
     spending = Spending(book, account, Counter(planned) - before, purpose, users, run or secrets.token_hex(8), before)
     spending.reserve(ledger.path, spent, known[0].rows, part)
     ledger.spending = spending
-    if ledger.path is None:  # nobody can go on with such a run
+    if ledger.path is None:  # such a run cannot be resumed
         atexit.register(spending.finish)
     entry = {"book": book.state.id, "run": spending.run}
     return {**entry, "paid": paid["run"]} if paid is not None and paid["book"] == entry["book"] else entry
@@ -239,7 +239,7 @@ def _charged_before(book: Book, paid: Mapping[str, str] | None) -> Counter[Quest
 
 
 def continued(begun: Mapping[str, Any], budget: Budget) -> str | None:
-    """The name of a run that goes on, in the book that it was begun with; ValueError where that is another, or none."""
+    """The name of a resumed run, in the book that it was begun with; ValueError where that is another, or none."""
     entry, account = begun.get("budget"), account_of(budget)
     if entry is None and account is None:
         return None
@@ -267,7 +267,7 @@ def pay(
     """Charge several runs, each what it asks and how often it is made, at once and before the first: a sweep, an audit.
 
     Returns the id of the reservation, or None where there is no book. Nothing comes back; without `close` the
-    reservation stays open, charged in full, for whoever goes on with the runs.
+    reservation stays open, charged in full, for a process that continues the runs.
     """
     account = account_of(budget)
     if account is None:
@@ -330,7 +330,7 @@ def require_identity(book: Book, account: Account, source: Provenance) -> Known:
 
 
 def key_of(book: Book, account: Account | None = None) -> bytes:
-    """The key of the data, from where the book says, or beside it, or where an account says."""
+    """The key of the data, from the book's path, the book's folder, or the account's path."""
     told = book.terms.data
     named = account.key if account is not None else None
     places = (
@@ -346,5 +346,5 @@ def key_of(book: Book, account: Account | None = None) -> bytes:
 
 
 def rows_file(book: Path) -> Path:
-    """Where the hashes of a book's rows lie."""
+    """The path of the hashes of a book's rows."""
     return book.with_name(book.name + ".rows")

@@ -134,7 +134,7 @@ def terms(
 
 
 def _check_parts(parts: Sequence[str], unit: str, adjacency: str, slots: bool) -> None:
-    """Refuse parts where one unit may lie in two of them."""
+    """Refuse parts where one unit may be in two of them."""
     if not parts:
         return
     if unit != "row":
@@ -151,7 +151,7 @@ def _check_parts(parts: Sequence[str], unit: str, adjacency: str, slots: bool) -
 
 @dataclass
 class Reservation:
-    """What somebody may ask, and what of it was charged before it was asked."""
+    """What a run may ask, and what of it was charged before it was asked."""
 
     id: str
     person: str
@@ -165,7 +165,7 @@ class Reservation:
     facts: dict[str, Any] = field(default_factory=dict)
     charged: Counter[Question] = field(default_factory=Counter)
     heads: list[tuple[int, str]] = field(default_factory=list)
-    """Where the run's ledger stood at each charge: rows, and the hash of the last."""
+    """The run's ledger at each charge: its number of rows, and the hash of the last."""
     blocks: list[tuple[int, Counter[Question]]] = field(default_factory=list, compare=False)
     """Each charge, and how many rows the run's ledger had then; of a whole reading only."""
     asked: Counter[Question] | None = None
@@ -186,7 +186,7 @@ class Reservation:
     def take(self, row: Row, blocks: bool = False) -> None:
         """Take in a row about it; with `blocks` each charge is kept, too."""
         kind = row["row"]
-        if kind == "reserve":  # a run that goes on
+        if kind == "reserve":  # a resumed run
             self.plan.update(prices.from_json(row["plan"]))
             self.holder, self.facts = row.get("holder"), {**self.facts, **row.get("facts", {})}
         elif kind == "charge":
@@ -245,7 +245,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class External:
-    """An entry by hand: what somebody else's mechanism spent."""
+    """An entry by hand: what a mechanism outside Vestige spent."""
 
     person: str
     note: str
@@ -460,7 +460,7 @@ class Book:
     """A book that is open: read it, reserve in it, charge, refund.
 
     Formal guarantees: all that was answered after a charge of this book is (epsilon, delta)-private together, for
-    leaving out one unit of the data (or replacing one, as the book says), whoever asked and whatever depended on
+    leaving out one unit of the data (or replacing one, as the book says), whichever runs asked and whatever depended on
     earlier answers. Each charge is on disk before its answer exists; a crash never gives anything back.
     """
 
@@ -554,7 +554,7 @@ class Book:
     ) -> str:
         """Set aside what a run may ask; `BudgetSpent` where it does not fit beside all that is spent and reserved.
 
-        With `held` it belongs to this process: when that has ended, what was not charged is freed for whoever needs it.
+        With `held` it belongs to this process: when that has ended, what was not charged is freed for other runs.
         """
         who, wanted = by or person(), Counter(plan)
         require_line("purpose", purpose)
@@ -591,7 +591,7 @@ class Book:
                 writer.write({"row": "reserve", "id": name, "plan": [], "holder": holder, "facts": dict(facts)})
 
     def take_over(self, name: str, facts: Mapping[str, Any] | None = None) -> bool:
-        """Go on with a reservation in this process, as a resumed run does; False where it was closed."""
+        """Continue a reservation in this process, as a resumed run does; False where it was closed."""
         with self._held() as writer:
             if name not in self.state.open:
                 return False
@@ -657,7 +657,8 @@ class Book:
             writer.write({**row, **({} if place is None else {"slot": place}), **({"part": part} if part else {})})
 
     def grant(self, who: str, epsilon: float, by: str | None = None) -> None:
-        """Let somebody spend up to a reading of `epsilon`. Once anybody has a grant, nobody else may spend."""
+        """Let a person spend up to a reading of `epsilon`. Once there is a grant, only people with a grant may
+        spend."""
         check_number("epsilon", epsilon)
         require(
             "epsilon",

@@ -112,7 +112,7 @@ class Slot:
     name: str
     asks: Counter[Question]
     delta: float = 0.0
-    """Of somebody else's mechanism: its own delta."""
+    """Of a mechanism outside Vestige: its own delta."""
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "asks": prices.to_json(self.asks), **({"delta": self.delta} if self.delta else {})}
@@ -124,7 +124,7 @@ class Slot:
 
 def slots_of(content: Any) -> list[Slot]:
     """The slots that a user's file names: each a run by sample_rate, noise_multiplier and steps, by questions, or by
-    the epsilon and delta of somebody else's mechanism; `times` repeats it."""
+    the epsilon and delta of a mechanism outside Vestige; `times` repeats it."""
     if not isinstance(content, list) or not content:
         raise ValueError('slots: the file must hold a list of slots, [{"name": "nightly", "sample_rate": 0.01, ...}]')
     found: list[Slot] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 def person() -> str:
     """The name that entries are written under: VESTIGE_PERSON, or the login. It is a label, not a proof of identity:
-    whoever may write the file may write any name."""
+    a person who may write the file may write any name."""
     named = os.environ.get("VESTIGE_PERSON", "").strip()
     if named:
         return named

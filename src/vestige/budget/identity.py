@@ -11,8 +11,8 @@ no names; lists, arrays and dictionaries inside a field are its elements one by 
 - nothing (None, not a number, empty text): the number NaN.
 - a date or time: its ISO form as text, with a blank between date and time.
 
-The hash is the first eight bytes of HMAC-SHA256 of the row under the data's key. Without the key nobody can try rows
-out; with it, hashes tell duplicates and overlap, so a book is as private as the data.
+The hash is the first eight bytes of HMAC-SHA256 of the row under the data's key. Without the key rows cannot be tried
+out; with it, hashes show duplicates and overlap, so a book is as private as the data.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _hash(row: bytes, key: bytes) -> int:
 
 
 def fingerprint(key: bytes) -> str:
-    """Tells one key from another without telling it."""
+    """Identifies a key without revealing it."""
     return hmac.digest(key, b"vestige book key", "sha256").hex()[:16]
 
 
@@ -233,7 +233,7 @@ def read_key(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class RowSet:
-    """The hashes of a book's rows, sorted, in the file beside it; in a book of parts, each with its part's number."""
+    """The hashes of a book's rows, sorted, in a file of their own; in a book of parts, each with its part's number."""
 
     hashes: Hashes
     parts: npt.NDArray[np.uint16] | None = None

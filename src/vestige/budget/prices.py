@@ -121,7 +121,7 @@ def _size(question: Question) -> float:
 def for_unit(run: History, users: Users | None, unit: str, rows_per_user: int | None) -> Counter[Question]:
     """A run's questions as they count for the book's unit.
 
-    A run that protects rows says, in a book of users, what it costs somebody who has up to `rows_per_user` of them. The
+    A run that protects rows says, in a book of users, what it costs a person who has up to `rows_per_user` of them. The
     other way has no price: a user's clipped mean may move by twice its bound when one of the rows is taken away.
     """
     if unit == "row" and users is not None:

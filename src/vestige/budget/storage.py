@@ -1,7 +1,7 @@
 """How is a book kept? One append-only file of chained rows; each is written under a lock and synced before it counts.
 
-A row is one line of JSON that ends with the SHA-256 of all that stands before it, and holds the hash of the row before.
-Whoever appends has read all rows so far under the same lock, so two processes never decide by the same state.
+A row is one line of JSON that ends with the SHA-256 of its text so far, and holds the hash of the row before.
+A process that appends has read all rows so far under the same lock, so two processes never decide by the same state.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class BookFile:
             raise ValueError(
                 f"book={str(self.path)!r}: no such file; make it with vestige budget open {self.path} --data FILE"
             ) from None
-        except OSError as error:  # no right to it, above all: whoever may not write the book may not spend
+        except OSError as error:  # above all missing permission: who may not write the book may not spend
             what = "written" if flags & os.O_RDWR else "read"
             raise ValueError(f"book={str(self.path)!r} cannot be {what}: {error.strerror}") from error
         try:
@@ -154,7 +154,7 @@ class BookFile:
                             f"{self.path} is locked for {PATIENCE:.0f} s: stop the process that holds it"
                         ) from None
                     time.sleep(0.001)
-            if os.fstat(handle).st_ino != self._now().st_ino:  # what is written here nobody would read
+            if os.fstat(handle).st_ino != self._now().st_ino:  # the file was replaced: a row written here would be lost
                 raise BookError(f"{self.path} was replaced by another file just now; look which of them is the book")
             yield handle
         finally:

@@ -188,7 +188,7 @@ def _check_run(book: Path, state: State, run: Path, seen: set[str]) -> set[str]:
 
 
 def _asks(ledger: Path) -> list[tuple[int, Question]]:
-    """The questions of a ledger that was checked, and how many rows stood before each."""
+    """The questions of a ledger that was checked, and how many rows there are before each."""
     found = []
     for place, line in enumerate(ledger.read_bytes().splitlines()):
         row = json.loads(line)

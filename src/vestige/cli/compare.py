@@ -97,7 +97,7 @@ def compare(
     """Which private optimizer is best at this budget, and is the difference real?
 
     Every method is tuned over the same grid, on a part of the training data held out for it, anew for every final run,
-    so that the luck of the choice is in the intervals; beside it stands the same method at the automatic rate. Noise is
+    so that the luck of the choice is in the intervals; the same method at the automatic rate is shown, too. Noise is
     calibrated so that all spend the same epsilon.
 
     Examples:
@@ -194,7 +194,7 @@ def quick_specification() -> Any:
         problems=(Problem("digits-mlp"),),
         contenders=tuple(Contender(label, name, options) for label, name, options in contenders(names)),
         budgets=tuple(PrivacyTarget("epsilon", value) for value in (1.0, 8.0)),
-        seeds=tuple(range(9)),  # twelve rows are tested, and eight seeds could not tell one of them
+        seeds=tuple(range(9)),  # twelve rows are tested, and eight seeds could not tell any of them apart
         steps=200,
         sample_rate=0.05,
         factors=(0.25, 0.5, 1.0, 2.0),

@@ -43,7 +43,7 @@ COMMANDS = {
     "recipes": ("lists", "List the recipes: all settings of a private run but its budget, by name; or describe one."),
     "prior": (
         "models.prior",
-        "Make weights that saw nobody's data, for a private run to start from; or say what a file of them is.",
+        "Make weights from procedural images alone, for a private run to start from; or say what a file of them is.",
     ),
     "compare": ("compare", "Which private optimizer is best at this budget, and is the difference real?"),
     "report": (

@@ -1,4 +1,4 @@
-"""What should be run for a budget of privacy and time? `vestige plan` says so, before any data is touched."""
+"""What should be run for a budget of privacy and time? `vestige plan` chooses, before any data is read."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def sigterm_as_ctrl_c() -> Iterator[Callable[[], None]]:
     """SIGTERM ends a command as Ctrl-C does, so that its worker processes are stopped too.
 
     An interrupt that arrives in a destructor or a callback of the garbage collector cannot be raised there: Python
-    would report and forget it, and the command would run on. It is sent again. One that somebody else's `except`
+    would report and forget it, and the command would run on. It is sent again. One that another library's `except`
     swallowed is raised once more by the function that is yielded, to be called now and then.
     """
     asked = False

@@ -74,7 +74,7 @@ def perform(runs: Sequence[Run], machine: Machine) -> Iterator[RunRecord]:
             yield record
     except Exception as error:  # of the stack, or of one run in it: making them apart shows which
         size = max(1, len(left) // 2) if memory_ran_out(error) else 1
-    # Only here, where the error and its traceback are gone, is the stack's memory free again.
+    # Only here, after the error and its traceback were deleted, is the stack's memory free again.
     rest = list(left.values())
     for first in range(0, len(rest), max(1, size)):
         yield from perform(rest[first : first + size], machine)
@@ -138,7 +138,7 @@ def explain(error: BaseException) -> str:
 def _alone_or_failed(run: Run, machine: Machine) -> RunRecord:
     try:
         return _alone(run, machine)
-    except Exception as error:  # whatever a method, a task or the machine raises: the other runs go on
+    except Exception as error:  # whatever a method, a task or the machine raises: the other runs continue
         return FailedRun(run, explain(error))
 
 

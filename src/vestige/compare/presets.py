@@ -103,7 +103,8 @@ class Preset:
 
 
 def taken(preset: Preset, specification: Specification, small: bool = False) -> dict[str, Any]:
-    """The rows and the batch that the runs of a preset take of each dataset, by task, each with a line that says so.
+    """The rows and the batch that the runs of a preset take of each dataset, by task, each with a line that describes
+    them.
 
     Data that are not the protocol's are refused; with `small`, a part of a dataset may stand for the whole.
     """

@@ -204,7 +204,7 @@ def all_runs(specification: Specification, records: Records, asked: Callable[[Ru
 
 
 def membership(specification: Specification) -> Callable[[Run], bool]:
-    """A function that tells whether a specification may need a run, however often it was evaluated.
+    """A function that decides whether a specification may need a run, however often it was evaluated.
 
     Any point of the grid may win a tuned row, so final runs at each of them belong to it.
     """

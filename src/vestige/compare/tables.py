@@ -41,7 +41,7 @@ def rows(records: Iterable[RunRecord], baseline: str, *, chosen_once: bool = Fal
 
 @dataclass(frozen=True)
 class Verdict:
-    """What may be said about one row against the baseline."""
+    """The verdict about one row against the baseline."""
 
     difference: Difference | None
     """None where they share no seed."""

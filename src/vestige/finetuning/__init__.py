@@ -1,1 +1,1 @@
-"""How is a language model of somebody's own fine-tuned privately on a file of texts?"""
+"""How is a user's language model fine-tuned privately on a file of texts?"""

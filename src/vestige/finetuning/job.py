@@ -203,7 +203,7 @@ def complete(
     Of several processes each judges its share of the public texts, and process 0 writes."""
     begin, interrupted = time.perf_counter(), False
     for record in training.steps():
-        if training.group.any(not on_record(record)):  # whoever of them was interrupted
+        if training.group.any(not on_record(record)):  # any of them was interrupted
             interrupted = True
             break
     facts: dict[str, Any] = {"task": job.aim, "seed": job.seed, "seconds": round(time.perf_counter() - begin, 3)}
@@ -358,7 +358,7 @@ def _next_token(tokens: int | None) -> Callable[[Any, Tensor], Tensor]:
 
 
 def _readme(job: FineTuning, name: str, statement: str) -> str:
-    """A model card to be completed by whoever publishes the model."""
+    """A model card to be completed before the model is published."""
     what = "A model" if job.lora is None else f"Adapters of rank {job.lora} (LoRA)"
     aim = "to continue texts" if job.aim == "causal-lm" else "to tell texts apart"
     if job.labels is not None:

@@ -1,6 +1,6 @@
 """What is an example of a text? Its tokens, cut and padded to a public length, with what it is to be told apart by.
 
-All examples have one shape, whatever was written: nobody's length is in anybody's batch, nor in a step's time.
+All examples have one shape, whatever was written: neither a batch nor a step's time depends on a text's length.
 """
 
 from __future__ import annotations

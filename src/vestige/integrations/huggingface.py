@@ -49,7 +49,7 @@ RAW_LOSSES = ("loss", "train_loss")
 KEPT_BACK = (
     *RAW_LOSSES, "grad_norm", "total_flos", "num_tokens", "num_input_tokens_seen", "entropy", "mean_token_accuracy",
 )  # fmt: skip
-"""What trainers log of training data; timings, which also tell of it, begin with train_."""
+"""What trainers log of training data; timings, which also depend on them, begin with train_."""
 
 Base: Any = object
 
@@ -147,7 +147,7 @@ class PrivateTrainerMixin(Base):
             self.hyperparameter_search()
         self._resuming = bool(resume_from_checkpoint)
         if self._sealed and self.privacy_engine is not None:
-            self.privacy_engine.load_state_dict(self.privacy_engine.state_dict())  # the books go on from here
+            self.privacy_engine.load_state_dict(self.privacy_engine.state_dict())  # the ledger continues from here
             self._sealed = False
         output = super().train(resume_from_checkpoint, trial, *args, **kwargs)
         self._seal()
@@ -269,13 +269,13 @@ class PrivateTrainerMixin(Base):
         return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """They tell how many tokens a sample had, and would be in trainer_state.json."""
+        """They depend on how many tokens a sample had, and would be in trainer_state.json."""
         return 0
 
     # --- what is written out ------------------------------------------------------------------------------------------
 
     def guarantee(self) -> Any:
-        """What may be said about the training so far: an epsilon with its assumptions, or why there is none."""
+        """The guarantee of the training so far: an epsilon with its assumptions, or why there is none."""
         if self.privacy_engine is None:
             raise ValueError("nothing was trained yet: call train() first")
         return self.privacy_engine.guarantee(self.privacy_args.target_delta)  # type: ignore[arg-type]
@@ -308,7 +308,7 @@ class PrivateTrainerMixin(Base):
         return kept
 
     def _tell(self, gone: set[str]) -> None:
-        """Of what is kept back, what is not the Trainer's own is said, once."""
+        """Warns once of values that are kept back and are not the Trainer's own."""
         fresh = {key for key in gone if key not in KEPT_BACK and not key.startswith("train_")} - self._told
         if fresh and self.is_world_process_zero():
             self._told |= fresh
@@ -375,7 +375,7 @@ class PrivateTrainerMixin(Base):
             print(found)
 
     def _seal(self) -> None:
-        """Write down what may be said, and the hashes of it and of the weights into the ledger's last row."""
+        """Write the guarantee down, and the hashes of it and of the weights into the ledger's last row."""
         if self.privacy_engine is None:
             return
         self._sealed = True

@@ -27,7 +27,7 @@ except ImportError:  # the same under its older name
 
 
 LOGGER = logging.getLogger("lightning.pytorch.vestige")
-"""Beside Lightning's own, which shows what it is told."""
+"""A child of Lightning's logger, so that it is shown with its settings."""
 
 
 class Private(Callback):
@@ -69,7 +69,7 @@ class Private(Callback):
         self._saved: dict[str, Any] = {}
 
     def guarantee(self) -> Any:
-        """What may be said about the model as it is now: an epsilon with its assumptions, or why not."""
+        """The guarantee of the model as it is now: an epsilon with its assumptions, or why there is none."""
         if self.engine is None:
             raise ValueError("nothing was trained yet: call trainer.fit first")
         return self.engine.guarantee(self.target_delta)
@@ -179,7 +179,7 @@ def _planned_draws(trainer: Any, each_epoch: int) -> int:
 
 
 class Unsized:
-    """The parts of draws, of which nobody knows how many there will be; a DataLoader's length is that of its draws."""
+    """The parts of draws, whose number is not known in advance; a DataLoader's length is that of its draws."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
@@ -284,7 +284,8 @@ def _accumulated(trainer: Any) -> str:
 
 
 class NotReturned:
-    """Takes what is logged in training, which no noise covers, and keeps it; of our own numbers epsilon goes on."""
+    """Takes what is logged in training, which no noise covers, and keeps it; of our own numbers epsilon is passed
+    on."""
 
     def __init__(self, trainer: Any, log: Any) -> None:
         self._trainer, self._log = trainer, log

@@ -67,7 +67,7 @@ NOT_COVERED = (
 
 
 PAGES = ("report.md", "README.md", "adapter/README.md", "model/README.md")
-"""Where statements lie in the folder of a run."""
+"""The files of a run's folder that hold statements."""
 HEADING, RESTS, CHECKING = "## Differential privacy", "### What it rests on", "### How to check it"
 BEGIN, END = "<!-- privacy statement of vestige -->", "<!-- end of the privacy statement -->"
 BASE = "base_config"
@@ -101,7 +101,7 @@ def model_card(run: str | Path, delta: float | None = None) -> str:
 
 def unchecked_pages(run: Path) -> tuple[str, ...]:
     """Which pages of a run's folder hold a statement of an earlier version, without assumptions. Raises `LedgerError`
-    where one holds another statement than the ledger gives: somebody has edited it."""
+    where one holds another statement than the ledger gives: it was edited."""
     there = [page for page in PAGES if (run / page).is_file()]
     if not there:
         return ()
@@ -201,7 +201,7 @@ def _begun(words: str) -> str:
 
 
 def escaped(text: object) -> str:
-    """A string of a file as one line of Markdown that is nothing but text: no tag, link, heading, row or code."""
+    """A string of a file as one line of Markdown that is plain text: no tag, link, heading, row or code."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
     return "".join(ESCAPED.get(letter, letter) for letter in line)
 

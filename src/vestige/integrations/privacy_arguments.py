@@ -1,4 +1,4 @@
-"""What is a Trainer told about privacy? `PrivacyArguments`, also from a command line by `HfArgumentParser`."""
+"""Which privacy settings does a Trainer take? `PrivacyArguments`, also from a command line by `HfArgumentParser`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a row that cannot be read, collated or computed? It contributes nothing, and nobody is told.
+"""What becomes of a row that cannot be read, collated or computed? It contributes nothing, and no message names it.
 
 An error that one row causes would stop the training at the step that draws it: when it stopped would show that the row
 is there. So what is at fault with the program is found on made-up rows, before any is read, and what is at fault with a
@@ -42,7 +42,7 @@ def made_up_pass(model: nn.Module, loss: Loss, form: Form, row: Batch) -> Admiss
             zeros = tree_map(lambda part: torch.zeros_like(part, device="cpu"), outputs)
             beside = tuple(part.cpu() for part in further)
             example_losses(loss, zeros, (targets.cpu(), *beside) if beside else targets.cpu())
-    except Exception:  # whatever a user's model raises on rows that nobody wrote
+    except Exception:  # whatever a user's model raises on made-up rows
         return None
     finally:
         for module, mode in modes.items():

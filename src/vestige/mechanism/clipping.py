@@ -265,7 +265,7 @@ class RunningSum:
             self._made, self._rows, self._parts, self._lent = gradients, rows, 1, True
 
     def settle(self) -> None:
-        """Keep what was lent in memory of one's own."""
+        """Copy what was lent into memory of its own."""
         if self._lent:
             assert self._made is not None
             self._made, self._lent = self._made.clone(), False

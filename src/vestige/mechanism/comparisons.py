@@ -94,7 +94,7 @@ class Comparisons:
         return self._group.own(torch.from_numpy(joined(self._examples.population, rate, stream)))
 
     def _foreseen(self, rate: float, index: int) -> tuple[Sequence[Tensor], int | None]:
-        """The sample of a comparison at this rate, in parts, and a seed for whoever reads it in a reproducible run."""
+        """The sample of a comparison at this rate, in parts, and a seed for its reader in a reproducible run."""
         return self._parts(self._drawn(rate, index)), self._randomness.seed("comparison rows", index)
 
     def _parts(self, rows: Tensor) -> Sequence[Tensor]:

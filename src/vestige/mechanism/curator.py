@@ -386,7 +386,7 @@ class Curator(HoldsKey):
         return totals
 
     def _foreseen(self, index: int) -> tuple[Sequence[Tensor], int | None]:
-        """The sample that question number `index` will most likely be about, in parts, and a seed for whoever reads it
+        """The sample that question number `index` will most likely be about, in parts, and a seed for its reader
         in a reproducible run."""
         sample = self._group.own(self._sampling.draw(self.population, index, self._randomness))
         return self._parts(sample), self._randomness.seed(self._own("rows"), index)

@@ -70,7 +70,7 @@ class Examples:
         self.population = counts.pop()
 
     def nonprivate_hash(self, key: bytes) -> int:
-        """Tells these examples, in this order, from others: all rows of tensors, some of those read one by one."""
+        """Identifies these examples, in this order: all rows of tensors, some of those read one by one."""
         if self._rows is None:
             return fingerprints.nonprivate_hash_of_columns(self._columns, key)
         return fingerprints.nonprivate_hash_of_dataset(self._rows.dataset, key)
@@ -100,8 +100,8 @@ class Examples:
         """These examples, read now."""
         if self._rows is None:
             rows = rows if self._valid is None else rows[self._valid[rows.cpu()].to(rows.device)]
-            # Nobody writes to these rows, so nothing need wait for the copy; a step that waits for the last one's end
-            # is launched late.
+            # These rows are never written to, so nothing need wait for the copy; a step that waits for the last one's
+            # end is launched late.
             here = rows.to(self.device, non_blocking=True)
             return [[column[here] for column in self._columns]]
         return self._on_device(self._rows.groups(rows.tolist()))
@@ -115,7 +115,7 @@ class Examples:
         return lambda index, rows: self._on_device(reading.take(index, rows))
 
     def close(self) -> None:
-        """End all workers; whoever fetches again starts others."""
+        """End all workers; the next fetch starts others."""
         for reading in self._ahead:
             reading.close()
 

@@ -228,8 +228,8 @@ class HeadAlone(FixedClip):
 class HeadFirst(FixedClip):
     """For `steps` steps the head alone, at `pace` times the learning rate; then the whole gradient, as `Flat` clips it.
 
-    A pretrained body would be shaken by the gradients of a head that knows nothing yet (DP-RandP). It goes with the
-    grouping `HeadLast`.
+    A pretrained body would be shaken by the gradients of a head that is not trained yet (DP-RandP). It is combined with
+    the grouping `HeadLast`.
 
     Formal guarantees: every step is one Gaussian mechanism of the same noise multiplier: `HeadAlone`, or `Flat`. Which
     one follows from the step's number.

@@ -25,7 +25,7 @@ Collate = Callable[[list[Any]], Any]
 Group = list[Tensor]
 """A batch of examples of one shape: inputs and, last, targets."""
 TARGETS = ("labels", "label")
-"""What the column of targets is called where nobody says so."""
+"""The default name of the column of targets."""
 SEED_BITS = 32
 """NumPy takes no longer ones."""
 

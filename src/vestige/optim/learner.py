@@ -89,7 +89,7 @@ class OptimizerMover:
         self._set(rates, float(pace))
         self._moves.step(self._scales)
         if self.scheduler is not None:
-            self._set(rates, 1.0)  # it goes on from its own rates
+            self._set(rates, 1.0)  # it continues from its own rates
             self.scheduler.step()
 
     def _set(self, rates: Sequence[Any], pace: float) -> None:

@@ -39,7 +39,7 @@ class Memory(Protocol):
     """Whether processes that have parts of a release each can filter them; it then completes its sums over coordinates
     by `Release.totalled`."""
     knows_noise: bool
-    """Whether it can tell how much noise its direction carries, for rules that use it."""
+    """Whether it can compute how much noise its direction carries, for rules that use it."""
 
     def init(self, layout: Layout, device: torch.device) -> MemoryState: ...
 

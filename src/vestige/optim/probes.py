@@ -410,7 +410,8 @@ class LeastSquares:
         second, cross = release.total.double().split([rows * rows, rows * classes])
         found = ridge_solution(second.view(rows, rows), cross.view(rows, classes), self.penalty(release, rows))
         way = (weight.double() - found.t()).flatten() * release.expected_batch
-        # What noise a solution carries is not one number for each weight, and nobody asks: the method has no memory.
+        # What noise a solution carries is not one number for each weight, and it is not needed: the method has no
+        # memory.
         return replace(release, total=way.float(), noise_std=nan), state
 
     def penalty(self, release: Release, rows: int) -> float:

@@ -133,7 +133,7 @@ class Rule:
 
     @property
     def hears_noise(self) -> bool:
-        """Whether the optimizer must be told the noise in each gradient."""
+        """Whether the optimizer needs the noise in each gradient."""
         return issubclass(self.optimizer, AdamBC)
 
     @property

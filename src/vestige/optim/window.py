@@ -137,7 +137,7 @@ def fused(ring: Ring) -> bool:
 
 
 def at_once(ring: Ring) -> bool:
-    """Whether the numbers of a single run are at hand: on a CPU, or for a fused kernel."""
+    """Whether the numbers of a single run can be read: on a CPU, or for a fused kernel."""
     return fused(ring) or (ring.past.dim() == 2 and ring.past.device.type == "cpu")
 
 

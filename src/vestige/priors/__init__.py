@@ -1,1 +1,1 @@
-"""Which weights saw nobody? Those of networks trained on images that procedures made."""
+"""Which weights need no private data? Those of networks trained on images that procedures made."""

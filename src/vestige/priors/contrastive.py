@@ -1,4 +1,4 @@
-"""How does a network learn to see without anybody's images? Two views of a made-up image shall look alike to it.
+"""How is a network pretrained without real images? Two views of a made-up image shall get similar features.
 
 The loss is alignment and uniformity on the sphere (Wang and Isola 2020), as DP-RandP (Tang et al. 2023) uses it.
 """
@@ -27,7 +27,7 @@ PROJECTED = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a prior is made. All of it is public, and nobody's data are part of it."""
+    """How a prior is made. All of it is public, and no real data are part of it."""
 
     generator: str = "dead-leaves"
     network: str = "wrn16-4"

@@ -1,4 +1,5 @@
-"""Which images show nobody? Those that procedures draw from random numbers alone: leaves, untrained networks, fractals.
+"""Which images hold no real data? Those that procedures draw from random numbers alone: leaves, untrained networks,
+fractals.
 
 Each generator draws a batch of colour images, [count, 3, size, size] in [0, 1], from a torch generator and nothing
 else. What they have in common with photographs, edges, occlusion, textures of every scale, is in the procedure.

@@ -1,6 +1,6 @@
-"""Have two processes the same examples, in the same order? Keyed hashes tell, and tell nobody else anything.
+"""Have two processes the same examples, in the same order? Keyed hashes show it, and reveal nothing else.
 
-The key is drawn for one comparison and forgotten, so a hash says nothing about a row to whoever has not drawn it.
+The key is drawn for one comparison and forgotten, so a hash reveals nothing about a row without it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BITS = 63
 def nonprivate_hash_of_dataset(dataset: Any, key: bytes) -> int:
     """SENSITIVE until it is keyed: of all rows of whole tensors, and of `COMPARED` rows of anything else.
 
-    One that cannot be read counts as such: that a run did not begin would tell that it is there. Where none of them can
+    One that cannot be read counts as such: that a run did not begin would show that it is there. Where none of them can
     be read, that is an error.
     """
     if isinstance(dataset, TensorDataset):

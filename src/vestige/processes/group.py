@@ -1,7 +1,7 @@
-"""Who trains besides this process, and what do they tell each other? A group of processes, or one process alone.
+"""Which processes train together, and what do they exchange? A group of processes, or one process alone.
 
 Built on torch.distributed. Short messages go over a gloo group of their own, so that they never mix with the user's
-collectives and have a time limit: a process that is gone, or has left the loop, ends the others instead of hanging
+collectives and have a time limit: a process that has ended, or has left the loop, ends the others instead of hanging
 them. Sums and parameters go over the group that their device has (NCCL on GPUs).
 """
 
@@ -29,7 +29,7 @@ SECONDS = 600.0
 
 
 class Processes(Protocol):
-    """The processes of one run, as each of them sees them. What is said to be `together` all of them must call, in the
+    """The processes of one run, as each of them sees them. What is marked `Together` all of them must call, in the
     same order."""
 
     rank: int
@@ -50,7 +50,7 @@ class Processes(Protocol):
         ...
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Together: refuse to go on where these facts are not the same everywhere."""
+        """Together: raise ValueError where these facts are not the same everywhere."""
         ...
 
     def told(self, *numbers: int) -> list[list[int]]:
@@ -58,7 +58,7 @@ class Processes(Protocol):
         ...
 
     def same(self, number: int, otherwise: str) -> None:
-        """Together: refuse to go on where this number is not the same everywhere, without saying what it is."""
+        """Together: raise ValueError where this number is not the same everywhere, without naming it."""
         ...
 
     def any(self, holds: bool) -> bool:
@@ -89,7 +89,7 @@ class Processes(Protocol):
 
 
 class Alone:
-    """One process: there is nobody to talk to."""
+    """One process: nothing is exchanged."""
 
     rank, size, several = 0, 1, False
 
@@ -102,13 +102,13 @@ class Alone:
     together = first
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """There is nobody to disagree."""
+        """One process agrees with itself."""
 
     def told(self, *numbers: int) -> list[list[int]]:
         return [list(numbers)]
 
     def same(self, number: int, otherwise: str) -> None:
-        """There is nobody to differ."""
+        """One process agrees with itself."""
 
     def any(self, holds: bool) -> bool:
         return holds
@@ -123,7 +123,7 @@ class Alone:
         return part
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
-        """There is nobody to follow."""
+        """The tensors are process 0's already."""
 
     def secret(self) -> int:
         return secrets.randbits(256)
@@ -272,7 +272,7 @@ class Group:
 
 
 class Lost(ConnectionError):
-    """Another process of the run is gone, or did not answer in time."""
+    """Another process of the run has ended, or did not answer in time."""
 
 
 @contextmanager

@@ -11,7 +11,7 @@ def launched() -> bool:
 
 
 def followed() -> bool:
-    """Whether another process of the same launch speaks for all of them."""
+    """Whether another process of the same launch, rank 0, prints for all of them."""
     return launched() and os.environ["RANK"] != "0"
 
 

@@ -16,7 +16,7 @@ class SharedLedger(Ledger):
     """The ledger of a group: a file in process 0, and in the others a copy in memory.
 
     Every question is one round of messages: what each process is about to ask, and process 0's verdict. Where they are
-    about to ask different things none of them goes on. What they know about assumptions goes with it, and is written
+    about to ask different things none of them continues. What they know about assumptions is sent along, and is written
     after the question: of what they know differently, the weakest.
     """
 
@@ -26,7 +26,7 @@ class SharedLedger(Ledger):
         super().__init__(path if group.rank == 0 else None, budget, replays_are_free=replays_are_free)
         self._group = group
         self._unwritten: dict[str, Stated] = {}
-        """What this process knows about assumptions and has not told the others."""
+        """What this process knows about assumptions and has not sent to the others."""
 
     def open(self, facts: Mapping[str, Any]) -> None:
         if self._group.rank == 0:

@@ -174,7 +174,7 @@ class ShardedLoop:
     # --- the module is as it was --------------------------------------------------------------------------------------
 
     def require_same(self) -> None:
-        """What was gathered for a pass of FSDP2's own is let go of, since it would outlast the next step; and nothing
+        """What was gathered for a pass of FSDP2's own is freed, since it would outlast the next step; and nothing
         was replaced that the twin has a copy of."""
         resharded(self.model)
         form = self._form_now()

@@ -23,7 +23,7 @@ _group: Group | None = None
 
 def processes(device: torch.device | str | None = None) -> Processes:
     """The processes that train together: those of torch's default group, which is made where torchrun has started
-    several and nobody has made one yet. Together, at its first call."""
+    several and none has been made yet. Together, at its first call."""
     global _group
     if not dist.is_available():
         return ALONE
@@ -46,7 +46,7 @@ def processes(device: torch.device | str | None = None) -> Processes:
 
 
 def require_same_group(group: Processes) -> None:
-    """At every step: processes that appear, or disappear, while a run goes on are nobody's plan."""
+    """At every step: processes may not appear or disappear during a run."""
     now = dist.is_available() and dist.is_initialized()
     if not group.several:
         if launched() or (now and dist.get_world_size() > 1):
@@ -66,7 +66,7 @@ REFUSED = {
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model itself. DistributedDataParallel around it is told to add nothing up: sums are made of clipped gradients
+    """The model itself. DistributedDataParallel around it is set to add nothing up: sums are made of clipped gradients
     here, and what it would add up has not been clipped."""
     kind = type(module).__name__
     if kind in REFUSED:
@@ -89,7 +89,7 @@ def _silence(wrapper: nn.parallel.DistributedDataParallel) -> None:
 def silence_wrapper() -> None:
     """Inside a pass of a private model: a DistributedDataParallel that was put around it since adds nothing up either,
     sends no buffers, and looks for no unused parameters: one process may have more passes than another, and would wait
-    for messages that nobody sends."""
+    for messages that are never sent."""
     wrapper = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is not None:
         _silence(wrapper)
@@ -144,13 +144,13 @@ def require_same_model(group: Processes, tensors: Iterable[Tensor], step: int) -
 
 
 def loss_of(loss: Any) -> list[str]:
-    """What tells a loss from another: its name, and its code where it is a function."""
+    """What identifies a loss: its name, and its code where it is a function."""
     code = getattr(loss, "__code__", None)
     name = getattr(loss, "__qualname__", None) or repr(loss)
     return [str(getattr(loss, "__module__", "")), name, "" if code is None else f"{digest(code.co_code.hex()):x}"]
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:
-    """Tells parameters from others that differ in any bit, for the price of a sum over them."""
+    """A fingerprint of parameters that differs with any bit, for the price of a sum over them."""
     sums = [t.detach().contiguous().reshape(-1).view(torch.int32).sum(dtype=torch.int64) for t in tensors]
     return digest(torch.stack(sums).tolist())

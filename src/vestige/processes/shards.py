@@ -135,7 +135,7 @@ class Shards:
         self._filled = True
 
     def empty(self) -> None:
-        """The skeleton lets go of them."""
+        """The skeleton drops them."""
         for husk in self._husks.values():
             husk.data = torch.zeros((), dtype=husk.dtype, device=husk.device).expand(husk.shape)
         self._filled = False
@@ -257,7 +257,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def resharded(model: nn.Module) -> None:
-    """Let go of what FSDP2 has gathered for a pass of its own: it keeps the outermost module's parameters until a
+    """Free what FSDP2 has gathered for a pass of its own: it keeps the outermost module's parameters until a
     backward pass of its own, and would evaluate with them again though the rows have moved since."""
     for module in model.modules():
         if of_fsdp(type(module)):

@@ -42,7 +42,7 @@ class Randomness(HoldsKey):
 
     `secret()` draws the key from the operating system; it lives in this process alone: a resumed run never meets its
     old noise again, and a forked process has another key. `reproducible(seed)` makes every stream predictable, and the
-    run protects nobody.
+    run is not private.
     """
 
     entropy: int
@@ -91,5 +91,6 @@ class Randomness(HoldsKey):
         return SecretStream(hashlib.blake2b(f"{purpose}/{index}".encode(), key=master, digest_size=64).digest())
 
     def seed(self, purpose: str, index: int) -> int | None:
-        """32 bits for a generator that is not ours, where a run must repeat; a secret run lends nobody its key."""
+        """32 bits for a generator that is not ours, where a run must repeat; the key of a secret run is never passed
+        on."""
         return int(self.stream(purpose, index).integers(2**32)) if self.predictable else None

@@ -1,4 +1,4 @@
-"""How does a sum leave so that no last bit tells anything? As whole steps of a public lattice, noise included.
+"""How is a sum released so that its last bits reveal nothing? As whole steps of a public lattice, noise included.
 
 The sum is rounded to the lattice, and a rounded Gaussian is added in integers. For an integer k, k + round(N) is
 round(k + N): this is post-processing of the Gaussian mechanism on the rounded sum, whatever the data. Data and noise

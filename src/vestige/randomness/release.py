@@ -86,7 +86,7 @@ class Release:
     """Whose part this is, where processes have parts of a release; None where it is whole."""
 
     def totalled(self, sums: Tensor) -> Tensor:
-        """Sums over coordinates, from those over the coordinates at hand."""
+        """Sums over coordinates, from those over this process's coordinates."""
         return sums if self.divided is None else self.divided.total(sums)
 
     @property

@@ -1,7 +1,7 @@
 """How is a Gaussian of a billion steps, rounded to whole steps, drawn without a visible grid? By tables and rejection.
 
 A magnitude's bin comes from an alias table of exact integers, made in high precision; its place inside the bin is
-uniform, and kept with probability exp(-t) for a rational t. Both are decided by the random bits at hand, and where
+uniform, and kept with probability exp(-t) for a rational t. Both are decided by the random bits drawn so far, and where
 those do not decide, by more of them. Floating point only sorts out the cases that are clear.
 """
 

@@ -249,7 +249,7 @@ class RowsOfUsers(_StepByStep):
     """A Poisson sample of rows that belong to users, of each of whom it keeps at most `users.cap` rows, drawn uniformly
     from that user's own rows that joined.
 
-    Formal guarantees: which rows of a user are kept does not depend on anybody else's.
+    Formal guarantees: which rows of a user are kept does not depend on other users'.
     """
 
     kind: ClassVar[str] = "poisson"

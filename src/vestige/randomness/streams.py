@@ -31,7 +31,7 @@ class Stream(Protocol):
 
 
 class SecretStream:
-    """AES-256 in counter mode: whoever lacks the key cannot tell these numbers from uniform ones.
+    """AES-256 in counter mode: without the key these numbers cannot be distinguished from uniform ones.
 
     One key is used for one stream, from counter 0 on. Of the 64 bytes that a stream begins with, which are as secret as
     the run's own key, half are that key, and half are its first four words: those that draw elsewhere, on a GPU, need
@@ -56,7 +56,7 @@ class SecretStream:
             return np.frombuffer(bytearray(first[: 8 * count]), dtype=np.uint64)
         if self._key is not None:
             self._cipher, self._key = Cipher(algorithms.AES(self._key), FROM_ZERO).encryptor(), None
-        # Encrypting nothing but zeros leaves the key stream itself. The room for one more block is what OpenSSL wants.
+        # Encrypting zeros leaves the key stream itself. The room for one more block is what OpenSSL wants.
         drawn = np.empty(8 * count + BLOCK - 1, dtype=np.uint8)
         self._cipher.update_into(bytes(8 * count), drawn.data)
         return drawn[: 8 * count].view(np.uint64)

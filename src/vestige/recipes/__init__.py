@@ -1,4 +1,4 @@
-"""What has worked, at which settings? Recipes by name, for known datasets and for one's own data; and plans."""
+"""What has worked, at which settings? Recipes by name, for known datasets and for a user's data; and plans."""
 
 from vestige.recipes.catalogue import RECIPES, find
 from vestige.recipes.recipe import Recipe

@@ -1,4 +1,4 @@
-"""How is a recipe applied to data of one's own? A model for them is built, and trained as the recipe says."""
+"""How is a recipe applied to a user's data? A model for them is built, and trained as the recipe says."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def recipe(
     train_with: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Training:
-    """Train a model on data of one's own by a recipe of `vestige recipes`; iterate over the result, as of `train`.
+    """Train a model on your own data by a recipe of `vestige recipes`; iterate over the result, as of `train`.
 
     - `data` are (inputs, labels): images [rows, channels, height, width], features [rows, numbers], a table [rows,
       columns] with `bounds`, one (low, high) for each column, or a list of texts.

@@ -53,7 +53,7 @@ class Recipe:
     task: str | None = None
     """The task of `vestige tasks`; None: it is given, or the data are the user's own."""
     network: str | None = None
-    """The model for data of one's own (`tasks.models.NETWORKS`), unless one is given."""
+    """The model for a user's data (`tasks.models.NETWORKS`), unless one is given."""
     method: str = "dp-sgd"
     clip: float = 1.0
     momentum: float = 0.0

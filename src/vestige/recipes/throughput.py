@@ -28,7 +28,7 @@ def seconds_a_step(
 ) -> float:
     """How long a private step takes on samples of so many made-up examples; the first two steps are not counted.
 
-    Formal guarantees: nobody's data are touched.
+    Formal guarantees: no data are read.
     """
     torch.manual_seed(0)
     model = network(name, shape, 10)

@@ -2,7 +2,7 @@
 
 Members are rows that the generator was made from, others are rows of the same kind that it was not. An attacker scores
 each by how much likelier the made-up set makes it than a set of reference rows does; the area under the ROC says how
-well that tells them apart. Figures compare private rows without noise: they are for whoever holds these rows.
+well that tells them apart. Figures compare private rows without noise: they are for the owner of these rows.
 """
 
 from __future__ import annotations

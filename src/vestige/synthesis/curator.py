@@ -31,7 +31,7 @@ AT_ONCE = 1 << 25
 
 
 class Interrupted(Exception):
-    """Whoever waits for the answers wants no more of them now."""
+    """The caller has asked to stop."""
 
 
 class Answers(Protocol):
@@ -94,7 +94,7 @@ class TableCurator:
         self.step = 0
         """How many questions were answered."""
         self.on_answer: Callable[[int], bool] = lambda done: True
-        """Told how many; False interrupts, between two questions."""
+        """Called with how many; False interrupts, between two questions."""
 
     def counts(self, groups: Sequence[tuple[int, ...]], maps: Sequence[Codes], multiplier: float) -> list[Counts]:
         """How many rows are in each cell of these groups of columns, noised: one question about all of them. `maps` is

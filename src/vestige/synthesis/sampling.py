@@ -119,7 +119,7 @@ def sampled(
     on_batch: Callable[[int, int, float], bool],
 ) -> list[Row] | None:
     """Texts of each label, a batch a line of `file`: what is there already is not drawn again. None where `on_batch`,
-    which is told texts done, texts wanted and tokens per second, says False."""
+    which is called with texts done, texts wanted and tokens per second, says False."""
     done = _kept(file)
     total, made, begin, tokens = sum(counts.values()), sum(map(len, done)), time.perf_counter(), 0
     training = model.training

@@ -28,7 +28,7 @@ class Dataset:
     needs_data: bool
     notes: str
     rows: Callable[[Path | None], tuple[Any, Any]]
-    """The training rows as they stand in the file, before anything is scaled or cut: inputs and labels."""
+    """The training rows as read from the file, before anything is scaled or cut: inputs and labels."""
     images: bool = True
 
 

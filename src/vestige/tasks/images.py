@@ -53,7 +53,7 @@ def whole_images(
     originals: Callable[[Path], Arrays | None],
     bundled: Callable[[], Arrays] | None = None,
 ) -> tuple[Any, Any]:
-    """The training images and labels as they stand in the file."""
+    """The training images and labels as read from the file."""
     arrays = bundled() if path is None and bundled else _find_arrays(existing(path), files, originals)
     return arrays["x_train"], arrays["y_train"]
 

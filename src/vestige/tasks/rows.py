@@ -1,6 +1,6 @@
-"""How are named columns read from a user's file? Row by row, and an error names a place, never what stands there.
+"""How are named columns read from a user's file? Row by row, and an error names a place, never its content.
 
-The columns' names are not listed either: of a .csv without a header they would be somebody's row.
+The columns' names are not listed either: of a .csv without a header they would be a private row.
 """
 
 from __future__ import annotations

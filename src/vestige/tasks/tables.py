@@ -129,7 +129,7 @@ def bounded(table: Tensor, bounds: Sequence[tuple[float, float]]) -> Tensor:
 def read_table(path: str | Path, columns: Sequence[Column], label: str, labels: Sequence[str]) -> LabelledTensors:
     """A .csv, .jsonl or .parquet as numbers and labels: the place of each row's label among `labels`.
 
-    A row's label must be one of them: an error names its place in the file, and never what stands there.
+    A row's label must be one of them: an error names its place in the file, and never its content.
     """
     if label in [column.name for column in columns]:
         raise ValueError(f"label_column={label!r} is among the columns: a model would read the answer there")

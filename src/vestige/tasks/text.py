@@ -34,7 +34,7 @@ def read_bags(path: Path | None) -> tuple[LabelledTensors, LabelledTensors]:
 
 
 def whole_reviews(path: Path | None) -> tuple[list[str], list[int]]:
-    """The training reviews and their labels as they stand in the file."""
+    """The training reviews and their labels as read from the file."""
     found = [(text, label) for split, text, label in _reviews(existing(path)) if split == "train"]
     return [text for text, _ in found], [label for _, label in found]
 

@@ -65,7 +65,7 @@ def _archive(path: Path) -> tuple[Any, ...]:
 
 
 def parts_of(data: str | None, task: str | None, column: str) -> list[str]:
-    """The part of each row of a table: what stands in a column, as text."""
+    """The part of each row of a table: its value in a column, as text."""
     if task is not None or data is None or Path(data).suffix not in READERS:
         raise ValueError(
             f"part_by={column!r} is a column of a table: give data=FILE ({', '.join(READERS)}) and no task"

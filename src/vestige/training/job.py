@@ -187,7 +187,7 @@ def start(
         if resume and out is not None and RunFolder(out).request().get("features", identity) != identity:
             raise ValueError(f"features={job.features!r} is another encoder than the one that this run began with")
         beginning = {"features": identity}
-    if job.prior is not None and not resume:  # a run that goes on has its weights from its checkpoint
+    if job.prior is not None and not resume:  # a resumed run has its weights from its checkpoint
         prior = pretrained.read(job.prior)
         pretrained.start_from(task.model, prior)
         beginning |= {"prior": {**prior.statement, "network": prior.network, "sha256": prior.content}}
@@ -290,7 +290,7 @@ def complete(job: Job, task: tasks.Task, training: Training, on_record: OnRecord
                 seen, loss = evaluate(task.model, task.test, task.loss)
             training.log |= {"accuracy": seen, "test_loss": loss}
         wanted = on_record is None or on_record(training, record, seen)
-        if training.group.any(not wanted):  # whoever of them was interrupted
+        if training.group.any(not wanted):  # any of them was interrupted
             interrupted = True
             break
     seconds = time.perf_counter() - begin
@@ -333,7 +333,7 @@ def _moments(job: Job) -> PrivateMoments | None:
 
 
 def _public_examples(job: Job, method: Method) -> tuple[Any, Any] | None:
-    """The examples that a schedule may look at without noise: declared public by whoever named their file."""
+    """The examples that a schedule may look at without noise: declared public by the user who named their file."""
     file = method.gate.public_file
     if file is None:
         return None

@@ -39,7 +39,7 @@ class Request:
     noise_multiplier: float | None = None
     lr: float | Literal["auto"] = "auto"
     begun_at: tuple[float, str] | None = None
-    """The automatic rate of a run that goes on, and the reason that was given for it."""
+    """The automatic rate of a resumed run, and the reason that was given for it."""
     sampling: str = "poisson"
     max_batch: int | None = None
     """The most examples that a truncated sample keeps."""

@@ -74,7 +74,7 @@ def audited(canaries: Canaries, delta: float) -> Audited:
 
 @dataclass(frozen=True)
 class Joined:
-    """How often canaries were drawn in a loop, beside the rate that was priced. They are nobody's: it may be shown."""
+    """How often canaries were drawn in a loop, beside the rate that was priced. They are made up: it may be shown."""
 
     joined: int
     chances: int

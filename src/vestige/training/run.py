@@ -173,7 +173,7 @@ def train(
       norms, sums and noise stay what they are. `device` is where the model is moved to first.
     - `collate_fn`, `num_workers` and `pin_memory` are those of a DataLoader: workers read the next samples while one is
       computed, and every example is collated, and padded, by itself.
-    - `reproducible=seed` makes noise and sampling predictable, for tests: such a run protects nobody and has no
+    - `reproducible=seed` makes noise and sampling predictable, for tests: such a run is not private and has no
       epsilon.
     - With `out`, a folder receives the ledger, checkpoints and records, and `resume=True` continues an interrupted run.
       `request` is written there beside them. `log_to` also logs what is released to "tensorboard:FOLDER",
@@ -620,7 +620,7 @@ class Training(HoldsKey):
         """What the ledger says about the book of the dataset."""
 
     def _of_users(self, examples: Examples, request: Request, key: Randomness) -> tuple[Users | None, Source, Request]:
-        """Whose presence is hidden, what samples are drawn from, and the request that says so."""
+        """Whose presence is hidden, what samples are drawn from, and the request with both."""
         self._owned_hash, asked = 0, self.settings.users
         if asked is None:
             return None, examples, request
@@ -762,7 +762,7 @@ class Training(HoldsKey):
         does not hold is refused before anything is written."""
         if resume and self.folder is not None:
             begun = self.group.first(lambda: persistence.begun(self.folder))  # type: ignore[arg-type]
-            run = self.group.first(lambda: continued(begun, self.settings.budget))  # the book lies with process 0
+            run = self.group.first(lambda: continued(begun, self.settings.budget))  # process 0 has the book
             self._book_entry = begun.get("budget")
             persistence.resume(self, self.folder, self._facts_of_the_run())
             if self.method.probe.solves and not self.state.step and persistence.asked(self.folder):
@@ -863,7 +863,7 @@ class Training(HoldsKey):
         return int(self.curator.nonprivate_broken_examples)
 
     def __iter__(self) -> Iterator[Record]:
-        """Every step's record; after the last one the run is finished, and its folder says so."""
+        """Every step's record; after the last one the run is finished, and its folder is complete."""
         name = self.method.name if self.folder is None else self.folder.path.name
         sinks = self.settings.log_to if self.group.rank == 0 else ()
         with contextlib.closing(self.steps()) as records, loggers.opened(sinks, name) as logs:
@@ -898,7 +898,7 @@ class Training(HoldsKey):
         )
 
     def _repr_html_(self) -> str:
-        """As notebooks show it: the plan, and what may be said so far."""
+        """As notebooks show it: the plan, and the guarantee so far."""
         return f"<p><code>{escape(repr(self))}</code></p>{self.guarantee()._repr_html_()}"
 
     def steps(self) -> Generator[Record, None, None]:
@@ -922,7 +922,7 @@ class Training(HoldsKey):
         keys = ("sampling", "noise", "arithmetic", "coordinates", "nonprivate_outputs", "schedule")
         terms = {key: getattr(self.facts, key) for key in keys}
         if self.facts.schedule == "filtered":
-            # A filter's orders and weights must be fixed before the first answer, and be known to whoever verifies it.
+            # A filter's orders and weights must be fixed before the first answer, and be known to `vestige verify`.
             terms["filter_epsilon"] = self.facts.filter_epsilon
             terms["filter_expects"] = [question.to_json() for question in self.planned]
         if self.users is not None:

@@ -72,8 +72,8 @@ def verify(path: str | Path, *, unfinished: bool = False, rows_per_user: int | N
     at the first contradiction.
 
     A run that is not finished is refused, unless `unfinished` asks for its cost so far: nothing in its folder could
-    tell it from a longer one whose ledger was cut. `rows_per_user` also asks what the run means for a person who has
-    at most so many rows.
+    distinguish it from a longer one whose ledger was cut. `rows_per_user` also asks what the run means for a person who
+    has at most so many rows.
     """
     folder = RunFolder(path)
     if not folder.path.is_dir():

@@ -3,7 +3,7 @@
 Everything is computed, nothing is sampled. The adversary's data make one number of each candidate worth watching: the
 coordinate along the canary's gradient, which is the only one that is not zero. Without the canary every candidate that
 moved up along it raises the loss by the whole range of the test, and every other lowers it; where the canary is in the
-sample of the test, its own loss turns that around. So a kept candidate tells of the canary twice: by the noisy
+sample of the test, its own loss turns that around. So a kept candidate depends on the canary twice: by the noisy
 gradient, for which the papers charge, and by having been kept, for which they do not.
 """
 
@@ -101,7 +101,7 @@ def _released(claimed: Claimed, candidates: Array, up: NDArray[np.bool_], turned
 
 def _preferred(claimed: Claimed) -> float:
     """How often a kept candidate that lowers the loss is preferred to a kept one that raises it: its noisy change is
-    smaller by more than the tie, or a coin says so."""
+    smaller by more than the tie, or a coin decides for it."""
     scale = 2 * claimed.sigma_v
     norms = {level: norm.cdf((claimed.threshold - level) / scale) for level in (-1, 1)}
 

@@ -24,7 +24,7 @@ IDEAL = 1e-3
 """The share of delta that is added for noise which is not quite ideal (`guarantees.LARGEST_LOSS`)."""
 FINER = 4
 LARGEST_MU, LARGEST_EPSILON = 100.0, 200.0
-"""Beyond these nobody is protected, and nothing but epsilon and delta is used."""
+"""Beyond these there is no protection, and only epsilon and delta are used."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tradeoff:
     """Deltas of a history at epsilons from 0 up, from above, where an example is removed and where one is added.
 
     Formal guarantees: `detection(a)` bounds the detections of every attacker with a share `a` of false alarms, who
-    tells data with an example from data without it; `area()` bounds the area under every attacker's ROC.
+    distinguishes data with an example from data without it; `area()` bounds the area under every attacker's ROC.
     """
 
     epsilons: Array

@@ -16,7 +16,7 @@ from vestige.solvers import brentq
 from vestige.units import Users
 
 LARGEST_EPSILON = 500.0
-"""Of a group; beyond it nobody is protected."""
+"""The largest epsilon of a group; beyond it there is no protection."""
 
 
 def history_of_user(history: History, users: Users) -> History | None:

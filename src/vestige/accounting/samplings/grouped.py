@@ -46,7 +46,7 @@ def profile(question: GroupedGaussian) -> Profile:
 
     Formal guarantees: dominates the release for adding or removing the contributions of a person who has at most
     `group` rows, if each row joins independently with probability `rate`, and of those that joined at most `cap` are
-    kept by coins that look at nobody else's rows.
+    kept by coins that do not depend on other people's rows.
     """
     simple = _without_mixture(question)
     if simple is not None:
@@ -152,7 +152,7 @@ def _curve(question: GroupedGaussian) -> Array:
     if question.multiplier == 0:
         return np.full(len(ORDERS), np.inf)
     scale, most = question.multiplier, question.most
-    known = ORDERS * most**2 / (2 * scale**2)  # nobody's rows are left out
+    known = ORDERS * most**2 / (2 * scale**2)  # no rows are left out
     counts, logs, _ = contributions(question, 0.0)
     counts, logs = np.append(0.0, counts), np.append(xlog1py(question.group, -question.rate), logs)
     nodes = _nodes(counts, logs, scale)

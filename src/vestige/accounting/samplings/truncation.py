@@ -1,7 +1,7 @@
 """What does a Poisson sample cost of which at most so many examples are kept? A mixture of two sampled Gaussians.
 
-Whether the others alone fill the batch is as likely with the example as without it, and may be told. Where they do not,
-the example joins with the sampling's rate and nobody makes room for it. Where they do, it is kept with a smaller
+Whether the others alone fill the batch is as likely with the example as without it, and may be public. Where they do
+not, the example joins with the sampling's rate and replaces no other. Where they do, it is kept with a smaller
 probability, and takes the place of another: one contribution comes and one goes, so the sum moves by twice the bound.
 """
 

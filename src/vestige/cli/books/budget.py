@@ -74,7 +74,7 @@ def open_(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Open a book for a dataset. All that is said here is fixed from then on.
+    """Open a book for a dataset. All of these settings are fixed from then on.
 
     Examples:
 
@@ -296,7 +296,7 @@ def grant(
     epsilon: Annotated[float, typer.Option(help="Up to which reading of their own; 0 takes the grant away.")],
     as_json: Json = False,
 ) -> None:
-    """Let somebody spend up to a part of the budget. Once anybody has a grant, nobody else may spend.
+    """Let a person spend up to a part of the budget. Once there is a grant, only people with a grant may spend.
 
     Example:
 

@@ -56,7 +56,7 @@ def _left(found: dict[str, Any]) -> str:
 
 
 def _bar(found: dict[str, Any]) -> str:
-    """Spent, reserved and free, as one bar with its numbers beside it."""
+    """Spent, reserved and free, as one bar with its numbers."""
     whole = found["epsilon"]
     spent, reserved = (min(1.0, found[key] / whole) for key in ("epsilon_spent", "epsilon_reserved"))
     label = f"{found['epsilon_spent']:.3f} of {whole:g} spent, {found['epsilon_reserved']:.3f} with what is reserved"

@@ -1,1 +1,1 @@
-"""How is one model trained from the terminal, and what is said about it afterwards?"""
+"""How is one model trained from the terminal, and what is printed about it afterwards?"""

@@ -215,7 +215,7 @@ def _several(text: str | None) -> tuple[str, ...] | None:
 
 class Pace:
     """Tokens per second, as a sample of the expected size has them, padded to the public length: how many were written,
-    and by how many, is nobody's business. The first step, which prepares the others, is left out."""
+    and by how many, is private. The first step, which prepares the others, is left out."""
 
     def __init__(self, each: float) -> None:
         self._each, self._begin, self.tokens = each, 0.0, 0.0

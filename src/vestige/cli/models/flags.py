@@ -116,7 +116,7 @@ PANELS = {
     "nonprivate_transcript quiet",
     "Machine": "physical_batch cuda_graphs device resume trust",
 }
-"""Where options stand in the help of commands that train, unless they say it themselves."""
+"""The help panel of each option of commands that train, unless the option names one itself."""
 
 
 def grouped(parameters: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""How are weights that saw nobody made from the terminal? `vestige prior make`; `vestige prior show` says of what."""
+"""How are weights without private data made from the terminal? `vestige prior make`, and `vestige prior show`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prior(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("prior.pt"),
     as_json: Json = False,
 ) -> None:
-    """Make weights that saw nobody's data, for a private run to start from; or say what a file of them is.
+    """Make weights from procedural images alone, for a private run to start from; or say what a file of them is.
 
     A network learns by contrast on images that a procedure draws from random numbers. The file holds its weights and a
     statement of what they were made of; `vestige train --prior FILE` starts from them, at no price.

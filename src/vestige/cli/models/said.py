@@ -1,4 +1,4 @@
-"""What do all commands that train one model say? What is not private, what was spent, how to go on."""
+"""What do all commands that train one model print? What is not private, what was spent, how to resume."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from vestige.compare.report.page import document, export_figures, panels
 Audit = Mapping[str, Any]
 """The result of `vestige audit --out FILE`, or the `to_json` of a loop's audit."""
 MADE_UP = "stand-in"
-"""The task of audits that were trained on nobody's rows."""
+"""The task of audits that were trained on made-up rows."""
 STANDS = (
     "We attacked our own training with an adversary who sees what is named here, and found no more than the guarantee "
     "allows; such a test can uncover a fault, and can never prove that there is none."

@@ -26,7 +26,7 @@ class StackedRun:
     noise_multiplier: float
     lr: float
     seed: int | None = None
-    """Makes this run's noise and sampling those of `train(..., reproducible=seed)`: such a run protects nobody."""
+    """Makes this run's noise and sampling those of `train(..., reproducible=seed)`: such a run is not private."""
 
 
 def alike(values: Sequence[Any]) -> list[slice]:

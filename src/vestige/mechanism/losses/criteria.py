@@ -160,7 +160,7 @@ def _by_class(function: Callable[..., Tensor], options: dict[str, Any], outputs:
 
 
 def likelihood(function: Callable[..., Tensor], outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Every target's own loss. A target that is no class is refused without being named: it is somebody's."""
+    """Every target's own loss. A target that is no class is refused without being named: it is private."""
     try:
         return function(outputs, targets, **options, reduction="none")
     except IndexError:

@@ -57,7 +57,7 @@ class LossDifference:
         return self.within(*(float(each) for each in self.sums(before, after)))
 
     def sums(self, before: Tensor, after: Tensor) -> Tensor:
-        """SENSITIVE: what the bounded change is made of, for the examples at hand: sums of it over parts of a sample
+        """SENSITIVE: what the bounded change is made of, for the given examples: sums of it over parts of a sample
         are those of the sample."""
         before, after = before.double(), after.double()
         if self.each is None:

@@ -25,7 +25,7 @@ Raises ValueError where outputs and labels are not of its kind.
 
 
 def next_token(outputs: Tensors, labels: Tensors, tokens: int | None) -> Tensor:
-    """Of a causal language model: each position is to say the token after it. What stands before the first, a prompt
+    """Of a causal language model: each position predicts the token after it. What comes before the first, a prompt
     that is learned, has labels of its own."""
     logits, target = outputs["logits"], labels["labels"]
     _require(target.dim() == 2 and logits.dim() == 3 and logits.shape[1] >= target.shape[1])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 BLOCK = 4096
 
-# Triton launches on the current device, which need not be the one where the tensors lie.
+# Triton launches on the current device, which need not be the tensors' device.
 
 
 def log_totals(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Users in a loop of one's own: whose rows a loader has, and how many of one take part."""
+"""How are users protected in a user's training loop? Whose rows a loader has, and how many of one take part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vestige.units import Users
 
 @dataclass(frozen=True, eq=False)
 class LoaderOfUsers:
-    """A loader of rows whose users are named; None in the place of users: each row is somebody's own."""
+    """A loader of rows whose users are named; None in the place of users: each row is a user of its own."""
 
     loader: DataLoader[Any]
     users: Users | None = None
@@ -44,7 +44,7 @@ def of_users(
     delta: float | None,
 ) -> LoaderOfUsers:
     """The loader with at most `rows_per_user` rows of each user. The coins that leave others out are public: every
-    process, and a run that goes on, leaves out the same, and nothing is concluded from their being secret."""
+    process, and a resumed run, leaves out the same, and nothing is concluded from their being secret."""
     if ids is None:
         asked = (("sample", sample, "rows"), ("rows_per_user", rows_per_user, None), ("cap", cap, None))
         for name, value, usual in asked:

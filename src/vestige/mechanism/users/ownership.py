@@ -57,7 +57,7 @@ class Ownership:
 
         With one owner each, those that stay are drawn uniformly from each user's own. With several, rows are gone
         through by the number of their owners, then by their place: one stays if all of its owners have room for it
-        (2503.03622, algorithm 2). Either way nothing but the ownership decides, which is public.
+        (2503.03622, algorithm 2). Either way only the ownership decides, which is public.
         """
         if self.counts.max(initial=0) <= most:
             return np.arange(self.population)

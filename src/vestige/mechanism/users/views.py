@@ -58,8 +58,8 @@ def mixed(numbers: np.ndarray, seed: int) -> np.ndarray:
 class UserExamples:
     """SENSITIVE: users, each with all of its rows or with `cap` of them, drawn anew for every question.
 
-    A part of a sample is a set of users, never of rows, so that nobody's rows are clipped apart. Users with equally
-    many rows are put together: no row is padded or computed in vain.
+    A part of a sample is a set of users, never of rows, so that the rows of a user are never clipped apart. Users with
+    equally many rows are put together: no row is padded or computed without need.
     """
 
     def __init__(self, examples: Examples, owned: Ownership, cap: int | None, randomness: Randomness) -> None:
@@ -73,7 +73,7 @@ class UserExamples:
         return self._examples.blank()
 
     def parts(self, users: Tensor, most: int) -> Sequence[Tensor]:
-        """Users in parts of at most `most` rows; somebody with more is a part alone."""
+        """Users in parts of at most `most` rows; a user with more is a part alone."""
         if int(self._most[users.numpy()].sum()) <= most:
             return [users]
         ends, rows = [], 0

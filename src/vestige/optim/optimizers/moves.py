@@ -3,7 +3,7 @@
 A step of `torch.optim.SGD` or `AdamW` on a GPU is a few kernels, and ten times as long in Python: hooks, a profiler's
 record, and all of it once more for each group of parameters. Balanced steps have a learning rate for each constant, and
 would pay that for each of them. `Moves` calls the same operations of torch with the same numbers, for all constants at
-once, where the optimizer is one of torch's own and nobody waits for its step; elsewhere it leaves the step to the
+once, where the optimizer is one of torch's own and nothing hooks its step; elsewhere it leaves the step to the
 optimizer. What is moved is the same, bit for bit.
 """
 
@@ -81,7 +81,7 @@ class Moves:
         return all(p in state and "step" in state[p] and state[p]["step"].is_cpu for p in params)
 
     def _watched(self) -> bool:
-        """Whether somebody waits for the optimizer's own step: a scheduler, a hook, a profiler, a scaler."""
+        """Whether the optimizer's own step is hooked: by a scheduler, a hook, a profiler, a scaler."""
         optimizer, own = self._optimizer, self._own
         patched = (
             "step" in vars(optimizer) if own is None else getattr(own, "__func__", None) is not type(optimizer).step
@@ -185,7 +185,7 @@ def balanced(optimizer: Optimizer, scales: Scales | None) -> AbstractContextMana
 @contextmanager
 def _balanced(optimizer: Optimizer, scales: Scales) -> Iterator[None]:
     kept = optimizer.param_groups
-    # AdamBC hears the noise of all coordinates in their order; elsewhere fewer groups are fewer kernels.
+    # AdamBC takes the noise of all coordinates in their order; elsewhere fewer groups are fewer kernels.
     in_order = hasattr(optimizer, "hear")
     optimizer.param_groups = [part for group in kept for part in _parts(group, scales, in_order)]
     try:

@@ -40,9 +40,10 @@ class Spectral:
     shrinks it to the trend's norm, and the warmth grows from 0 to 1 over `warm_up` steps (None: one epoch; 0: at once).
 
     `refresh` is the number of steps between spectra (None: one epoch). A spectrum is used from `lag` steps after the
-    parameters it is of, so that it can be found while training goes on; until then the one before it is, and the first
-    is never late. Which spectrum a step uses depends on its number alone. The paper's schedule is a refresh of 1 with a
-    lag of 0: it is found while the gradients at the same parameters are computed (`prepare`), and awaited after them.
+    parameters it is of, so that it can be computed while training continues; until then the one before it is, and the
+    first is never late. Which spectrum a step uses depends on its number alone. The paper's schedule is a refresh of 1
+    with a lag of 0: it is found while the gradients at the same parameters are computed (`prepare`), and awaited after
+    them.
 
     `shuffled` gives each group the exponent of another one, by a permutation that follows from the step's number: the
     paper's ablation of whether it matters which layer a spectrum is of.
@@ -278,7 +279,7 @@ class Spectral:
 
 
 def _shown(state: MemoryState, gate: Tensor, scale: Tensor, ratio: Tensor, depths: Tensor) -> dict[str, Tensor]:
-    """What a step tells of itself; means over groups first."""
+    """The diagnostics of a step; means over groups first."""
     return {
         "effective_depth": depths.mean(-1),
         "memory_ratio": ratio.mean(-1),
@@ -304,7 +305,7 @@ def group_exponents(
 def _exponents_divided(
     parameters: Parameters, groups: Sequence[int], convention: Convention, divided: Divided
 ) -> Tensor:
-    """`group_exponents`, each weight's by one process: all of them are told."""
+    """`group_exponents`, each weight's by one process, and sent to all."""
     members = [(name, group) for (name, w), group in zip(parameters.items(), groups, strict=True) if w.dim() >= 2]
     found = torch.zeros(2, len(members), dtype=torch.float64)
     wholes = divided.one_by_one({name: parameters[name] for name, _ in members})
@@ -348,7 +349,7 @@ def _permutation(groups: int, step: int) -> list[int]:
 class Awaited:
     """Spectra that later steps will use. Their parameters lie in `ring`, [*lead, slots, size], while they are found.
 
-    The ring is all that a checkpoint holds of them. Whoever has a copy of it, after a rollback or in another process,
+    The ring is all that a checkpoint holds of them. A copy of it, after a rollback or in another process,
     has no spectrum begun, and finds it when it is taken: the same one.
     """
 

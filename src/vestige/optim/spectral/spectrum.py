@@ -1,6 +1,6 @@
 """How heavy is the tail of a layer's spectrum? The power-law exponent of its weights, as WeightWatcher fits it.
 
-`exponents` finds them at once; `Background` finds them on threads of the CPU, while training goes on.
+`exponents` finds them at once; `Background` finds them on threads of the CPU, while training continues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 Convention = Literal["flatten", "per-position"]
 
 FEWEST = 10
-"""With fewer eigenvalues than this a power law cannot be told from anything else: the exponent is undefined."""
+"""With fewer eigenvalues than this a power law cannot be recognized: the exponent is undefined."""
 
 FLOOR = 1e-5
 """WeightWatcher fits only eigenvalues above this, an absolute cut: the exponent is scale invariant above it alone."""
@@ -97,7 +97,7 @@ def _solved(matrices: list[Tensor], floor: float, squared: bool = False) -> Tens
         return _fitted(matrices, sizes, floor, squared)
     try:
         return script(matrices, sizes, floor, squared)
-    except RuntimeError:  # which is said in TorchScript's words
+    except RuntimeError:  # TorchScript's own wording
         return _fitted(matrices, sizes, floor, squared)
 
 
@@ -298,7 +298,7 @@ class Background:
         return self._future.result()
 
     def _send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Where these lie in the host's memory once `_landed` is over."""
+        """Host memory for these, filled once `_landed` is over."""
         flat = torch.cat([each.flatten() for each in tensors])
         here = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
         self._landed = torch.cuda.Event()

@@ -1,1 +1,1 @@
-"""Which features need no training here? Those that nobody's rows were asked for: wavelets, and frozen encoders."""
+"""Which features need no training here? Those that do not depend on private rows: wavelets, and frozen encoders."""

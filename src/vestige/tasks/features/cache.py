@@ -38,7 +38,7 @@ def cached(images: Tensor, kind: str, how: str, compute: Callable[[Tensor], Tens
 
 
 def _check_own(folder: Path) -> None:
-    """Refuse a folder into which anybody may put features of their own."""
+    """Refuse a folder that other users may write to: they could replace the features."""
     if folder.exists() and folder.stat().st_mode & stat.S_IWOTH:
         raise ValueError(f"VESTIGE_CACHE={str(folder)!r} can be written by anybody: chmod 700, or take another folder")
 
