@@ -11,13 +11,12 @@ import gc
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import ceil, inf, sqrt
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vestige.devices import tf32_convolutions, tf32_products
@@ -29,25 +28,21 @@ from vestige.engines.capture_guards import (
     restore_host_draws,
     state_fingerprint,
 )
-from vestige.engines.example_axis.labels import NotApart, untracked
+from vestige.engines.example_axis.labels import NotApart, Tracker, untracked
 from vestige.engines.host_transfers import HostTransfers, Sent
 from vestige.engines.per_example.taps import gradients
 from vestige.engines.per_example.uses import UnsupportedUse
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Batch, Clip, Flat, Loss, Parameters, Transform
-from vestige.mechanism.losses.criteria import BY_PLACE, Form, of_torch
+from vestige.mechanism.losses.criteria import BY_PLACE, Form
 from vestige.mechanism.transforms import Term, only_mean, terms_of
 
 SECONDS = 2.0
 """How long sizes are captured ahead, after the first; a size that was not reached is padded to the next one."""
 MOST_SIZES, DEVIATIONS = 8, (2.5, 1.6, 1.0, 0.6, 0.2, -0.2, -0.6, -1.0, -1.6)
 """Sizes of batches that are parts of samples; and of whole samples, how far from the mean, in standard deviations."""
-MOST_GRAPHS, OFTEN = 64, 3
-"""Graphs that are kept; and how often a size is met before it is captured, where a larger one serves meanwhile."""
-DECODED = ("labels", "decoder_input_ids", "decoder_attention_mask")
-"""What a decoder writes."""
-LENGTHS = ((64, 16), (256, 32), (1024, 128))
-"""Up to this length, texts are padded to multiples of that; beyond, to multiples of 256."""
+MOST_GRAPHS = 64
+"""Graphs that are kept."""
 
 
 def sizes_of(population: int, rate: float, part: int | None = None) -> list[int]:
@@ -60,9 +55,8 @@ def sizes_of(population: int, rate: float, part: int | None = None) -> list[int]
 
 
 def ahead(sizes: Sequence[int]) -> list[int]:
-    """The order in which sizes are captured: the largest, in whose memory others find room, then the middle ones."""
-    middle = len(sizes) // 2
-    return [sizes[0], *sorted(sizes[1:], key=lambda size: abs(sizes.index(size) - middle))]
+    """The order in which sizes are captured: the largest, in whose memory others find room, then every second one."""
+    return [sizes[0], *sizes[2::2], *sizes[1::2]]
 
 
 def capturable(device: torch.device) -> bool:
@@ -104,6 +98,17 @@ def mask_is_full(full: bool) -> Iterator[None]:
         yield
     finally:
         torch.cuda.is_current_stream_capturing = asked
+
+
+@contextmanager
+def as_captured(tracker: Tracker, full: bool) -> Iterator[None]:
+    """As a pass is followed that is to be captured."""
+    tracker.answer, tracker.captured = full, True
+    try:
+        with mask_is_full(full):
+            yield
+    finally:
+        tracker.answer, tracker.captured = None, False
 
 
 def is_full(mask: Tensor) -> bool:
@@ -163,60 +168,59 @@ def fill_rows(buffer: Tensor, rows: Tensor) -> None:
         buffer[count:].copy_(buffer[:1].expand(len(buffer) - count, *buffer.shape[1:]))
 
 
-# --- texts ------------------------------------------------------------------------------------------------------------
+# --- when a graph is worth its time -----------------------------------------------------------------------------------
 
 
-def rounded_length(length: int) -> int:
-    step = next((step for most, step in LENGTHS if length <= most), 256)
-    return -(-length // step) * step
+class Timer:
+    """How long the device takes for a piece of work; nobody waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._begun, self._running, self._seconds = 0.0, False, 0.0
+
+    def start(self) -> None:
+        if self._events is None:
+            self._begun = time.monotonic()
+        elif not self._running:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        if self._events is None:
+            self._seconds = time.monotonic() - self._begun
+        elif not self._running:
+            self._events[1].record()
+            self._running = True
+
+    @property
+    def seconds(self) -> float:
+        """The last time that is known; zero as long as none is."""
+        if self._events is not None and self._running and self._events[1].query():
+            self._seconds, self._running = self._events[0].elapsed_time(self._events[1]) / 1e3, False
+        return self._seconds
 
 
-def padded_lengths(module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, int]:
-    """To which length each text among a call's arguments is padded; none, if its model may take notice of that.
+class CaptureCosts:
+    """Which further graphs are worth capturing? Those whose absence has cost as much as capturing does.
 
-    Models of transformers (and peft's around them) leave out what a mask leaves out, and a decoder what comes later:
-    texts are padded further by the model's own padding token, masked, with labels that are ignored. Padding already
-    rests on that assumption.
+    A batch that no graph fits exactly is padded to a larger one, or taken in parts by a smaller one. What that takes
+    beyond the work of a graph of its own is added up; so never more than twice the least possible is spent.
     """
-    if type(module).__module__.split(".")[0] not in ("transformers", "peft"):
-        return {}
-    written = DECODED if getattr(getattr(module, "config", None), "is_encoder_decoder", False) else ()
-    texts = {name: leaf for name, leaf in named.items() if leaf.dim() == 2 and not leaf.is_floating_point()}
-    masked = "attention_mask" in texts
-    read = texts["attention_mask"].shape[1] if masked else 0
-    if any(name not in written and (not masked or leaf.shape[1] != read) for name, leaf in texts.items()):
-        return {}
-    longest = _most_positions(module)
-    return {name: max(leaf.shape[1], min(rounded_length(leaf.shape[1]), longest)) for name, leaf in texts.items()}
 
+    def __init__(self) -> None:
+        self.count = 0
+        """Graphs that there are."""
+        self._seconds = 0.0
+        """What the last one took."""
+        self._lost: dict[Hashable, float] = {}
 
-def _most_positions(module: nn.Module) -> int:
-    """How long texts may be, as far as the model tells: beyond a table a GPU does not refuse, but fails for good."""
-    config = getattr(module, "config", None)
-    prompts = any(getattr(each, "is_prompt_learning", False) for each in getattr(module, "peft_config", {}).values())
-    named = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
-    known = [each for each in named if type(each) is int]
-    tables = [
-        each.num_embeddings - 2
-        for name, each in module.named_modules()
-        if isinstance(each, nn.Embedding) and ("position" in name or name.endswith("wpe"))
-    ]
-    return 0 if prompts else min([*known, *tables], default=1 << 30)
+    def captured(self, seconds: float) -> None:
+        self.count, self._seconds = self.count + 1, seconds
 
-
-def behind_the_end(module: nn.Module, name: str) -> int:
-    """What texts are padded with: the model's padding token, a label that is ignored, nothing where masks are."""
-    token = getattr(getattr(module, "config", None), "pad_token_id", None)
-    if name == "labels":
-        return -100
-    return token if type(token) is int and name.endswith("input_ids") else 0
-
-
-def lengthened(module: nn.Module, named: Mapping[str, Tensor], to: Mapping[str, int]) -> dict[str, Tensor]:
-    return {
-        name: F.pad(leaf, (0, to[name] - leaf.shape[1]), value=behind_the_end(module, name)) if name in to else leaf
-        for name, leaf in named.items()
-    }
+    def worth(self, wanted: Hashable, seconds: float, share: float) -> bool:
+        """Whether to capture a graph that was done without once more, by one that takes so long, of which a `share`
+        was needed."""
+        self._lost[wanted] = self._lost.get(wanted, 0.0) + seconds * max(0.0, 1.0 - share)
+        return self._lost[wanted] >= self._seconds > 0.0 and self.count < MOST_GRAPHS
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -226,16 +230,19 @@ class Captured:
     """The fast engine; on a GPU its steps are captured and replayed.
 
     Batches of the sizes that were announced (`expect`) are captured ahead, when the first of them comes; other forms
-    when they come for the second time.
+    when they come.
     """
 
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
         self.engine = BookKeeping(model, loss, layout, form)
         self.model, self.layout = model, layout
         self._sizes: tuple[int, ...] = ()
-        self._graphs: dict[tuple[int, Hashable], CapturedStep] = {}
-        self._met: Counter[Hashable] = Counter()
-        self._captures, self._pool = True, None
+        self._graphs: dict[Hashable, dict[int, CapturedStep]] = {}
+        self._costs = CaptureCosts()
+        self._states: Counter[Hashable] = Counter()
+        """In which state the model was met, and how often: one that changes all the time is not captured."""
+        self._captures, self._ran, self._pool = True, False, None
+        self._total: Tensor | None = None
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Batches will be at most of these sizes, mostly: capture steps for them, largest first."""
@@ -247,72 +254,96 @@ class Captured:
         if not (self._captures and isinstance(into, Tensor) and capturable(into.device) and len(batch[0])):
             return self.engine(batch, parameters, clip, into, transform)
         self.engine.say_compiled()
-        most = self._sizes[0] if self._sizes else 0
-        if transform is None and 0 < most < len(batch[0]):
-            parts = zip(*(part.split(most) for part in batch), strict=True)  # more than was expected
-            return torch.cat([self(part, parameters, clip, into) for part in parts])
         terms = terms_of(transform, parameters, batch)
         mean = only_mean(terms or ())
-        step = None if mean is None else self._step(self._lengthened(mean), clip, into)
+        step = None if mean is None else self._step(mean, clip, into, whole=transform is not None)
         if step is None or mean is None:
             return self.engine(batch, parameters, clip, into, transform, terms)
-        return step(self._lengthened(mean).batch, clip, into)
+        if step.rows < len(batch[0]):  # without a transform, the batch is the term's
+            parts = zip(*(part.split(step.rows) for part in batch), strict=True)
+            return torch.cat([self(part, parameters, clip, into) for part in parts])
+        return step(mean.batch, clip, into)
 
-    def _lengthened(self, mean: Term) -> Term:
-        names = self.engine.form.names
-        target = mean.batch[-1]
-        if names is None or self.engine.form.further or (target.dim() > 1 and not of_torch(self.engine.loss)):
-            return mean  # a loss of the user's may not know labels that are ignored
-        named = dict(zip((*names, "labels"), mean.batch, strict=True))
-        to = padded_lengths(self.model, named)
-        return Term(mean.weight, mean.point, tuple(lengthened(self.model, named, to).values()), mean.views)
-
-    def _step(self, mean: Term, clip: Clip, into: Tensor) -> CapturedStep | None:
-        """The captured step for a batch like this one; None if it is to run as it is."""
+    def _step(self, mean: Term, clip: Clip, into: Tensor, whole: bool) -> CapturedStep | None:
+        """The captured step for a batch like this one, or for parts of it unless it is to be taken `whole`; None if it
+        is to run as it is."""
         own = self.layout.parameters(self.model)
         places = tuple(p.data_ptr() for p in mean.point.values())
         if clip.recording is None or places != tuple(own[name].data_ptr() for name in mean.point):
             return None  # a point elsewhere than the model's own parameters lies at a new address every time
-        shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
         names = self.engine.form.names or ()
         masks = [part for name, part in zip(names, mean.batch, strict=False) if name.endswith("attention_mask")]
         full = bool(masks) and all(map(is_full, masks))
-        form = mean.views, shapes, places, clip.recording, full
-        key = form, precision(), state_fingerprint(self.model, self.engine.loss)
-        rows = len(mean.batch[0]) // mean.views
-        sizes = self._sizes or (padded_size(rows),)
-        fitting = [size for size, known in self._graphs if known == key and size >= rows]
-        best = next((size for size in reversed(sizes) if size >= rows), sizes[0])
-        self._met[form, best] += 1
-        if fitting and (best in fitting or self._met[form, best] != OFTEN):
-            return self._graphs[min(fitting), key]
-        self._met[form] += 1
-        first = not self._graphs
-        if len(self._graphs) >= MOST_GRAPHS or (not first and self._met[form] < 2):
-            return None
         try:
-            wanted = sizes if first else [best]
-            self._capture(key, wanted, mean, clip, into, full)
+            self._run_first(mean, full)
+            state = precision(), state_fingerprint(self.model, self.engine.loss)
+            self._states[state] += 1
+            shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
+            known = self._graphs.setdefault((mean.views, shapes, places, clip.recording, full, state), {})
+            rows = len(mean.batch[0]) // mean.views
+            best = self._size(rows, whole)
+            fitting = [size for size in known if size >= rows]
+            chosen = min(fitting) if fitting else max(known, default=None) if not whole else None
+            if chosen is not None:
+                parts = -(-rows // chosen)
+                seconds, needed = parts * known[chosen].timer.seconds, best / (parts * chosen)
+                if chosen == best or not self._costs.worth((id(known), best), seconds, needed):
+                    return known[chosen]
+            elif self._costs.count and (self._costs.count >= MOST_GRAPHS or self._states[state] < 2):
+                return None
+            first = self._sizes and not self._costs.count
+            self._capture(known, ahead(self._sizes) if first else [best], mean, clip, into, full)
+            return known[min(size for size in known if size >= min(rows, best))]
         except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
             warnings.warn(f"the step cannot be captured as a CUDA graph ({line}); it runs as it is", stacklevel=4)
             self._captures = False
             self._graphs.clear()
             return None
-        return self._step(mean, clip, into)
 
-    def _capture(self, key: Hashable, sizes: Sequence[int], mean: Term, clip: Clip, into: Tensor, full: bool) -> None:
-        start, largest = inf, None
+    def _run_first(self, mean: Term, full: bool) -> None:
+        """Models may keep at their first pass that they had one: graphs are known by how they are after it."""
+        if self._ran:
+            return
+        self._ran, device = True, mean.batch[0].device
+        draws = host_draws(), device_draws(device)
+        with as_captured(self.engine.proved.tracker, full):
+            self.engine.gradients_of(mean)
+        restore_host_draws(draws[0])
+        restore_device_draws(draws[1], device)
+        give_back(device)
+
+    def _size(self, rows: int, whole: bool) -> int:
+        """Of the graph that suits so many rows."""
+        sizes = self._sizes
+        if sizes and (rows <= sizes[0] or not whole):
+            return next((size for size in reversed(sizes) if size >= rows), sizes[0])
+        return padded_size(rows)
+
+    def _capture(
+        self,
+        known: dict[int, CapturedStep],
+        sizes: Sequence[int],
+        mean: Term,
+        clip: Clip,
+        into: Tensor,
+        full: bool,
+    ) -> None:
+        start = inf
         self._pool = self._pool or new_pool()
         with torch.cuda.device_of(into):
-            for rows in ahead(sizes):
-                if time.monotonic() - start > SECONDS:
+            for rows in sizes:
+                begun = time.monotonic()
+                if begun - start > SECONDS:
                     break
-                step = CapturedStep(self.engine, mean, clip, rows, into.device, largest, full)
-                step.capture(mean.batch, self._pool, warm=bool(self._graphs))
-                largest = largest or step
-                self._graphs[rows, key] = step
+                largest = known[max(known)] if known and max(known) >= rows else None
+                if self._total is None:
+                    self._total = torch.zeros(self.layout.size, device=into.device)
+                step = CapturedStep(self.engine, mean, clip, rows, self._total, largest, full)
+                step.capture(mean.batch, self._pool)
+                known[rows] = step
                 start = min(start, time.monotonic())
+                self._costs.captured(time.monotonic() - begun)
 
 
 class CapturedStep:
@@ -325,34 +356,34 @@ class CapturedStep:
         mean: Term,
         clip: Clip,
         rows: int,
-        device: torch.device,
+        total: Tensor,
         within: CapturedStep | None,
         full: bool = False,
     ) -> None:
-        """`full`: no mask leaves anything out."""
-        self.full = full
+        """`total` is where all steps leave their sums; `full`: no mask leaves anything out."""
+        self.full, self.total, device = full, total, total.device
         self.engine, self.mean, self.rows, self.views = engine, mean, rows, mean.views
         count = rows * mean.views
         self.batch: list[Tensor]
         self.place: Tensor
         self.count: Tensor
-        self.total: Tensor
         self.holds: list[float]
         """The number in `bound`, which all graphs of one memory share: it is written where it changes."""
         self.clip: Clip = clip
         self.bound: Tensor | None = None
         if within is not None:
             self.batch = [part[:count] for part in within.batch]
-            self.place, self.count, self.total = within.place[:rows], within.count, within.total
+            self.place, self.count = within.place[:rows], within.count
             self.clip, self.bound, self.holds = within.clip, within.bound, within.holds
         else:
             self.batch = [part.new_zeros(count, *part.shape[1:]) for part in mean.batch]
             self.place, self.count = torch.arange(rows, device=device), torch.zeros((), device=device)
-            self.total, self.holds = torch.zeros(engine.layout.size, device=device), [1.0]
+            self.holds = [1.0]
             if clip.flat_bound is not None:
                 self.bound = torch.ones((), dtype=torch.float64, device=device)
                 self.clip = Flat(cast(float, self.bound))  # a number that may change between replays
         self.norms: Tensor | None = None
+        self.timer = Timer(device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, batch: Batch, clip: Clip, into: Tensor) -> Tensor:
@@ -364,20 +395,21 @@ class CapturedStep:
             if type(wanted) is not float or wanted != self.holds[0]:
                 self.bound.fill_(wanted)
                 self.holds[0] = float(wanted)
+        self.timer.start()
         self.graph.replay()
+        self.timer.stop()
         into.add_(self.total)
         return self.norms[: len(batch[0]) // self.views].clone()
 
-    def capture(self, batch: Batch, pool: Any, warm: bool) -> None:
-        """Captured while it is proved; before that it is run once, proved too, unless one like it was (`warm`) and
-        capturing works at once. Raises where that cannot be."""
+    def capture(self, batch: Batch, pool: Any) -> None:
+        """Captured while it is proved. Where that does not work at once it is run before, proved too: kernels are then
+        loaded, and what is sent to the device is known. Raises where that cannot be."""
         device, sent, before = self.total.device, Sent(), host_draws()
         self._load([part[: self.rows * self.views] for part in batch])
-        if warm:
-            with suppress(NotCapturable, RuntimeError), HostTransfers(device, sent, given=True):
-                self.graph = captured(self._run, pool, device)
-                restore_host_draws(before)
-                return
+        with suppress(NotCapturable, RuntimeError), HostTransfers(device, sent, given=True):
+            self.graph = captured(self._run, pool, device)
+            restore_host_draws(before)
+            return
         with HostTransfers(device, sent):
             self._run()
         if device.type == "cuda" and host_draws() != before:
@@ -396,18 +428,15 @@ class CapturedStep:
     def _run(self) -> None:
         self.total.zero_()
         term = Term(self.mean.weight, self.mean.point, tuple(self.batch), self.views)
-        tracker = self.engine.proved.tracker
-        tracker.answer, tracker.captured = self.full, True
-        try:
-            with mask_is_full(self.full):
-                found = gradients([self.engine.gradients_of(term)], self.total)
-        finally:
-            tracker.answer, tracker.captured = None, False
+        with as_captured(self.engine.proved.tracker, self.full):
+            found = gradients([self.engine.gradients_of(term)], self.total)
         real = self.place < self.count
         self.norms = add_weighted(found, self.clip, self.engine.layout, self.total, self.rows, real)
 
 
 def padded_size(examples: int) -> int:
-    """The next multiple of a power of two that is at most an eighth of it, so that there are few sizes."""
+    """Few sizes: powers of two up to eight, then multiples of a power of two that is at most an eighth."""
+    if examples <= 8:
+        return 1 << max(1, (examples - 1).bit_length())
     step = max(8, 1 << max(0, examples.bit_length() - 4))
     return -(-examples // step) * step

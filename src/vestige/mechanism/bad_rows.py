@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from vestige.devices import without_tf32
 from vestige.mechanism.clipping import Batch, Loss
 from vestige.mechanism.losses.criteria import Form, example_losses
+from vestige.mechanism.text_padding import LABELS, MASK, TextPadding, alike
 
 Admissible = Callable[[Tensor], Tensor]
 """Which of these targets, on the CPU, the loss can be taken of."""
@@ -30,23 +32,15 @@ def made_up_pass(model: nn.Module, loss: Loss, form: Form, row: Batch) -> Admiss
     What comes back says which labels the loss takes: each is tried on the CPU with outputs of zeros, since an index out
     of range ends every later computation on a GPU.
     """
-    modes = {module: module.training for module in model.modules()}
-    args, named, given = form.split(row)
+    given = form.split(row)[2]
     targets, *further = given if isinstance(given, tuple) else (given,)
     try:
-        model.eval()
-        with torch.no_grad(), torch.random.fork_rng([targets.device] if targets.is_cuda else []):
-            point = {name: p.detach() for name, p in model.named_parameters()}
-            point |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-            outputs = functional_call(model, point, args, named)
-            zeros = tree_map(lambda part: torch.zeros_like(part, device="cpu"), outputs)
+        with torch.no_grad():
+            zeros = tree_map(lambda part: torch.zeros_like(part, device="cpu"), made_up_outputs(model, form, row))
             beside = tuple(part.cpu() for part in further)
             example_losses(loss, zeros, (targets.cpu(), *beside) if beside else targets.cpu())
     except Exception:  # whatever a user's model raises on made-up rows
         return None
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     known: dict[int, bool] = {}
 
     def taken(label: int) -> bool:
@@ -74,6 +68,39 @@ def made_up_pass(model: nn.Module, loss: Loss, form: Form, row: Batch) -> Admiss
         return ~torch.isin(each, torch.tensor(wrong)).any(dim=1)
 
     return admissible
+
+
+def made_up_outputs(model: nn.Module, form: Form, row: Batch) -> Any:
+    """What the model makes of a made-up row, without gradients or random draws; it is left as it was."""
+    modes = {module: module.training for module in model.modules()}
+    args, named, _ = form.split(row)
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng([row[0].device] if row[0].is_cuda else []):
+            point = {name: p.detach() for name, p in model.named_parameters()}
+            point |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+            return functional_call(model, point, args, named)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def ignores_padding(model: nn.Module, loss: Loss, form: Form, row: Batch, padding: TextPadding) -> bool:
+    """Whether the loss of a made-up row stays the same when its texts are padded further."""
+    names = (*(form.names or ()), *form.further, LABELS)
+    named = {name: torch.ones_like(part) if name == MASK else part for name, part in zip(names, row, strict=True)}
+    further = padding.further(named)
+    if not further:
+        return False
+    losses = []
+    try:
+        with torch.no_grad(), without_tf32():
+            for each in (named, padding.pad(named, further)):
+                made = list(each.values())
+                losses.append(example_losses(loss, made_up_outputs(model, form, made), form.split(made)[2]))
+    except Exception:  # whatever a user's model raises on rows that nobody wrote
+        return False
+    return alike(*losses)
 
 
 def readable(read: Callable[[int], list[Any]], rows: Sequence[int]) -> list[list[Any]]:

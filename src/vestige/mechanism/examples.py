@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from vestige.mechanism.bad_rows import Admissible
 from vestige.mechanism.clipping import Batch
 from vestige.mechanism.loading import Ahead, Loading, Rows, Target, fields_of, form_of, labels_of, tensor_of
+from vestige.mechanism.text_padding import LABELS, PaddedAlone, TextPadding
 from vestige.processes import fingerprints
 
 Data = Any
@@ -83,6 +84,12 @@ class Examples:
             return
         valid = admissible(self._columns[-1].cpu())
         self._valid = None if bool(valid.all()) else valid
+
+    def pad_texts(self, padding: TextPadding) -> None:
+        """From now on, texts that are read one by one are padded to a few lengths, each by its own."""
+        assert self._rows is not None
+        assert self.form.names is not None
+        self._rows.padding = PaddedAlone(padding, (*self.form.names, *self.form.further, LABELS))
 
     @property
     def read_one_by_one(self) -> bool:

@@ -20,6 +20,7 @@ from torch.utils.data.sampler import BatchSampler
 
 from vestige.mechanism.bad_rows import readable
 from vestige.mechanism.losses.criteria import Form
+from vestige.mechanism.text_padding import PaddedAlone
 
 Collate = Callable[[list[Any]], Any]
 Group = list[Tensor]
@@ -197,6 +198,8 @@ class Rows(Dataset[Any]):
         """Tensors without rows: the shapes and dtypes of an example."""
         self.shielded = False
         """Whether rows that cannot be read are left out, once a made-up row has shown that the program is sound."""
+        self.padding: PaddedAlone | None = None
+        """How the texts of an example are padded, by their own length."""
         if self.population == 0:
             raise ValueError("data holds no examples")
         self._describe(target)
@@ -240,6 +243,7 @@ class Rows(Dataset[Any]):
             return [self.blank]
         alike: dict[Hashable, list[list[Any]]] = {}
         for values in self._all_values(rows):
+            values = values if self.padding is None else self.padding(values)
             alike.setdefault(tuple(map(_shape, values)), []).append(values)
         return (
             [self.blank]

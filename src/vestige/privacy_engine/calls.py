@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -36,8 +37,22 @@ class Call:
         _, named = tree_unflatten(list(range(len(self.leaves))), self.tree)
         return {place: name for name, place in named.items() if isinstance(place, int)}
 
+    def names_in(self, forward: Callable[..., Any]) -> dict[int, str]:
+        """Of all arguments, by their places, as the function calls them."""
+        given, named = tree_unflatten(list(range(len(self.leaves))), self.tree)
+        in_order = zip(_parameters(getattr(forward, "__func__", forward)), given, strict=False)
+        return {place: name for name, place in (*in_order, *named.items()) if isinstance(place, int)}
+
     def with_leaves(self, leaves: Sequence[Any]) -> tuple[Any, Any]:
         return tree_unflatten(list(leaves), self.tree)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=64)
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a method's arguments that are given in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = [name for name, each in inspect.signature(function).parameters.items() if each.kind in kinds]
+    return tuple(found[1:] if found[:1] == ["self"] else found)
 
 
 @cache

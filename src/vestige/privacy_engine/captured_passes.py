@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from operator import itemgetter
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from vestige.devices import without_tf32
 from vestige.engines.bookkeeping import add_weighted
 from vestige.engines.capture_guards import (
     NotCapturable,
@@ -34,19 +35,19 @@ from vestige.engines.capture_guards import (
 )
 from vestige.engines.cuda_graphs import (
     MOST_GRAPHS,
-    OFTEN,
     SECONDS,
+    CaptureCosts,
+    Timer,
     ahead,
+    as_captured,
     capturable,
     captured,
     device_draws,
     fill_rows,
     give_back,
     is_full,
-    lengthened,
-    mask_is_full,
     new_pool,
-    padded_lengths,
+    padded_size,
     precision,
     restore_device_draws,
 )
@@ -59,13 +60,13 @@ from vestige.engines.per_example.taps import Taps, require_unwritten
 from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 from vestige.layout import Layout, device_of
 from vestige.mechanism.clipping import LARGEST_SUM, Clip, RunningSum
+from vestige.mechanism.text_padding import MASK, TextPadding, alike, ignored_for_certain
 from vestige.privacy_engine.calls import Call
 from vestige.privacy_engine.tracking import Tracking
 
 Uses = dict[str, list[Gradient]]
-Lengths = tuple[int, ...]
-SHARE = 0.1
-"""Of a loop's time, for capturing sizes and lengths that are served by larger graphs meanwhile."""
+Lengths = Mapping[str, int]
+"""Of texts among the arguments, by name."""
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -95,6 +96,7 @@ class Graphs:
     """The graphs of one size."""
 
     rows: int
+    timer: Timer
     forward: Any
     backward: Any
     clip: Any
@@ -117,6 +119,7 @@ class Replay:
 
     def outputs(self) -> tuple[list[Any], TreeSpec]:
         """What the forward pass gives, flat, of the examples alone and in memory of their own; beside each `Ending`."""
+        self.graphs.timer.start()
         self.graphs.forward.replay()
         leaves = self.graphs.outputs
         found = [self._own(leaf).clone() if isinstance(leaf, Ending) else leaf for leaf in leaves]
@@ -152,6 +155,7 @@ class Replay:
         into.settle()
         self.owner.weigh(examples)
         self.graphs.clip.replay()
+        self.graphs.timer.stop()
         into.lend(examples, self.owner.total)
 
     def over(self) -> None:
@@ -189,166 +193,212 @@ class CapturedPasses:
     taps: Taps
     total: Callable[[], Tensor]
     """Where passes leave their clipped sums, each until the next."""
-    warm: bool = False
-    """Whether a pass was captured."""
-    _forms: dict[Hashable, dict[Lengths, CapturedForm | None]] = field(default_factory=dict)
-    """By what a form of call takes for granted, and the lengths of its texts; None if it could not be captured."""
-    _met: Counter[Hashable] = field(default_factory=Counter)
+    _forms: dict[Hashable, list[CapturedForm]] = field(default_factory=dict)
+    """By what a form of call takes for granted, for several lengths of its texts."""
+    _states: Counter[Hashable] = field(default_factory=Counter)
+    """How often the module was met in a state: one that changes all the time is not captured."""
+    _costs: CaptureCosts = field(default_factory=CaptureCosts)
     _room: GraphMemoryPool | None = None
-    _begun, _spent = inf, 0.0
-    """When the first passes had been captured, and seconds that capturing took since."""
+    _refused: set[Hashable] = field(default_factory=set)
+    """Forms of calls that could not be captured."""
+    _ran: bool = False
+
+    def __post_init__(self) -> None:
+        self._padding = TextPadding.of(self.module)
+        self._pads: bool | None = None
+        """Whether texts may be padded further, which rests on what padding rests on anyway; None if not known yet."""
 
     def begin(
         self, forward: Callable[..., Any], call: Call, label: Rows, modules: Sequence[nn.Module]
     ) -> Replay | None:
         """This pass in the memory of graphs, captured if need be; None if it is to run as it is."""
-        device = device_of(self.module)
-        if not self.sizes or label.count > self.sizes[0] or not capturable(device) or self.sizes[0] > LARGEST_SUM:
+        device, size = device_of(self.module), self._size(label.count)
+        if not self.sizes or not capturable(device) or size > LARGEST_SUM or _hooked(self.module):
             return None
         if self._room is not None and self._room.within is not None:
             return None
-        names = {name: place for place, name in call.names.items() if isinstance(call.leaves[place], Tensor)}
-        named = {name: call.leaves[place] for name, place in names.items()}
-        to = padded_lengths(self.module, named)
-        own = {name: named[name].shape[1] for name in to}
-        masks = [leaf for name, leaf in named.items() if name.endswith("attention_mask")]
-        full = own == to and bool(masks) and all(map(is_full, masks))
-        key = self._key(call, modules, {names[name] for name in to})
-        if key is None:
+        if any(not isinstance(leaf, (Tensor, *PLAIN)) for leaf in call.leaves):
             return None
-        known = self._forms.setdefault((key, full), {})
-        lengths = self._lengths(known, tuple(to.values()))
-        to = dict(zip(to, lengths, strict=True))
-        leaves = list(call.leaves)
-        for name, leaf in lengthened(self.module, named, to).items():
-            leaves[names[name]] = leaf
-        longer = Call(leaves, call.tree)
-        if lengths not in known:
-            self._met[key] += 1
-            first = self._begun == inf
-            if sum(map(len, self._forms.values())) >= MOST_GRAPHS or (not first and self._met[key] < 2 and not to):
-                return None
-            self._room = self._room or GraphMemoryPool()
-            form = CapturedForm(self, forward, longer, label, names, to, full, self._room)
-            enough = self.sizes[1] if len(self.sizes) > 1 and label.count <= self.sizes[1] else self.sizes[0]
-            known[lengths] = form if self._captured(form, ahead(self.sizes) if first else (enough,)) else None
-        form = known[lengths]  # type: ignore[assignment]
-        if form is None:
+        tensors = {place: leaf for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)}
+        if any(leaf.device != device for leaf in tensors.values()):
+            return None  # what lies on the host is read there when a pass is captured, and not again
+        names = {name: place for place, name in call.names_in(forward).items() if place in tensors}
+        asked = Asked(forward, call, label, names)
+        kinds = self._kinds(asked, ())
+        if kinds in self._refused:
             return None
-        best = next(size for size in reversed(self.sizes) if size >= label.count)
-        self._met[key, lengths, best] += 1
-        often = self._met[key, lengths, best] >= OFTEN and self._may_capture() and not form.has(best)
-        if (often or not form.reaches(label.count)) and not self._captured(form, (best,)):
-            known[lengths] = None
-            return None
-        return form.begin(leaves, label.count, {name: leaf.shape[1] for name, leaf in named.items() if leaf.dim() > 1})
-
-    def _lengths(self, known: Mapping[Lengths, CapturedForm | None], wanted: Lengths) -> Lengths:
-        """To which lengths texts are padded: to those of graphs that are there, as long as capturing has to wait."""
-        if wanted in known or self._may_capture():
-            return wanted
-        longer = [
-            each for each, form in known.items() if form and all(a >= b for a, b in zip(each, wanted, strict=True))
-        ]
-        return min(longer, key=sum, default=wanted)
-
-    def _may_capture(self) -> bool:
-        """Whether further graphs are worth their time: all of them together take a share of what the loop takes."""
-        return self._begun == inf or self._spent <= SHARE * (time.monotonic() - self._begun)
-
-    def _captured(self, form: CapturedForm, sizes: Sequence[int]) -> bool:
-        """Whether a form could be captured at these sizes, as far as there is time."""
-        start, begun = inf, time.monotonic()
         try:
-            for rows in sizes:
-                if time.monotonic() - start > SECONDS:
-                    break
-                form.capture(rows)
-                start = min(start, time.monotonic())  # the first one loads and compiles kernels
+            return self._begin(asked, modules, size)
         except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:
-            give_back(device_of(self.module))
+            give_back(device)
+            self._refused.add(kinds)
             why = (str(problem) or type(problem).__name__).splitlines()[0]
-            warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=2)
-            return False
-        finally:
-            if self._begun == inf:
-                self._begun = time.monotonic()
-            else:
-                self._spent += time.monotonic() - begun
-        return True
-
-    def _key(self, call: Call, modules: Sequence[nn.Module], texts: Collection[int]) -> Hashable | None:
-        """What a graph takes for granted, but for the length of texts; None if that cannot be told."""
-        device, kinds = device_of(self.module), list[Hashable]()
-        for place, leaf in enumerate(call.leaves):
-            if isinstance(leaf, Tensor):
-                if leaf.device != device:
-                    return None  # what lies on the host is read there when a pass is captured, and not again
-                rows = isinstance(self.tracking.label(leaf), Rows)
-                shape = () if place in texts else leaf.shape[rows:]
-                kinds.append((shape, leaf.dtype, rows))
-            elif isinstance(leaf, PLAIN):
-                kinds.append(leaf)
-            else:
-                return None
-        if _hooked(self.module):
+            warnings.warn(f"the model's passes cannot be captured ({why}): they run launch by launch", stacklevel=4)
             return None
-        return call.tree, tuple(kinds), precision(), state_fingerprint(self.module, modules=modules)
+
+    def _begin(self, asked: Asked, modules: Sequence[nn.Module], size: int) -> Replay | None:
+        self._room = self._room or GraphMemoryPool()
+        if (
+            not self._ran
+        ):  # models may keep at their first pass that they had one: graphs are known by what they are then
+            self._ran = True
+            CapturedForm(self, asked, {}, asked.rows).run()
+        if self._pads is None and (MASK in asked.names or ignored_for_certain(self.module)):
+            self._pads = ignored_for_certain(self.module) or self._same_when_padded(asked)
+        to = self._padding.lengths(asked.texts) if self._pads else {}
+        full = asked.without_padding(to)
+        state = precision(), state_fingerprint(self.module, modules=modules)
+        self._states[state] += 1
+        key = self._kinds(asked, [asked.names[name] for name in to]), state, full
+        forms = self._forms.setdefault(key, [])
+        fitting = [form for form in forms if form.fits(asked.rows, to)]
+        form = min(fitting, key=lambda each: each.work(asked.rows), default=None)
+        if form is not None:
+            share = size * max(1, sum(to.values())) / form.work(asked.rows)
+            capture = self._costs.worth((key, *to.values(), size), form.seconds(asked.rows), share)
+        else:
+            capture = not self._costs.count or (self._costs.count < MOST_GRAPHS and self._states[state] > 1)
+        if capture:
+            form = next((each for each in forms if each.to == to and each.most >= size), None)
+            if form is None:
+                form = CapturedForm(self, asked.padded(self._padding, to), to, max(size, self.sizes[0]), full)
+                forms.append(form)
+                size = max(size, self.sizes[1] if len(self.sizes) > 1 else size)  # for most batches of this length
+            self._capture(form, [size] if self._costs.count else ahead(self.sizes))
+        return None if form is None else form.begin(asked, asked.padded(self._padding, form.to).call.leaves)
+
+    def _size(self, rows: int) -> int:
+        """Of the graph that suits so many rows: one of those that were announced, or more."""
+        return next((size for size in reversed(self.sizes) if size >= rows), padded_size(rows))
+
+    def _capture(self, form: CapturedForm, sizes: Sequence[int]) -> None:
+        """As far as there is time."""
+        start = inf
+        for rows in sizes:
+            begun = time.monotonic()
+            if begun - start > SECONDS:
+                break
+            form.capture(rows)
+            start = min(start, time.monotonic())  # the first one loads and compiles kernels
+            self._costs.captured(time.monotonic() - begun)
+
+    def _same_when_padded(self, asked: Asked) -> bool:
+        """Whether the texts of these rows, padded further, give the same outputs, nothing being drawn."""
+        lengths, to = (
+            {name: each.shape[1] for name, each in asked.texts.items() if each.dim() > 1},
+            self._padding.further(asked.texts),
+        )
+        outputs = []
+        modes = [(module, module.training) for module in self.module.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            with without_tf32():
+                for each in (lengths, to) if to else ():
+                    form = CapturedForm(self, asked.padded(self._padding, each), each, asked.rows)
+                    outputs.append(form.outputs())
+        finally:
+            for module, training in modes:
+                module.training = training
+        return bool(to) and all(alike(a, b[tuple(map(slice, a.shape))]) for a, b in zip(*outputs, strict=True))
+
+    def _kinds(self, asked: Asked, texts: Collection[int]) -> Hashable:
+        """What a graph takes for granted of a call: all but the length of texts and the number of rows."""
+        kinds = list[Hashable]()
+        for place, leaf in enumerate(asked.call.leaves):
+            if isinstance(leaf, Tensor):
+                rows = isinstance(self.tracking.label(leaf), Rows)
+                kinds.append((() if place in texts else leaf.shape[rows:], leaf.dtype, rows))
+            else:
+                kinds.append(leaf)
+        return asked.call.tree, tuple(kinds)
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """SENSITIVE: a call of the user's, which graphs are to answer."""
+
+    forward: Callable[..., Any]
+    call: Call
+    label: Rows
+    names: Mapping[str, int]
+    """Where its tensors are, by the names of the arguments."""
+
+    @property
+    def rows(self) -> int:
+        return self.label.count
+
+    @property
+    def texts(self) -> dict[str, Tensor]:
+        return {name: self.call.leaves[place] for name, place in self.names.items()}
+
+    def padded(self, padding: TextPadding, to: Lengths) -> Asked:
+        if not to:
+            return self
+        leaves = list(self.call.leaves)
+        with untracked():
+            for name, leaf in padding.pad(self.texts, to).items():
+                leaves[self.names[name]] = leaf
+        return replace(self, call=Call(leaves, self.call.tree))
+
+    def without_padding(self, to: Lengths) -> bool:
+        """Whether no mask leaves anything out, at these lengths."""
+        masks = [leaf for name, leaf in self.texts.items() if name.endswith(MASK)]
+        longer = any(self.texts[name].shape[1] != length for name, length in to.items())
+        return bool(masks) and not longer and all(map(is_full, masks))
 
 
 class CapturedForm:
     """The graphs of one form of call."""
 
-    def __init__(
-        self,
-        owner: CapturedPasses,
-        forward: Callable[..., Any],
-        call: Call,
-        label: Rows,
-        names: Mapping[str, int],
-        to: Mapping[str, int],
-        full: bool,
-        room: GraphMemoryPool,
-    ) -> None:
-        """`full`: no mask leaves anything out."""
-        self.owner, self.room, self._forward, self._to = owner, room, forward, to
+    def __init__(self, owner: CapturedPasses, asked: Asked, to: Lengths, most: int, full: bool = False) -> None:
+        """For texts of the lengths `to` and at most so many rows; `full`: no mask leaves anything out."""
+        assert owner._room is not None
+        self.owner, self.room, self.to, self.most = owner, owner._room, dict(to), most
+        self._forward, self._full, call, label = asked.forward, full, asked.call, asked.label
         self.total, self.device = owner.total(), device_of(owner.module)
-        most = owner.sizes[0]
         tensors = [(place, leaf) for place, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor)]
-        padded = {names[name] for name in to}
+        padded = {asked.names[name] for name in to}
         self._rows = [p for p, leaf in tensors if p in padded or isinstance(owner.tracking.label(leaf), Rows)]
         self._leaves = list(call.leaves)
-        for place, leaf in enumerate(call.leaves):
-            if isinstance(leaf, Tensor):
-                shape = (most, *leaf.shape[1:]) if place in self._rows else leaf.shape
-                self._leaves[place] = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
-        self._tree, self._batch = call.tree, label.batch
-        self._full = full
-        self._load(call.leaves, label.count)
+        for place, leaf in tensors:
+            shape = (most, *leaf.shape[1:]) if place in self._rows else leaf.shape
+            self._leaves[place] = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+        self._tree, self._batch, self._first = call.tree, label.batch, label.count
+        self._load(call.leaves)
         self.ends: list[Tensor] = []
         self._count, self._places = torch.zeros((), device=self.device), torch.arange(most, device=self.device)
         self._graphs: list[Graphs] = []
         self._point = {name: p.detach() for name, p in owner.layout.parameters(owner.module).items()}
         self._live: tuple[Pass, list[Tensor], Uses] | None = None
 
-    def has(self, rows: int) -> bool:
-        return any(graphs.rows == rows for graphs in self._graphs)
+    def fits(self, rows: int, lengths: Lengths) -> bool:
+        return any(graphs.rows >= rows for graphs in self._graphs) and all(
+            self.to[name] >= length for name, length in lengths.items()
+        )
 
-    def reaches(self, rows: int) -> bool:
-        return any(graphs.rows >= rows for graphs in self._graphs)
+    def _smallest(self, rows: int) -> Graphs:
+        return min((graphs for graphs in self._graphs if graphs.rows >= rows), key=lambda graphs: graphs.rows)
 
-    def begin(self, leaves: Sequence[Any], rows: int, lengths: Mapping[str, int]) -> Replay | None:
-        fitting = [graphs for graphs in self._graphs if graphs.rows >= rows]
-        if not fitting or self.room.within is not None:
-            return None
-        self._load(leaves, rows)
-        self._count.fill_(rows)
+    def work(self, rows: int) -> int:
+        """Positions, or rows where there are no texts, that a pass of so many rows goes through."""
+        return self._smallest(rows).rows * max(1, sum(self.to.values()))
+
+    def seconds(self, rows: int) -> float:
+        """What such a pass takes; zero if that is not known yet."""
+        return self._smallest(rows).timer.seconds
+
+    def begin(self, asked: Asked, leaves: Sequence[Any]) -> Replay:
+        """`leaves` are the call's, padded to the lengths of this form."""
+        self._load(leaves)
+        self._count.fill_(asked.rows)
         draws = device_draws(self.device)
-        replay = Replay(self, min(fitting, key=lambda graphs: graphs.rows), rows, lengths, draws)
+        lengths = {name: leaf.shape[1] for name, leaf in asked.texts.items() if leaf.dim() > 1}
+        replay = Replay(self, self._smallest(asked.rows), asked.rows, lengths, draws)
         self.room.within = replay
         return replay
 
-    def _load(self, leaves: Sequence[Any], rows: int) -> None:
+    def _load(self, leaves: Sequence[Any]) -> None:
         with untracked():
             for place, leaf in enumerate(leaves):
                 if place in self._rows:
@@ -358,20 +408,36 @@ class CapturedForm:
 
     # --- capturing ----------------------------------------------------------------------------------------------------
 
-    def capture(self, rows: int) -> None:
-        """Run once, proved; then captured, proved again. Raises where that cannot be."""
+    def run(self) -> None:
+        """The first rows alone, proved; nothing is left of it."""
+        draws = host_draws(), device_draws(self.device)
         with _disable_current_modes():  # those of the loop
+            self._run_all(self._first)
+        restore_host_draws(draws[0])
+        restore_device_draws(draws[1], self.device)
+        give_back(self.device)
+
+    def outputs(self) -> list[Tensor]:
+        """What the forward pass gives of the first rows, proved."""
+        with _disable_current_modes():
+            self._run_forward(self._first)
+        self._live = None
+        return self.ends
+
+    def capture(self, rows: int) -> None:
+        """Captured while it is proved. Where that does not work at once it is run before, proved too: kernels are then
+        loaded, and what is sent to the device is known. Raises where that cannot be."""
+        with _disable_current_modes():
             self._capture(rows)
 
     def _capture(self, rows: int) -> None:
         sent, before, draws = Sent(), host_draws(), device_draws(self.device)
         self._count.fill_(rows)
-        if self.owner.warm:  # kernels are loaded: capturing mostly works at once
-            with suppress(NotCapturable, RuntimeError):
-                self._capture_graphs(rows, sent)
-                restore_host_draws(before)
-                restore_device_draws(draws, self.device)
-                return
+        with suppress(NotCapturable, RuntimeError):
+            self._capture_graphs(rows, sent)
+            restore_host_draws(before)
+            restore_device_draws(draws, self.device)
+            return
         with HostTransfers(self.device, sent):
             self._run_all(rows)
         if self.device.type == "cuda" and host_draws() != before:
@@ -379,7 +445,6 @@ class CapturedForm:
             require_same_on_any_draw(lambda: self._run_all(rows), self.owner.tracking.tracker)
         give_back(self.device)
         self._capture_graphs(rows, sent)
-        self.owner.warm = True
         restore_host_draws(before)
         restore_device_draws(draws, self.device)
 
@@ -390,7 +455,7 @@ class CapturedForm:
             backward = captured(lambda: self._run_backward(rows), self.room.pool, self.device)
             clip = captured(lambda: self._run_clip(rows), self.room.pool, self.device)
         self._live = None
-        self._graphs.append(Graphs(rows, forward, backward, clip, *shown[0]))
+        self._graphs.append(Graphs(rows, Timer(self.device), forward, backward, clip, *shown[0]))
 
     def _run_all(self, rows: int) -> None:
         self._run_forward(rows)
@@ -413,22 +478,16 @@ class CapturedForm:
                 uses.setdefault(name, []).append(gradient)
 
         args, kwargs = tree_unflatten(leaves, self._tree)
-        tracking.tracker.answer, tracking.tracker.captured = self._full, True
-        try:
-            with tracking.model(rows, self._batch, True, fresh=True) as tracker:
-                now = Pass(rows, self._point, tracker, deliver, inside=False)
-                with (
-                    self.owner.taps.watching(now),
-                    torch.enable_grad(),
-                    _without_cache(self.device),
-                    mask_is_full(self._full),
-                ):
-                    outputs = self._forward(*args, **kwargs)
-                require_unwritten(self.owner.module, tracker, now.environment)
-                found, tree = tree_flatten(outputs)
-                kept = self._kept(found, now)
-        finally:
-            tracking.tracker.answer, tracking.tracker.captured = None, False
+        with (
+            as_captured(tracking.tracker, self._full),
+            tracking.model(rows, self._batch, True, fresh=True) as tracker,
+        ):
+            now = Pass(rows, self._point, tracker, deliver, inside=False)
+            with self.owner.taps.watching(now), torch.enable_grad(), _without_cache(self.device):
+                outputs = self._forward(*args, **kwargs)
+            require_unwritten(self.owner.module, tracker, now.environment)
+            found, tree = tree_flatten(outputs)
+            kept = self._kept(found, now)
         held = [found[place] for place, leaf in enumerate(kept) if isinstance(leaf, Ending)]
         most = len(self._places)
         self.ends = self.ends or [each.new_zeros(most, *each.shape[1:]) for each in held]
@@ -453,7 +512,7 @@ class CapturedForm:
             if isinstance(leaf, TrackedParameter) or not first or not leaf.is_floating_point():
                 raise NotCapturable("an output of the model has no row for each example")
             assert isinstance(label, Rows)
-            along = next((name for name, own in self._to.items() if leaf.dim() > 1 and leaf.shape[1] == own), None)
+            along = next((name for name, own in self.to.items() if leaf.dim() > 1 and leaf.shape[1] == own), None)
             kept.append(Ending(buffers, label, now.tracker.scalar(leaf), along))
             buffers += 1
         if not buffers:

@@ -33,7 +33,7 @@ from vestige.engines.registry import InBfloat16, engine_by_name
 from vestige.engines.second_moments import SecondMoments, check_labels, layout_of
 from vestige.engines.sharded import Sharded
 from vestige.layout import Layout
-from vestige.mechanism.bad_rows import Admissible, made_up_pass
+from vestige.mechanism.bad_rows import Admissible, ignores_padding, made_up_pass
 from vestige.mechanism.charges import Charges
 from vestige.mechanism.clipping import LARGEST_SUM, Loss, Parameters
 from vestige.mechanism.comparisons import Comparisons
@@ -45,6 +45,7 @@ from vestige.mechanism.loading import Loading, Target, check_loader, rate_of
 from vestige.mechanism.losses.criteria import check_shifted, check_targets
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
 from vestige.mechanism.moments import FirstSums
+from vestige.mechanism.text_padding import MASK, TextPadding
 from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
 from vestige.mechanism.users.views import KeptExamples, UserEngine, UserExamples
 from vestige.methods.base import Method, require_shardable
@@ -547,6 +548,7 @@ class Training(HoldsKey):
         self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples, self._loss = examples, loss
+        self._pads = _pads_texts(model, loss, examples)
         key = shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
         self.users, self._asked_examples, request = self._of_users(examples, request, key)
         request = request.paced(self._asked_examples.population)
@@ -693,7 +695,8 @@ class Training(HoldsKey):
         if isinstance(engine, Captured):
             most = getattr(self._sampling, "most", LARGEST_SUM)
             each = max(1, examples.population // self.group.size)
-            engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
+            if not self._pads:  # texts of one length are a few of a sample
+                engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
         asked: Source = self._asked_examples
         answering: Any = InBfloat16(engine) if settings.bfloat16 else engine
         if isinstance(asked, UserExamples):
@@ -1067,3 +1070,14 @@ class Training(HoldsKey):
         totals = self.curator.sums(moments.of, moments.bounds, moments.multiplier, step=-1)
         moments.receive(self.model, totals, self.curator.population)
         self.normalised = True
+
+
+def _pads_texts(model: nn.Module, loss: Loss, examples: Examples) -> bool:
+    """Whether texts are padded to a few lengths: where a made-up one shows that this changes nothing."""
+    if not examples.read_one_by_one or MASK not in (examples.form.names or ()):
+        return False
+    padding, row = TextPadding.of(model), made_up(examples.blank(), 1, examples.device)
+    if not ignores_padding(model, loss, examples.form, row, padding):
+        return False
+    examples.pad_texts(padding)
+    return True

@@ -1,0 +1,115 @@
+"""How far is a text padded, so that a few shapes serve all texts? To the next of some public lengths.
+
+A model leaves out what a mask leaves out, and a loss the labels that are ignored: such texts may be padded further. How
+far depends on the text's own length alone (`vestige.train`), or on that of a batch that its user has padded already
+(loops). Whether padding changes nothing is known of transformers' models in loops, and is tried out otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MASK, LABELS = "attention_mask", "labels"
+DECODED = ("labels", "decoder_input_ids", "decoder_attention_mask")
+"""What a decoder writes."""
+IGNORED = -100
+"""A label that losses leave out."""
+LENGTHS = ((64, 16), (256, 32), (1024, 128))
+"""Up to this length, texts are padded to multiples of that; beyond, to multiples of 256."""
+
+
+def rounded_length(length: int) -> int:
+    step = next((step for most, step in LENGTHS if length <= most), 256)
+    return -(-length // step) * step
+
+
+@dataclass(frozen=True)
+class TextPadding:
+    """How the texts of one model are padded."""
+
+    token: int
+    """What lies behind the end of a text."""
+    longest: int
+    """How long texts may be: beyond a table of positions a GPU does not refuse, but fails for good."""
+    decodes: bool = False
+    """Whether a decoder writes texts of another length than the encoder reads."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> TextPadding:
+        config = getattr(module, "config", None)
+        token = getattr(config, "pad_token_id", None)
+        decodes = bool(getattr(config, "is_encoder_decoder", False))
+        return cls(token if type(token) is int else 0, _most_positions(module), decodes)
+
+    def lengths(self, named: Mapping[str, Tensor], axis: int = 1) -> dict[str, int]:
+        """To which length each text among these arguments is padded, whose positions are on `axis`; none, if one of
+        them has no mask of its length."""
+        texts = {name: each for name, each in named.items() if each.dim() == axis + 1 and not each.is_floating_point()}
+        read = texts[MASK].shape[axis] if MASK in texts else 0
+        for name, each in texts.items():
+            if not (self.decodes and name in DECODED) and each.shape[axis] != read:
+                return {}
+        return {
+            name: max(each.shape[axis], min(rounded_length(each.shape[axis]), self.longest))
+            for name, each in texts.items()
+        }
+
+    def further(self, named: Mapping[str, Tensor]) -> dict[str, int]:
+        """Longer ones than these texts have, to try out; none, if there are none."""
+        to = {name: rounded_length(named[name].shape[1] + 1) for name in self.lengths(named)}
+        return to if max(to.values(), default=0) <= self.longest else {}
+
+    def pad(self, named: Mapping[str, Tensor], to: Mapping[str, int]) -> dict[str, Tensor]:
+        """These arguments, with texts of so many positions."""
+        return {
+            name: F.pad(each, (0, to[name] - each.shape[-1]), value=self._filler(name)) if name in to else each
+            for name, each in named.items()
+        }
+
+    def _filler(self, name: str) -> int:
+        if name == LABELS:
+            return IGNORED
+        return self.token if name.endswith("input_ids") else 0
+
+
+@dataclass(frozen=True)
+class PaddedAlone:
+    """Pads the texts of one example by their own length."""
+
+    padding: TextPadding
+    names: tuple[str, ...]
+    """Of an example's fields, in their order; the last one is the target."""
+
+    def __call__(self, values: Sequence[object]) -> list[object]:
+        tensors = {n: v for n, v in zip(self.names, values, strict=True) if isinstance(v, Tensor)}
+        padded = self.padding.pad(tensors, self.padding.lengths(tensors, axis=0))
+        return [padded.get(name, value) for name, value in zip(self.names, values, strict=True)]
+
+
+def ignored_for_certain(module: nn.Module) -> bool:
+    """Whether padding changes nothing, as far as is known: of models of transformers, and of peft's around them."""
+    return type(module).__module__.split(".")[0] in ("transformers", "peft")
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors are the same but for rounding."""
+    rounding = 1e-4 if a.dtype in (torch.float32, torch.float64) else 2e-2
+    return bool((a - b).abs().max() <= rounding * a.abs().max())
+
+
+def _most_positions(module: nn.Module) -> int:
+    """How long texts may be, as far as the model or a part of it tells."""
+    prompts = any(getattr(each, "is_prompt_learning", False) for each in getattr(module, "peft_config", {}).values())
+    known = list[int]()
+    for name, each in module.named_modules():
+        config = getattr(each, "config", None)
+        found = [getattr(config, key, None) for key in ("max_position_embeddings", "n_positions")]
+        known += [number for number in found if type(number) is int]
+        if isinstance(each, nn.Embedding) and ("position" in name or name.endswith("wpe")):
+            known.append(each.num_embeddings - 2)
+    return 0 if prompts else min(known, default=1 << 30)
