@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import vestige
 from captured_on_cpu import captured_on_cpu
 from other_models import calm
+from vestige.engines import cuda_graphs
+from vestige.privacy_engine import captured_passes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import defaults
@@ -69,10 +71,10 @@ class Tiny(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def loop(change=None, backward=lambda loss, model, x, y: loss.backward(), captured=True):
+def loop(change=None, backward=lambda loss, model, x, y: loss.backward(), captured=True, model=Tiny):
     """A loop of six steps; `change(step, model)` comes before each."""
     torch.manual_seed(1)
-    model = Tiny()
+    model = model()
     x, y = torch.randn(60, 5), torch.randint(3, (60,))
     engine = vestige.PrivacyEngine(reproducible=5, cuda_graphs=captured)
     model, optimizer, loader = engine.make_private(
@@ -117,3 +119,116 @@ def test_a_replay_ends_where_the_model_becomes_another():
     plain, _ = loop(scaled, captured=False)
     replayed, _ = loop(scaled)
     assert torch.allclose(plain, replayed, atol=1e-6)
+
+
+def test_batches_beyond_the_announced_sizes_are_captured_too(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "DEVIATIONS", (-1.6,))
+    plain, _ = loop(captured=False)
+    replayed, graphs = loop()
+    assert graphs.replays == 3 * 6
+    assert torch.allclose(plain, replayed, atol=1e-6)
+
+
+class FirstCall(Tiny):
+    """Keeps that it was called, as transformers' models do."""
+
+    called = False
+
+    def forward(self, x):
+        self.called = True
+        return super().forward(x)
+
+
+class Counting(Tiny):
+    """Is another model at every call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / (1 + self.calls)
+
+
+def captures(monkeypatch) -> list[int]:
+    """The sizes of graphs, as they are captured."""
+    found, capture = [], captured_passes.CapturedForm.capture
+    monkeypatch.setattr(
+        captured_passes.CapturedForm, "capture", lambda form, rows: found.append(rows) or capture(form, rows)
+    )
+    return found
+
+
+def test_a_model_that_keeps_that_it_was_called_is_captured_once(monkeypatch):
+    found = captures(monkeypatch)
+    plain, _ = loop(captured=False, model=FirstCall)
+    replayed, graphs = loop(model=FirstCall)
+    assert torch.allclose(plain, replayed, atol=1e-6)
+    assert graphs.replays == 3 * 6
+    assert len(found) == len(set(found))
+
+
+def test_a_model_that_is_another_at_every_call_is_not_captured_again_and_again(monkeypatch):
+    found = captures(monkeypatch)
+    loop(model=Counting)
+    assert len(found) == len(set(found))
+
+
+class Words(nn.Module):
+    """A model of the user's own: a mean of its words, with or without what a mask leaves out."""
+
+    def __init__(self, masks: bool) -> None:
+        super().__init__()
+        self.masks, self.table, self.head = masks, nn.Embedding(20, 6), nn.Linear(6, 3)
+
+    def forward(self, input_ids, attention_mask):
+        words = torch.tanh(self.table(input_ids))
+        if not self.masks:
+            return self.head(words[:, -1])
+        kept = attention_mask[:, :, None]
+        return self.head((words * kept).sum(dim=1) / kept.sum(dim=1))
+
+
+def texts_loop(masks: bool, captured: bool):
+    torch.manual_seed(1)
+    model, lengths = Words(masks), torch.randint(3, 14, (60,)).tolist()
+    rows = [(torch.randint(1, 20, (length,)), torch.tensor(length % 3)) for length in lengths]
+
+    def collate(batch):
+        ids = nn.utils.rnn.pad_sequence([each for each, _ in batch], batch_first=True)
+        return ids, (ids != 0).long(), torch.stack([label for _, label in batch])
+
+    engine = vestige.PrivacyEngine(reproducible=5, cuda_graphs=captured)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), noise_multiplier=1e-6, max_grad_norm=1.0,
+        data_loader=DataLoader(rows, batch_size=6, collate_fn=collate),
+    )  # fmt: skip
+    with captured_on_cpu() if captured else nullcontext() as graphs:
+        for ids, mask, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(ids, mask), labels).backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), graphs
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_texts_of_a_model_of_ones_own_are_padded_where_that_changes_nothing(masks, monkeypatch):
+    plain, _ = texts_loop(masks, captured=False)
+    lengths, capture = [], captured_passes.CapturedForm.capture
+
+    def noted(form, rows):
+        lengths.append(next(leaf.shape[1] for leaf in form._leaves if isinstance(leaf, torch.Tensor)))
+        capture(form, rows)
+
+    monkeypatch.setattr(captured_passes.CapturedForm, "capture", noted)
+    replayed, graphs = texts_loop(masks, captured=True)
+    assert graphs.replays > 0
+    assert torch.allclose(plain, replayed, atol=1e-6)
+    assert (lengths == sorted(lengths)) == masks  # never longer than what was met; each other length by itself
+
+
+def test_a_graph_is_worth_capturing_when_doing_without_has_cost_as_much():
+    costs = cuda_graphs.CaptureCosts()
+    assert not costs.worth("small", 1.0, 0.5)  # nobody knows yet what a graph costs
+    costs.captured(2.0)
+    assert [costs.worth("other", 1.0, 0.5) for _ in range(4)] == [False, False, False, True]
+    assert not any(costs.worth("exact", 1.0, 1.0) for _ in range(100))

@@ -86,18 +86,22 @@ def state_fingerprint(
 def _of_modules(modules: Sequence[nn.Module]) -> list[Hashable]:
     found: list[Any] = [tuple(hooks) for hooks in EVERYWHERE]
     held: dict[int, Any] = {}
+    last: list[Any] = []
     for module in modules:
         kind = type(module)  # of hooks the keys, which are never reused
         found += (kind, kind.forward, tuple(module._forward_hooks), tuple(module._forward_pre_hooks))
         found += (tuple(module._backward_hooks), tuple(module._backward_pre_hooks))
         for key, value in vars(module).items():
-            if type(value) in SEEN:
+            if key == "forward":  # a loop's calls put theirs there for a while
+                last.append(value if type(value) in PLAIN else _known(value) if type(value) in SEEN else id(value))
+            elif type(value) in SEEN:
                 found.append(value if type(value) in PLAIN else _known(value))
             elif key not in OWN:
                 held[id(value)] = value  # often the same for many modules
         for store in (module._parameters, module._buffers):
             if store:
                 found += [None if tensor is None else _place(tensor) for tensor in store.values()]
+    found += last
     for value in held.values():
         found += _numbers(value)
     for kind in {type(module): None for module in modules}:

@@ -1,8 +1,9 @@
 """How far is a text padded, so that a few shapes serve all texts? To the next of some public lengths.
 
-A model leaves out what a mask leaves out, and a loss the labels that are ignored: such texts may be padded further. How
-far depends on the text's own length alone (`vestige.train`), or on that of a batch that its user has padded already
-(loops). Whether padding changes nothing is known of transformers' models in loops, and is tried out otherwise.
+Models of transformers leave out what a mask leaves out, and most losses the labels that are ignored: their texts may be
+padded further. How far depends on the text's own length alone (`vestige.train`), or on that of a batch that its user
+has padded already (loops). A model of one's own is given no longer texts than it has met, and only if it was seen that
+padding changes nothing.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class TextPadding:
 
     def further(self, named: Mapping[str, Tensor]) -> dict[str, int]:
         """Longer ones than these texts have, to try out; none, if there are none."""
-        to = {name: rounded_length(named[name].shape[1] + 1) for name in self.lengths(named)}
-        return to if max(to.values(), default=0) <= self.longest else {}
+        to = {name: min(rounded_length(named[name].shape[1] + 1), self.longest) for name in self.lengths(named)}
+        return to if all(length > named[name].shape[1] for name, length in to.items()) else {}
 
     def pad(self, named: Mapping[str, Tensor], to: Mapping[str, int]) -> dict[str, Tensor]:
         """These arguments, with texts of so many positions."""

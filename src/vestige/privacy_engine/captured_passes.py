@@ -204,8 +204,9 @@ class CapturedPasses:
     _ran: bool = False
 
     def __post_init__(self) -> None:
-        self._padding = TextPadding.of(self.module)
-        self._pads: bool | None = None
+        certain = ignored_for_certain(self.module)
+        self._padding = TextPadding.of(self.module) if certain else TextPadding(token=0, longest=0)
+        self._pads: bool | None = True if certain else None
         """Whether texts may be padded further, which rests on what padding rests on anyway; None if not known yet."""
 
     def begin(
@@ -243,9 +244,10 @@ class CapturedPasses:
         ):  # models may keep at their first pass that they had one: graphs are known by what they are then
             self._ran = True
             CapturedForm(self, asked, {}, asked.rows).run()
-        if self._pads is None and (MASK in asked.names or ignored_for_certain(self.module)):
-            self._pads = ignored_for_certain(self.module) or self._same_when_padded(asked)
+        if self._pads is None and MASK in asked.names:
+            self._pads = self._same_when_padded(asked)
         to = self._padding.lengths(asked.texts) if self._pads else {}
+        self._meet(asked)
         full = asked.without_padding(to)
         state = precision(), state_fingerprint(self.module, modules=modules)
         self._states[state] += 1
@@ -264,7 +266,8 @@ class CapturedPasses:
                 form = CapturedForm(self, asked.padded(self._padding, to), to, max(size, self.sizes[0]), full)
                 forms.append(form)
                 size = max(size, self.sizes[1] if len(self.sizes) > 1 else size)  # for most batches of this length
-            self._capture(form, [size] if self._costs.count else ahead(self.sizes))
+            first = not self._costs.count and size <= self.sizes[0]
+            self._capture(form, ahead(self.sizes) if first else [size])
         return None if form is None else form.begin(asked, asked.padded(self._padding, form.to).call.leaves)
 
     def _size(self, rows: int) -> int:
@@ -282,25 +285,32 @@ class CapturedPasses:
             start = min(start, time.monotonic())  # the first one loads and compiles kernels
             self._costs.captured(time.monotonic() - begun)
 
-    def _same_when_padded(self, asked: Asked) -> bool:
-        """Whether the texts of these rows, padded further, give the same outputs, nothing being drawn."""
-        lengths, to = (
-            {name: each.shape[1] for name, each in asked.texts.items() if each.dim() > 1},
-            self._padding.further(asked.texts),
-        )
+    def _meet(self, asked: Asked) -> None:
+        """A model of the user's own has taken texts of this length; how long they may be is not known otherwise."""
+        if not ignored_for_certain(self.module) and MASK in asked.names:
+            longest = max(self._padding.longest, asked.texts[MASK].shape[-1])
+            self._padding = replace(self._padding, longest=longest)
+
+    def _same_when_padded(self, asked: Asked) -> bool | None:
+        """Whether the texts of these rows, padded further, give the same outputs, nothing being drawn; None if they are
+        no shorter than those before."""
+        lengths, to = self._padding.lengths(asked.texts), self._padding.further(asked.texts)
+        if not to:
+            return None
+        own = {name: asked.texts[name].shape[1] for name in lengths}
         outputs = []
         modes = [(module, module.training) for module in self.module.modules()]
         try:
             for module, _ in modes:
                 module.training = False
             with without_tf32():
-                for each in (lengths, to) if to else ():
+                for each in (own, to):
                     form = CapturedForm(self, asked.padded(self._padding, each), each, asked.rows)
                     outputs.append(form.outputs())
         finally:
             for module, training in modes:
                 module.training = training
-        return bool(to) and all(alike(a, b[tuple(map(slice, a.shape))]) for a, b in zip(*outputs, strict=True))
+        return all(alike(a, b[tuple(map(slice, a.shape))]) for a, b in zip(*outputs, strict=True))
 
     def _kinds(self, asked: Asked, texts: Collection[int]) -> Hashable:
         """What a graph takes for granted of a call: all but the length of texts and the number of rows."""

@@ -1,0 +1,126 @@
+"""Are texts of many lengths trained on in a few passes, and as if each were alone? Beside one example at a time."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import vestige
+from captured_on_cpu import captured_on_cpu
+
+transformers = pytest.importorskip("transformers")
+ROWS, POSITIONS = 40, 40
+
+
+def classifier() -> nn.Module:
+    sizes = {"dim": 8, "hidden_dim": 8, "n_layers": 1, "n_heads": 2, "vocab_size": 20}
+    config = transformers.DistilBertConfig(
+        **sizes,
+        max_position_embeddings=POSITIONS,
+        num_labels=3,
+        dropout=0.0,
+        attention_dropout=0.0,
+        seq_classif_dropout=0.0,
+    )
+    return transformers.DistilBertForSequenceClassification(config)
+
+
+def writer() -> nn.Module:
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": POSITIONS}
+    config = transformers.GPT2Config(
+        **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def texts(long: int, labels: str):
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, long, (ROWS,), generator=random).tolist()
+    ids = [torch.randint(1, 20, (length,), generator=random) for length in lengths]
+    return [
+        {"input_ids": each, "attention_mask": torch.ones_like(each), "labels": each if labels == "next" else label}
+        for each, label in zip(ids, torch.randint(3, (ROWS,), generator=random), strict=True)
+    ]
+
+
+def next_word(outputs, labels):
+    return F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:])
+
+
+def over_all(outputs, labels):
+    """A loss that takes notice of padding."""
+    return outputs.logits.square().mean()
+
+
+def of_class(outputs, labels):
+    return F.cross_entropy(outputs.logits, labels)
+
+
+def alone(model, loss, data, lr, bound):
+    """One step by plain autograd, one text at a time, as it is written."""
+    before, total = [p.detach().clone() for p in model.parameters()], [torch.zeros_like(p) for p in model.parameters()]
+    for row in data:
+        target = row["labels"][None]
+        outputs = model(**{name: row[name][None] for name in ("input_ids", "attention_mask")})
+        gradients = torch.autograd.grad(loss(outputs, target), list(model.parameters()), allow_unused=True)
+        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(before, gradients, strict=True)]
+        norm = torch.cat([g.flatten() for g in gradients]).norm()
+        for sum_, gradient in zip(total, gradients, strict=True):
+            sum_ += gradient * min(1.0, bound / float(norm))
+    return torch.cat([(p - lr * sum_ / len(data)).flatten() for p, sum_ in zip(before, total, strict=True)])
+
+
+def trained(model, loss, data, **options):
+    """One step on all texts; and in how many passes of the model."""
+    passes = []
+    hook = model.register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    given = {"sample_rate": 1.0, "steps": 1, "delta": 1e-5, "noise_multiplier": 1e-9, "lr": 0.5, "max_grad_norm": 0.1}
+    list(vestige.train(model, loss, data, reproducible=1, **given, **options))
+    hook.remove()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), sum(passes)
+
+
+CASES = {
+    "a class": (classifier, of_class, "class", 3),  # 16, 32 and 38: there is no place for more
+    "next word": (writer, next_word, "next", 3),
+    "a loss that takes notice": (writer, over_all, "next", None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_of_many_lengths_are_trained_on_in_a_few_passes(case):
+    build, loss, labels, passes = CASES[case]
+    torch.manual_seed(0)
+    model, data = build(), texts(POSITIONS - 2, labels)
+    expected = alone(deepcopy(model).double(), loss, data, 0.5, 0.1)
+    found, count = trained(model, loss, data)
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+    assert count == (passes if passes is not None else len({len(row["input_ids"]) for row in data}))
+
+
+def test_captured_steps_take_large_groups_in_parts():
+    def run(captured):
+        torch.manual_seed(0)
+        model, data = classifier(), texts(30, "class")
+        options = {"batch_size": 12, "steps": 4, "delta": 1e-5, "noise_multiplier": 1e-9, "lr": 0.5, "reproducible": 1}
+        list(vestige.train(model, F.cross_entropy, data, **options, cuda_graphs=captured))
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    plain = run(captured=False)
+    with captured_on_cpu() as graphs:
+        replayed = run(captured=True)
+    assert graphs.replays >= 8
+    assert torch.allclose(plain, replayed, atol=1e-6)
+
+
+def test_workers_pad_texts_too():
+    found = []
+    for workers in (0, 1):
+        torch.manual_seed(0)
+        found.append(trained(classifier(), F.cross_entropy, texts(30, "class"), num_workers=workers))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] == 2
