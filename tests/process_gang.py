@@ -352,8 +352,9 @@ def loop(
     loader = DataLoader(dataset, batch_size=12, **order)
     epsilon = options.pop("epsilon", None)
     steps = options.pop("steps", 10**6)
+    asked = {name: options.pop(name) for name in ("users", "sample", "cap", "rows_per_user") if name in options}
     engine = vestige.PrivacyEngine(**options)
-    more = {"max_grad_norm": 1.0, "method": "fo-dp-sgd", "max_physical_batch_size": physical}
+    more = asked | {"max_grad_norm": 1.0, "method": "fo-dp-sgd", "max_physical_batch_size": physical}
     if epsilon is None:
         made = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, **more)
     else:

@@ -17,6 +17,7 @@ from conftest import clip_and_sum
 from loops import flat
 from vestige import BudgetSpent, PrivacyEngine, model_card
 from vestige.accounting.ledger import LedgerError, read
+from vestige.questions import SampledGaussian
 from vestige.training.verify import verify
 
 transformers = pytest.importorskip("transformers")
@@ -607,6 +608,38 @@ def test_a_user_column_is_priced_and_not_given_to_the_model(tmp_path):
         trainer_of(tmp_path / "wrong", data=named, privacy=asked(user_column="writer")).train()
     with pytest.raises(ValueError, match="cap=2 is about users"):
         asked(cap=2)
+
+
+@pytest.mark.parametrize("accumulation", [1, 5])
+def test_a_step_on_users_is_the_clipped_sum_of_their_mean_gradients(accumulation, tmp_path):
+    named = [{**row, "author": place // 3 if place < 45 else place} for place, row in enumerate(sentences())]
+    owner = {tuple(row["input_ids"].tolist()): row["author"] for row in named}
+    model, watching = bert(), Watching(COLUMNS)
+    before, twin = flat(model), copy.deepcopy(model).train()
+    trainer = trainer_of(
+        tmp_path, model, named, asked(noise_multiplier=1e-9, user_column="author", sample="users"), collate=watching,
+        **NOISELESS, per_device_train_batch_size=BATCH // accumulation, gradient_accumulation_steps=accumulation,
+    )  # fmt: skip
+    trainer.train()
+    users = {}
+    for batch in watching.batches:
+        for ids, label in zip(batch["input_ids"], batch["labels"], strict=True):
+            users.setdefault(owner[tuple(ids.tolist())], {})[tuple(ids.tolist())] = ids, label
+    assert {len(rows) for rows in users.values()} == {1, 3}
+    means = []
+    for rows in users.values():
+        ids, labels = (torch.stack(each) for each in zip(*rows.values(), strict=True))
+        twin.zero_grad()
+        twin(input_ids=ids, labels=labels).loss.backward()
+        means.append(
+            np.concatenate(
+                [np.zeros(p.numel()) if p.grad is None else p.grad.numpy().ravel() for p in twin.parameters()]
+            )
+        )
+    expected = clip_and_sum(np.stack(means), BOUND) / (BATCH / ROWS * 30)
+    np.testing.assert_allclose((before - flat(model)).double().numpy() / LR, expected, rtol=2e-3, atol=1e-5)
+    said = trainer.guarantee()
+    assert (said.unit, set(trainer.privacy_engine.spent)) == ("user", {SampledGaussian(BATCH / ROWS, 1e-9)})
 
 
 def test_a_trainer_is_charged_to_the_book_of_its_data(tmp_path):

@@ -1,23 +1,27 @@
 """In a loop of one's own: are a user's rows bounded, capped and priced, and does a step move by as many bounds?"""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from conftest import make_toy
 from vestige import PrivacyEngine
 from vestige.integrations.model_card import model_card
-from vestige.questions import AllocatedGaussian, GroupedGaussian, SampledGaussian
+from vestige.mechanism.users.ownership import RowsOfEach
+from vestige.questions import AllocatedGaussian, GroupedGaussian, SampledGaussian, TruncatedGaussian
 
 LOSS = nn.functional.cross_entropy
 OWNERS = np.repeat(np.arange(17), [1, 7, 4, 3, 5, 2, 6, 1, 4, 3, 7, 2, 1, 6, 4, 3, 1])
 BOUND, LR, BATCH = 1.0, 0.5, 30
 
 
-def private(engine=None, *, data=None, noise=1.0, target=None, **options):
-    model, (inputs, targets) = make_toy()
+def private(engine=None, *, model=None, data=None, noise=1.0, target=None, **options):
+    toy, (inputs, targets) = make_toy()
+    model = toy if model is None else model
     data = TensorDataset(inputs if data is None else data, targets, torch.arange(60))
     loader = DataLoader(data, batch_size=BATCH)
     engine = engine or PrivacyEngine()
@@ -51,6 +55,10 @@ def steps(model, optimizer, loader, most):
         ({"rows_per_user": 3}, GroupedGaussian(BATCH / 41, 1.0, 3)),
         ({"rows_per_user": 1, "sampling": "allocation"}, AllocatedGaussian(1, 1.0)),
         ({"users": np.arange(60)}, SampledGaussian(0.5, 1.0)),
+        ({"sample": "users"}, SampledGaussian(0.5, 1.0)),
+        ({"sample": "users", "cap": 2}, SampledGaussian(0.5, 1.0)),
+        ({"sample": "users", "sampling": "allocation"}, AllocatedGaussian(2, 1.0)),
+        ({"sample": "users", "sampling": "truncated", "max_batch": 5}, TruncatedGaussian(0.5, 1.0, 5, 17)),
     ],
 )
 def test_what_is_drawn_and_charged(options, expected):
@@ -79,6 +87,167 @@ def test_blanking_a_user_moves_a_step_by_as_many_bounds_as_rows_were_drawn(optio
     assert float((moved[0][1] - moved[1][1]).norm()) * BATCH <= drawn * BOUND + 1e-3
 
 
+# --- users are sampled ------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A table that is read and multiplied by, as in a language model, and an output in another order of axes."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+
+    def forward(self, x):
+        words = self.table((10 * x).long().abs() % 11).tanh()
+        return (words @ self.table.weight.t()).mean(dim=1)
+
+
+def convolutions():
+    return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
+
+
+MODELS = {"mlp": lambda: make_toy()[0], "words": Words, "convolutions": convolutions}
+
+
+def one_by_one(model, inputs, targets, rows, bound):
+    """In float64, each user's mean gradient alone: their clipped sum."""
+    net, total = copy.deepcopy(model).double(), 0.0
+    for user in np.unique(OWNERS[rows]):
+        mine = torch.from_numpy(rows[OWNERS[rows] == user])
+        x = inputs[mine].double()
+        gradients = torch.autograd.grad(LOSS(net(x), targets[mine]), list(net.parameters()))
+        vector = torch.cat([each.flatten() for each in gradients])
+        total = total + vector * min(1.0, bound / float(vector.norm()))
+    return total
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("part", "cap"), [(None, None), (6, None), (None, 2)])
+def test_a_step_is_the_clipped_sum_of_users_one_by_one(name, part, cap, reduction):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    inputs, targets = make_toy()[1]
+    plain = copy.deepcopy(model)
+    size = 0.6  # some are clipped, some are not
+    options = {"sample": "users", "cap": cap, "max_physical_batch_size": part, "max_grad_norm": size}
+    options |= {"model": model, "noise": 1e-9, "loss_reduction": reduction}
+    engine, model, optimizer, loader = private(PrivacyEngine(reproducible=3), **options)
+    drawn = []
+    for x, y, index in loader:
+        assert len(index) <= 7 or part is None
+        optimizer.zero_grad()
+        LOSS(model(x), y, reduction=reduction).backward()
+        drawn += index.tolist()
+        optimizer.step()
+        if engine.asked:
+            break
+    rows = np.unique(drawn)  # a part of one row has it twice, once with weight zero
+    assert (np.bincount(OWNERS[rows]) <= (cap or 7)).all()
+    if cap is None:
+        assert all((OWNERS[rows] == user).sum() == (user == OWNERS).sum() for user in set(OWNERS[rows]))
+    moved = [
+        (b - a).detach().double().flatten() / LR for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+    wanted = one_by_one(plain, inputs, targets, rows, size) / (0.5 * 17)
+    torch.testing.assert_close(torch.cat(moved), wanted, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("part", [None, 4])
+def test_blanking_a_sampled_user_moves_a_step_by_the_bound_at_most(part):
+    inputs = 30 * make_toy()[1][0]
+    for user in (0, 1, 10):
+        blank = inputs.clone()
+        blank[torch.from_numpy(user == OWNERS)] = torch.nan
+        moved = []
+        for data in (inputs, blank):
+            options = {"sample": "users", "data": data, "noise": 1e-9, "max_physical_batch_size": part}
+            engine, *loop = private(PrivacyEngine(reproducible=3), **options)
+            moved.append(one_step(engine, *loop))
+        (there, one), (_, other) = moved
+        assert float((one - other).norm()) * 0.5 * 17 == pytest.approx(BOUND * (user in there), abs=1e-3)
+
+
+def one_step(engine, model, optimizer, loader):
+    """The users of the first draw, and where it left the model."""
+    before, drawn = torch.cat([p.detach().flatten() for p in model.parameters()]).clone(), set()
+    for x, y, index in loader:
+        optimizer.zero_grad()
+        LOSS(model(x), y).backward()
+        optimizer.step()
+        drawn |= set(OWNERS[index.numpy()])
+        if engine.asked:
+            break
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return drawn, (before - after).double() / LR
+
+
+def test_a_sampler_that_splits_users_is_seen(monkeypatch):
+    """What the test above is for."""
+    rows_of = RowsOfEach.rows
+    monkeypatch.setattr(RowsOfEach, "rows", lambda *args: [each.reshape(-1, 1) for each in rows_of(*args)])
+    inputs, moved = 30 * make_toy()[1][0], []
+    for user in (None, 6):
+        data = inputs.clone()
+        data[torch.from_numpy(user == OWNERS)] = torch.nan
+        engine, *loop = private(PrivacyEngine(reproducible=4), sample="users", data=data, noise=1e-9)
+        moved.append(one_step(engine, *loop))
+    assert 6 in moved[0][0]
+    assert float((moved[0][1] - moved[1][1]).norm()) * 0.5 * 17 > 1.5 * BOUND
+
+
+def test_one_row_per_user_is_the_loop_without_users_bit_for_bit():
+    found = []
+    for options in ({"users": None}, {"users": np.arange(60), "sample": "users"}):
+        engine, *loop = private(PrivacyEngine(reproducible=3), **options)
+        found.append(torch.cat([moved for _, moved in steps(*loop, most=2)]))
+    assert torch.equal(*found)
+
+
+def test_rows_in_another_order_are_refused():
+    _, model, optimizer, loader = private(sample="users")
+    with pytest.raises(ValueError, match="row"):
+        for x, y, _ in loader:
+            order = torch.randperm(len(x))
+            optimizer.zero_grad()
+            LOSS(model(x[order]), y[order]).backward()
+            optimizer.step()
+
+
+def sorted_rows(rows):
+    return default_collate(sorted(rows, key=lambda row: float(row[0].sum())))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_fn_that_sorts_rows_is_assumed_not_to(workers):
+    model, (inputs, targets) = make_toy()
+    data = TensorDataset(inputs, targets, torch.arange(60))
+    loader = DataLoader(data, batch_size=BATCH, collate_fn=sorted_rows, num_workers=workers)
+    engine = PrivacyEngine()
+    loop = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), data_loader=loader, users=OWNERS,
+        sample="users", max_grad_norm=BOUND, noise_multiplier=1.0,
+    )  # fmt: skip
+    if workers == 0:  # it is followed
+        with pytest.raises(ValueError, match="not a row's own"):
+            steps(*loop, most=1)
+        return
+    steps(*loop, most=1)
+    said = engine.guarantee(1e-5).assumption("one_example_per_row")
+    assert said.status == "assumed"
+    assert "keeps the order of rows" in said.detail
+
+
+def test_a_loop_goes_on_with_the_same_users_only(tmp_path):
+    file = tmp_path / "ledger.jsonl"
+    engine, *loop = private(PrivacyEngine(ledger=file), sample="users", target_delta=1e-5)
+    steps(*loop, most=1)
+    engine.close()
+    others = np.roll(OWNERS, 1)
+    with pytest.raises(ValueError, match="resume: owners"):
+        private(PrivacyEngine(ledger=file, resume=True), sample="users", target_delta=1e-5, users=others)
+
+
 def test_a_budget_is_kept_resumed_and_shown(tmp_path):
     file = tmp_path / "ledger.jsonl"
     engine, *loop = private(PrivacyEngine(ledger=file), target=4.0, rows_per_user=3)
@@ -95,7 +264,9 @@ def test_a_budget_is_kept_resumed_and_shown(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sample": "users"}, r"vestige.train\(users=..., sample='users'\)"),
+        ({"sample": "user"}, "sample='user' is unknown"),
+        ({"sample": "users", "rows_per_user": 3}, "rows_per_user=3: not with sample='users'"),
+        ({"sample": "users", "users": [[0, 1]] + [[owner] for owner in OWNERS[1:]]}, "several owners"),
         ({"sampling": "allocation"}, "sampling='allocation'"),
         ({"users": OWNERS[1:]}, "59 ids for 60 rows"),
         ({"users": None, "cap": 2}, "cap=2 is about users"),

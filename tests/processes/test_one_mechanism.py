@@ -202,6 +202,21 @@ def test_a_users_loop(two, kind):
         assert each["head"] == wanted["head"]
 
 
+@pytest.mark.parametrize("options", [{"sample": "users"}, {"sample": "users", "cap": 2}, {"rows_per_user": 3}], ids=str)
+def test_a_users_loop_keeps_users_whole(two, options):
+    """Of two processes each has whole users, in parts of at most four rows or of one user."""
+    wanted = process_gang.loop(users=USERS, **options)
+    for each in two(process_gang.loop, "ddp", users=USERS, **options):
+        assert not isinstance(each, process_gang.Failed), each
+        assert torch.allclose(each["path"], wanted["path"], atol=TOLERANCE)
+        assert each["head"] == wanted["head"]
+
+
+def test_a_sharded_loop_samples_rows(two):
+    found = two(process_gang.loop, "sharded", users=USERS, sample="users")
+    assert all("sample='users': not for a sharded module" in each.message for each in found)
+
+
 def test_the_budget_of_a_loop_ends_for_all_at_once(two):
     options = {"epsilon": 3.0, "epochs": 3, "physical": None}
     wanted = process_gang.loop(**options)

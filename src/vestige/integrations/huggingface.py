@@ -192,7 +192,7 @@ class PrivateTrainerMixin(Base):
             module=self.model, optimizer=self._optimizer, data_loader=loader, target_delta=asked.target_delta,
             max_grad_norm=self._bound, method=asked.method, max_physical_batch_size=self._part,
             tokens_per_example=asked.tokens_per_example, budget=self._account(), users=self._users(),
-            rows_per_user=asked.rows_per_user, cap=asked.cap, **noise,
+            sample=asked.sample, rows_per_user=asked.rows_per_user, cap=asked.cap, **noise,
         )  # fmt: skip
         self.privacy_engine = engine
         if asked.lr == "auto":

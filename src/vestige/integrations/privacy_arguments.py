@@ -39,6 +39,10 @@ class PrivacyArguments:
         None, "With user_column, the most rows of one user; others are left out by coins. None: all that anybody has."
     )
     cap: int | None = _option(None, "With user_column, the most rows of one user in one step.")
+    sample: str = _option(
+        "rows",
+        "With user_column: 'users' samples users, and bounds the mean of a user's rows once; 'rows' samples rows.",
+    )
     budget: str | None = _option(
         None, "The book of the dataset that is charged before each step; `vestige budget open` makes it."
     )
@@ -64,9 +68,9 @@ class PrivacyArguments:
                 raise ValueError(f"{name}={value} must be positive")
         if self.target_delta >= 1:
             raise ValueError(f"target_delta={self.target_delta} must lie below 1")
-        if self.user_column is None and (self.rows_per_user is not None or self.cap is not None):
-            name = "cap" if self.rows_per_user is None else "rows_per_user"
-            raise ValueError(f"{name}={getattr(self, name)} is about users: give user_column, too")
+        for name, usual in (("sample", "rows"), ("rows_per_user", None), ("cap", None)):
+            if self.user_column is None and getattr(self, name) != usual:
+                raise ValueError(f"{name}={getattr(self, name)!r} is about users: give user_column, too")
         if self.derived_from is not None and self.budget is None:
             raise ValueError(f"derived_from={self.derived_from!r} is about a book: give budget=BOOK, too")
         if self.lr not in (None, "auto"):

@@ -32,6 +32,7 @@ from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
 from vestige.mechanism.losses.criteria import batch_mean
 from vestige.mechanism.users.loops import LoaderOfUsers, of_users
+from vestige.mechanism.users.ownership import Ownership
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import METHODS, make_method
 from vestige.optim.rules import OPTIMIZERS, Rule
@@ -197,7 +198,9 @@ class PrivacyEngine(HoldsKey):
           examples / batch_size batches, drawn uniformly, and the whole epoch is charged at its first step, however
           many follow. `sampling="truncated"` keeps at most `max_batch` examples of a Poisson sample.
         - `users` hides all rows of one user: an id for each row of the dataset, or a list of owners for each. A user
-          has at most `rows_per_user` rows (None: the largest count), and a step keeps at most `cap` of them.
+          has at most `rows_per_user` rows (None: the largest count), and a step keeps at most `cap` of them. With
+          `sample="users"` each user joins with probability batch_size / rows, and the mean of the gradients of the
+          user's rows (at most `cap`, drawn for each step) is bounded once; passes are not captured as CUDA graphs.
         - `poisson_sampling=False` keeps your loader, and has no epsilon.
         - `max_physical_batch_size` splits each sampled batch: keep calling `optimizer.step()` after every part, and
           only the last one moves; "auto" finds the largest that fits, for batches (inputs..., targets).
@@ -260,6 +263,8 @@ class PrivacyEngine(HoldsKey):
                 chosen = replace(chosen, clip=chosen.clip.with_bound(max_grad_norm), rule=Rule(type(moves)))
             if loop is not None:
                 self._check_shardable(chosen)
+            if loop is not None and owned.samples_users:
+                raise ValueError("sample='users': not for a sharded module; train replicas (without fully_shard)")
             drawn, parts = self._sampling(owned, sampling, max_batch), MicrobatchQueue(steps_per_batch)
             if owned.users is not None and (self._audit is not None or not poisson_sampling):
                 raise ValueError(
@@ -279,13 +284,13 @@ class PrivacyEngine(HoldsKey):
                     )
                 drawn, parts = _kept(data_loader, sampling, max_batch), UserBatches()
             if target_delta is not None:
-                check_delta(target_delta, self._rows(data_loader))
+                check_delta(target_delta, self._rows(owned))
             return chosen, moves, size, drawn, parts
 
         chosen, moves, physical_batch, drawn, parts = group.together(checked)
         require_same_rows(group, partial(nonprivate_hash_of_dataset, data_loader.dataset))
-        self._population = self._rows(data_loader)
-        people = len(data_loader.dataset)  # type: ignore[arg-type]
+        self._population = self._rows(owned)
+        people = owned.population
         rate = drawn.rate
         self._collates = data_loader.collate_fn not in (None, default_collate)
         size, expected = Layout.of(whole).size, max(1, round(rate * people))
@@ -294,7 +299,7 @@ class PrivacyEngine(HoldsKey):
         self._delta = target_delta
         source = Provenance(data=data_loader.dataset, of_file=of_file)
         layout, begun = self._open(
-            chosen, whole, rate, noise_multiplier, target_delta, max_batch, moves, (budget, source)
+            chosen, whole, rate, noise_multiplier, target_delta, max_batch, moves, (budget, source), owned.owned
         )
         largest = min(filter(None, (physical_batch, max_batch)), default=None)
         if loop is not None:
@@ -304,11 +309,13 @@ class PrivacyEngine(HoldsKey):
             loop.forget()
         each = max(1, people // group.size)
         sizes = sizes_of(each, rate, largest) if poisson_sampling else [expected]
-        recorded = sizes if self._cuda_graphs and loop is None and self._audit is None else ()
+        plain = self._audit is None and not owned.samples_users
+        recorded = sizes if self._cuda_graphs and loop is None and plain else ()
         planted = None
         if self._audit is not None:
             planted = Canaries(self._audit, layout, next(whole.parameters()).device, self._canary_key)
         passes = Passes(whole, layout, chosen.clip, loss_reduction, parts, recorded, tokens_per_example, planted, loop)
+        passes.tracking.unproved = self._collates and data_loader.num_workers > 0  # which run it where nobody follows
         planned = SampledGaussian(rate, noise_multiplier)
         prepare(passes.device)
         self._steps = PrivateSteps(
@@ -338,6 +345,7 @@ class PrivacyEngine(HoldsKey):
                 parts,
                 planted,
                 group,
+                owned,
             )
         return wrapper, optimizer, data_loader
 
@@ -418,8 +426,8 @@ class PrivacyEngine(HoldsKey):
         if (epochs is None) == (draws is None):
             raise ValueError("give epochs, or draws: over how many batches the budget is spent")
         check_loader(data_loader)
-        check_delta(target_delta, self._rows(data_loader))
         owned = of_users(data_loader, users, sample, rows_per_user, cap, target_delta)
+        check_delta(target_delta, self._rows(owned))
         drawn = self._sampling(owned, sampling, max_batch)
         if draws is None:
             assert epochs is not None
@@ -484,6 +492,8 @@ class PrivacyEngine(HoldsKey):
         assumptions.record(ledger, "divisor", status, detail)  # type: ignore[arg-type]
         if self._collates and passes.tracking.unproved:
             made = "a collate_fn of your own makes each row of its own example alone"
+            if self._facts.users is not None and self._facts.users.sample == "users":
+                made += ", and keeps the order of rows: those of a user are side by side"
             for name in ("one_example_per_row", "loss_per_example", "divisor"):
                 assumptions.record(ledger, name, "assumed", made)
         if passes.lengths.vary:
@@ -667,11 +677,11 @@ class PrivacyEngine(HoldsKey):
         loader = owned.loader
         if name == "shuffled":
             raise ValueError("sampling='shuffled': poisson_sampling=False keeps your own batches, without an epsilon")
-        return owned.sampling(sampling_by_name(name, rate_of(loader), self._rows(loader), max_batch), name)
+        return owned.sampling(sampling_by_name(name, rate_of(loader), self._rows(owned), max_batch), name)
 
-    def _rows(self, loader: DataLoader[Any]) -> int:
-        """How many rows samples are drawn from: the loader's, and the canaries."""
-        return len(loader.dataset) + (self._audit or 0)  # type: ignore[arg-type]
+    def _rows(self, owned: LoaderOfUsers) -> int:
+        """How many rows samples are drawn from: the loader's, and the canaries; or users."""
+        return owned.population + (self._audit or 0)
 
     def _open(
         self,
@@ -683,6 +693,7 @@ class PrivacyEngine(HoldsKey):
         max_batch: int | None,
         moves: Optimizer,
         paid_by: tuple[Budget, Provenance],
+        owned: Ownership | None,
     ) -> tuple[Layout, int]:
         """Open the ledger, and lay out the releases: where steps are balanced, by the constants of its beginning. Also
         how many draws it has seen."""
@@ -705,6 +716,7 @@ class PrivacyEngine(HoldsKey):
             **({} if method.balance is None else {"balance": layout.constants_of_all}),
             **({} if max_batch is None else {"max_batch": max_batch}),
             **({} if self._facts.users is None else {"users": self._facts.users.to_json()}),
+            **({} if owned is None else {"owners": owned.fingerprint}),
             **({} if entry is None else {"budget": entry}),
         }
         settings = [{k: v for k, v in group.items() if k != "params"} for group in moves.param_groups]
@@ -713,8 +725,8 @@ class PrivacyEngine(HoldsKey):
             self._ledger.open(facts)
             return layout, 0
         for key, value in facts.items():
-            if key == "delta" and key not in history.facts:
-                continue  # until 0.2 loops did not write it down
+            if key in ("delta", "owners") and key not in history.facts:
+                continue  # until 0.2 loops did not write these down
             if history.facts.get(key) != value:
                 raise ValueError(
                     f"resume: {key} is {value!r} now but was {history.facts.get(key)!r}; use the same settings"

@@ -9,6 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader, Sampler, default_collate
 
 from vestige.engines.canaries import Canaries
+from vestige.mechanism.users.loops import LoaderOfUsers
+from vestige.mechanism.users.ownership import RowsOfEach
 from vestige.privacy_engine.microbatches import Microbatch, MicrobatchQueue
 from vestige.processes.group import ALONE, Processes
 from vestige.randomness.keys import HoldsKey, Randomness
@@ -24,6 +26,9 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
 
     Canaries are further rows of the population: they join by the same law and the same stream. In a batch each is
     carried by a copy of a row of its draw (of row 0 in one without), whose gradient it replaces.
+
+    Where the population are `users`, a part has all rows of its users, side by side: nobody's are clipped apart, in
+    physical batches or in processes.
     """
 
     poisson = True
@@ -38,8 +43,9 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
         parts: MicrobatchQueue,
         canaries: Canaries | None = None,
         group: Processes = ALONE,
+        users: RowsOfEach | None = None,
     ) -> None:
-        self._group = group
+        self._group, self._users = group, users
         self.population, self._sampling, self.steps, self.physical_batch = population, sampling, steps, physical_batch
         self._randomness, self._draws, self.parts, self._canaries = randomness, 0, parts, canaries
         parts.restart = self._restart
@@ -56,7 +62,8 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
     @property
     def batch_size(self) -> int:
         """The expected one."""
-        return max(1, round(self.rate * self.population))
+        each = 1.0 if self._users is None else self._users.mean
+        return max(1, round(self.rate * self.population * each))
 
     def __len__(self) -> int:
         return self.steps
@@ -67,6 +74,9 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
         for _ in range(self.steps):
             draw = self._draws
             self._draws += 1
+            if self._users is not None:
+                yield from self._of_users(draw, self._users)
+                continue
             planted = 0 if self._canaries is None else self._canaries.count
             everyone = self._sampling.draw(self.population + planted, draw, self._randomness)
             among = int((everyone < self.population).sum())
@@ -85,6 +95,17 @@ class PrivateBatches(HoldsKey, Sampler[list[int]]):
                 )
                 self.parts.announce(part)
                 yield piece + [piece[0] if piece else 0] * (part.rows - len(piece))
+
+    def _of_users(self, draw: int, users: RowsOfEach) -> Iterator[list[int]]:
+        own = self._group.own(self._sampling.draw(self.population, draw, self._randomness))
+        parts = [own] if self.physical_batch is None else users.parts(own, self.physical_batch)
+        for number, few in enumerate(parts):
+            groups = users.rows(draw, few)
+            rows = [row for group in groups for row in group.flatten().tolist()]
+            counts = tuple((len(group), group.shape[1]) for group in groups)
+            part = Microbatch(draw, number, number == len(parts) - 1, len(rows), users=counts)
+            self.parts.announce(part)
+            yield rows + [rows[0] if rows else 0] * (part.rows - len(rows))
 
 
 class Labelling:
@@ -126,12 +147,14 @@ def private_loader(
     parts: MicrobatchQueue,
     canaries: Canaries | None = None,
     group: Processes = ALONE,
+    owned: LoaderOfUsers | None = None,
 ) -> DataLoader[Any]:
     """The user's loader with private samples instead of its own batches; everything else as it was. Of several
     processes each gets its own examples of every draw."""
     dataset: Any = loader.dataset
-    steps = draws_per_epoch(sampling.rate)
-    batches = PrivateBatches(len(dataset), sampling, randomness, steps, physical_batch, parts, canaries, group)
+    steps, population = draws_per_epoch(sampling.rate), len(dataset) if owned is None else owned.population
+    users = None if owned is None else owned.rows_of_each(randomness)
+    batches = PrivateBatches(population, sampling, randomness, steps, physical_batch, parts, canaries, group, users)
     made: DataLoader[Any] = PrivateLoader(
         dataset,
         batch_sampler=batches,

@@ -31,6 +31,8 @@ class Microbatch:
     """The canaries among its rows: the last ones that count."""
     joined: int = 0
     """How many canaries joined the draw in all processes, there or not by their coins."""
+    users: tuple[tuple[int, int], ...] = ()
+    """Where users are sampled: so many users with so many rows each, one after another, in the order of the rows."""
 
     @property
     def rows(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Back = Callable[[Sequence[Tensor]], None]
+Factor = int | Tensor
 Reached = Callable[[Sequence[Tensor]], Back | None]
 
 
@@ -16,20 +17,24 @@ class End(torch.autograd.Function):
     """The outputs of a private model as the user gets them: in float32, with rows that lead back to their examples.
 
     What comes back to a row is multiplied by the number of rows where the loss is a mean: that is the gradient of the
-    row's own loss. `reached` checks it, and says what goes on with it if that is not this graph.
+    row's own loss. Where a user is an example, it is divided by the number of the user's rows, too: `factors` has a
+    number for each output, or a tensor of its rows. `reached` checks what came back, and says what goes on with it if
+    that is not this graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, reached: Reached, anchor: Tensor, factor: int, *outputs: Tensor) -> Any:
-        ctx.reached, ctx.factor = reached, factor
+    def forward(ctx: Any, reached: Reached, anchor: Tensor, factors: Sequence[Factor], *outputs: Tensor) -> Any:
+        ctx.reached, ctx.factors = reached, factors
         ctx.types = [output.dtype for output in outputs]
         return tuple(output.detach().float() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *signals: Tensor) -> Any:
         goes_on = ctx.reached(signals)
-        whole = signals if ctx.factor == 1 else [signal * ctx.factor for signal in signals]
-        back = [signal.to(dtype) for signal, dtype in zip(whole, ctx.types, strict=True)]
+        back = []
+        for signal, factor, dtype in zip(signals, ctx.factors, ctx.types, strict=True):
+            whole = signal if isinstance(factor, int) and factor == 1 else signal * factor
+            back.append(whole.to(dtype))
         if goes_on is None:
             return (None, None, None, *back)
         goes_on(back)

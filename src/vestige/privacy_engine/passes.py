@@ -43,7 +43,7 @@ from vestige.privacy_engine.microbatches import (
     require_known_processes,
     require_no_accumulation,
 )
-from vestige.privacy_engine.outputs import End, NotPerExample
+from vestige.privacy_engine.outputs import End, Factor, NotPerExample
 from vestige.privacy_engine.padded_lengths import Lengths, Shapes
 from vestige.privacy_engine.tracking import Tracking
 from vestige.processes.loops import ShardedLoop
@@ -279,6 +279,8 @@ class Passes:
                 if each.part.size:
                     yield partial(each.replay.clip, each.part.size, total)  # type: ignore[arg-type]
                 each.replay.over()
+            elif each.part.size and each.part.users:
+                yield from self._shares_of_users(each, total)
             elif each.part.size and each.uses:
                 gradients = {name: combine(parts) for name, parts in each.uses.items()}
                 if self.canaries is not None and each.part.planted:
@@ -295,6 +297,21 @@ class Passes:
                         own = real[first : first + rows]
                     blank = None if each.part.size == each.examples else own
                     yield partial(add_weighted, few, self._clip, self.layout, total.place(rows), rows, blank)
+
+    def _shares_of_users(self, each: Pending, total: RunningSum | ShardedSum) -> Iterator[Callable[[], object]]:
+        """Each user is an example: the gradients of the user's rows add up before their norm is taken, as several uses
+        of a parameter do."""
+        first = 0
+        for users, rows in each.part.users:
+            for few in torch.arange(users).split(LARGEST_SUM):
+                last = first + len(few) * rows
+                turns = [itemgetter(slice(first + turn, last, rows)) for turn in range(rows)]
+                gradients = {
+                    name: combine([change(use, turn) for use in uses for turn in turns])
+                    for name, uses in each.uses.items()
+                }
+                yield partial(add_weighted, gradients, self._clip, self.layout, total.place(len(few)), len(few))
+                first = last
 
     def taken(self) -> tuple[int, Tensor]:
         """SENSITIVE: a complete draw and its clipped sum, which is then forgotten here."""
@@ -479,13 +496,23 @@ class Passes:
         labels: Sequence[Rows],
         reductions: Sequence[str | None],
     ) -> list[Any]:
-        rows = opened.now.examples
-        reached = partial(self._reached, opened, self.parts.take(rows), labels)
-        ends = End.apply(reached, ANCHOR, rows if self._said == "mean" else 1, *(found[place] for place in places))
+        rows, part = opened.now.examples, self.parts.take(opened.now.examples)
+        reached = partial(self._reached, opened, part, labels)
+        factor = rows if self._said == "mean" else 1
+        factors: list[Factor] = [factor] * len(places)
+        if part is not None and part.users:
+            weights = factor * self._weights(part)
+            factors = [_along(weights, label, found[place]) for place, label in zip(places, labels, strict=True)]
+        ends = End.apply(reached, ANCHOR, factors, *(found[place] for place in places))
         for place, end, label, reduction in zip(places, ends, labels, reductions, strict=True):
             self.tracking.labels.set(end, label)
             found[place] = end if reduction is None else end.sum() if reduction == "sum" else end.mean()
         return found
+
+    def _weights(self, part: Microbatch) -> Tensor:
+        """Of each row of a part of users: one over the number of the user's rows."""
+        each = [1 / rows for users, rows in part.users for _ in range(users * rows)]
+        return torch.tensor(each + [0.0] * (part.rows - part.size), device=self.device)
 
     # --- backward -----------------------------------------------------------------------------------------------------
 
@@ -570,6 +597,15 @@ OWN_LOSS = (
     "Take the loss of each row by itself, then a sum or a mean with a public divisor; of losses that cannot be written "
     "so: criterion = engine.criterion(loss)"
 )
+
+
+def _along(weights: Tensor, label: Rows, output: Tensor) -> Tensor:
+    """Weights of examples as an output has them: along its axis of rows, or of the one example that it is about."""
+    if label.axis < 0:
+        return weights[label.first]
+    shape = [1] * output.dim()
+    shape[label.axis] = output.shape[label.axis]
+    return weights.repeat_interleave(label.inner).view(shape)
 
 
 def _tensors(leaves: Sequence[Any]) -> list[Tensor]:

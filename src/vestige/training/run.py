@@ -13,7 +13,6 @@ from math import nan
 from pathlib import Path
 from typing import Any, Literal, cast
 from weakref import finalize
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -628,7 +627,7 @@ class Training(HoldsKey):
             return None, examples, request
         _check_users(self.settings, self.shards)
         owned = ownership(asked.ids, examples.population)
-        self._owned_hash = crc32(owned.owners.tobytes(), crc32(owned.rows.tobytes()))
+        self._owned_hash = owned.fingerprint
         users = facts_of_users(owned, asked.sample, asked.rows_per_user, asked.cap, request.delta)
         if users.sample == "users":
             return users, UserExamples(examples, owned, users.cap, key), replace(request, users=users)

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from vestige.checks import check_delta, check_steps
@@ -52,6 +54,11 @@ class Ownership:
         """The rows of the first user, of the second, and so on."""
         return np.asarray(self.rows[np.argsort(self.owners, kind="stable")])
 
+    @property
+    def fingerprint(self) -> int:
+        """The same for the same users in the same rows, whatever their ids are."""
+        return crc32(self.owners.tobytes(), crc32(self.rows.tobytes()))
+
     def bounded(self, most: int, randomness: Randomness) -> Rows:
         """Rows of which no user has more than `most`, in their order.
 
@@ -77,6 +84,67 @@ def _greedy(owned: Ownership, most: int) -> Rows:
             room[owners] -= 1
             taken.append(row)
     return np.sort(np.array(taken, dtype=np.int64))
+
+
+class RowsOfEach:
+    """Which rows of a user take part in a question: all of them, or `cap`, drawn uniformly for each question.
+
+    A part of a sample is a set of users, never of rows, so that nobody's rows are clipped apart. Users with equally
+    many rows are put together: no row is padded or computed in vain.
+    """
+
+    def __init__(self, owned: Ownership, cap: int | None, randomness: Randomness) -> None:
+        assert not owned.several, "a row of several owners is no part of one vector"
+        self._owned, self._randomness = owned, randomness
+        self._most = owned.counts if cap is None else np.minimum(owned.counts, cap)
+        """How many rows of each user take part."""
+
+    @property
+    def mean(self) -> float:
+        """How many rows of a user take part, on average."""
+        return float(self._most.mean())
+
+    def parts(self, users: Tensor, most: int) -> Sequence[Tensor]:
+        """Users in parts of at most `most` rows; a user with more is a part alone."""
+        if int(self._most[users.numpy()].sum()) <= most:
+            return [users]
+        ends, rows = [], 0
+        for place, count in enumerate(self._most[users.numpy()].tolist()):
+            if rows and rows + count > most:
+                ends.append(place)
+                rows = 0
+            rows += count
+        return torch.tensor_split(users, ends)
+
+    def rows(self, index: int, users: Tensor) -> list[Tensor]:
+        """The rows of these users for a question, put together by how many they are: [users, rows] each."""
+        if len(users) == 0:
+            return [torch.zeros(0, 1, dtype=torch.long)]
+        chosen, counts = users.numpy(), self._most[users.numpy()]
+        # Which of a user's rows take part need not be secret, only blind to their content, and the same in every part
+        # and process that a sample may be divided over.
+        seed = int(self._randomness.stream("rows of users", 1 + index).integers(2**63))
+        return [self._rows_of(chosen[counts == count], int(count), seed) for count in np.unique(counts)]
+
+    def _rows_of(self, users: np.ndarray, count: int, seed: int) -> Tensor:
+        """So many rows of each of these users, [users, rows], drawn uniformly where there are more."""
+        owned = self._owned
+        starts, have = owned.starts[users], owned.counts[users]
+        if (have == count).all():
+            return torch.from_numpy(owned.by_user[starts[:, None] + np.arange(count)])
+        owner = np.arange(len(users)).repeat(have)
+        rows = owned.by_user[np.arange(have.sum()) + (starts - (np.cumsum(have) - have)).repeat(have)]
+        chosen = first_of_each(owner, mixed(rows, seed), count).reshape(-1, count)
+        return torch.from_numpy(rows[np.sort(chosen, axis=1)])
+
+
+def mixed(numbers: np.ndarray, seed: int) -> np.ndarray:
+    """Numbers in a pseudorandom order: SplitMix64 of each, from a place that the seed gives."""
+    with np.errstate(over="ignore"):
+        found = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(found ^ (found >> np.uint64(31)))
 
 
 def ownership(ids: Ids, population: int) -> Ownership:

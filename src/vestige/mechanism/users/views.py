@@ -12,9 +12,8 @@ from torch import Tensor
 from vestige.mechanism.clipping import Batch, Clip, GradientEngine, Parameters, Transform
 from vestige.mechanism.examples import Draw, Examples
 from vestige.mechanism.transforms import Linear, Term, one_after
-from vestige.mechanism.users.ownership import Ownership
+from vestige.mechanism.users.ownership import Ownership, RowsOfEach
 from vestige.randomness.keys import Randomness
-from vestige.randomness.sampling import first_of_each
 
 
 class UserBatch(list[Tensor]):
@@ -46,15 +45,6 @@ class UserEngine:
         return self._engine(batch, parameters, clip, into, one_after(transform, Mean()))
 
 
-def mixed(numbers: np.ndarray, seed: int) -> np.ndarray:
-    """Numbers in a pseudorandom order: SplitMix64 of each, from a place that the seed gives."""
-    with np.errstate(over="ignore"):
-        found = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
-        found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(found ^ (found >> np.uint64(31)))
-
-
 class UserExamples:
     """SENSITIVE: users, each with all of its rows or with `cap` of them, drawn anew for every question.
 
@@ -63,26 +53,12 @@ class UserExamples:
     """
 
     def __init__(self, examples: Examples, owned: Ownership, cap: int | None, randomness: Randomness) -> None:
-        assert not owned.several, "a row of several owners is no part of one vector"
-        self._examples, self._owned, self._randomness = examples, owned, randomness
+        self._examples, chosen = examples, RowsOfEach(owned, cap, randomness)
         self.device, self.form, self.population = examples.device, examples.form, owned.users
-        self._most = owned.counts if cap is None else np.minimum(owned.counts, cap)
-        """How many rows of each user take part."""
+        self._rows, self.parts = chosen.rows, chosen.parts
 
     def blank(self) -> Batch:
         return self._examples.blank()
-
-    def parts(self, users: Tensor, most: int) -> Sequence[Tensor]:
-        """Users in parts of at most `most` rows; a user with more is a part alone."""
-        if int(self._most[users.numpy()].sum()) <= most:
-            return [users]
-        ends, rows = [], 0
-        for place, count in enumerate(self._most[users.numpy()].tolist()):
-            if rows and rows + count > most:
-                ends.append(place)
-                rows = 0
-            rows += count
-        return torch.tensor_split(users, ends)
 
     def fetch(self, rows: Tensor) -> list[Batch]:
         return self._examples.fetch(rows)
@@ -99,27 +75,6 @@ class UserExamples:
             return [batch for rows in together for batch in self._stacked(rows, fetch(index, rows.flatten()))]
 
         return batches
-
-    def _rows(self, index: int, users: Tensor) -> list[Tensor]:
-        """The rows of these users for a question, put together by how many they are: [users, rows] each."""
-        if len(users) == 0:
-            return [torch.zeros(0, 1, dtype=torch.long)]
-        chosen, counts = users.numpy(), self._most[users.numpy()]
-        # Which of a user's rows take part need not be secret, only blind to their content, and the same in every part
-        # and process that a sample may be divided over.
-        seed = int(self._randomness.stream("rows of users", 1 + index).integers(2**63))
-        return [self._rows_of(chosen[counts == count], int(count), seed) for count in np.unique(counts)]
-
-    def _rows_of(self, users: np.ndarray, count: int, seed: int) -> Tensor:
-        """So many rows of each of these users, [users, rows], drawn uniformly where there are more."""
-        owned = self._owned
-        starts, have = owned.starts[users], owned.counts[users]
-        if (have == count).all():
-            return torch.from_numpy(owned.by_user[starts[:, None] + np.arange(count)])
-        owner = np.arange(len(users)).repeat(have)
-        rows = owned.by_user[np.arange(have.sum()) + (starts - (np.cumsum(have) - have)).repeat(have)]
-        chosen = first_of_each(owner, mixed(rows, seed), count).reshape(-1, count)
-        return torch.from_numpy(rows[np.sort(chosen, axis=1)])
 
     def _stacked(self, rows: Tensor, found: list[Batch]) -> list[Batch]:
         """Fetched rows as batches of users."""
