@@ -394,7 +394,7 @@ def trained_steps(model: nn.Module, data: Any, rows: int, device: str, **options
 
 def loop_steps(model: nn.Module, data: Any, rows: int, device: str, **options: Any) -> Iterator[Any]:
     own, engine = copy.deepcopy(model).to(device), vestige.PrivacyEngine()
-    loader = DataLoader(TensorDataset(*(part.to(device) for part in data)), batch_size=rows, collate_fn=stacked)
+    loader = DataLoader(OnDevice(*(part.to(device) for part in data)), batch_size=rows, collate_fn=as_it_is)
     own, optimizer, loader = engine.make_private(
         module=own, optimizer=torch.optim.SGD(own.parameters(), lr=1e-3), data_loader=loader, noise_multiplier=1.0,
         max_grad_norm=1.0, **options,
@@ -407,8 +407,15 @@ def loop_steps(model: nn.Module, data: Any, rows: int, device: str, **options: A
             yield None
 
 
-def stacked(rows: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.stack(each) for each in zip(*rows, strict=True))
+class OnDevice(TensorDataset):
+    """Rows of a batch are read at once, where they are."""
+
+    def __getitems__(self, rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        return tuple(part[torch.tensor(rows, device=part.device)] for part in self.tensors)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def synchronise(device: str) -> None:
@@ -470,18 +477,16 @@ def step_table(rows: list[Row]) -> str:
     lines = [
         f"### A step on {rows[-1]['device']}, milliseconds",
         "",
-        "| model | rows in a step | rows of a user | `vestige.train`, rows | users | ratio | loop, rows | users | ratio |",
+        "| model | rows in a step | rows of a user | `train`, rows | users | ratio | loop, rows | users | ratio |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     latest = {(row["model"], str(row["rows of a user"])): row for row in rows}
     for row in latest.values():
         counts = ", ".join(map(str, row["rows of a user"]))
         cells = [f"{row[f'{name} ms']:.2f}" for name in ("rows", "users", "loop rows", "loop users")]
-        whole, loop = f"{row['ratio']:.2f}", f"{row['loop ratio']:.2f}"
-        lines.append(
-            f"| {row['model']} | {row['rows']} | {counts} | {cells[0]} | {cells[1]} | {whole} | {cells[2]} | {cells[3]} | "
-            f"{loop} |"
-        )
+        cells.insert(2, f"{row['ratio']:.2f}")
+        whole = [row["model"], str(row["rows"]), counts, *cells, f"{row['loop ratio']:.2f}"]
+        lines.append(f"| {' | '.join(whole)} |")
     return "\n".join(lines)
 
 
