@@ -1,6 +1,7 @@
 """What must still be run to judge the three papers, in which order, and how long does it take? All of it, resumable.
 
     python bench/papers_gpu.py plan --out runs/papers
+    python bench/papers_gpu.py times --data DATA --out runs/papers [--rounds 8]
     python bench/papers_gpu.py run --data DATA --out runs/papers --minutes 10 [--workers 6] [--only sma-table2 ...]
 
 `plan` prints every piece with its runs, seconds and priority, and what is done. `run` prints that too, then times a
@@ -9,7 +10,7 @@ DPSGD-BR as printed, then FO-DP-SGD's tables, then figures, then scans. Models a
 so runs are stacked (up to `--largest`), and `--workers` processes share the device. Each run is made once, whichever
 pieces want it. No stack is begun that would not end in time, and after `--minutes` everything ends; what is finished is
 on record, and the same command goes on. OUT/results.json has a row for each run, which is all that
-`bench/papers_docs.py` needs; it is written every ten seconds.
+`bench/papers_docs.py` needs; it is written every ten seconds. `times` takes the step times alone.
 
 DATA is a folder with cifar10_7k.npz (or the whole cifar10.npz), cifar100 and svhn (likewise), mnist.npz,
 fashion_mnist.npz and imdb.jsonl.gz; or the .images.zip of bench/papers_data.py in their place. Pieces whose data are
@@ -558,7 +559,7 @@ def planned(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("do", choices=["plan", "run"])
+    parser.add_argument("do", choices=["plan", "run", "times"])
     parser.add_argument("--data", type=Path, help="folder with the datasets")
     parser.add_argument("--out", type=Path, default=Path("runs/papers"))
     parser.add_argument("--minutes", type=float, default=10.0, help="everything ends after so many")
@@ -575,6 +576,10 @@ def main() -> None:
     if arguments.data is None or not arguments.data.is_dir():
         raise SystemExit(f"--data {arguments.data}: give the folder that holds the datasets")
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.do == "times":
+        timed(arguments, unpacked(arguments.data, arguments.out), time.time() + arguments.times)
+        write(arguments, ComparisonFolder(arguments.out))
+        return
     run(arguments)
 
 

@@ -612,7 +612,12 @@ def test_verdicts_follow_from_intervals(bench):
     assert docs.verdict([low], 4.1) == docs.PARTLY
     assert docs.verdict([flat], 4.1) == docs.verdict([flat, flat]) == docs.NOT
     assert docs.verdict([high, flat]) == docs.PARTLY
-    assert docs.verdict([high, None]) == docs.verdict([]) == docs.NOT_RUN
+    assert docs.verdict([None]) == docs.verdict([]) == docs.NOT_RUN
+    assert docs.verdict([high, None]) == docs.PARTLY
+    assert docs.verdict([flat, None]) == docs.NOT
+    weak, strong = (docs.Found(4.0, 3.0, 5.0, 13, "here", p) for p in (0.04, 0.001))
+    assert docs.verdict([weak]) == docs.verdict([strong, strong]) == docs.REPRODUCED
+    assert docs.verdict([weak, weak]) == docs.NOT  # 0.04 twice is 0.08 after Holm
     row = {"task": "cifar10-mlp", "stage": "given", "budget": "the paper's sigma 1.1", "stacked": 2, "curve": []}
     rows = [
         {**row, "label": name, "seed": seed, "accuracy": base + seed / 1000}
@@ -622,8 +627,16 @@ def test_verdicts_follow_from_intervals(bench):
     found = docs.difference(rows, "a", "b")
     assert (round(found.mean, 6), found.seeds) == (4.0, 13)
     assert docs.difference(rows, "a", "c") is None
-    curves = [{**each, "curve": [[25, each["accuracy"], 1.0], [50, 0.9, 3.0]]} for each in rows]
+    curves = [{**each, "curve": [[25, each["accuracy"], 1.0, 2.0], [50, 0.9, 3.0, 2.0]]} for each in rows]
     assert round(docs.at_epsilon(curves, "a", "b", 2.0, "cifar10-mlp").mean, 6) == 4.0
+    by_steps = docs.at_epsilon(curves, "a", "b", 2.0, "cifar10-mlp", {"a": 60.0, "b": 30.0})
+    assert round(by_steps.mean, 6) == round(90 - (30 + sum(range(13)) / 130), 6)
+    times = {
+        "device": "here",
+        "rows": [{"label": "dp-sgd", "ratio": 1.0, "rounds": 2}, {"label": "sma 2-6", "ratio": 2.9, "rounds": 2}],
+    }
+    assert docs._spectral_runtime(times).verdict == docs.REPRODUCED
+    assert docs._spectral_runtime(None).verdict == docs.NOT_AS_PRINTED
     assert docs.carried("fo-table3", "fo beta 0.90", "fo beta 1.00").seeds == 5
     assert docs.not_as_printed("x", "sma-table2", rows, [("a", "c", "cifar10-mlp")]).verdict == docs.NOT_AS_PRINTED
 

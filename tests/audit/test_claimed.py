@@ -6,12 +6,15 @@ from math import log
 
 import numpy as np
 import pytest
+from dp_accounting import dp_event
+from dp_accounting.rdp import rdp_privacy_accountant as rdp_accountant
 from scipy.stats import beta
 from typer.testing import CliRunner
 
+from vestige.accounting import rdp
 from vestige.accounting.lower_bounds import rejected
 from vestige.accounting.lower_bounds.rejected import Claimed, certify, laws
-from vestige.audit.claimed import STUDIES, claim, updates_for
+from vestige.audit.claimed import STUDIES, claim, decayed_updates, readings, updates_for
 from vestige.cli.main import app
 from vestige.compare.presets import published
 
@@ -113,3 +116,36 @@ def test_the_command_says_what_is_refuted(name, least):
 def test_what_takes_no_data_refuses_them():
     result = CliRunner().invoke(app, ["reproduce", "br-lower-bound", "--data", "x", "--json"])
     assert result.exit_code == 2 or "--data" in result.output + str(result.exception)
+
+
+@pytest.mark.parametrize(("decay", "fast"), [(0.99, True), (0.99, False)])
+def test_updates_under_decay_are_those_of_another_accountant(decay, fast):
+    """dp_accounting prices each update with the noise that it has by then."""
+    (settings,) = [each for name, each in STUDIES["br-lower-bound"].settings(published()) if name == "mnist"]
+    found = decayed_updates(settings, decay, fast)
+
+    def theirs(updates):
+        accountant = rdp_accountant.RdpAccountant(rdp.ORDERS)
+        for index in range(updates):
+            factor = decay**index
+            pairs = ((settings.rate, settings.sigma_t * factor), (settings.validation_rate, settings.sigma_v))
+            pairs = (pairs[0], (pairs[1][0], pairs[1][1] * factor)) if fast else pairs
+            for rate, sigma in pairs:
+                event = dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma))
+                accountant.compose(event)
+        return accountant.get_epsilon(1e-5)
+
+    assert theirs(found) <= 1.001
+    assert theirs(found + 1) > 0.999
+    assert decayed_updates(settings, 1.0, False) == updates_for(settings)
+
+
+@pytest.mark.slow
+def test_no_decay_and_batch_agree_with_both_counts_as_updates_and_some_as_trials():
+    found = {}
+    for row in readings(published()):
+        found.setdefault((row["validation_batch"], row["decay"], row["fast"]), {})[row["dataset"]] = row["agrees"]
+    both = {key: {each["mnist"], each["fmnist"]} for key, each in found.items()}
+    assert not [key for key, words in both.items() if words == {"updates"}]
+    assert {key for key, words in both.items() if words == {"trials"}} >= {(128, 0.999, True), (256, 0.999, True)}
+    assert all(each["imdb"] is None for each in found.values())

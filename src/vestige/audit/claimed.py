@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+from scipy.special import ndtr
+
+from vestige.accounting import rdp
 from vestige.accounting.lower_bounds.rejected import Claimed, certify
 from vestige.accounting.selective import published_claim_epsilon
 
@@ -67,6 +71,65 @@ def updates_for(settings: Claimed, epsilon: float = EPSILON) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if claim(settings, middle) <= epsilon else (low, middle)
     return low
+
+
+# --- what do Figure 4's counts count? --------------------------------------------------------------------------------
+
+READINGS = "br-readings"
+READINGS_WHAT = "updates that its accounting allows at epsilon 1, by decay and batch of the loss test, beside Figure 4"
+READINGS_NOTES = (
+    "Figure 4's counts grow with the buffer, and its accounting allows as many updates for any buffer: they are"
+    " probably trials. Of so many trials a share is accepted that lies between those of the worst and of the best"
+    " candidate (a clipped change of +1 and -1 C_v); with a buffer of one every accepted candidate is an update",
+    "decay: the gradient's noise shrinks by this factor with every update (the slow phase); fast: that of the loss"
+    " test too. Neither the factors nor the batch of the loss test are in the paper; the threshold is taken as it"
+    " begins",
+    "no epsilon here is a guarantee: rejected trials are not free (vestige reproduce br-lower-bound)",
+)
+DECAYS = (1.0, 0.9999, 0.999, 0.99)
+BATCHES = (128, 256, 512)
+
+
+def readings(published: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """For each dataset, batch of the loss test and decay: the updates that the paper's accounting allows at epsilon 1,
+    and which reading of Figure 4's count at buffer 1 they agree with (None where none is printed)."""
+    printed = published["dpsgd_br"]
+    counts = printed["buffer_size_at_epsilon_1"]["iterations"]
+    for dataset, settings in STUDIES["br-lower-bound"].settings(published):
+        size, count = printed["examples"][dataset], counts.get(dataset, {}).get("1")
+        least, most = (_accepted(settings, change) for change in (1.0, -1.0))
+        for batch in BATCHES:
+            for decay in DECAYS:
+                for fast in (False, True) if decay < 1 else (False,):
+                    updates = decayed_updates(replace(settings, validation_rate=batch / size), decay, fast)
+                    row = {"dataset": dataset, "validation_batch": batch, "decay": decay, "fast": fast}
+                    agrees = None
+                    if count is not None:
+                        near, share = abs(updates / count - 1) < 0.05, least <= updates / count <= most
+                        agrees = "updates" if near else "trials" if share else "neither"
+                    yield {**row, "updates": updates, "printed": count, "agrees": agrees}
+
+
+def _accepted(settings: Claimed, change: float) -> float:
+    """The chance that a candidate whose clipped loss change is so many C_v passes the test."""
+    return float(ndtr((settings.threshold - change) / (2 * settings.sigma_v)))
+
+
+def decayed_updates(settings: Claimed, decay: float, fast: bool, epsilon: float = EPSILON) -> int:
+    """As many updates as the paper's accounting allows where noise shrinks with each of them."""
+    if decay == 1:
+        return updates_for(settings, epsilon)
+    spent, done, block = np.zeros(len(rdp.ORDERS)), 0, 64
+    while True:
+        factors = decay ** np.arange(done, done + block)
+        tests = settings.sigma_v * (factors if fast else np.ones(block))
+        each = rdp.curves([settings.rate] * block, list(settings.sigma_t * factors))
+        each = each + rdp.curves([settings.validation_rate] * block, list(tests))
+        for curve in np.cumsum(each, axis=0) + spent:
+            if rdp.tight_epsilon(curve, DELTA) > epsilon:
+                return done
+            done += 1
+        spent = spent + each.sum(0)
 
 
 COMMON = (

@@ -31,13 +31,14 @@ EXECUTION = ("engine", "ray_address", "workers", "stack", "seeds", "reproducible
 def presets(as_json: Json = False) -> None:
     """List the tables and figures of the papers that `vestige reproduce` makes again."""
     from vestige.audit import paper
-    from vestige.audit.claimed import STUDIES
+    from vestige.audit.claimed import READINGS, READINGS_WHAT, STUDIES
     from vestige.compare.presets import PRESETS
 
     rows: list[dict[str, Any]]
     rows = [{"name": p.name, "what": p.what, "paper": p.paper, "missing": p.missing()} for p in PRESETS.values()]
     rows.append({"name": paper.NAME, "what": paper.WHAT, "paper": paper.PAPER, "missing": []})
     rows += [{"name": s.name, "what": s.what, "paper": s.paper, "missing": []} for s in STUDIES.values()]
+    rows.append({"name": READINGS, "what": READINGS_WHAT, "paper": paper.PAPER, "missing": []})
     if as_json:
         print_json({"presets": rows})
         return
@@ -81,16 +82,19 @@ def reproduce(
         vestige reproduce br-lower-bound
     """
     from vestige.audit import paper
-    from vestige.audit.claimed import STUDIES
+    from vestige.audit.claimed import READINGS, STUDIES
     from vestige.compare import presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.summary import summarised
     from vestige.files import write_json
 
-    if name in STUDIES:
+    if name in STUDIES or name == READINGS:
         why = f"{name} is computed from the paper's settings, without data or runs"
         refuse_if_given(context, (*EXECUTION, "data", "small", "device", "out"), why)
-        _lower_bounds(STUDIES[name], as_json)
+        if name == READINGS:
+            _readings(as_json)
+        else:
+            _lower_bounds(STUDIES[name], as_json)
         return
     path = out or Path("runs") / (f"{name}-small" if small else name)
     if name == paper.NAME:
@@ -140,6 +144,26 @@ def _lower_bounds(study: Any, as_json: bool) -> None:
         return
     stdout.print(table)
     for line in study.notes:
+        stdout.print(f"assumed: {line}", markup=False)
+
+
+def _readings(as_json: bool) -> None:
+    """Print what DPSGD-BR's accounting allows by decay and batch of the loss test, and what Figure 4 may count."""
+    from vestige.audit import claimed, paper
+    from vestige.compare.presets import published
+
+    rows = list(claimed.readings(published()))
+    if as_json:
+        print_json({"preset": claimed.READINGS, "paper": paper.PAPER, "rows": rows, "notes": claimed.READINGS_NOTES})
+        return
+    table = Table("dataset", "batch of the loss test", "decay", "updates", "Figure 4, buffer 1", "its count may be of")
+    table.title, table.title_justify = f"{paper.PAPER}: {claimed.READINGS_WHAT}", "left"
+    for row in rows:
+        decay = f"{row['decay']:g}" + (", fast" if row["fast"] else "")
+        printed = ["-" if row[key] is None else str(row[key]) for key in ("printed", "agrees")]
+        table.add_row(row["dataset"], str(row["validation_batch"]), decay, str(row["updates"]), *printed)
+    stdout.print(table)
+    for line in claimed.READINGS_NOTES:
         stdout.print(f"assumed: {line}", markup=False)
 
 
