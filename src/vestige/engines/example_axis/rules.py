@@ -597,6 +597,15 @@ def recurrent(op: Op) -> Any:
     return made + [op.mixed() if isinstance(each, Tensor) else None for each in op.found[3:]]
 
 
+def recurrence(op: Op) -> Any:
+    """All steps of a layer over [steps, directions, rows, width], and back; states are [directions, rows, width]."""
+    named = [("", own.at(own.axis + 4 - each.dim()) if own.axis >= 0 else own) for each, own in op.labelled()]
+    label = op.meet(*named)
+    if not op.public("weight", "bias", "projection") or (isinstance(label, Rows) and label.axis != 2):
+        return op.mixed()
+    return [label.at(each.dim() - 2) for each in op.found] if isinstance(label, Rows) else label
+
+
 def fused_cell(op: Op) -> Any:
     rows = op.labelled()
     label = op.meet(*(("", label) for _, label in rows))
@@ -896,6 +905,7 @@ TABLE: dict[Labeller, str] = {
     "_scaled_dot_product_flash_attention_backward _scaled_dot_product_cudnn_attention_backward "
     "_scaled_dot_product_fused_attention_overrideable _scaled_dot_product_fused_attention_overrideable_backward",
     recurrent: "mkldnn_rnn_layer _cudnn_rnn",
+    recurrence: "recurrence recurrence_backward",
     fused_cell: "_thnn_fused_lstm_cell _thnn_fused_gru_cell",
     looked_up: "embedding",
     gathered: "gather",

@@ -258,7 +258,7 @@ class Tap(torch.autograd.Function):
 
 
 ANCHOR = torch.zeros((), requires_grad=True)
-PRODUCTS = frozenset({"linear", "matmul", "addmm"})
+PRODUCTS = frozenset({"linear", "known_linear", "matmul", "addmm"})
 
 
 def tapped(now: Pass, name: str, kind: Kind, outputs: Sequence[Tensor], saved: Sequence[Tensor], settle: Settle) -> Any:

@@ -51,6 +51,18 @@ def linear(input: Any, weight: Any, bias: Any = None) -> Ruled:
     if isinstance(input, Operand):
         return None
     output = kernels.linear(input, value_of(weight), value_of(bias))
+    return _known_linear(output, input, weight, bias)
+
+
+def known_linear(output: Tensor, input: Tensor, weight: Any, bias: Any = None) -> Tensor:
+    """`output`, taken for F.linear(input, weight, bias) by the rule: of a map inside a loop that has run already, whose
+    backward pass hands this the gradient. Only of rows, and of parameters of which one is tracked."""
+    if has_torch_function((weight, bias)):
+        return handle_torch_function(known_linear, (weight, bias), output, input, weight, bias)  # type: ignore[no-any-return]
+    raise TypeError("a linear map inside a loop without examples: its gradient would be lost")
+
+
+def _known_linear(output: Any, input: Any, weight: Any, bias: Any = None) -> Ruled:
     saved = (input,) if isinstance(weight, Operand) else ()
 
     def settle(kind: Kind, examples: int, saved: Sequence[Tensor], signals: Sequence[Tensor]) -> Pulled:
@@ -709,6 +721,7 @@ RULES: dict[Any, Rule] = {
     torch.einsum: einsum,
     Tensor.__getitem__: select,
     routed: _routed,
+    known_linear: _known_linear,
     Tensor.__rpow__: lambda input, other: elementwise(torch.pow, other, input),
     Tensor.__rsub__: lambda input, other: subtract(other, input),
     Tensor.__rtruediv__: lambda input, other: divide(other, input),

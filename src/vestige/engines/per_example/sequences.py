@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from vestige.engines.per_example.recurrences import recurrence
 from vestige.engines.per_example.rules import routed
+from vestige.engines.per_example.uses import TrackedParameter, UnsupportedUse
 
 HiddenState = tuple[Tensor, ...]
 
@@ -90,10 +92,10 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def recurrent(module: Any, input: Any, hx: Any = None) -> tuple[Any, Any]:
-    """`nn.LSTM.forward`, `nn.GRU.forward` and `nn.RNN.forward`, one step at a time."""
+    """`nn.LSTM.forward`, `nn.GRU.forward` and `nn.RNN.forward`."""
     if isinstance(input, PackedSequence):
         return _packed(module, input, hx)
-    if input.dim() != 3:
+    if input.dim() != 3 or 0 in input.shape[1:]:
         raise ValueError(f"{type(module).__name__} over {tuple(input.shape)}: a batch of sequences has three axes")
     sequence, states = _layers(module, input if module.batch_first else input.transpose(0, 1), hx, None)
     return (sequence if module.batch_first else sequence.transpose(0, 1)), states
@@ -107,53 +109,75 @@ def _packed(module: Any, input: PackedSequence, hx: Any) -> tuple[PackedSequence
     return pack_padded_sequence(output, lengths, batch_first=True, enforce_sorted=sorted_by_length), states
 
 
-def _layers(module: Any, sequence: Tensor, hx: Any, lengths: Tensor | None) -> tuple[Tensor, Any]:
-    initial = _initial(module, sequence, hx)
-    final: list[HiddenState] = []
+def _layers(module: Any, sequence: Any, hx: Any, lengths: Tensor | None) -> tuple[Any, Any]:
+    """The last layer's outputs [examples, steps, width], and the last states of all layers and directions."""
+    sequence, initial = _in_rows(module, sequence, hx)
+    weights = [getattr(module, name) for name in module._flat_weights_names]
+    tracked = [each for each in (*weights, sequence) if isinstance(each, TrackedParameter)]
+    if tracked and (tracked[-1] is sequence or tracked[0].now.tracker.labels.get(sequence) is None):
+        return _of_no_example(module, sequence, initial, weights, lengths)
+    going = None
+    if lengths is not None:
+        going = (torch.arange(sequence.shape[1], device=sequence.device) < lengths[:, None])[..., None]
+    directions, final = 2 if module.bidirectional else 1, []
     for layer in range(module.num_layers):
-        outputs = []
-        for reverse in range(2 if module.bidirectional else 1):
-            suffix = f"_l{layer}" + "_reverse" * reverse
-            state = tuple(part[len(final)] for part in initial)
-            output, state = _scan(module, sequence, state, suffix, lengths)
-            outputs.append(output)
-            final.append(state)
+        own = [_parameters(module, f"_l{layer}" + "_reverse" * reverse) for reverse in range(directions)]
+        entering = [F.linear(sequence, each["weight_ih"], each["bias_ih"]) for each in own]
+        recurrent = [(each["weight_hh"], each["bias_hh"]) for each in own]
+        projections = [each["weight_hr"] for each in own] if module.proj_size else []
+        here = slice(layer * directions, (layer + 1) * directions)
+        state = None if initial is None else tuple(part[here] for part in initial)
+        outputs, state = recurrence(module.mode, entering, state, recurrent, projections, going)
+        final.append(state)
         sequence = torch.cat(outputs, dim=-1)
+        if going is not None:
+            sequence = torch.where(going, sequence, 0.0)
         if layer < module.num_layers - 1:
             sequence = F.dropout(sequence, module.dropout, module.training)
-    states = tuple(torch.stack(parts) for parts in zip(*final, strict=True))
+    states = tuple(torch.cat(parts) for parts in zip(*final, strict=True))
     return sequence, states if len(states) > 1 else states[0]
 
 
-def _initial(module: Any, sequence: Tensor, hx: Any) -> HiddenState:
-    if hx is not None:
-        return hx if isinstance(hx, tuple) else (hx,)
-    rows = module.num_layers * (2 if module.bidirectional else 1)
-    hidden = sequence.new_zeros(rows, len(sequence), module.proj_size or module.hidden_size)
-    if module.mode != "LSTM":
-        return (hidden,)
-    return hidden, sequence.new_zeros(rows, len(sequence), module.hidden_size)
+def _parameters(module: Any, suffix: str) -> dict[str, Any]:
+    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+    return {name: getattr(module, name + suffix, None) for name in names}
 
 
-def _scan(
-    module: Any, sequence: Tensor, state: HiddenState, suffix: str, lengths: Tensor | None
-) -> tuple[Tensor, HiddenState]:
-    def parameter(name: str) -> Any:
-        return getattr(module, name + suffix) if module.bias or not name.startswith("bias") else None
+def _in_rows(module: Any, sequence: Any, hx: Any) -> tuple[Any, HiddenState | None]:
+    """The sequence and the initial states, each a row for every example if one of them is: others may be nobody's, or
+    parameters."""
+    if hx is None:
+        return sequence, None
+    states = hx if isinstance(hx, tuple) else (hx,)
+    count = module.num_layers * (2 if module.bidirectional else 1)
+    for part, width in zip(states, (module.proj_size or module.hidden_size, module.hidden_size), strict=False):
+        if tuple(part.shape) != (count, len(sequence), width):
+            raise ValueError(
+                f"{type(module).__name__} is given a state of shape {tuple(part.shape)}: it takes "
+                f"{(count, len(sequence), width)}"
+            )
+    given = [each for each in (sequence, *(part.transpose(0, 1) for part in states)) if type(each) is Tensor]
+    rows = sum(torch.zeros_like(each[:, 0, :1], dtype=sequence.dtype) for each in given)
+    if not isinstance(rows, Tensor):
+        return sequence, states
+    return sequence + rows[:, None], tuple(part + rows.to(part.dtype) for part in states)
 
-    inputs = list(F.linear(sequence, parameter("weight_ih"), parameter("bias_ih")).unbind(dim=1))
-    step, backwards, outputs = _STEPS[module.mode], suffix.endswith("_reverse"), []
-    for place in reversed(range(len(inputs))) if backwards else range(len(inputs)):
-        hidden = F.linear(state[0], parameter("weight_hh"), parameter("bias_hh"))
-        after = step(inputs[place], hidden, state)
-        if module.proj_size:
-            after = (F.linear(after[0], parameter("weight_hr")), *after[1:])
-        if lengths is not None:
-            going = (place < lengths)[:, None]
-            after = tuple(torch.where(going, new, old) for new, old in zip(after, state, strict=True))
-        state = after
-        outputs.append(state[0] if lengths is None else torch.where(going, state[0], 0.0))
-    return torch.stack(outputs[::-1] if backwards else outputs, dim=1), state
+
+def _of_no_example(
+    module: Any, sequence: Any, initial: HiddenState | None, weights: list[Any], lengths: Tensor | None
+) -> tuple[Any, Any]:
+    """Over a sequence that is nobody's, such as a learned one: a function of parameters, by torch's own operator."""
+    if lengths is not None or (module.training and module.dropout and module.num_layers > 1):
+        raise UnsupportedUse(f"{type(module).__name__} over packed sequences of no example, or with dropout between")
+    if initial is None:
+        count, rows = module.num_layers * (2 if module.bidirectional else 1), len(sequence)
+        widths = (module.proj_size or module.hidden_size, module.hidden_size)[: 2 if module.mode == "LSTM" else 1]
+        like = weights[0].detach()
+        initial = tuple(like.new_zeros(count, rows, width) for width in widths)
+    states = list(initial) if module.mode == "LSTM" else initial[0]
+    options = (module.bias, module.num_layers, 0.0, module.training, module.bidirectional, True)
+    output, *last = getattr(torch._VF, module.mode.lower())(sequence, states, weights, *options)  # type: ignore[attr-defined]
+    return output, tuple(last) if len(last) > 1 else last[0]
 
 
 def cell(module: Any, input: Tensor, hx: Any = None) -> Any:
