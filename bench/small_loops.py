@@ -1,6 +1,7 @@
 """What does following every operator cost a small model on a CPU? A private loop beside a plain one, in one process.
 
-Times are the processor's, the best of five rounds of sixty steps. To compare versions, run it with each on PYTHONPATH.
+Times are the processor's, the best of five rounds of sixty steps (three of a recurrent network). To compare versions,
+run it with each on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +17,43 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import vestige
 
-MODELS = {"8-8-2 [4]": ((8, 8, 2), 64, 4), "digits MLP 64-64-10 [37]": ((64, 64, 10), 740, 37)}
 Data = tuple[Tensor, Tensor]
 
 
-def model_of(sizes: tuple[int, int, int]) -> nn.Module:
+class Case(NamedTuple):
+    model: Callable[[], nn.Module]
+    data: Data
+    batch: int
+    count: int = 60
+    """Steps in a round."""
+
+
+class Texts(nn.Module):
+    """Words, a bidirectional recurrent network, and the mean over time."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(1000, width), nn.Linear(2 * width, 2)
+        self.lstm = nn.LSTM(width, width, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.words(tokens))[0].mean(dim=1))
+
+
+def layers(*sizes: int) -> nn.Module:
     return nn.Sequential(nn.Linear(sizes[0], sizes[1]), nn.Tanh(), nn.Linear(sizes[1], sizes[2]))
+
+
+def cases() -> dict[str, Case]:
+    return {
+        "8-8-2 [4]": Case(lambda: layers(8, 8, 2), (torch.randn(64, 8), torch.randint(2, (64,))), 4),
+        "digits MLP 64-64-10 [37]": Case(
+            lambda: layers(64, 64, 10), (torch.randn(740, 64), torch.randint(10, (740,))), 37
+        ),
+        "BiLSTM 2 x 64, 63 words [32]": Case(
+            lambda: Texts(64), (torch.randint(1000, (320, 63)), torch.randint(2, (320,))), 32, count=3
+        ),
+    }
 
 
 def steps(model: nn.Module, data: Data, batch: int, private: bool) -> Iterator[None]:
@@ -39,9 +72,9 @@ def steps(model: nn.Module, data: Data, batch: int, private: bool) -> Iterator[N
             yield
 
 
-def milliseconds(make: Callable[[], Iterator[None]], warm: int = 30, rounds: int = 5, count: int = 60) -> float:
-    running, taken = make(), []
-    for _ in range(warm):
+def milliseconds(running: Iterator[None], count: int, rounds: int = 5) -> float:
+    taken = []
+    for _ in range(count // 2):
         next(running)
     for _ in range(rounds):
         start = time.process_time()
@@ -55,10 +88,9 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     print("| model [batch] | plain | private loop | ratio |\n|---|---|---|---|")
-    for name, (sizes, rows, batch) in MODELS.items():
-        data = torch.randn(rows, sizes[0]), torch.randint(sizes[2], (rows,))
+    for name, case in cases().items():
         plain, private = (
-            milliseconds(lambda p=p, s=sizes, d=data, b=batch: steps(model_of(s), d, b, p)) for p in (False, True)
+            milliseconds(steps(case.model(), case.data, case.batch, private), case.count) for private in (False, True)
         )
         print(f"| {name} | {plain:.2f} ms | {private:.2f} ms | {private / plain:.1f}x |")
 

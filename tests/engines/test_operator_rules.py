@@ -20,6 +20,7 @@ from vestige.engines.example_axis import labels as example_axis
 from vestige.engines.example_axis import rules as operator_rules
 from vestige.engines.example_axis.labels import Mixed, Rows, Tracker
 from vestige.engines.example_axis.rules import Op, ruled
+from vestige.engines.per_example import recurrences  # noqa: F401  (its operators)
 
 aten = torch.ops.aten
 SIZES = ((2, 2, 1), (3, 3, 1), (2, 4, 2))
@@ -211,6 +212,23 @@ def calls() -> dict[str, list[Call]]:
     ]
     made["parts"] += [Call(lambda x: x[:, 1:] * 2, "f3", True), Call(lambda x: x.select(2, 0) * 2, "f3", True)]
     made["parts"] += [Call(lambda x, d=d: x.unfold(d, 2, 1) * 2, "f3", True) for d in range(3)]
+    made["recurrence"] = [
+        Call(lambda x, h, w, k=k, n=n: _steps(k, n, x, h, None, w)[0], "f4 f3 f3") for k, n in GATES.items()
+    ]
+    made["recurrence"] += [
+        Call(lambda x, b, w: _steps("GRU", 3, x, None, None, w, bias=b.repeat(1, 3))[0], "f4 f2 f3"),
+        Call(lambda x, m, w: _steps("RNN_TANH", 1, x, None, None, w, going=m[..., :1])[0], "f4 b4 f3"),
+        Call(lambda x, c, p: _steps("LSTM", 4, x, None, c, p, projection=p)[1], "f4 f3 f3"),
+        Call(lambda x, h, w: _steps("RNN_TANH", 1, x, h[:, :1], None, w)[0], "f4 f3 f3"),  # nothing is broadcast
+    ]
+    made["recurrence, backward"] = [
+        Call(lambda y, x, w, k=k, n=n: _steps_back(k, n, y, None, x, w), "f4 f4 f3") for k, n in GATES.items()
+    ]
+    made["recurrence, backward"] += [
+        Call(lambda y, c, x: _steps_back("LSTM", 4, y, c, x, torch.ones_like(x[0]).fill_(0.1)), "f4 f3 f4"),
+        Call(lambda y, m, w: _steps_back("GRU", 3, y, None, torch.ones_like(y), w, going=m[..., :1]), "f4 b4 f3"),
+        Call(lambda y, x, p: _steps_back("LSTM", 4, y, None, x, p, projection=p), "f4 f4 f3"),
+    ]
     made["searchsorted"] = [Call(lambda e, x: torch.searchsorted(e.sort(-1)[0], x), "f2 f2")]
     made["searchsorted"] += [Call(lambda e, x: torch.bucketize(x, e), "f1 f2")]
     return made
@@ -220,6 +238,23 @@ def _written(into: Tensor, write: Callable[[Tensor], Any]) -> Tensor:
     made = into.clone()
     write(made)
     return made
+
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
+
+
+def _steps(mode: str, gates: int, x: Tensor, h: Any, c: Any, w: Tensor, **given: Any) -> list[Tensor]:
+    """A recurrent layer over [steps, directions, rows, width], with as many gates as its mode has."""
+    options = (given.get("bias"), given.get("projection"), given.get("going"))
+    return torch.ops.vestige.recurrence(mode, torch.cat([x] * gates, -1), h, c, torch.cat([w] * gates, 1), *options)
+
+
+def _steps_back(mode: str, gates: int, y: Tensor, last: Any, x: Tensor, w: Tensor, **given: Any) -> list[Tensor]:
+    """What comes back, of gradients of all states and of the last cells."""
+    options = (given.get("projection"), given.get("going"))
+    saved = _steps(mode, gates, x, None, None, w, **given)
+    found = torch.ops.vestige.recurrence_backward(mode, y, last, torch.cat([w] * gates, 1), *options, saved)
+    return list(found)
 
 
 CALLS = calls()
@@ -283,6 +318,8 @@ def wrongs(name: str, rows: list[int] | None = None) -> Iterator[str]:
 def sizes(name: str, arguments: int) -> tuple[tuple[int, int, int], ...]:
     if name in ("cross", "attention"):
         return ((3, 3, 1),)
+    if name.startswith("recurrence"):
+        return SIZES[::2]
     return SIZES if arguments < 3 else SIZES[1:3]
 
 
@@ -362,7 +399,13 @@ LOOSE: dict[str, tuple[str, Callable[[Op], Any]]] = {
     "matrices": ("linalg_inv_ex", lambda op: [op.label("A"), None]),
     "embedding": ("embedding", lambda op: op.label("indices")),
     "index_add": ("index_add", lambda op: op.label("self")),
+    "recurrence": ("recurrence", lambda op: op.label("entering")),
+    "recurrence, backward": ("recurrence_backward", lambda op: _at_rows(op, op.label("signal"))),
 }
+
+
+def _at_rows(op: Op, label: Rows | None) -> list[Rows | None]:
+    return [None if label is None else label.at(each.dim() - 2) for each in op.found]
 
 
 @pytest.mark.parametrize("name", LOOSE)

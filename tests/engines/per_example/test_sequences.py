@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from engine_checks import Out, check, clips, property_test, run, silent, sizes, targets
+from vestige.engines.per_example.sequences import recurrent
 
 
 class Last(nn.Module):
@@ -50,6 +57,127 @@ def test_recurrent_layers(data):
     run(
         Out(layer, width=width), (torch.randn(examples, steps, 2), targets(examples)), data.draw(clips), reference=False
     )
+
+
+class Packed(nn.Module):
+    """Sequences of unequal length, the states given: by parameters, by each example, or not at all."""
+
+    def __init__(self, layer: nn.Module, start: str) -> None:
+        super().__init__()
+        self.layer, self.start = layer, start
+        rows = layer.num_layers * (2 if layer.bidirectional else 1)
+        widths = [layer.proj_size or 3, 3][: 2 if isinstance(layer, nn.LSTM) else 1]
+        self.first = nn.ParameterList([torch.randn(rows, 1, width) for width in widths])
+        self.made = nn.ModuleList([nn.Linear(2, width) for width in widths])
+
+    def forward(self, input: Tensor) -> Tensor:
+        state = None
+        if self.start == "learned":
+            state = tuple(each.expand(-1, len(input), -1).contiguous() for each in self.first)
+        elif self.start == "made":
+            many = len(self.first[0])
+            state = tuple(each(input[:, 0]).tanh().expand(many, -1, -1) * 2 for each in self.made)
+        lengths = 1 + (input.abs().sum((1, 2)) * 10).long() % input.shape[1]
+        packed = pack_padded_sequence(input, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        output, final = self.layer(packed, state if state is None or len(state) > 1 else state[0])
+        output = pad_packed_sequence(output, batch_first=True, total_length=input.shape[1])[0]
+        finals = final if isinstance(final, tuple) else (final,)
+        return torch.cat([output.flatten(1), *(each.transpose(0, 1).flatten(1) for each in finals)], dim=1)
+
+
+@property_test
+@given(st.data())
+def test_packed_sequences_and_states_of_their_own(data):
+    torch.manual_seed(12)
+    kind = data.draw(st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]))
+    options = {"num_layers": data.draw(st.integers(1, 2)), "bidirectional": data.draw(st.booleans())}
+    if kind is nn.LSTM:
+        options["proj_size"] = data.draw(st.integers(0, 2))
+    if kind is nn.RNN:
+        options["nonlinearity"] = data.draw(st.sampled_from(["tanh", "relu"]))
+    layer = Packed(kind(2, 3, batch_first=True, **options), data.draw(st.sampled_from(["", "learned", "made"])))
+    width = layer(torch.randn(1, 4, 2)).numel()
+    examples = data.draw(st.integers(1, 5))
+    silent(Out(layer, width=width), (torch.randn(examples, 4, 2), targets(examples)), reference=False)
+
+
+class Uses(nn.Module):
+    """A recurrent layer as models have it: see the cases."""
+
+    def __init__(self, case: str, layer: nn.Module) -> None:
+        super().__init__()
+        self.case, self.layer = case, layer
+        self.word = nn.Parameter(torch.randn(4, 2, 2))
+        if case == "normed":
+            parametrizations.weight_norm(layer, "weight_hh_l0")
+            parametrizations.weight_norm(layer, "weight_ih_l0")
+        if case == "frozen":
+            layer.requires_grad_(False)
+        if case == "half frozen":
+            layer.weight_hh_l0.requires_grad_(False)
+            layer.bias_ih_l0.requires_grad_(False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        input = input * self.word[0, 0]
+        if self.case == "checkpointed":
+            return checkpoint(self.layer, input, use_reentrant=False)[0]
+        if self.case == "twice":
+            return self.layer(self.layer(input)[0][..., :2])[0]
+        if self.case == "public":  # a function of parameters alone, given to all
+            return self.layer(input)[0] + self.layer(self.word)[1].sum()
+        if self.case == "public, then rows":
+            hidden = input.sum(1)[None, :, :1].expand(1, -1, 3)
+            return self.layer(self.word[:1].expand(len(input), -1, -1), hidden)[0]
+        if self.case == "without gradients":
+            with torch.no_grad():
+                first = self.layer(input)[0]
+            return self.layer(input * first.mean(-1, keepdim=True))[0]
+        return self.layer(input)[0]
+
+
+CASES = ("normed", "frozen", "half frozen", "checkpointed", "twice", "public", "public, then rows", "without gradients")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_uses_of_recurrent_layers(case):
+    torch.manual_seed(13)
+    model = Out(Uses(case, nn.GRU(2, 3, batch_first=True)), width=6 if case == "public, then rows" else 12)
+    silent(model, (torch.randn(4, 4, 2), targets(4)), reference=False)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(2, 3, 2, bidirectional=True, proj_size=2), nn.GRU(2, 3), nn.RNN(2, 3)])
+def test_outside_a_pass_the_layer_gives_what_torch_gives_and_twice(layer):
+    layer, input = layer.double(), torch.randn(5, 4, 2, dtype=torch.float64, requires_grad=True)
+    frozen = copy.deepcopy(layer).requires_grad_(False)
+
+    def flat(found):
+        return torch.cat([each.flatten() for each in tree_leaves(found)])
+
+    want, got = flat(layer(input)), flat(recurrent(frozen, input))
+    torch.testing.assert_close(got, want)
+    seed = torch.randn_like(want)
+    (wanted,) = torch.autograd.grad(want, input, seed)
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(got, input, seed, retain_graph=True)[0], wanted)
+    with pytest.raises(ValueError, match="is given a state"):
+        recurrent(frozen, input, (torch.zeros(1, 1, 3),) * 2 if isinstance(layer, nn.LSTM) else torch.zeros(1, 1, 3))
+
+
+class HalfPrecision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(2, 3, 2, bidirectional=True, batch_first=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dtype == torch.float64:
+            return self.layer(input)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(input)[0].float()
+
+
+def test_recurrent_layers_in_half_precision():
+    torch.manual_seed(14)
+    silent(Out(HalfPrecision(), width=24), (torch.randn(4, 4, 2), targets(4)), reference=False, tolerance=0.05)
 
 
 class Cell(nn.Module):

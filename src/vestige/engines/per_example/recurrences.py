@@ -46,14 +46,15 @@ def recurrence(
     hidden, cells = (None, None) if state is None else (*(part.to(inputs.dtype) for part in state), None)[:2]
     weight, bias, projection = (
         None if each[0] is None else torch.stack([one.detach() for one in each]).to(inputs.dtype)
-        for each in (*zip(*recurrent, strict=True), projections or (None,))
+        for each in ([own for own, _ in recurrent], [shift for _, shift in recurrent], projections or [None])
     )
-    given = [None if each is None else each.detach() for each in (inputs, hidden, cells)]
-    saved = torch.ops.vestige.recurrence(mode, *given, weight, bias, projection, mask)
+    plain = inputs.detach()
+    first = [None if each is None else each.detach() for each in (hidden, cells)]
+    saved = torch.ops.vestige.recurrence(mode, plain, *first, weight, bias, projection, mask)
     uses = []
     for direction, (own, shift) in enumerate(recurrent):
         before = saved[0][:-1, direction].transpose(0, 1)
-        uses.append(_tapped(given[0][:, direction].transpose(0, 1), before, own, shift))
+        uses.append(_tapped(plain[:, direction].transpose(0, 1), before, own, shift))
     for direction, own in enumerate(projections):
         shown = saved[1][1:, direction].tanh()
         whole = saved[2][:, direction, :, -shown.shape[-1] :] * shown
@@ -105,7 +106,7 @@ class _Recurrence(torch.autograd.Function):
         return tuple(each if wanted else None for each, wanted in zip(back, ctx.needs_input_grad, strict=True))
 
 
-def _named(mode: str, projects: bool, found: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _named(mode: str, projects: bool, found: Sequence[Tensor]) -> Sequence[Any]:
     """Gradients of what enters, of the recurrent map's output, of the first state and cells, of projected states."""
     if mode == "GRU":
         return found[0], found[1], found[2], None, None
