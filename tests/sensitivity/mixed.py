@@ -267,7 +267,7 @@ CASES = [
         name="lstm across the batch",
         model=RecurrentAcrossBatch,
         data=numbers(5, 4),
-        refused="about some rows of the batch",
+        refused="recurrence",
     ),
     Case(name="memory in a list", model=Remembering, data=numbers(5), refused="is a reduction over the batch"),
     Case(

@@ -159,7 +159,7 @@ def test_outside_a_pass_the_layer_gives_what_torch_gives_and_twice(layer):
     (wanted,) = torch.autograd.grad(want, input, seed)
     for _ in range(2):
         torch.testing.assert_close(torch.autograd.grad(got, input, seed, retain_graph=True)[0], wanted)
-    with pytest.raises(ValueError, match="is given a state"):
+    with pytest.raises(ValueError, match="is given states of shapes"):
         recurrent(frozen, input, (torch.zeros(1, 1, 3),) * 2 if isinstance(layer, nn.LSTM) else torch.zeros(1, 1, 3))
 
 

@@ -95,8 +95,10 @@ def recurrent(module: Any, input: Any, hx: Any = None) -> tuple[Any, Any]:
     """`nn.LSTM.forward`, `nn.GRU.forward` and `nn.RNN.forward`."""
     if isinstance(input, PackedSequence):
         return _packed(module, input, hx)
-    if input.dim() != 3 or 0 in input.shape[1:]:
-        raise ValueError(f"{type(module).__name__} over {tuple(input.shape)}: a batch of sequences has three axes")
+    if input.dim() != 3 or not input.shape[1 if module.batch_first else 0]:
+        raise ValueError(
+            f"{type(module).__name__} over {tuple(input.shape)}: a batch of sequences has three axes, and steps"
+        )
     sequence, states = _layers(module, input if module.batch_first else input.transpose(0, 1), hx, None)
     return (sequence if module.batch_first else sequence.transpose(0, 1)), states
 
@@ -112,8 +114,8 @@ def _packed(module: Any, input: PackedSequence, hx: Any) -> tuple[PackedSequence
 def _layers(module: Any, sequence: Any, hx: Any, lengths: Tensor | None) -> tuple[Any, Any]:
     """The last layer's outputs [examples, steps, width], and the last states of all layers and directions."""
     sequence, initial = _in_rows(module, sequence, hx)
-    weights = [getattr(module, name) for name in module._flat_weights_names]
-    tracked = [each for each in (*weights, sequence) if isinstance(each, TrackedParameter)]
+    weights = {name: getattr(module, name) for name in module._flat_weights_names}
+    tracked = [each for each in (*weights.values(), sequence) if isinstance(each, TrackedParameter)]
     if tracked and (tracked[-1] is sequence or tracked[0].now.tracker.labels.get(sequence) is None):
         return _of_no_example(module, sequence, initial, weights, lengths)
     going = None
@@ -121,10 +123,10 @@ def _layers(module: Any, sequence: Any, hx: Any, lengths: Tensor | None) -> tupl
         going = (torch.arange(sequence.shape[1], device=sequence.device) < lengths[:, None])[..., None]
     directions, final = 2 if module.bidirectional else 1, []
     for layer in range(module.num_layers):
-        own = [_parameters(module, f"_l{layer}" + "_reverse" * reverse) for reverse in range(directions)]
-        entering = [F.linear(sequence, each["weight_ih"], each["bias_ih"]) for each in own]
-        recurrent = [(each["weight_hh"], each["bias_hh"]) for each in own]
-        projections = [each["weight_hr"] for each in own] if module.proj_size else []
+        ends = [f"_l{layer}" + "_reverse" * reverse for reverse in range(directions)]
+        entering = [F.linear(sequence, weights["weight_ih" + end], weights.get("bias_ih" + end)) for end in ends]
+        recurrent = [(weights["weight_hh" + end], weights.get("bias_hh" + end)) for end in ends]
+        projections = [weights["weight_hr" + end] for end in ends] if module.proj_size else []
         here = slice(layer * directions, (layer + 1) * directions)
         state = None if initial is None else tuple(part[here] for part in initial)
         outputs, state = recurrence(module.mode, entering, state, recurrent, projections, going)
@@ -138,24 +140,16 @@ def _layers(module: Any, sequence: Any, hx: Any, lengths: Tensor | None) -> tupl
     return sequence, states if len(states) > 1 else states[0]
 
 
-def _parameters(module: Any, suffix: str) -> dict[str, Any]:
-    names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-    return {name: getattr(module, name + suffix, None) for name in names}
-
-
 def _in_rows(module: Any, sequence: Any, hx: Any) -> tuple[Any, HiddenState | None]:
     """The sequence and the initial states, each a row for every example if one of them is: others may be nobody's, or
     parameters."""
     if hx is None:
         return sequence, None
     states = hx if isinstance(hx, tuple) else (hx,)
-    count = module.num_layers * (2 if module.bidirectional else 1)
-    for part, width in zip(states, (module.proj_size or module.hidden_size, module.hidden_size), strict=False):
-        if tuple(part.shape) != (count, len(sequence), width):
-            raise ValueError(
-                f"{type(module).__name__} is given a state of shape {tuple(part.shape)}: it takes "
-                f"{(count, len(sequence), width)}"
-            )
+    shapes = [tuple(part.shape) for part in states]
+    if shapes != _state_shapes(module, sequence):
+        expected = _state_shapes(module, sequence)
+        raise ValueError(f"{type(module).__name__} is given states of shapes {shapes}: it takes {expected}")
     given = [each for each in (sequence, *(part.transpose(0, 1) for part in states)) if type(each) is Tensor]
     rows = sum(torch.zeros_like(each[:, 0, :1], dtype=sequence.dtype) for each in given)
     if not isinstance(rows, Tensor):
@@ -163,20 +157,25 @@ def _in_rows(module: Any, sequence: Any, hx: Any) -> tuple[Any, HiddenState | No
     return sequence + rows[:, None], tuple(part + rows.to(part.dtype) for part in states)
 
 
+def _state_shapes(module: Any, sequence: Any) -> list[tuple[int, ...]]:
+    count = module.num_layers * (2 if module.bidirectional else 1)
+    widths = (module.proj_size or module.hidden_size, module.hidden_size)
+    return [(count, len(sequence), width) for width in widths[: 2 if module.mode == "LSTM" else 1]]
+
+
 def _of_no_example(
-    module: Any, sequence: Any, initial: HiddenState | None, weights: list[Any], lengths: Tensor | None
+    module: Any, sequence: Any, initial: HiddenState | None, weights: dict[str, Any], lengths: Tensor | None
 ) -> tuple[Any, Any]:
     """Over a sequence that is nobody's, such as a learned one: a function of parameters, by torch's own operator."""
     if lengths is not None or (module.training and module.dropout and module.num_layers > 1):
         raise UnsupportedUse(f"{type(module).__name__} over packed sequences of no example, or with dropout between")
     if initial is None:
-        count, rows = module.num_layers * (2 if module.bidirectional else 1), len(sequence)
-        widths = (module.proj_size or module.hidden_size, module.hidden_size)[: 2 if module.mode == "LSTM" else 1]
-        like = weights[0].detach()
-        initial = tuple(like.new_zeros(count, rows, width) for width in widths)
+        like = next(iter(weights.values())).detach()
+        initial = tuple(like.new_zeros(shape) for shape in _state_shapes(module, sequence))
     states = list(initial) if module.mode == "LSTM" else initial[0]
+    function = getattr(torch._VF, module.mode.lower())  # type: ignore[attr-defined]
     options = (module.bias, module.num_layers, 0.0, module.training, module.bidirectional, True)
-    output, *last = getattr(torch._VF, module.mode.lower())(sequence, states, weights, *options)  # type: ignore[attr-defined]
+    output, *last = function(sequence, states, list(weights.values()), *options)
     return output, tuple(last) if len(last) > 1 else last[0]
 
 
