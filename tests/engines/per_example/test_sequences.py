@@ -14,8 +14,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from engine_checks import Out, check, clips, property_test, run, silent, sizes, targets
+from engine_checks import Out, ask, check, clips, property_test, run, silent, sizes, square, targets
+from vestige.engines.bookkeeping import BookKeeping
 from vestige.engines.per_example.sequences import recurrent
+from vestige.layout import Layout
+from vestige.mechanism.clipping import Flat
 
 
 class Last(nn.Module):
@@ -125,9 +128,14 @@ class Uses(nn.Module):
             return self.layer(self.layer(input)[0][..., :2])[0]
         if self.case == "public":  # a function of parameters alone, given to all
             return self.layer(input)[0] + self.layer(self.word)[1].sum()
-        if self.case == "public, then rows":
+        if self.case.startswith("states are rows"):
             hidden = input.sum(1)[None, :, :1].expand(1, -1, 3)
-            return self.layer(self.word[:1].expand(len(input), -1, -1), hidden)[0]
+            words = torch.full((len(input), 2, 2), 0.5, dtype=input.dtype)
+            if self.case.endswith("words spread"):
+                words = self.word[:1].expand(len(input), -1, -1)
+            elif self.case.endswith("words joined"):
+                words = torch.cat([self.word[:1]] * len(input))
+            return self.layer(words, hidden)[0]
         if self.case == "without gradients":
             with torch.no_grad():
                 first = self.layer(input)[0]
@@ -135,13 +143,14 @@ class Uses(nn.Module):
         return self.layer(input)[0]
 
 
-CASES = ("normed", "frozen", "half frozen", "checkpointed", "twice", "public", "public, then rows", "without gradients")
+STARTS = ("states are rows", "states are rows, words spread", "states are rows, words joined")
+CASES = ("normed", "frozen", "half frozen", "checkpointed", "twice", "public", *STARTS, "without gradients")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_uses_of_recurrent_layers(case):
     torch.manual_seed(13)
-    model = Out(Uses(case, nn.GRU(2, 3, batch_first=True)), width=6 if case == "public, then rows" else 12)
+    model = Out(Uses(case, nn.GRU(2, 3, batch_first=True)), width=6 if case in STARTS else 12)
     silent(model, (torch.randn(4, 4, 2), targets(4)), reference=False)
 
 
@@ -161,6 +170,33 @@ def test_outside_a_pass_the_layer_gives_what_torch_gives_and_twice(layer):
         torch.testing.assert_close(torch.autograd.grad(got, input, seed, retain_graph=True)[0], wanted)
     with pytest.raises(ValueError, match="is given states of shapes"):
         recurrent(frozen, input, (torch.zeros(1, 1, 3),) * 2 if isinstance(layer, nn.LSTM) else torch.zeros(1, 1, 3))
+
+
+class Starts(nn.Module):
+    """States that are not each row's own."""
+
+    def __init__(self, start) -> None:
+        super().__init__()
+        self.start, self.layer = start, nn.GRU(2, 3, batch_first=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.layer(input, self.start(input).expand(1, len(input), 3))[0]
+
+
+@pytest.mark.parametrize(
+    "start", [lambda x: x[:, :1, :1].roll(1, 0).transpose(0, 1), lambda x: x[:1, :1, :1], lambda x: x.mean()]
+)
+def test_states_of_other_rows_are_refused(start):
+    model = Out(Starts(start), width=12)
+    layout = Layout.of(model)
+    with pytest.raises(ValueError, match="mixes the examples of a batch"):
+        ask(
+            BookKeeping(model, square, layout),
+            (torch.randn(4, 4, 2), targets(4)),
+            layout.parameters(model),
+            Flat(1.0),
+            layout,
+        )
 
 
 class HalfPrecision(nn.Module):

@@ -263,13 +263,14 @@ def _loop(signal: Tensor, weight: Tensor, factors: Tensor, kept: Tensor | None) 
 
     `kept` is how much of a state goes over into the next one by itself.
     """
-    totals, gates = torch.empty_like(signal), signal.new_empty(*signal.shape[:3], *factors.shape[3:])
+    totals, gates = signal.new_empty(signal.shape), signal.new_empty(*signal.shape[:3], *factors.shape[3:])
     whole, flat, own = totals.unbind(0), gates.flatten(-2).unbind(0), gates.unbind(0)
+    tall = totals.unsqueeze(-2).unbind(0)
     given, factor, keep = signal.unbind(0), factors.unbind(0), None if kept is None else kept.unbind(0)
     whole[-1].copy_(given[-1])
     first = torch.empty_like(given[0])
     for step in reversed(range(len(signal))):
-        torch.mul(whole[step].unsqueeze(-2), factor[step], out=own[step])
+        torch.mul(tall[step], factor[step], out=own[step])
         if step:
             before = torch.baddbmm(given[step - 1], flat[step], weight, out=whole[step - 1])
         else:
@@ -306,22 +307,23 @@ def _lstm_backward(
     shown = memory[1:].tanh()
     by_cell = [new * enter * (1 - enter), memory[:-1] * forget * (1 - forget), enter * (1 - new * new)]
     factors = torch.stack([_zero(each, ended) for each in by_cell], dim=-2).unbind(0)
-    to_cell = _zero(leave * (1 - shown * shown), ended).unbind(0)
-    by_leave = _zero(shown * leave * (1 - leave), ended).unbind(0)
-    kept = (forget if ended is None else forget.masked_fill(ended, 1.0)).unbind(0)
+    # Of one step, as rows of which there are as many as gates: [directions, rows, 1, width].
+    to_cell = _zero(leave * (1 - shown * shown), ended).unsqueeze(-2).unbind(0)
+    by_leave = _zero(shown * leave * (1 - leave), ended).unsqueeze(-2).unbind(0)
+    kept = (forget if ended is None else forget.masked_fill(ended, 1.0)).unsqueeze(-2).unbind(0)
     over = None if ended is None else ended.to(signal.dtype).unbind(0)
-    found = torch.empty_like(gates, memory_format=torch.contiguous_format)
+    found = gates.new_empty(gates.shape)
     parts, flat = found.unflatten(-1, (4, -1)), found.unbind(0)
-    of_cell, of_leave = parts[..., :3, :].unbind(0), parts[..., 3, :].unbind(0)
-    totals = torch.empty_like(signal, memory_format=torch.contiguous_format)
-    whole, given = totals.unbind(0), signal.unbind(0)
+    of_cell, of_leave = parts[..., :3, :].unbind(0), parts[..., 3:, :].unbind(0)
+    totals = signal.new_empty(signal.shape)
+    whole, tall, given = totals.unbind(0), totals.unsqueeze(-2).unbind(0), signal.unbind(0)
     whole[-1].copy_(given[-1])
     first = torch.empty_like(whole[0])
-    cell = torch.zeros_like(memory[0]) if last is None else _of_shape(last, tuple(memory.shape[1:]))
+    cell = (torch.zeros_like(memory[0]) if last is None else _of_shape(last, tuple(memory.shape[1:]))).unsqueeze(-2)
     for step in reversed(range(len(signal))):
-        inner = whole[step] if projection is None else torch.bmm(whole[step], projection)
+        inner = tall[step] if projection is None else torch.bmm(whole[step], projection).unsqueeze(-2)
         cell = torch.addcmul(cell, inner, to_cell[step])
-        torch.mul(cell.unsqueeze(-2), factors[step], out=of_cell[step])
+        torch.mul(cell, factors[step], out=of_cell[step])
         torch.mul(inner, by_leave[step], out=of_leave[step])
         cell = cell * kept[step]
         if step:
@@ -330,4 +332,5 @@ def _lstm_backward(
             before = torch.bmm(flat[step], weight, out=first)
         if over is not None:
             before.addcmul_(whole[step], over[step])
-    return [found, first, cell] if projection is None else [found, first, cell, _zero(totals, ended).clone()]
+    projected = [] if projection is None else [_zero(totals, ended)]
+    return [found, first, cell.squeeze(-2), *projected]
