@@ -1,11 +1,12 @@
 """What does private training cost with libraries' defaults? Dropout, masks, padding, `.loss`, checkpoints.
 
-usage: python bench/defaults.py [--device cuda|cpu] [--models NAME ...] [--steps N] [--small]
+usage: python bench/defaults.py [--device cuda|cpu] [--models NAME ...] [--ways loop train] [--steps N] [--small]
        [--tf32] [--json FILE]
 
 Each model is trained plainly and privately on batches of the same law (Poisson samples; texts padded to the longest of
-their batch). Set-up is everything until the first step is done; then the mean over the next steps, over the plain
-loop's, and the peak of memory.
+their batch): in a user's loop, and by `vestige.train`, which reads texts as they are. Set-up is everything until the
+first step is done; then the mean over the next steps, over the plain loop's, and the peak of memory. Reading rows is in
+the time of `vestige.train` alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import vestige
 
-ROWS = 4096
+ROWS, KEPT = 4096, 512
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,35 @@ class Model:
     batch: int
     loss: Callable[[Any, dict[str, Tensor]], Tensor] | None = None
     """Of outputs and batch; None: the model's own."""
+    scored: str = "class"
+    """What `vestige.train` is given to score outputs by: a class, the next token, tokens that a decoder wrote, or
+    noise."""
 
 
 class Rows(Dataset[dict[str, Tensor]]):
     def __init__(self, model: Model, small: bool) -> None:
         self.model, self.small = model, small
+        self.known: dict[int, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
         return ROWS
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.model.row(torch.Generator().manual_seed(index), self.small)
+        """As many different ones as some memory holds, so that nobody waits for them to be made."""
+        index %= KEPT
+        if index not in self.known:
+            self.known[index] = self.model.row(torch.Generator().manual_seed(index), self.small)
+        return self.known[index]
+
+
+class Scored(Rows):
+    """The same for `vestige.train`: what a decoder has written so far is given, and there is a target."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = dict(super().__getitem__(index))
+        if self.model.scored == "decoder":
+            row["decoder_input_ids"] = F.pad(row["labels"][:-1], (1, 0))
+        return row if "labels" in row else row | {"labels": torch.zeros(())}
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -262,15 +281,33 @@ def _pixels(g: torch.Generator, small: bool) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(3, 32, 32, generator=g)}
 
 
+def one_length(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """One row, its texts padded to a multiple of 16: for models of one's own."""
+    return {
+        name: F.pad(part, (0, -len(part) % 16))[None]
+        if part.dim() == 1 and not part.is_floating_point()
+        else part[None]
+        for name, part in rows[0].items()
+    }
+
+
+SCORES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "class": F.cross_entropy,
+    "next": lambda outputs, labels: F.cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:]),
+    "decoder": lambda outputs, labels: F.cross_entropy(outputs.logits.transpose(1, 2), labels),
+    "noise": lambda outputs, labels: F.mse_loss(*outputs),
+}
+
+
 MODELS = {
-    "T5-small": Model(_t5, text(30000, 32, 128, "shorter"), 16),
+    "T5-small": Model(_t5, text(30000, 32, 128, "shorter"), 16, scored="decoder"),
     "DistilBERT": Model(_bert("distilbert"), text(30000, 32, 128, "class"), 32),
     "BERT-base": Model(_bert("bert"), text(30000, 32, 128, "class"), 32),
-    "GPT-2": Model(_gpt2, text(50000, 64, 256, "same"), 16),
+    "GPT-2": Model(_gpt2, text(50000, 64, 256, "same"), 16, scored="next"),
     "Swin-T": Model(_swin, image(224, 10), 32),
-    "Qwen3 LoRA": Model(_qwen, text(32000, 64, 384, "same"), 8),
-    "Whisper": Model(_whisper, _speech, 8),
-    "U-Net": Model(lambda small: UNet(16 if small else 64), _pixels, 64, denoised),
+    "Qwen3 LoRA": Model(_qwen, text(32000, 64, 384, "same"), 8, scored="next"),
+    "Whisper": Model(_whisper, _speech, 8, scored="decoder"),
+    "U-Net": Model(lambda small: UNet(16 if small else 64), _pixels, 64, denoised, "noise"),
     "BiLSTM": Model(lambda small: BiLSTM(small), text(20000, 16, 64, "class"), 32, classes),
     "Prompts": Model(_prompted, text(30000, 32, 128, "class"), 32, classes),
 }
@@ -301,37 +338,21 @@ class Poisson(torch.utils.data.Sampler[list[int]]):
         return round(1 / self.rate)
 
 
-def timed(model: Model, device: torch.device, small: bool, steps: int, private: bool) -> dict[str, Any]:
+def timed(model: Model, device: torch.device, small: bool, steps: int, way: str) -> dict[str, Any]:
+    """Seconds of set-up and of steps, and the peak of memory: plainly, in a private loop, or by `vestige.train`."""
     torch.manual_seed(0)
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     module = model.build(small).to(device).train()
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-4)
-    data, said = Rows(model, small), list[str]()
-    start = time.perf_counter()
-    if private:
-        engine = vestige.PrivacyEngine()
-        module, optimizer, loader = engine.make_private(
-            module=module, optimizer=optimizer, noise_multiplier=1.0, max_grad_norm=1.0,
-            data_loader=DataLoader(data, batch_size=model.batch, collate_fn=collate),
-        )  # fmt: skip
-    else:
-        loader = DataLoader(data, batch_sampler=Poisson(model.batch / ROWS), collate_fn=collate)
+    rows = Scored(model, small) if way == "train" else Rows(model, small)
+    for index in range(KEPT):
+        rows[index]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        each = []
-        for number, batch in enumerate(batches(model, loader, device)):
-            begun = time.perf_counter()
-            optimizer.zero_grad()
-            loss_of(model, module, batch).backward()
-            optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            each.append(time.perf_counter() - (start if number == 0 else begun))
-            if number == steps:
-                break
+        times = iter((_training if way == "train" else _loop)(model, module, rows, device, steps, way == "loop"))
+        each = [next(times) for _ in range(steps + 1)]
         said = [
             str(each.message).splitlines()[0][:160]
             for each in caught
@@ -345,10 +366,49 @@ def timed(model: Model, device: torch.device, small: bool, steps: int, private: 
     }  # fmt: skip
 
 
+def _loop(
+    model: Model, module: nn.Module, rows: Rows, device: torch.device, steps: int, private: bool
+) -> Iterator[float]:
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-4)
+    start = time.perf_counter()
+    loader: Any = DataLoader(rows, batch_sampler=Poisson(model.batch / ROWS), collate_fn=collate)
+    if private:
+        module, optimizer, loader = vestige.PrivacyEngine().make_private(
+            module=module, optimizer=optimizer, noise_multiplier=1.0, max_grad_norm=1.0,
+            data_loader=DataLoader(rows, batch_size=model.batch, collate_fn=collate),
+        )  # fmt: skip
+    for batch in batches(model, loader, device):
+        begun = start or time.perf_counter()
+        optimizer.zero_grad()
+        loss_of(model, module, batch).backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        yield time.perf_counter() - begun
+        start = 0.0
+
+
+def _training(
+    model: Model, module: nn.Module, rows: Rows, device: torch.device, steps: int, private: bool
+) -> Iterator[float]:
+    own = type(module).__module__.split(".")[0] not in ("transformers", "peft")
+    begun = time.perf_counter()
+    training = vestige.train(
+        module, SCORES[model.scored], rows, method="dp-adamw", batch_size=model.batch, steps=steps + 1, delta=1e-5,
+        noise_multiplier=1.0, max_grad_norm=1.0, lr=1e-4, collate_fn=one_length if own else None, target="labels",
+    )  # fmt: skip
+    for _ in training:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        yield time.perf_counter() - begun
+        begun = time.perf_counter()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--ways", nargs="*", default=["loop", "train"], choices=["loop", "train"])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--tf32", action="store_true", help="matrix products in TF32, as docs/benchmarks.md has them")
@@ -360,31 +420,29 @@ def main() -> None:
     device, rows = torch.device(given.device), {}
     if given.tf32:
         torch.set_float32_matmul_precision("high")
-    print(
-        "| model | plain ms | private: mean over plain | median | worst step ms | memory | set-up s | said |\n"
-        + "|---" * 8
-        + "|"
-    )
+    heads = ("model", "way", "plain ms", "mean over plain", "median", "worst step ms", "memory", "set-up s", "said")
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for name in given.models:
-        try:
-            plain = timed(MODELS[name], device, given.small, given.steps, private=False)
-            ours = timed(MODELS[name], device, given.small, given.steps, private=True)
-        except (ValueError, RuntimeError, TypeError) as problem:
-            print(f"| {name} | refused: {str(problem).splitlines()[0][:300]} |", flush=True)
-            traceback.print_exc(limit=-6)
-            continue
-        rows[name] = {"plain": plain, "private": ours}
-        memory = ours["memory"] / plain["memory"] if plain["memory"] else float("nan")
-        print(
-            f"| {name} | {1e3 * plain['mean']:.1f} | {ours['mean'] / plain['mean']:.2f}x | "
-            f"{ours['median'] / plain['median']:.2f}x | {1e3 * ours['worst']:.0f} | {memory:.2f}x | "
-            f"{ours['setup']:.1f} | "
-            f"{'; '.join(ours['said'])} |",
-            flush=True,
-        )
-        if given.json:
-            with open(given.json, "w") as file:
-                json.dump(rows, file, indent=1)
+        rows[name] = {"plain": timed(MODELS[name], device, given.small, given.steps, "plain")}
+        for way in given.ways:
+            try:
+                rows[name][way] = timed(MODELS[name], device, given.small, given.steps, way)
+            except (ValueError, RuntimeError, TypeError) as problem:
+                print(f"| {name} | {way} | refused: {str(problem).splitlines()[0][:300]} |", flush=True)
+                traceback.print_exc(limit=-6)
+                continue
+            print(line(name, way, rows[name]["plain"], rows[name][way]), flush=True)
+            if given.json:
+                with open(given.json, "w") as file:
+                    json.dump(rows, file, indent=1)
+
+
+def line(name: str, way: str, plain: dict[str, Any], ours: dict[str, Any]) -> str:
+    cells = [name, way, f"{1e3 * plain['mean']:.1f}"]
+    cells += [f"{ours[key] / plain[key]:.2f}x" for key in ("mean", "median")]
+    memory = f"{ours['memory'] / plain['memory']:.2f}x" if plain["memory"] else ""
+    cells += [f"{1e3 * ours['worst']:.0f}", memory, f"{ours['setup']:.1f}", "; ".join(ours["said"])]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

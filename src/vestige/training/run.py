@@ -44,7 +44,7 @@ from vestige.mechanism.loading import Loading, Target, check_loader, rate_of
 from vestige.mechanism.losses.criteria import check_shifted, check_targets
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
 from vestige.mechanism.moments import FirstSums
-from vestige.mechanism.text_padding import MASK, TextPadding, ignored_for_certain
+from vestige.mechanism.text_padding import TextPadding, ignored_for_certain
 from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
 from vestige.mechanism.users.views import KeptExamples, UserEngine, UserExamples
 from vestige.methods.base import Method, require_shardable
@@ -1073,7 +1073,7 @@ class Training(HoldsKey):
 
 def _pads_texts(model: nn.Module, loss: Loss, examples: Examples) -> bool:
     """Whether texts are padded to a few lengths: where a made-up one shows that the loss takes no notice."""
-    if not (examples.read_one_by_one and MASK in (examples.form.names or ()) and ignored_for_certain(model)):
+    if not examples.read_one_by_one or examples.form.names is None or not ignored_for_certain(model):
         return False
     padding, row = TextPadding.of(model), made_up(examples.blank(), 1, examples.device)
     if not ignores_padding(model, loss, examples.form, row, padding):
