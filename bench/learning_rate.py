@@ -370,7 +370,7 @@ def main() -> None:
             def due(records: Mapping[str, RunRecord], study: list[Run] = study) -> list[Run]:
                 return [run for run in study if run.id not in records]
 
-            runner.work(home, Machine(arguments.device, data), due=due)
+            runner.make(home, Machine(arguments.device, data), 1, due)
             print(f"{name}: {len(study)} runs", flush=True)
     records = [
         record for folder in (home, *map(ComparisonFolder, arguments.also)) for record in folder.records().values()

@@ -15,14 +15,14 @@ OUT (for `vestige report`), and writes reproduction-tables.md, learning-rate.md 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import signal
 import sys
+import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ import learning_rate
 from vestige.compare import presets, runner, runs, tables
 from vestige.compare.execute import Machine, stackable
 from vestige.compare.folder import ComparisonFolder
-from vestige.compare.runner import start_worker, stop_workers
 from vestige.compare.specification import Specification
 from vestige.compare.statistics import paired, summarise
 from vestige.files import write_json
@@ -147,65 +146,43 @@ def due(plan: Sequence[Part], records: Mapping[str, RunRecord]) -> dict[str, Run
     return {key: run for part in plan for key, run in part.wanted(records).items() if key not in records}
 
 
-def work(
-    out: str, data: str | None, small: bool, paper: str, device: str, largest: int, alone: bool, until: float
-) -> None:
-    """One process: take up to `largest` runs of a kind that nobody has taken, make them, until none is left.
+def fill(arguments: argparse.Namespace, alone: bool, until: float) -> None:
+    """Make the runs of one kind with a pool of processes, until none is left or the time is over.
 
-    Those who work `alone` take the fully connected networks that cannot be stacked, on the CPU; the others the rest.
+    Those of `alone` are the fully connected networks that cannot be stacked, on the CPU; the others are the rest.
     """
-    torch.set_num_threads(1)
-    home, plan = learning_rate.pooled(Path(out)), parts(data, small, paper)
-    there = Machine(device, {problem.task: problem.data for part in plan for problem in part.specification.problems})
+    home, plan = learning_rate.pooled(arguments.out), parts(arguments.data, arguments.small, arguments.paper)
+    data = {problem.task: problem.data for part in plan for problem in part.specification.problems}
+    there = Machine(arguments.device, data)
 
-    avoided: set[str] = set()
-    batch: list[Run] = []
+    def wanted(records: Mapping[str, RunRecord]) -> list[Run]:
+        left = due(plan, records).values() if time.time() < until else ()
+        return [run for run in left if (run.task.endswith("-mlp") and stackable(run, there) is None) == alone]
 
-    def mine(records: Mapping[str, RunRecord]) -> dict[str, Run]:
-        return {
-            key: run
-            for key, run in due(plan, records).items()
-            if key not in avoided and (run.task.endswith("-mlp") and stackable(run, there) is None) == alone
-        }
-
-    def next_batch(records: Mapping[str, RunRecord]) -> list[Run]:
-        free = [run for key, run in mine(records).items() if not (home.claims.path / key).exists()]
-        kind = stackable(free[0], there) if free else None
-        batch[:] = free[:1] if kind is None else [run for run in free if stackable(run, there) == kind][:largest]
-        return list(batch)
-
-    while time.time() < until:
-        try:
-            runner.work(home, replace(there, device="cpu", stack=False) if alone else there, due=next_batch)
-        except Exception:  # whatever happened to one stack, the others go on
-            traceback.print_exc()
-            avoided.update(run.id for run in batch)
-        if not mine(home.records()):
-            return
-        time.sleep(2)  # the rest is in other hands, or waits for the tuning of its row
+    machine = replace(there, device="cpu", stack=False) if alone else there
+    while time.time() < until and due(plan, home.records()):
+        runner.make(home, machine, arguments.alone if alone else arguments.hands, wanted)
+        time.sleep(2)  # the rest is the other pool's, or waits for the tuning of its row
 
 
 def make(arguments: argparse.Namespace) -> None:
-    home = learning_rate.pooled(arguments.out)
-    for claim in home.claims.path.iterdir():
-        claim.unlink()  # of processes that were killed: nobody else works in this pool
-    until = time.time() + arguments.limit
-
-    def worker(alone: bool) -> BaseProcess:
-        what = (arguments.data, arguments.small, arguments.paper)
-        return start_worker(work, str(arguments.out), *what, arguments.device, arguments.largest, alone, until)
-
+    home, until = learning_rate.pooled(arguments.out), time.time() + arguments.limit
+    runner.LARGEST_STACK = arguments.largest
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the workers are stopped too
-    workers = [worker(False) for _ in range(arguments.hands)] + [worker(True) for _ in range(arguments.alone)]
-    begin = told = time.time()
+    begin = shown = time.time()
+    kinds = [alone for alone, count in ((False, arguments.hands), (True, arguments.alone)) if count]
+    pools = [threading.Thread(target=fill, args=(arguments, alone, until), daemon=True) for alone in kinds]
+    for pool in pools:
+        pool.start()
     try:
-        while any(process.is_alive() for process in workers) and time.time() < until:
+        while any(pool.is_alive() for pool in pools) and time.time() < until:
             time.sleep(1)
-            if time.time() - told > 20:
-                told = time.time()
-                print(f"{told - begin:.0f} s: {len(list(home.runs.glob('*.json')))} runs on record", flush=True)
+            if time.time() - shown > 20:
+                shown = time.time()
+                print(f"{shown - begin:.0f} s: {len(list(home.runs.glob('*.json')))} runs on record", flush=True)
     finally:
-        stop_workers(workers)
+        for process in multiprocessing.active_children():
+            process.terminate()
     records = home.records()
     print(f"{time.time() - begin:.0f} s: {len(records)} runs on record", flush=True)
     for part in parts(arguments.data, arguments.small, arguments.paper):
@@ -355,7 +332,7 @@ def main() -> None:
     parser.add_argument("--hands", type=int, default=1, help="processes that train stacks")
     parser.add_argument("--alone", type=int, default=1, help="processes that train, on the CPU, what cannot be stacked")
     parser.add_argument("--largest", type=int, default=200, help="runs in a stack, at most")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which to stop")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no batch is begun")
     parser.add_argument("--small", action="store_true", help="a rehearsal of everything, with next to no steps")
     parser.add_argument("--render", type=Path, help="run nothing: write folders, tables and plot from what is there")
     parser.add_argument("--also", type=Path, nargs="*", default=[], help="comparisons whose tuning the study takes in")

@@ -19,6 +19,22 @@ pytest.register_assert_rewrite(
 )  # what they assert is explained when it fails
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `everyday(case, ...)` the other cases are slow: they are the same behaviour at other values."""
+    cases: dict[str, dict[str, pytest.Item]] = {}
+    for item in items:
+        if (case := getattr(item, "callspec", None)) is not None and item.get_closest_marker("everyday") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], {})[case.id] = item
+    for test, found in cases.items():
+        named = next(iter(found.values())).get_closest_marker("everyday").args
+        if len(found) > 1 and (unknown := set(named) - set(found)):
+            raise pytest.UsageError(f"{test} has no case {', '.join(sorted(unknown))}: it has {', '.join(found)}")
+        for case, item in found.items():
+            if case not in named:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: a garbage collection need not look at it again, and takes milliseconds, not half a
     second."""
@@ -34,14 +50,13 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_followed_any_more() -> Iterator[None]:
-    """A loop that ended in an error leaves nothing on once its engine is gone. What a test keeps would slow down, and
-    follow, all tests after it."""
-    yield
+def _nothing_is_followed_any_more() -> None:
+    """A loop that ended in an error leaves nothing on once its engine is gone. What a test keeps would follow, and slow
+    down, all tests after it."""
     for _ in range(3):  # an error's graph goes first, then the engine that it led to
         if torch._C._len_torch_dispatch_stack():
             gc.collect()
-    assert not torch._C._len_torch_dispatch_stack(), "this test leaves a private loop on: something keeps its engine"
+    assert not torch._C._len_torch_dispatch_stack(), "a test before this one keeps the engine of a loop that failed"
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,26 @@
 """Are all runs of a comparison made, once each, whatever is killed meanwhile?"""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import vestige
-from comparisons import TINY
+from comparisons import AUTO, TINY, fake
 from vestige.compare import runner, runs, tables
 from vestige.compare.execute import Machine
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.specification import Contender
-from vestige.records import PrivacyTarget, completed
+from vestige.records import PrivacyTarget, completed, failed
 
 
 def test_a_whole_comparison_and_its_continuation(tmp_path):
@@ -41,7 +45,6 @@ def test_a_whole_comparison_and_its_continuation(tmp_path):
     assert sum(path.stat().st_mtime_ns != stamp for path, stamp in before.items()) == 1
     priced = tables.tuning_prices(TINY, runs.grid_of(TINY), home.records())
     assert all(row["epsilon_with_tuning"] > row["epsilon_one_run"] for row in priced)
-    assert not list(home.claims.path.iterdir())
 
 
 def test_the_same_comparison_reads_its_data_where_this_process_has_them(tmp_path, monkeypatch):
@@ -67,13 +70,127 @@ def test_other_data_are_not_mixed_in(tmp_path, monkeypatch):
 
 
 def test_each_worker_takes_a_stack_of_as_few_methods_as_can_be(tmp_path):
-    home = ComparisonFolder(tmp_path / "c")
-    home.create(replace(TINY, rates=("auto",)))
-    due = runs.due(home.specification(), runs.grid_of(TINY), {})
+    due = runs.due(replace(TINY, rates=("auto",)), runs.grid_of(TINY), {})
     assert [run.method for run in due[:6]] == ["dp-sgd"] * 3 + ["fo-dp-sgd"] * 3, "by budget, as they are planned"
-    first, second = (runner._claim_batch(home, due, Machine(), workers=2) for _ in range(2))
+    first = runner.next_batch(due, Machine(), 2)
+    second = runner.next_batch([run for run in due if run not in first], Machine(), 1)
     assert [{run.method for run in batch} for batch in (first, second)] == [{"dp-sgd"}, {"fo-dp-sgd"}]
     assert {run.id for run in (*first, *second)} == {run.id for run in due}
+
+
+# --- workers that die -------------------------------------------------------------------------------------------------
+
+
+def dispatch(home, machine, count, submit, after=None):
+    spec = home.specification()
+    due = lambda known: runs.due(spec, runs.grid_of(spec), known)
+    runner._dispatch(home, machine, runner.Slots(count, count, submit), due, after)
+
+
+def dispatched(home, kills, count=2, stack=False):
+    """Fill a folder by slots in this process, whose worker dies with the runs that `kills` says; batches in order."""
+    made = []
+
+    def submit(batch):
+        made.append([run.id for run in batch])
+        future = Future()
+        if kills(batch):
+            future.set_exception(BrokenProcessPool("died"))
+        else:
+            future.set_result([fake(run, 0.5) for run in batch])
+        return future
+
+    dispatch(home, Machine(stack=stack), count, submit)
+    return made
+
+
+@pytest.fixture
+def home(tmp_path):
+    found = ComparisonFolder(tmp_path / "c")
+    found.create(replace(TINY, rates=("auto",), seeds=tuple(range(4)), budgets=(PrivacyTarget("epsilon", 3.0),)))
+    return found
+
+
+def test_a_run_whose_process_keeps_dying_is_recorded_as_failed_and_takes_no_other_with_it(home):
+    deadly = runs.due(home.specification(), runs.grid_of(TINY), {})[2].id
+    made = dispatched(home, lambda batch: deadly in [run.id for run in batch])
+    records = home.records()
+    assert [record.id for record in failed(records.values())] == [deadly]
+    assert (
+        "died 3 times while making it alone (killed, or out of memory); --resume FOLDER --retry"
+        in records[deadly].error
+    )
+    assert len(completed(records.values())) == 7
+    assert made.count([deadly]) == runner.ATTEMPTS
+    assert made[-2:] == [[deadly]] * 2, "after the others"
+
+
+def test_of_runs_that_were_lost_together_each_is_made_again_with_nothing_else_under_way(home):
+    first, second, third, *_ = runs.due(home.specification(), runs.grid_of(TINY), {})
+    deaths = runner._Deaths()
+    assert not list(deaths.note([[first], [second]]))
+    assert not deaths.alone, "either may have been the cause"
+    assert runner.next_batch([first, second, third], Machine(stack=False), 1, deaths) == [third]
+    assert not list(deaths.note([[first]]))
+    assert deaths.alone == {first.id: 1}
+
+
+def test_what_may_have_ended_a_worker_is_made_with_nothing_else_under_way(home, monkeypatch):
+    monkeypatch.setattr(runner, "SHOWN_EVERY", 0.01)
+    under_way, at_once = [], []
+
+    def submit(batch):
+        future = Future()
+        under_way.append((future, batch))
+        at_once.append(len(under_way))
+        if len(at_once) == 2:  # the pool breaks, and both are lost
+            for each, _ in under_way:
+                each.set_exception(BrokenProcessPool("died"))
+            under_way.clear()
+        return future
+
+    def after():
+        for future, batch in under_way:
+            future.set_result([fake(run, 0.5) for run in batch])
+        under_way.clear()
+
+    dispatch(home, Machine(stack=False), 2, submit, after)
+    assert at_once == [1, 2, 1, 2, 1, 2, 1, 2, 1, 1]
+    assert len(completed(home.records().values())) == 8
+
+
+def test_a_stack_that_died_is_made_in_smaller_ones_and_in_the_end_alone(home):
+    sizes = []
+
+    def kills(batch):
+        sizes.append(len(batch))
+        return len(batch) > 1
+
+    dispatched(home, kills, count=1, stack=True)
+    assert sizes[:2] == [8, 2]
+    assert sizes[-1] == 1
+    assert len(completed(home.records().values())) == 8
+
+
+def test_workers_that_always_die_are_given_up(home, monkeypatch):
+    monkeypatch.setattr(runner, "ATTEMPTS", 1000)
+    with pytest.raises(OSError, match="keep dying; what they finished is on record"):
+        dispatched(home, lambda batch: True)
+
+
+def test_a_batch_that_cannot_be_run_at_all_is_recorded_as_failed(home):
+    def submit(batch):
+        future = Future()
+        future.set_exception(RuntimeError("no such node"))
+        return future
+
+    dispatch(home, Machine(stack=False), 1, submit)
+    assert {record.error for record in home.records().values()} == {"RuntimeError: no such node"}
+
+
+def test_one_process_fills_a_folder(home):
+    with home.locked(), pytest.raises(ValueError, match=r"is being filled by another process.*--workers.*--engine ray"):
+        runner.compare(home.path)
 
 
 def test_an_unknown_method_or_engine_is_refused(tmp_path):
@@ -117,6 +234,37 @@ def test_killed_in_mid_run_and_started_again_nothing_is_lost_or_repeated(tmp_pat
     assert len(home.records()) == 16
     assert all(path.read_bytes() == content for path, content in done.items() if path.stem in home.records())
     assert not [path for path in home.runs.iterdir() if path.name.startswith(".") and path.suffix == ".json"]
+
+
+def test_ray_gets_the_batches_and_only_this_process_writes(tmp_path, monkeypatch):
+    def made(batch, machine):
+        future = Future()
+        future.set_result([fake(run, 0.5) for run in batch])
+        return SimpleNamespace(future=lambda: future)
+
+    needs = []
+    remote = lambda **given: lambda make: (needs.append(given), SimpleNamespace(remote=made))[1]
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True, remote=remote))
+    records = runner.compare(tmp_path / "c", AUTO, engine="ray", workers=2).records()
+    assert len(completed(records.values())) == len(records) == 2
+    assert needs == [{"num_cpus": 1, "num_gpus": 0, "max_retries": runner.ATTEMPTS}]
+
+
+@pytest.mark.slow
+def test_a_pool_of_workers_makes_all_runs_although_one_is_killed(tmp_path):
+    spec = replace(TINY, rates=("auto",), steps=400, seeds=tuple(range(3)))
+    killed = []
+
+    def watch(status):
+        if not killed and multiprocessing.active_children():
+            killed.append(multiprocessing.active_children()[0])
+            killed[0].kill()
+
+    home = runner.compare(tmp_path / "c", spec, machine=Machine(stack=False), workers=2, on_progress=watch)
+    assert killed
+    assert not killed[0].is_alive()
+    assert len(completed(home.records().values())) == len(home.records()) == 12
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow

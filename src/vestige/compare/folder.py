@@ -1,29 +1,30 @@
-"""Where is a comparison kept? In a folder that survives kills and restarts, and that several machines may fill."""
+"""Where is a comparison kept? In a folder that survives kills and restarts, and that one process fills."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vestige.compare.claims import Claims
 from vestige.compare.runs import membership
 from vestige.compare.specification import Specification
-from vestige.files import make_folder, read_json, write_json
+from vestige.files import lock, make_folder, read_json, write_json
 from vestige.records import FORMAT_VERSION, FailedRun, Run, RunRecord, failed, read_record
 
 
 class ComparisonFolder:
-    """spec.json, runs/ID.json for each run on record, and claims/ID for each run that a process is making.
+    """spec.json, runs/ID.json for each run on record, and a file that the process locks which makes runs.
 
     Without a spec.json it is a pool of runs, and every record belongs to it.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.runs, self.claims = self.path / "runs", Claims(self.path / "claims")
+        self.runs = self.path / "runs"
         self.unreadable: dict[str, str] = {}
         """Files that are not records of this comparison, and why."""
         self._read: dict[str, RunRecord] = {}
@@ -44,10 +45,25 @@ class ComparisonFolder:
             write_json(self.path / "spec.json", {"version": FORMAT_VERSION, "specification": specification.to_json()})
 
     def create_pool(self) -> None:
-        """Make the folders for records and claims."""
+        """Make the folder for records."""
         make_folder(self.path)
         self.runs.mkdir(exist_ok=True)
-        self.claims.path.mkdir(exist_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other process makes runs of this folder; ValueError if one does already."""
+        handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                lock(handle, self.path)
+            except ValueError:
+                raise ValueError(
+                    f"{str(self.path)!r} is being filled by another process: wait for it, or stop it and continue "
+                    "it with more --workers, or with --engine ray on several machines"
+                ) from None
+            yield
+        finally:
+            os.close(handle)
 
     def specification(self) -> Specification:
         path = self.path / "spec.json"
@@ -96,7 +112,7 @@ class ComparisonFolder:
         return record
 
     def write(self, record: RunRecord) -> None:
-        """Make a record durable. If another process finished the same run first, its record stands."""
+        """Make a record durable. One that is on record already is kept."""
         path = self.runs / f"{record.id}.json"
         if not path.exists() or path.name in self.unreadable:
             write_json(path, record.to_json())

@@ -1,4 +1,4 @@
-"""How are many runs made? From a folder, by worker processes or a Ray cluster; a kill loses no recorded run."""
+"""How are many runs made? By a pool of processes or a Ray cluster, into a folder; a kill loses no recorded run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,6 @@ import torch
 
 from vestige.budget.account import Budget
 from vestige.compare import runs, tables
-from vestige.compare.claims import ATTEMPTS
 from vestige.compare.execute import Machine, examples, explain, memory_in_stack, perform, stackable
 from vestige.compare.folder import ComparisonFolder
 from vestige.compare.payment import paid
@@ -29,10 +31,14 @@ from vestige.methods.registry import ALIASES, METHODS
 from vestige.processes.launch import require_alone
 from vestige.records import FailedRun, Run, RunRecord, completed, failed
 
-POLL = 0.3
-"""Seconds between two reads of the folder."""
+SHOWN_EVERY = 0.3
+"""Seconds between two updates of the progress display."""
 LARGEST_STACK = 256
 """The most runs trained together: they are recorded only after the last step, so a kill loses them all."""
+ATTEMPTS = 3
+"""A run is recorded as failed after its process died this many times while it made that run alone."""
+SMALLER = 4
+"""A stack whose process died is made again in this many parts."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +89,15 @@ def compare(
     _check_data(folder, machine)
     if engine not in ("local", "ray"):
         raise ValueError(f"engine={engine!r} is unknown; choose local or ray")
-    with paid(folder, agreed, machine, budget):
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be a whole number from 1 up")
+    with folder.locked(), paid(folder, agreed, machine, budget):
         meter = Meter(folder, on_progress)
-        if engine == "local":
-            _by_processes(folder, machine, workers, meter)
+        due = _due_of(folder)
+        if engine == "ray":
+            _by_ray(folder, machine, workers, address, due, meter.show)
         else:
-            _by_ray(folder, machine, workers, address, meter)
+            make(folder, machine, workers, due, meter.show)
     meter.show()
     return folder
 
@@ -148,142 +157,70 @@ class Meter:
         return f"{last['method']} ({last['rate']}) {last['mean']:.1%} at {last['budget']}, {last['task']}"
 
 
-# --- one process -----------------------------------------------------------------------------------------------------
+# --- one process, or a pool of them ----------------------------------------------------------------------------------
+
+Records = list[RunRecord]
 
 
-def work(
-    folder: ComparisonFolder,
-    machine: Machine,
-    workers: int = 1,
-    after: Callable[[], None] | None = None,
-    due: DueRuns | None = None,
+def make(
+    folder: ComparisonFolder, machine: Machine, workers: int, due: DueRuns, after: Callable[[], None] | None = None
 ) -> None:
-    """Make runs until none is left; several processes or machines may do so in one folder at once.
-
-    `due` lists the runs to make: by default, those of the folder's own comparison.
-    """
-    wanted = due or _due_of(folder)
-    while True:
-        waiting = wanted(folder.records())
-        if not waiting:
-            return
-        batch = _claim_batch(folder, waiting, machine, workers)
-        if not batch:
-            time.sleep(POLL)  # other processes have claimed the rest
-            continue
-        try:
-            folder.claims.begin(batch)
-            with folder.claims.kept_alive(batch):
-                for record in perform(batch, machine):
-                    folder.write(record)
-        finally:
-            for run in batch:
-                folder.claims.release(run)
-        if after is not None:
-            after()
-
-
-def _due_of(folder: ComparisonFolder) -> DueRuns:
-    specification = folder.specification()
-    grid = runs.grid_of(specification)
-    return lambda records: runs.due(specification, grid, records)
-
-
-def _claim_batch(folder: ComparisonFolder, waiting: Sequence[Run], machine: Machine, workers: int) -> list[Run]:
-    """Claim the next run that no process has claimed, and as many others as may be stacked with it.
-
-    Runs whose process died come last: one that kills its process then delays no other run and takes none down with it.
-    """
-    batch: list[Run] = []
-    common, most, free = None, 1, 0
-    taken = folder.claims.claimed()
-    for run in sorted(_by_method(waiting), key=lambda run: run.id in taken):
-        if batch and (common is None or len(batch) >= most or free <= 0):
-            break
-        key = stackable(run, machine) if not batch or run.task == batch[0].task else None
-        if batch and key != common:
-            continue
-        deaths = folder.claims.claim(run, beside=len(batch))
-        if deaths is None:
-            continue
-        if deaths >= ATTEMPTS:
-            line = f"its process died {deaths} times while making it alone (killed, or out of memory)"
-            folder.write(FailedRun(run, f"{line}; --resume FOLDER --retry tries again"))
-            folder.claims.release(run)
-            continue
-        if run.id in folder.records():  # finished after we read the folder and before our claim
-            folder.claims.release(run)
-            continue
-        batch.append(run)
-        if len(batch) == 1 and key is not None:
-            common, alike = key, sum(stackable(other, machine) == key for other in waiting)
-            most, free = min(LARGEST_STACK, -(-alike // workers)), machine.available_memory()
-        most = min(most, folder.claims.largest_stack(run) or most)
-        if common is not None:
-            free -= memory_in_stack(run, machine)
-    return batch
-
-
-def _by_method(waiting: Sequence[Run]) -> list[Run]:
-    """The same runs, grouped by method: a stack makes one update for each kind of method in it."""
-    met = {method: place for place, method in enumerate(dict.fromkeys(run.method for run in waiting))}
-    return sorted(waiting, key=lambda run: met[run.method])
-
-
-# --- worker processes ------------------------------------------------------------------------------------------------
-
-
-def _by_processes(folder: ComparisonFolder, machine: Machine, workers: int, meter: Meter) -> None:
-    if workers < 1:
-        raise ValueError(f"workers={workers} must be a whole number from 1 up")
+    """Make runs until none is due: in this process, or with several `workers` in a pool. `after` is called as records
+    are written. A worker that dies takes no other run with it; Ctrl-C ends all workers."""
     if workers == 1:
-        work(folder, machine, after=meter.show)
+        _dispatch(folder, machine, Slots(1, 1, lambda batch: _made_here(batch, machine)), due, after)
         return
-    threads = max(1, (os.cpu_count() or workers) // workers)
-    processes: list[BaseProcess] = []
-    deaths = 0
+    pool = _Pool(workers, machine)
     try:
-        processes += (start_worker(_worker, str(folder.path), machine, workers, threads) for _ in range(workers))
-        while any(process.is_alive() for process in processes):
-            time.sleep(POLL)
-            meter.show()
-            for index, process in enumerate(processes):
-                if not process.is_alive() and process.exitcode and deaths < 20 * workers:
-                    deaths += 1
-                    processes[index] = start_worker(_worker, str(folder.path), machine, workers, threads)
+        _dispatch(folder, machine, Slots(workers, workers, pool.submit), due, after)
     finally:
-        stop_workers(processes)
-    if any(process.exitcode for process in processes):
-        raise OSError("the worker processes keep dying; what they finished is on record: run the command again")
+        pool.end()
 
 
-def _worker(path: str, machine: Machine, workers: int, threads: int) -> None:
+def _made_here(batch: Sequence[Run], machine: Machine) -> Future[Records]:
+    made: Future[Records] = Future()
+    made.set_result(list(perform(batch, machine)))
+    return made
+
+
+class _Pool:
+    """Worker processes of `concurrent.futures`, replaced where one of them died."""
+
+    def __init__(self, workers: int, machine: Machine) -> None:
+        self.workers, self.machine = workers, machine
+        self._others = multiprocessing.active_children()
+        self._executor: ProcessPoolExecutor | None = None
+
+    def submit(self, batch: Sequence[Run]) -> Future[Records]:
+        threads = max(1, (os.cpu_count() or self.workers) // self.workers)
+        with _ctrl_c_blocked():  # a worker process is started here
+            if self._executor is not None:
+                with contextlib.suppress(BrokenProcessPool):
+                    return self._executor.submit(_perform_all, batch, self.machine)
+            context = multiprocessing.get_context("spawn")
+            self._executor = ProcessPoolExecutor(self.workers, context, _start_worker, (threads,))
+            return self._executor.submit(_perform_all, batch, self.machine)
+
+    def end(self) -> None:
+        """End the workers, also those in the middle of a run: what they have not finished is not on record."""
+        for process in multiprocessing.active_children():
+            if process not in self._others:
+                process.terminate()
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+
+def _start_worker(threads: int) -> None:
     torch.set_num_threads(threads)
-    work(ComparisonFolder(path), machine, workers)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def start_worker(target: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Start a worker process. It ignores Ctrl-C, which is for its parent to handle; terminated, it releases its claims
-    and prints nothing."""
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_run_worker, args=(target, *arguments), daemon=True)
-    with _ctrl_c_blocked():
-        process.start()
-    return process
-
-
-def stop_workers(processes: Sequence[BaseProcess]) -> None:
-    """Terminate the processes that still run, and wait for all."""
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    for process in processes:
-        process.join()
-
-
-def _run_worker(target: Callable[..., None], *arguments: object) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    target(*arguments)
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for further runs for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @contextlib.contextmanager
@@ -300,10 +237,21 @@ def _ctrl_c_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _perform_all(batch: Sequence[Run], machine: Machine) -> Records:
+    return list(perform(batch, machine))
+
+
 # --- Ray -------------------------------------------------------------------------------------------------------------
 
 
-def _by_ray(folder: ComparisonFolder, machine: Machine, workers: int, address: str | None, meter: Meter) -> None:
+def _by_ray(
+    folder: ComparisonFolder,
+    machine: Machine,
+    workers: int,
+    address: str | None,
+    due: DueRuns,
+    after: Callable[[], None],
+) -> None:
     """Send the runs to a Ray cluster. Only this process writes to the folder, so the nodes need not share a disk."""
     try:
         ray: Any = importlib.import_module("ray")
@@ -314,55 +262,124 @@ def _by_ray(folder: ComparisonFolder, machine: Machine, workers: int, address: s
     needs = {"num_cpus": 1, "num_gpus": 1 if machine.has_gpu else 0}
     # A run is repeated elsewhere when its node dies: its record was never written, so nothing was released.
     remote = ray.remote(max_retries=ATTEMPTS, **needs)(_perform_all)
-    held: list[Run] = []
-    try:
-        with folder.claims.kept_alive(held):
-            _dispatch(folder, machine, max(1, workers), meter, ray, remote, held)
-    finally:
-        for run in held:
-            folder.claims.release(run)
+    slots = Slots(2 * workers, max(2, workers), lambda batch: remote.remote(batch, machine).future())
+    _dispatch(folder, machine, slots, due, after)
+
+
+# --- what is made next -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where batches are made: how many at once, among how many equal runs are divided, and how one is begun."""
+
+    count: int
+    share: int
+    submit: Callable[[list[Run]], Future[Records]]
+
+
+@dataclass
+class _Deaths:
+    """Which runs may have ended their process, by their ids."""
+
+    alone: Counter[str] = field(default_factory=Counter)
+    """How often, while it was made alone and nothing else was."""
+    largest: dict[str, int] = field(default_factory=dict)
+    """The largest stack in which to make a run again."""
+    number: int = 0
+    suspects: set[str] = field(default_factory=set)
+    """Those that were being made when a worker died: they are made last, with nothing else under way."""
+
+    def note(self, batches: Sequence[Sequence[Run]]) -> Iterator[FailedRun]:
+        """A worker died, and with it all batches under way; one that was alone is known to be the cause."""
+        self.number += 1
+        self.suspects.update(run.id for batch in batches for run in batch)
+        if len(batches) > 1:
+            return
+        (batch,) = batches
+        if len(batch) > 1:
+            self.largest.update((run.id, -(-len(batch) // SMALLER)) for run in batch)
+            return
+        (run,) = batch
+        self.alone[run.id] += 1
+        if self.alone[run.id] >= ATTEMPTS:
+            line = f"its process died {ATTEMPTS} times while making it alone (killed, or out of memory)"
+            yield FailedRun(run, f"{line}; --resume FOLDER --retry tries again")
+
+
+def _due_of(folder: ComparisonFolder) -> DueRuns:
+    specification = folder.specification()
+    grid = runs.grid_of(specification)
+    return lambda records: runs.due(specification, grid, records)
 
 
 def _dispatch(
-    folder: ComparisonFolder, machine: Machine, slots: int, meter: Meter, ray: Any, remote: Any, held: list[Run]
+    folder: ComparisonFolder, machine: Machine, slots: Slots, due: DueRuns, after: Callable[[], None] | None
 ) -> None:
-    """Keep the cluster busy until no run is left; `held` are the runs claimed meanwhile."""
-    wanted = _due_of(folder)
-    under_way: dict[Any, list[Run]] = {}
+    """Keep the slots busy until no run is due, and write down what comes back."""
+    under_way: dict[Future[Records], list[Run]] = {}
+    deaths, wanted = _Deaths(), due(folder.records())
     while True:
-        busy = {run.id for run in held}
-        waiting = [run for run in wanted(folder.records()) if run.id not in busy]
-        while waiting and len(under_way) < 2 * slots:
-            batch = _claim_batch(folder, waiting, machine, max(2, slots))
-            if not batch:
+        busy = {run.id for batch in under_way.values() for run in batch}
+        waiting = [run for run in wanted if run.id not in busy]
+        while waiting and len(under_way) < slots.count and not busy & deaths.suspects:
+            batch = next_batch(waiting, machine, slots.share, deaths)
+            if under_way and batch[0].id in deaths.suspects:
                 break
-            held += batch
-            under_way[remote.remote(batch, machine)] = batch
+            under_way[slots.submit(batch)] = batch
             taken = {run.id for run in batch}
+            busy |= taken
             waiting = [run for run in waiting if run.id not in taken]
         if not under_way:
-            if not waiting:
-                return
-            time.sleep(POLL)
-            continue
-        ready, _ = ray.wait(list(under_way), timeout=2.0)
-        for reference in ready:
-            batch = under_way.pop(reference)
-            for record in _fetched(ray, reference, batch):
+            return
+        done, _ = wait(under_way, timeout=SHOWN_EVERY, return_when=FIRST_COMPLETED)
+        if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
+            wait(under_way)  # none of them comes back
+            done = set(under_way)
+            lost = [batch for future, batch in under_way.items() if future.exception() is not None]
+            for hopeless in deaths.note(lost):
+                folder.write(hopeless)
+            if deaths.number > 20 * slots.count:
+                raise OSError("the worker processes keep dying; what they finished is on record: run the command again")
+        for future in done:
+            batch, error = under_way.pop(future), future.exception()
+            if error is None:
+                records: Sequence[RunRecord] = future.result()
+            elif isinstance(error, BrokenProcessPool):
+                records = ()
+            else:  # a node died too often, or the cluster cannot run it at all
+                records = [FailedRun(run, explain(error)) for run in batch]
+            for record in records:
                 folder.write(record)
-            for run in batch:
-                folder.claims.release(run)
-                held.remove(run)
-        meter.show()
+        if done:
+            wanted = due(folder.records())
+        if after is not None:
+            after()
 
 
-def _perform_all(batch: Sequence[Run], machine: Machine) -> list[RunRecord]:
-    return list(perform(batch, machine))
+def next_batch(waiting: Sequence[Run], machine: Machine, share: int, deaths: _Deaths | None = None) -> list[Run]:
+    """The next run, and as many others as may be stacked with it; equal runs are divided into `share` stacks.
+
+    Runs that were under way when a worker died come last: one that ends its process then delays no other.
+    """
+    known = deaths or _Deaths()
+    first, *others = sorted(_by_method(waiting), key=lambda run: run.id in known.suspects)
+    key = stackable(first, machine)
+    if key is None:
+        return [first]
+    alike = [run for run in others if run.task == first.task and stackable(run, machine) == key]
+    most = min(LARGEST_STACK, -(-(1 + len(alike)) // share), known.largest.get(first.id, LARGEST_STACK))
+    batch, free = [first], machine.available_memory() - memory_in_stack(first, machine)
+    for run in alike:
+        most = min(most, known.largest.get(run.id, most)) if run.id in known.suspects else most
+        if len(batch) >= most or free <= 0 or (run.id in known.suspects) != (first.id in known.suspects):
+            break
+        batch.append(run)
+        free -= memory_in_stack(run, machine)
+    return batch
 
 
-def _fetched(ray: Any, reference: Any, batch: Sequence[Run]) -> list[RunRecord]:
-    try:
-        records: list[RunRecord] = ray.get(reference)
-    except Exception as error:  # the node died too often, or the cluster cannot run it at all
-        return [FailedRun(run, explain(error)) for run in batch]
-    return records
+def _by_method(waiting: Sequence[Run]) -> list[Run]:
+    """The same runs, grouped by method: a stack makes one update for each kind of method in it."""
+    met = {method: place for place, method in enumerate(dict.fromkeys(run.method for run in waiting))}
+    return sorted(waiting, key=lambda run: met[run.method])
