@@ -1,4 +1,4 @@
-"""NOT PRIVATE: what did every step clip, add and release? For tests against the papers."""
+"""NOT PRIVATE: what did every step clip, add and release, and what part of a release is what? Against the papers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from torch import Tensor
 from vestige.files import write_atomically
 from vestige.training.loop import Record, TrainingState
 
+PARTS = ("signal", "inherited_signal", "inherited_noise", "fresh_noise")
+"""What a release is the sum of, in the order of `nonprivate_split`."""
+
 
 class Transcript:
-    """NOT PRIVATE: every clipped sum, noise vector and release, in the scale of the method's paper."""
+    """NOT PRIVATE: every clipped sum, noise vector and release, in the scale of the method's paper; where releases hold
+    a memory, also its weights over the lags, and the norms of a release's parts (`nonprivate_split`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,7 +29,11 @@ class Transcript:
             "release": [],
             "direction": [],
             "exponent": [],
+            "weights": [],
         }
+        self._share = 1.0
+        self.split: np.ndarray[Any, Any] | None = None
+        """NOT PRIVATE: see `nonprivate_split`; once it is saved, and where releases hold a memory."""
         self._group: np.ndarray[Any, Any] | None = None
 
     def __call__(self, clipped_sum: Tensor, noise: Tensor) -> None:
@@ -46,16 +54,73 @@ class Transcript:
         }
         if "exponent" in record.diagnostics:
             row["exponent"] = record.diagnostics["exponent"]
+        weights = record.diagnostics.get("weights", state.learner.memory.get("weights"))
+        if fresh_share < 1 and state.layout.groups and "past" in state.learner.memory:
+            depth, self._share = state.learner.memory["past"].shape[-2], fresh_share
+            row["weights"] = _by_group(weights, state.layout.groups, depth)
         for key, value in row.items():
             self._rows[key].append(value.cpu().numpy())
+
+    def mean_split(self) -> dict[str, float]:
+        """NOT PRIVATE: the norm of each part over all groups, mean over steps; empty without a memory."""
+        if self.split is None:
+            return {}
+        return dict(zip(PARTS, map(float, np.sqrt((self.split**2).sum(1)).mean(0)), strict=True))
 
     def save(self) -> None:
         arrays = {key: np.stack(rows) for key, rows in self._rows.items() if rows}
         if self._group is not None:
             arrays["group"] = self._group
+        if "weights" in arrays:
+            self.split = nonprivate_split(**_numbers(arrays), fresh_share=self._share)
+            arrays["nonprivate_split"] = self.split
 
         def write(beside: Path) -> None:
             with open(beside, "wb") as file:
                 np.savez(file, **arrays)  # type: ignore[arg-type]
 
         write_atomically(self.path, write)
+
+
+def _by_group(weights: Tensor | None, groups: int, depth: int) -> Tensor:
+    """Weights over lags 1, 2, ..., of every group, zero where there is no release yet: [groups, depth]."""
+    padded = torch.zeros(groups, depth, dtype=torch.float64)
+    if weights is not None:
+        padded[..., : weights.shape[-1]] = weights.cpu()
+    return padded
+
+
+def _numbers(arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    return {key: arrays[key] for key in ("clipped_sum", "noise", "release", "weights", "group")}
+
+
+def nonprivate_split(
+    clipped_sum: np.ndarray[Any, Any],
+    noise: np.ndarray[Any, Any],
+    release: np.ndarray[Any, Any],
+    weights: np.ndarray[Any, Any],
+    group: np.ndarray[Any, Any],
+    fresh_share: float,
+) -> np.ndarray[Any, Any]:
+    """NOT PRIVATE: the norms of the four parts of each release, [steps, groups, 4] in the order of PARTS.
+
+    A release is fresh_share * clipped sum + memory + fresh noise, and the memory a factor times the weighted mean of
+    past releases, each of which was a query and its own noise: so the memory is inherited signal (past queries) plus
+    inherited noise (FO-DP-SGD's Lemma B.2, SMA-DP-SGD's Lemma 3). The factor is found from the release itself.
+
+    Formal guarantees: none. It needs sums without noise; and the parts are not independent, since the weights follow
+    from the same noise.
+    """
+    found = np.zeros((len(release), weights.shape[1], len(PARTS)))
+    for member in range(weights.shape[1]):
+        mine = group == member
+        sums, fresh, out = (part[:, mine].astype(np.float64) for part in (clipped_sum, noise, release))
+        for step in range(len(out)):
+            lags = min(step, weights.shape[2])
+            by_lag = weights[step, member, :lags]
+            memory = out[step] - fresh_share * sums[step] - fresh[step]
+            recalled, carried = (by_lag @ past[step - lags : step][::-1] for past in (out, fresh))
+            factor = memory @ recalled / max(recalled @ recalled, 1e-300) if lags else 0.0
+            parts = fresh_share * sums[step], memory - factor * carried, factor * carried, fresh[step]
+            found[step, member] = [np.linalg.norm(part) for part in parts]
+    return found

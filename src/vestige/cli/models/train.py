@@ -297,6 +297,8 @@ def train(
             return not stopping()
 
         result = complete(job, loaded, training, on_record)
+    if training.transcript is not None:
+        _show_split(training.transcript)
     if as_json:
         print_json(result.to_json())
     else:
@@ -394,6 +396,14 @@ def _announce(job: Any, training: Any) -> None:
         stderr.print("NOT PRIVATE: --nonprivate-transcript writes raw sums; the guarantee is void", markup=False)
     if job.nonprivate_logs:
         stderr.print("NOT PRIVATE: --nonprivate-logs logs numbers without noise; the guarantee is void", markup=False)
+
+
+def _show_split(transcript: Any) -> None:
+    """Print what releases were made of, where they hold a memory."""
+    norms = transcript.mean_split()
+    if norms:
+        said = ", ".join(f"{name.replace('_', ' ')} {norm:.4g}" for name, norm in norms.items())
+        stderr.print(f"NOT PRIVATE: norms of a release's parts, mean over steps: {said}", markup=False)
 
 
 def _of_users(users: Any) -> str:
