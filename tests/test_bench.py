@@ -643,6 +643,14 @@ def test_verdicts_follow_from_intervals(bench):
     assert docs.not_as_printed("x", "sma-table2", rows, [("a", "c", "cifar10-mlp")]).verdict == docs.NOT_AS_PRINTED
 
 
+def test_a_claim_cites_only_methods_that_its_figure_has(bench):
+    docs = bench("papers_docs")
+    with pytest.raises(ValueError, match="fo-fig1 has no post-fm: its claim cannot cite it"):
+        docs.above((), "Figure 1", "fo-fig1", [("fo beta 0.90", "post-fm", "cifar10-mlp")])
+    line = docs.Claim("(beyond the paper) x", "y", "z", "13", docs.NOT).line()
+    assert line.endswith("| - |")  # where no paper claims anything there is nothing to judge
+
+
 @pytest.mark.slow
 def test_the_page_of_verdicts_is_what_the_script_writes(bench, monkeypatch):
     docs = bench("papers_docs")

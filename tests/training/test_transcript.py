@@ -8,6 +8,8 @@ from torch.nn.functional import cross_entropy
 
 import vestige
 from recursions import paper_weights
+from vestige.questions import SampledGaussian
+from vestige.training.job import Job, start
 from vestige.training.transcript import PARTS, nonprivate_split
 
 
@@ -50,6 +52,42 @@ def test_the_parts_of_fo_dp_sgd_are_those_of_its_lemma(tmp_path):
     assert list(means) == list(PARTS)
     assert means["signal"] == pytest.approx(file["nonprivate_split"][:, 0, 0].mean())
     assert not any(key.startswith("nonprivate") or key in PARTS for record in records for key in record.to_json())
+
+
+@pytest.mark.parametrize(("first", "last"), [(0.7, 0.7), (1.0, 0.4), (0.5, 1.0)])
+def test_a_schedule_of_beta_is_the_papers_recursion_with_the_beta_of_each_step(tmp_path, first, last):
+    """Every step counts alike in the price; beta changes after each epoch (two steps here) and stays after three."""
+    window = 4
+    file, training, records = trained(
+        tmp_path, "fo-dp-sgd", beta=first, beta_end=last, beta_epochs=3, window=window, zeta=2.0
+    )
+    sums, noises = (file[key].astype(np.float64) for key in ("clipped_sum", "noise"))
+    releases, trend = [], None
+    for t, (s, z) in enumerate(zip(sums, noises, strict=True)):
+        beta = first + min(1.0, (t // 2) / 3) * (last - first)
+        u = 0.0
+        if t:
+            past = releases[::-1][: window - 1]
+            u = paper_weights(past, trend, alpha=0.8, lam=0.01, tau=0.1, kappa=1e-6, zeta=2.0) @ np.stack(past)
+            assert records[t].to_json()["fresh_weight"] == pytest.approx(beta)
+        releases.append(beta * s + (1 - beta) * u + z)
+        trend = releases[-1] if trend is None else 0.2 * releases[-1] + 0.8 * trend
+        assert z.std() == pytest.approx(beta, rel=0.2)  # the priced noise, 1, times beta: its own in each step
+    np.testing.assert_allclose(file["release"], np.stack(releases), rtol=1e-4, atol=1e-4)
+    assert training.ledger.spent == {SampledGaussian(0.5, 1.0): 12}
+    if first == last:
+        return
+    with pytest.raises(ValueError, match=f"paper_sigma: with beta_end={last} every step has its own ratio"):
+        start(Job(task="digits-mlp", method="fo-dp-sgd", options={"beta_end": last}, paper_sigma=1.1, steps=3), None)
+
+
+def test_a_schedule_of_beta_is_refused_where_it_says_nothing():
+    with pytest.raises(ValueError, match="beta_end=0.5 without a window only scales steps"):
+        vestige.make_method("fo-dp-sgd", beta_end=0.5, window=1)
+    with pytest.raises(ValueError, match=r"beta_end=0 must lie in \(0, 1\]"):
+        vestige.make_method("fo-dp-sgd", beta_end=0)
+    with pytest.raises(ValueError, match="beta_epochs=0 must be a whole number"):
+        vestige.make_method("fo-dp-sgd", beta_end=0.5, beta_epochs=0)
 
 
 def test_the_parts_of_sma_dp_sgd_are_those_of_its_lemma(tmp_path):

@@ -51,6 +51,8 @@ class Preset:
     """What --small changes."""
     timed: bool = False
     """Whether it measures time: its runs are then made one after another, never stacked."""
+    nonprivate_epochs: int = 0
+    """Epochs of a model without privacy, where the table has such a column."""
     whole: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """The numbers of training and test examples of each task that the protocol takes whole."""
 
@@ -261,6 +263,7 @@ def _preset(name: str, entry: Mapping[str, Any], content: Mapping[str, Any]) -> 
         printed=tuple(each for each in printed if each.budget is None or each.budget in full.budgets),
         small={key: tuple(part) if isinstance(part, list) else part for key, part in small.items()},
         timed=entry.get("timed", False),
+        nonprivate_epochs=entry.get("nonprivate_epochs", 0),
         whole={task: tuple(content["problem"][task]["sizes"]) for task in entry["tasks"] if task in content["problem"]},
     )
 

@@ -13,6 +13,8 @@ from vestige.optim.memory import Blend, ExponentialWeights, FractionalWeights, U
 from vestige.optim.rules import sgd
 
 Beta = Annotated[float, "share of the fresh gradient in the blend"]
+BetaEnd = Annotated[float | None, "where beta goes, in equal steps by epoch (default: it stays)"]
+BetaEpochs = Annotated[int, "epochs after which beta is there"]
 Window = Annotated[int, "window K: the blend sees the K-1 newest past releases"]
 Alpha = Annotated[float, "fractional order: (lag+1)^(alpha-1)"]
 Lam = Annotated[float, "baseline tempering of old releases (lambda)"]
@@ -32,6 +34,8 @@ CITE = "partohaghighi2026fractional"
 NEUTRAL = Neutral({"beta": 1.0})
 LETTERS = {
     "fresh_weight": "beta",
+    "final_weight": "beta_end",
+    "epochs": "beta_epochs",
     "order": "alpha",
     "baseline": "lam",
     "inconsistency": "tau",
@@ -56,9 +60,12 @@ def fo_dp_sgd(
     kappa: Kappa = 1e-6,
     zeta: Zeta = "auto",
     history: WindowType = "float32",
+    beta_end: BetaEnd = None,
+    beta_epochs: BetaEpochs = 100,
 ) -> Method:
     """Fractional-order memory: each release blends in past ones by a tempered power law."""
-    memory = Blend(_fractional(alpha, lam, tau, gamma, kappa, zeta), beta, window, history=history)
+    kernel = _fractional(alpha, lam, tau, gamma, kappa, zeta)
+    memory = Blend(kernel, beta, window, history=history, final_weight=beta_end, epochs=beta_epochs)
     return Method(clip=Flat(max_grad_norm), memory=memory, rule=sgd(momentum))
 
 

@@ -228,6 +228,12 @@ class Blend:
 
     A step reads the window once (see `recall`): its weights come from inner products that the last step computed.
     `history="bfloat16"` keeps the window in half the bytes; the trend, the direction and all sums stay in float32.
+
+    With `final_weight` the fresh weight goes there from `fresh_weight`, by the same amount after each of `epochs`
+    epochs. Which weight a step has follows from its number alone.
+
+    Formal guarantees: none needed, with or without a schedule. The noise that was priced is in the fresh release, and
+    what is made of it, by a weight that is public, is post-processing.
     """
 
     kernel: Kernel = field(default_factory=FractionalWeights)
@@ -235,18 +241,40 @@ class Blend:
     window: int = 8
     remembers: Literal["blend", "fresh"] = "blend"
     history: Literal["float32", "bfloat16"] = "float32"
+    final_weight: float | None = None
+    epochs: int = 100
     stackable = shardable = True
     knows_noise = False
     noise_std = unknown_noise
 
     def __post_init__(self) -> None:
         require("fresh_weight", self.fresh_weight, 0 < self.fresh_weight <= 1, "lie in (0, 1]")
+        if self.final_weight is not None:
+            require("final_weight", self.final_weight, 0 < self.final_weight <= 1, "lie in (0, 1]")
+            if self.window == 1:
+                raise ValueError(
+                    f"final_weight={self.final_weight} without a window only scales steps: give a window of 2 or more, "
+                    "or a learning rate schedule"
+                )
+        require("epochs", self.epochs, isinstance(self.epochs, int) and self.epochs >= 1, "be a whole number from 1 up")
         require("window", self.window, isinstance(self.window, int) and self.window >= 1, "be a whole number from 1 up")
         require("history", self.history, self.history in HISTORIES, f"be {' or '.join(HISTORIES)}")
 
     @property
     def fresh_share(self) -> float:
-        return self.fresh_weight if self.remembers == "blend" else 1.0
+        """Of a schedule the smallest; `share_at` has that of a step."""
+        least = min(self.fresh_weight, 1.0 if self.final_weight is None else self.final_weight)
+        return least if self.remembers == "blend" else 1.0
+
+    def share_at(self, step: int, sample_rate: float) -> float:
+        return self.weight_at(step, sample_rate) if self.remembers == "blend" else 1.0
+
+    def weight_at(self, step: int, sample_rate: float) -> float:
+        """The fresh weight of a step."""
+        if self.final_weight is None:
+            return self.fresh_weight
+        done = min(1.0, step // max(1, round(1 / sample_rate)) / self.epochs)
+        return self.fresh_weight + done * (self.final_weight - self.fresh_weight)
 
     @property
     def steady_gain(self) -> float:
@@ -291,16 +319,17 @@ class Blend:
         past = state["past"][..., : fresh.shape[-1]]
         totalled = None if release.divided is None else release.divided.total
         ring = Ring(past, state["count"], state.get("trend"), state.get("squares"), state.get("products"), totalled)
-        weights, seen = self._weigh(release, ring)
+        share = self.weight_at(ring.count, release.sample_rate)
+        weights, seen = self._weigh(release, ring, self.share_at(ring.count, release.sample_rate))
+        if self.final_weight is not None:
+            seen["fresh_weight"] = torch.tensor(share, dtype=torch.float64).expand(fresh.shape[:-1])
         blend = past[..., ring.slot, :] if self._steps_on_a_row else state["blend"]
         pace = (self.kernel.smoothing or 0.0) if ring.count else 1.0
-        memory_share = recall(
-            ring, fresh, weights, blend, self.fresh_weight, pace, fresh if self.remembers == "fresh" else blend
-        )
+        memory_share = recall(ring, fresh, weights, blend, share, pace, fresh if self.remembers == "fresh" else blend)
         state["count"] += 1
         return Filtered(blend, state, {**seen, "memory_share": memory_share} if ring.count else {})
 
-    def _weigh(self, release: Release, ring: Ring) -> tuple[Tensor, dict[str, Tensor]]:
+    def _weigh(self, release: Release, ring: Ring, share: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Weights over the lags 1, 2, ..., and their diagnostics."""
         lead = ring.past.shape[:-2]
         if not self._follows_trend:
@@ -308,7 +337,7 @@ class Blend:
             weights, _ = self.kernel.weigh(lags, nothing[..., None], nothing, 0.0)
             weights = weights.expand(*lead, len(lags))
             return weights, {"weights": weights, "effective_depth": weights @ lags}
-        noise_norm = release.noise_norm * self.fresh_share
+        noise_norm = release.noise_norm * share
         kernel = self.kernel if self.remembers == "blend" else self.kernel.in_unit(release.expected_batch)
         if at_once(ring) and kernel.weigh_fused is not None and isinstance(noise_norm, float):
             weights, depth, confidence, trend_norm = kernel.weigh_fused(ring, noise_norm)

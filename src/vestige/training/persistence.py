@@ -145,7 +145,10 @@ def _open(run: Persistent, folder: RunFolder | None, public: dict[str, Any]) -> 
 
 NEWER = {"arithmetic": "float32"}
 """What runs did that were written before a key was: 0.1 added noise in float32."""
-NEWER_OPTIONS = {"sma-dp-sgd": {"spectrum_lag": 0, "shuffled": False, "clip_per_layer": False}}
+NEWER_OPTIONS: dict[str, dict[str, Any]] = {
+    "sma-dp-sgd": {"spectrum_lag": 0, "shuffled": False, "clip_per_layer": False},
+    **{name: {"beta_end": None, "beta_epochs": 100} for name in ("fo-dp-sgd", "post-fm")},
+}
 """The same for options of methods: until 0.2 every step waited for its spectrum."""
 
 CHANGED_DEFAULTS = {"dp-bandmf": ("bands",), "sma-dp-sgd": ("refresh_spectrum", "spectrum_lag")}

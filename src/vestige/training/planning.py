@@ -368,7 +368,13 @@ def noise_walk(method: Method, sample_rate: float, steps: int) -> float:
 
 
 def paper_groups(method: Method, layout: Layout) -> int:
-    """How many groups share the sigma of a paper; refused where the groups' own ratios differ."""
+    """How many groups share the sigma of a paper; refused where the groups' own ratios differ, or those of steps."""
+    final = getattr(method.memory, "final_weight", None)
+    if final is not None:
+        raise ValueError(
+            f"paper_sigma: with beta_end={final} every step has its own ratio of noise to the fresh sum, and a paper's "
+            "sigma is one number; give noise_multiplier or epsilon"
+        )
     ratios = method.clip.noise_ratios(layout)
     if not bool(((ratios / ratios[0] - 1).abs() < 1e-9).all()):
         raise ValueError(

@@ -1030,7 +1030,9 @@ class Training(HoldsKey):
                 require_same_group(self.group)
                 self._check_together(record.step)
                 if self.transcript is not None:
-                    self.transcript.settle(self.method.memory.fresh_share, self.state, self.expected_batch, record)
+                    self.transcript.settle(
+                        self.method.memory, self.curator.rate, self.state, self.expected_batch, record
+                    )
                 yield Record(record.step, record.diagnostics, self.spent(), record.accepted)
         with contextlib.suppress(BudgetSpent):
             self._evaluate()

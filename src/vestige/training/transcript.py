@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vestige.files import write_atomically
+from vestige.optim.memory import Blend, Memory
 from vestige.training.loop import Record, TrainingState
 
 PARTS = ("signal", "inherited_signal", "inherited_noise", "fresh_noise")
@@ -31,7 +32,7 @@ class Transcript:
             "exponent": [],
             "weights": [],
         }
-        self._share = 1.0
+        self._shares: list[float] = []
         self.split: np.ndarray[Any, Any] | None = None
         """NOT PRIVATE: see `nonprivate_split`; once it is saved, and where releases hold a memory."""
         self._group: np.ndarray[Any, Any] | None = None
@@ -39,24 +40,28 @@ class Transcript:
     def __call__(self, clipped_sum: Tensor, noise: Tensor) -> None:
         self._seen.append((clipped_sum, noise.clone()))
 
-    def settle(self, fresh_share: float, state: TrainingState, expected_batch: float, record: Record) -> None:
+    def settle(
+        self, memory: Memory, sample_rate: float, state: TrainingState, expected_batch: float, record: Record
+    ) -> None:
         """Store the clipped sum and noise that the witness saw in this step with the release and the direction."""
         if self._group is None:
             self._group = state.layout.expand(torch.arange(state.layout.groups)).numpy()
         clipped_sum, noise = self._seen[-1]  # of several answers in a step, the one used for the update
         self._seen.clear()
-        direction = state.gradient * expected_batch
+        direction, recursive = state.gradient * expected_batch, memory.fresh_share < 1
+        fresh_share = memory.share_at(record.step, sample_rate) if isinstance(memory, Blend) else memory.fresh_share
         row = {
             "clipped_sum": clipped_sum,
             "noise": noise * fresh_share,
-            "release": direction if fresh_share < 1 else clipped_sum + noise,
+            "release": direction if recursive else clipped_sum + noise,
             "direction": direction,
         }
         if "exponent" in record.diagnostics:
             row["exponent"] = record.diagnostics["exponent"]
         weights = record.diagnostics.get("weights", state.learner.memory.get("weights"))
-        if fresh_share < 1 and state.layout.groups and "past" in state.learner.memory:
-            depth, self._share = state.learner.memory["past"].shape[-2], fresh_share
+        if recursive and "past" in state.learner.memory:
+            depth = state.learner.memory["past"].shape[-2]
+            self._shares.append(fresh_share)
             row["weights"] = _by_group(weights, state.layout.groups, depth)
         for key, value in row.items():
             self._rows[key].append(value.cpu().numpy())
@@ -72,7 +77,7 @@ class Transcript:
         if self._group is not None:
             arrays["group"] = self._group
         if "weights" in arrays:
-            self.split = nonprivate_split(**_numbers(arrays), fresh_share=self._share)
+            self.split = nonprivate_split(**_numbers(arrays), fresh_share=np.array(self._shares))
             arrays["nonprivate_split"] = self.split
 
         def write(beside: Path) -> None:
@@ -100,7 +105,7 @@ def nonprivate_split(
     release: np.ndarray[Any, Any],
     weights: np.ndarray[Any, Any],
     group: np.ndarray[Any, Any],
-    fresh_share: float,
+    fresh_share: float | np.ndarray[Any, Any],
 ) -> np.ndarray[Any, Any]:
     """NOT PRIVATE: the norms of the four parts of each release, [steps, groups, 4] in the order of PARTS.
 
@@ -112,15 +117,16 @@ def nonprivate_split(
     from the same noise.
     """
     found = np.zeros((len(release), weights.shape[1], len(PARTS)))
+    shares = np.broadcast_to(fresh_share, len(release))
     for member in range(weights.shape[1]):
         mine = group == member
         sums, fresh, out = (part[:, mine].astype(np.float64) for part in (clipped_sum, noise, release))
         for step in range(len(out)):
             lags = min(step, weights.shape[2])
             by_lag = weights[step, member, :lags]
-            memory = out[step] - fresh_share * sums[step] - fresh[step]
+            memory = out[step] - shares[step] * sums[step] - fresh[step]
             recalled, carried = (by_lag @ past[step - lags : step][::-1] for past in (out, fresh))
             factor = memory @ recalled / max(recalled @ recalled, 1e-300) if lags else 0.0
-            parts = fresh_share * sums[step], memory - factor * carried, factor * carried, fresh[step]
+            parts = shares[step] * sums[step], memory - factor * carried, factor * carried, fresh[step]
             found[step, member] = [np.linalg.norm(part) for part in parts]
     return found

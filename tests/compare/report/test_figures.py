@@ -9,6 +9,9 @@ import pytest
 from comparisons import MANY, one_cell
 from vestige.compare.report import drawing, figures, style
 from vestige.compare.report import page as report
+from vestige.layout import Layout
+from vestige.mechanism.groups import Layers
+from vestige.tasks import models
 
 
 def test_figures_are_wellformed_and_cover_what_was_recorded(content, tmp_path):
@@ -193,6 +196,32 @@ def test_loss_and_epsilon_by_step_are_means_over_runs():
     assert [point[:2] for point in losses.series[0].points] == [(10.0, 2.5), (20.0, 1.0)]
     assert [point[:2] for point in spent.series[0].points] == [(10.0, 1.0), (20.0, 2.0)]
     assert len(losses.series) == len(spent.series) == 1  # an old record has no loss, a reproducible run no epsilon
+
+
+def test_components_of_a_resnet_are_means_over_their_layers():
+    """Figure 4 of SMA-DP-SGD; which layers a component has is read off the network itself."""
+    layout = Layout.of(models.resnet18(10), Layers())
+    owners = {}
+    for segment in layout.segments:
+        owners.setdefault(segment.name.partition(".")[0], set()).add(segment.group)
+    assert [set(members) for members in figures.COMPONENTS.values()] == list(owners.values())
+    run = {
+        "task": "cifar10-resnet18",
+        "label": "sma",
+        "stage": "given",
+        "seed": 0,
+        "budget": {"kind": "epsilon", "value": 8.0},
+    }
+    values = [None, *(float(i) for i in range(1, 21))]
+    record = {"status": "done", "run": run, "pictures": {"exponent": [[0, values]], "tempering": [[0, [0.5] * 21]]}}
+    exponent, tempering = figures._by_component({"records": [record]})
+    drawn = {series.name: series.points[0][:2] for series in exponent.series}
+    assert drawn == {
+        "stage 1": (0.0, 2.5), "stage 2": (0.0, 7.0), "stage 3": (0.0, 12.0), "stage 4": (0.0, 17.0), "head": (0.0, 20.0)
+    }  # fmt: skip
+    assert len(tempering.series) == 6
+    small = {**record, "run": {**run, "task": "cifar10-mlp"}}
+    assert not list(figures._by_component({"records": [small]}))
 
 
 def test_panels_stand_in_the_order_of_their_budgets(content):

@@ -24,6 +24,7 @@ def figures(content: Content) -> list[Figure]:
         _accuracy_by_rate,
         _costs,
         _weights_by_lag,
+        _by_component,
         _diagnostics_over_time,
     ]
     return _named_apart(figure for make in makers for figure in make(content) if figure.series)
@@ -284,6 +285,33 @@ def _diagnostics_over_time(content: Content) -> Iterable[Figure]:
                 series += _lines(name, values)
             words = TITLES.get(key, key.replace("_", " "))
             yield Figure(f"{key}-{task}", f"{task}: {words} over time", "step", words, _filled(series))
+
+
+COMPONENTS = {
+    "stem": range(0, 1),
+    "stage 1": range(1, 5),
+    "stage 2": range(5, 10),
+    "stage 3": range(10, 15),
+    "stage 4": range(15, 20),
+    "head": range(20, 21),
+}
+"""The layers of each component of our ResNet-18, by the number of their group."""
+
+
+def _by_component(content: Content) -> Iterable[Figure]:
+    """Exponents and tempering of SMA-DP-SGD as means over the layers of each component of a ResNet-18, as its paper's
+    Figure 4 has them; a layer without an exponent is left out of the mean."""
+    layers = sum(map(len, COMPONENTS.values()))
+    for (task, name), record in _last_finals(content).items():
+        for key in ("exponent", "tempering") if task.endswith("-resnet18") else ():
+            values = [(step, value) for step, value in record["pictures"].get(key, ()) if len(value) == layers]
+            series = []
+            for component, members in COMPONENTS.items():
+                known = [(step, [value[i] for i in members if value[i] is not None]) for step, value in values]
+                points = tuple((float(step), _mean(found), None, None) for step, found in known if found)
+                series.append(Series(component, points))
+            title = f"{task}, {name}: {key} by component over time"
+            yield Figure(f"component-{key}-{task}-{name}", title, "step", f"mean {key}", _filled(series))
 
 
 def _lines(name: str, values: Sequence[Sequence[Any]]) -> list[Series]:
