@@ -21,17 +21,19 @@ pytest.register_assert_rewrite(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `everyday(case, ...)` the other cases are slow: they are the same behaviour at other values."""
-    cases: dict[str, dict[str, pytest.Item]] = {}
+    """Of a test marked `everyday(case, ...)` the other cases are slow, of one marked `nightly(case, ...)` these are: the
+    same behaviour at other values."""
+    cases: dict[tuple[str, str], dict[str, pytest.Item]] = {}
     for item in items:
-        if (case := getattr(item, "callspec", None)) is not None and item.get_closest_marker("everyday") is not None:
-            cases.setdefault(item.nodeid.partition("[")[0], {})[case.id] = item
-    for test, found in cases.items():
-        named = next(iter(found.values())).get_closest_marker("everyday").args
+        for mark in item.iter_markers():
+            if mark.name in ("everyday", "nightly") and (case := getattr(item, "callspec", None)) is not None:
+                cases.setdefault((item.nodeid.partition("[")[0], mark.name), {})[case.id] = item
+    for (test, mark), found in cases.items():
+        named = next(iter(found.values())).get_closest_marker(mark).args
         if len(found) > 1 and (unknown := set(named) - set(found)):
             raise pytest.UsageError(f"{test} has no case {', '.join(sorted(unknown))}: it has {', '.join(found)}")
         for case, item in found.items():
-            if case not in named:
+            if (case in named) == (mark == "nightly"):
                 item.add_marker(pytest.mark.slow)
 
 

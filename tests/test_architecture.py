@@ -220,6 +220,7 @@ def test_the_package_is_imported_without_torch_and_has_all_its_names():
         pytest.param("training.job", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.nightly("methods.adam")
 def test_whoever_looks_a_method_up_finds_them_all(name):
     code = f"import vestige.{name}\nfrom vestige.methods.registry import METHODS\nprint(*METHODS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

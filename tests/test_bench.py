@@ -438,6 +438,7 @@ def test_rows_of_a_page_stay_until_they_are_run_again(kept, tmp_path):
         {"seed": 1},
     ],
 )
+@pytest.mark.everyday("change0")
 def test_a_page_of_records_takes_no_result_that_is_none(kept, tmp_path, change):
     good = {"row": "imdb-words-eps1", "seed": 0, "verified": True, "epsilon": 0.99, "accuracy": 0.7}
     file = tmp_path / "records.json"

@@ -46,6 +46,7 @@ def test_two_steps_against_quadrature(multiplier):
 
 
 @pytest.mark.parametrize(("steps", "multiplier"), [(2, 1.0), (12, 1.684), (98, 0.5155), (500, 0.8)])
+@pytest.mark.everyday("2-1.0")
 def test_the_likelihood_ratio_has_its_mean_and_hardly_more_than_its_variance(steps, multiplier):
     found, wrong = likelihood_ratio(steps, multiplier, FOR_DELTAS)
     points, variance = np.exp(found.logs) / steps, (exp(multiplier**-2) - 1) / steps

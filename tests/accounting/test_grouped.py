@@ -42,6 +42,7 @@ VECTORS = [
 
 
 @pytest.mark.parametrize(("group", "rate", "multiplier", "steps", "delta", "removing", "adding"), VECTORS)
+@pytest.mark.everyday("1-0.01-1.0-1000-1e-05-1.82826-1.4167", "3-1.0-5.0-10-1e-05-9.37088-9.37088")
 def test_vectors_in_both_directions(group, rate, multiplier, steps, delta, removing, adding):
     history = {GroupedGaussian(rate, multiplier, group): steps}
     assert epsilon(history, delta) == pytest.approx(removing, abs=1e-3)

@@ -34,6 +34,7 @@ def sampled(rate, multiplier, steps, relation="ADD_OR_REMOVE_ONE"):
 
 
 @pytest.mark.parametrize(("rate", "multiplier", "steps"), [(0.05, 1.0, 100), (0.01, 0.7, 1000), (0.5, 2.0, 10)])
+@pytest.mark.everyday("0.5-2.0-10")
 def test_sampled_steps_mean_what_another_accountant_finds(rate, multiplier, steps):
     whole = sampled(rate, multiplier, steps)
     found = meaning({SampledGaussian(rate, multiplier): steps}, DELTA)

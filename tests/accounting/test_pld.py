@@ -28,6 +28,7 @@ def gaussian_epsilon(shift: float, delta: float) -> float:
 
 @pytest.mark.parametrize("delta", DELTAS)
 @pytest.mark.parametrize(("multiplier", "count"), [(1.0, 1), (5.0, 30), (30.0, 1000), (1000.0, 100_000)])
+@pytest.mark.everyday("1.0-1-1e-05", "30.0-1000-1e-09")
 def test_composed_gaussians_cost_their_closed_form_from_above(multiplier, count, delta):
     priced = epsilon({SampledGaussian(1.0, multiplier): count}, delta)
     exact = gaussian_epsilon(sqrt(count) / multiplier, delta)
@@ -57,6 +58,7 @@ def two_questions(rate: float, multiplier: float, loss: float) -> float:
 
 @pytest.mark.parametrize("delta", [1e-6, pytest.param(1e-15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("rate", "multiplier"), [(0.04, 0.7), (0.3, 1.5)])
+@pytest.mark.everyday("0.3-1.5-1e-06")
 def test_two_sampled_gaussians_cost_their_integral_from_above(rate, multiplier, delta):
     priced = epsilon({SampledGaussian(rate, multiplier): 2}, delta)
     assert two_questions(rate, multiplier, priced) <= delta * (1 + 1e-9)

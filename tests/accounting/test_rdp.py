@@ -42,6 +42,7 @@ def test_fractional_orders_equal_quadrature_in_thirty_digits(rate, multiplier, o
 
 
 @pytest.mark.parametrize("rate", RATES)
+@pytest.mark.everyday("0.0001")
 def test_integer_orders_equal_dp_accounting(rate):
     ours = curves([rate] * len(MULTIPLIERS), MULTIPLIERS)[:, FRACTIONAL:]
     for row, multiplier in zip(ours, MULTIPLIERS, strict=True):

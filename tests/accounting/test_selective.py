@@ -23,6 +23,7 @@ def test_the_published_claim_for_selective_updates():
     assert claim == pytest.approx(1.0, abs=0.001)
 
 
+@pytest.mark.slow
 def test_prices_of_the_note():
     """MNIST of Table 4, 2,914 trials, delta 1e-5; from above, to 0.003."""
     facts = {"trials": 2914, "accepted": 1246, "sample_rate": 1024 / 60000, "sigma_t": 3.0, "sigma_v": 1.37}
@@ -46,6 +47,7 @@ def kappa_of(threshold, sigma):
 
 
 @pytest.mark.parametrize("present", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_one_record_without_a_gradient_moves_what_is_accepted(present):
     """Through `train`: gradients are zero, so candidates are pure noise; one outlying loss flips the mean's sign."""
     targets = torch.cat([torch.ones(30), torch.full((1,), -1000.0)]) if present else torch.ones(30)

@@ -36,6 +36,7 @@ def test_a_whitened_quantile_costs_little():
 
 
 @pytest.mark.parametrize(("multiplier", "count"), [(1.0, 1), (1.0, 10), (30.0, 500), (0.2, 1)])
+@pytest.mark.nightly("1.0-10", "0.2-1")
 def test_without_sampling_the_closed_form(multiplier, count):
     mu = count**0.5 / multiplier
 

@@ -313,6 +313,7 @@ def test_trials_are_recorded_as_json():
 
 @pytest.mark.parametrize("multiplier", [0.3, 0.1, 0.05, 0.02, 0.003])
 @pytest.mark.parametrize("test_multiplier", [1.0, 0.1])
+@pytest.mark.everyday("1.0-0.3", "1.0-0.003")
 def test_with_next_to_no_noise_a_trial_still_has_a_price_and_the_full_charge_bounds_it(multiplier, test_multiplier):
     trial = Trial(0.04, multiplier, 0.1, test_multiplier, -0.5)
     parts = {SampledGaussian(0.04, multiplier): 10, SampledGaussian(0.1, test_multiplier): 10}

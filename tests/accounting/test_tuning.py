@@ -76,6 +76,7 @@ def test_runs_that_were_all_made_cost_their_composition():
     assert composed_epsilon([], DELTA) == composed_epsilon([{}, {}], DELTA) == 0
 
 
+@pytest.mark.slow
 def test_a_cycle_that_one_run_leaves_unfinished_is_not_finished_by_the_next():
     run = {CyclicGaussian(1.0, 4.0, 25): 30}  # an example is in two of its rounds at most
     assert composed_epsilon([run] * 3, DELTA) == pytest.approx(epsilon({Gaussian(4.0): 6}, DELTA), rel=1e-4)

@@ -28,6 +28,7 @@ def keeps(wrong, confidence):
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 @pytest.mark.parametrize("mu", [0.0, 0.5, 2.0])
+@pytest.mark.everyday("0.0-0.8", "2.0-0.8")
 def test_threshold_bounds_cover(mu, confidence):
     truth = audit.epsilon_of_mu(mu, DELTA)
     found, _, _ = threshold_bounds(*normals(mu, 400), DELTA, confidence)
@@ -195,6 +196,7 @@ def test_mistakes_are_refused_by_name(call, words):
 
 
 @pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.everyday("True")
 def test_a_promise_that_differs_by_direction_is_kept_in_both(swapped):
     """Scores of a sampled Gaussian mechanism, exactly drawn, against its own curve: tight, and not symmetric."""
     from vestige.accounting import tradeoff

@@ -41,6 +41,7 @@ def played(claimed, cut, present, count, rng):
 
 @pytest.mark.parametrize("buffer", [1, 2])
 @pytest.mark.parametrize("present", [True, False])
+@pytest.mark.everyday("True-1", "False-1")
 def test_the_law_of_a_released_candidate_is_that_of_the_loop(buffer, present):
     claimed, cut, rng, count = replace(LEAKY, buffer=buffer), -1.0, np.random.default_rng(3), 8000
     edges, *both = laws(claimed, cut)

@@ -80,6 +80,7 @@ def test_no_method_gives_away_more_than_it_is_charged_and_the_attack_is_no_weake
 
 
 @pytest.mark.parametrize("name", daily(ALONE))
+@pytest.mark.slow
 def test_nor_does_one_that_runs_alone(name):
     area, allowed, broken = judged(name, 240)
     assert area.low <= allowed

@@ -136,6 +136,7 @@ def killed_at(path, number, half):
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["before the write", "inside the write"])
+@pytest.mark.everyday("before the write")
 def test_a_kill_at_every_write_gives_nothing_back(tmp_path, half):
     path = tmp_path / "book"
     Book.create(path, terms(20, 1e-5, expect=RUN))

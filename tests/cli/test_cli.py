@@ -46,6 +46,7 @@ def test_the_issues_command_gives_the_promised_keys(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["dp-sgd", "post-fm", "uniform-memory", "exponential-memory"])
+@pytest.mark.everyday("dp-sgd")
 def test_the_other_methods_train_with_their_defaults(tmp_path, method):
     assert as_json(*TRAIN, "--method", method, "--out", tmp_path / "run")["epsilon"] <= 8
 
@@ -417,6 +418,7 @@ def test_what_is_known_of_a_command_is_what_it_says_itself(name):
         (["account", *SELECTIVE, "--sigma-t", "1"], ["torch"]),
     ],
 )
+@pytest.mark.everyday("words0-heavy0", "words1-heavy1")
 def test_a_quick_answer_imports_nothing_heavy(words, heavy):
     code = (
         "import sys\nfrom vestige.cli import main\n"

@@ -104,6 +104,7 @@ def test_a_stack_of_all_methods_says_of_each_what_it_says_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dp-sgd", "dp-sat", "dp-sam", "dp-bandmf", "dp-ftrl", "adp-adamw", "sma-dp-sgd"])
+@pytest.mark.everyday("dp-sgd", "dp-sat", "sma-dp-sgd")
 def test_methods_that_share_a_search_get_the_noise_they_would_get_alone(name):
     loaded = tasks.load("digits-mlp", None, 0)
     request = planning.Request(sample_rate=0.05, steps=40, delta=1e-5, epsilon=3.0, lr=1.0)

@@ -211,7 +211,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.slow
 def test_killed_in_mid_run_and_started_again_nothing_is_lost_or_repeated(tmp_path, workers):
     spec = replace(TINY, rates=("auto",), seeds=tuple(range(8)), budgets=(PrivacyTarget("noise_multiplier", 1.0),))
     home = ComparisonFolder(tmp_path / "c")

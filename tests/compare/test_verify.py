@@ -214,6 +214,7 @@ def odd(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["noise", "seeded", "parts", "early"])
+@pytest.mark.everyday("noise", "parts")
 def test_real_records_raise_no_alarm(odd, name):
     records = odd(name).records().values()
     assert len(completed(records)) == len(records)
@@ -249,12 +250,14 @@ EARLY = {
 
 
 @pytest.mark.parametrize("contradiction", EARLY)
+@pytest.mark.nightly("earlier")
 def test_a_stop_that_the_budget_does_not_explain_is_found(odd, tmp_path, contradiction):
     forge, told = EARLY[contradiction]
     assert told in _forged(odd("early"), tmp_path, bool, forge)
 
 
 @pytest.mark.parametrize("bands", [2, 4, 5])
+@pytest.mark.nightly("5")
 def test_banded_noise_is_verified_with_the_bands_of_now_or_of_its_version(tmp_path, bands):
     """A record stores the options it was given: none, where the number of bands was left to the version of then."""
     contenders = (Contender("dp-bandmf", "dp-bandmf", {"bands": bands}),)

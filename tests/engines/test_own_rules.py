@@ -99,6 +99,7 @@ def test_a_right_rule_for_a_module_with_others_inside_and_frozen_parameters():
 
 @pytest.mark.parametrize("how", WRONG)
 @pytest.mark.parametrize("first", [False, True])
+@pytest.mark.everyday("False-twice as large", "False-zero")
 def test_a_wrong_rule_is_refused_by_name(how, first):
     vestige.register_rule(Affine, WRONG[how])
     model = nn.Sequential(Affine(), nn.Linear(4, 2)) if first else around(Affine())

@@ -146,6 +146,22 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize(("transform", "grouped"), [*((each, False) for each in TRANSFORMS), ("views", True)])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.nightly(
+    "tokens-views-False",
+    "tokens-two points-False",
+    "tokens-an extrapolation-False",
+    "tokens-views at two points-False",
+    "tokens-views of views-False",
+    "tokens-views-True",
+    "language-views at two points-False",
+    "standardised-views-False",
+    "standardised-two points-False",
+    "standardised-an extrapolation-False",
+    "standardised-views at two points-False",
+    "standardised-views of views-False",
+    "standardised-views-True",
+    "checkpointed-views at two points-False",
+)
 def test_one_vector_of_each_example_clipped_once(name, transform, grouped):
     model, layout, batch, loss = sample(name, grouping=alternating if grouped else None)
     point = point_of(layout, model)
@@ -183,6 +199,7 @@ def test_a_convolution_keeps_its_views_apart_where_gradients_would_be_large():
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"groups": 4, "dilation": 2, "padding": 2}])
 @pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.nightly("3-options2")
 def test_views_of_a_convolution_by_every_way(rank, options):
     torch.manual_seed(5)
     layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1](8, 12, 2, **options).double()
@@ -235,6 +252,28 @@ def test_a_clip_of_each_view_would_be_noticed(monkeypatch):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", ["cnn", "wide cnn", "standardised", "tokens"])
+@pytest.mark.everyday(
+    "cnn-views-nan",
+    "cnn-views-inf",
+    "cnn-two points-inf",
+    "cnn-an extrapolation-nan",
+    "cnn-an extrapolation-inf",
+    "cnn-views at two points-inf",
+    "cnn-views of views-nan",
+    "cnn-views of views-inf",
+    "wide cnn-views-nan",
+    "wide cnn-views-inf",
+    "wide cnn-two points-nan",
+    "wide cnn-two points-inf",
+    "wide cnn-an extrapolation-nan",
+    "wide cnn-an extrapolation-inf",
+    "wide cnn-views at two points-nan",
+    "wide cnn-views at two points-inf",
+    "wide cnn-views of views-nan",
+    "wide cnn-views of views-inf",
+    "tokens-views-inf",
+    "tokens-views of views-nan",
+)
 def test_a_broken_example_is_dropped_with_all_its_views(name, transform, value):
     model, layout, batch, loss = sample(name)
     batch[0][2].view(-1)[0] = value

@@ -57,6 +57,7 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize("order", [PREPARED_FIRST, PRIVATE_FIRST])
+@pytest.mark.everyday("prepare, make_private-as it is", "make_private, prepare-uneven")
 def test_each_step_is_that_of_a_plain_loop(order, configuration):
     config = accelerate.DataLoaderConfiguration(**CONFIGURATIONS[configuration])
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)

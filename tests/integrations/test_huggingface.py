@@ -136,6 +136,7 @@ CASES = {
 
 @pytest.mark.parametrize("accumulation", [1, 5])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.everyday("classes-1")
 def test_a_step_is_the_clipped_sum_of_the_examples_own_gradients(name, accumulation, tmp_path):
     build, data, collate = CASES[name]
     model, watching = build(), Watching(collate)

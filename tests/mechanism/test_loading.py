@@ -56,6 +56,7 @@ def trained(shaken=0.0, **changes):
     ],
     ids=["whole", "in parts", "empty samples", "two samples", "comparisons"],
 )
+@pytest.mark.nightly("in parts", "two samples")
 def test_a_run_is_the_same_whoever_reads_its_rows(changes):
     assert torch.equal(trained(**changes), trained(num_workers=2, **changes))
 

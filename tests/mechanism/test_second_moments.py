@@ -358,6 +358,7 @@ def test_what_a_model_keeps_of_many_rows_only_is_seen_too():
 
 
 @pytest.mark.parametrize("part", [2, 16, None])
+@pytest.mark.nightly("2", "16")
 def test_rounding_does_not_add_up_over_many_parts(part, monkeypatch):
     """Rows that float32 would round all one way, part after part, until one example is taken away before them."""
     seen, sum_of = [], Curator._sum

@@ -146,6 +146,7 @@ def law_of_br(seed, monkeypatch, name="dpsgd-br", **changes):
 
 
 @pytest.mark.parametrize("seed", EVERYDAY)
+@pytest.mark.everyday("0", "5")
 def test_buffered_rejection_is_algorithm_1(seed, monkeypatch):
     law_of_br(seed, monkeypatch)
 

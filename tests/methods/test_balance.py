@@ -138,6 +138,9 @@ def test_a_rule_that_looks_across_coordinates_is_refused(name):
 
 
 @pytest.mark.parametrize("name", BALANCED)
+@pytest.mark.everyday(
+    "dp-adam", "dp-adambc", "dp-sgd", "dp-quantile", "dp-bandmf", "kalman-memory", "fo-dp-sgd", "dp-is", "dpsur"
+)
 def test_every_method_is_itself_on_v(name):
     same_as_on_v(made(name), lr=0.02 if "adam" in name else 0.3, sample_rate=0.25)
 
@@ -152,6 +155,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("rule", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.everyday("momentum", "adam, coupled decay")
 def test_every_optimizer_moves_as_on_v(rule):
     same_as_on_v(replace(make_method("dp-sgd"), rule=rule), lr=0.05)
 
@@ -332,6 +336,7 @@ def test_balance_is_no_part_of_the_price():
         ("dp-blt", {}),
     ],
 )
+@pytest.mark.everyday("dp-sgd-options0", "dp-sgd-options1", "dp-blt-options8")
 def test_a_stack_is_its_runs_alone(name, options):
     """One of them plain, one with weights of another size, and so other constants, one whose biases have their own."""
 
@@ -397,6 +402,7 @@ def loop(method, model, optimizer, *, epochs=2, ledger=None, resume=False, check
 
 @pytest.mark.parametrize("name", ["dp-sgd", "fo-dp-sgd", "dp-sat", "sma-dp-sgd"])
 @pytest.mark.parametrize("groups", [None, "layers"])
+@pytest.mark.everyday("None-dp-sgd", "layers-sma-dp-sgd")
 def test_a_loop_is_vestige_train(name, groups):
     if groups and name == "sma-dp-sgd":
         pytest.skip("SMA-DP-SGD has groups of its own")

@@ -100,6 +100,7 @@ def best_gain(speed, noise):
 
 
 @pytest.mark.parametrize("ratio", [1e-3, 1e-2, 0.1, 1.0])
+@pytest.mark.nightly("0.01", "0.1")
 def test_the_kalman_memory_finds_the_optimal_gain(ratio):
     rng = np.random.default_rng(6)
     size, steps = 4000, 400

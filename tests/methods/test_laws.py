@@ -99,6 +99,19 @@ class FloatingNoise(Independent):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.everyday(
+    "dp-adam",
+    "dp-adam-ac",
+    "dp-sgd",
+    "dp-quantile",
+    "geoclip",
+    "dp-muon",
+    "dp-bandmf",
+    "doppler",
+    "kalman-memory",
+    "fo-dp-sgd",
+    "dpsur",
+)
 def test_the_neutral_setting_is_dp_sgd_bit_for_bit(name):
     neutral = METHODS[name].neutral
     other = make_method(neutral.like, **neutral.like_options)
@@ -205,6 +218,7 @@ def law_of_sensitivity(method, rate):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.everyday("dp-adam", "dp-sgd", "dp-quantile", "dp-ftrl", "dp-bandmf", "kalman-memory", "fo-dp-sgd", "dpsur")
 def test_one_example_moves_every_answer_by_at_most_its_sensitivity(name):
     law_of_sensitivity(usual(name), 0.25 if METHODS[name].privacy_class == "correlated noise" else 1.0)
 
@@ -229,6 +243,21 @@ def law_of_the_price_list(method, steps=STEPS):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.nightly(
+    "adp-adamw",
+    "dp-adam-ac",
+    "dp-micro-adam",
+    "geoclip",
+    "dp-muon",
+    "disk",
+    "uniform-memory",
+    "dp-sam",
+    "dp-is",
+    "dpsgd-br",
+    "dpsgd-br-stepped",
+    "sma-dp-sgd",
+    "sma-dp-sgd-epoch",
+)
 def test_the_curator_counts_what_accounting_prices(name):
     law_of_the_price_list(usual(name))
 
@@ -264,6 +293,7 @@ def law_of_resuming(method_of, folder):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.everyday("dp-adam", "dp-sgd", "dp-quantile", "dp-bandmf", "dp-blt", "kalman-memory", "fo-dp-sgd", "dpsur")
 def test_a_resumed_run_continues_bit_for_bit(name, tmp_path):
     law_of_resuming(lambda: usual(name), tmp_path / "run")
 
@@ -366,6 +396,24 @@ def law_of_the_formula(method, events, rate, z, steps):
 
 @pytest.mark.parametrize("steps", [1, 1000])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.nightly(
+    "dp-adam-1000",
+    "adp-adamw-1000",
+    "dp-ftrl-1",
+    "dp-ftrl-1000",
+    "dp-bandmf-1",
+    "dp-bandmf-1000",
+    "dp-sam-1",
+    "dp-sam-1000",
+    "dp-is-1",
+    "dp-is-1000",
+    "dpsur-1",
+    "dpsur-1000",
+    "dpsgd-br-1",
+    "dpsgd-br-1000",
+    "dpsgd-br-stepped-1",
+    "dpsgd-br-stepped-1000",
+)
 def test_the_priced_epsilon_is_the_formulas(name, steps):
     rate, z = 0.05, 4.0
     # The trial's own price is held against published values in test_trials; the fallback has a formula.
@@ -389,6 +437,7 @@ def law_of_broken_examples(method, rate, engine=Reference):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.everyday("dp-adam", "dp-sgd", "dp-quantile", "dp-muon", "dp-bandmf", "kalman-memory", "fo-dp-sgd", "dpsur")
 def test_a_non_finite_example_changes_nothing_else(name):
     law_of_broken_examples(usual(name), 0.25 if METHODS[name].privacy_class == "correlated noise" else 1.0)
 
@@ -428,6 +477,9 @@ def law_of_memory(method, steps=12):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.everyday(
+    "dp-adam", "dp-sgd", "dp-quantile", "dp-bandmf", "dp-blt", "disk", "kalman-memory", "fo-dp-sgd", "dpsur"
+)
 def test_extra_memory_is_what_was_declared(name):
     law_of_memory(usual(name))
 

@@ -67,6 +67,7 @@ def schedule(refresh, lag):
 
 @pytest.mark.parametrize("refresh", [None, 1, 2, 3, 7])
 @pytest.mark.parametrize("lag", [0, 1, 3, 4, 9])
+@pytest.mark.everyday("0-None", "0-7")
 def test_a_step_uses_the_spectrum_of_the_step_that_the_lag_says(walk, refresh, lag):
     layout, _, points = walk
     late = [points[step] for step in schedule(refresh or 4, lag)]  # rate 1/4: an epoch is 4 steps
@@ -234,6 +235,7 @@ def test_nothing_is_kept_of_a_state_that_is_gone(walk):
 
 
 @pytest.mark.parametrize("stop", range(2, 7))
+@pytest.mark.everyday("2", "3")
 def test_a_run_interrupted_while_a_spectrum_is_awaited_resumes_to_the_same_weights(tmp_path, stop):
     options = {"refresh_spectrum": 2, "spectrum_lag": 3, "interval": OUTSIDE}
     job = Job(task="digits-mlp", method="sma-dp-sgd", options=options, noise_multiplier=1.0, steps=9, reproducible=True)

@@ -88,6 +88,7 @@ def moved(state):
 
 
 @pytest.mark.parametrize("rule", [sgd(0.9), Rule(torch.optim.Adam), Rule(torch.optim.AdamW)], ids=lambda r: r.name)
+@pytest.mark.everyday("SGD")
 def test_a_rejected_step_leaves_no_bit_behind(rule):
     method = replace(vestige.fo_dp_sgd(window=4), rule=rule)
     training = start(replace(method, gate=NoisyLossTest(1.0, 1e-3, -0.5, 20)), steps=60)
@@ -159,6 +160,7 @@ def test_resume_is_bit_identical(tmp_path):
 @pytest.mark.parametrize(
     ("accounting_by", "kinds"), [("trial-level", ["trial"]), ("every-trial", ["sampled-gaussian"] * 2)]
 )
+@pytest.mark.everyday("every-trial-kinds1")
 def test_the_ledger_holds_every_trial(tmp_path, accounting_by, kinds):
     method = make_method("dpsur", accounting=accounting_by, **TEST)
     training = start(method, out=tmp_path / "run", epsilon=30.0, noise_multiplier=None, reproducible=None)

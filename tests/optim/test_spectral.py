@@ -285,6 +285,7 @@ def test_an_undefined_exponent_tempers_nothing():
     )
 
 
+@pytest.mark.slow
 def test_a_constant_input_keeps_its_size():
     model = make_model()
     layout = Layout.of(model, Layers())

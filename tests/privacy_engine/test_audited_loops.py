@@ -77,6 +77,7 @@ CASES = {
     ],
     indirect=["replayed"],
 )
+@pytest.mark.everyday("poisson", "allocation")
 def test_without_noise_a_release_says_which_canaries_took_part(options, replayed):
     engine = PrivacyEngine(audit=PLANTED, reproducible=3)
     model, optimizer, loader = private(engine, **options)
@@ -191,6 +192,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.everyday("less noise")
 def test_a_loop_with_a_fault_is_caught(fault, monkeypatch):
     """Canaries go through the user's own passes: whatever is wrong between them and the release happens to them too."""
     break_it, multiplier = FAULTS[fault]
@@ -205,6 +207,7 @@ def test_a_loop_with_a_fault_is_caught(fault, monkeypatch):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"sampling": "allocation"}, {"sampling": "truncated", "max_batch": 100}])
+@pytest.mark.nightly("sampling1")
 def test_an_honest_loop_stands(sampling):
     engine = PrivacyEngine(audit=200)
     epochs(*private(engine, batch=30, multiplier=1.0, **sampling), count=6)

@@ -51,6 +51,7 @@ def epoch(model, optimizer, loader, loss=LOSS):
 @pytest.mark.parametrize(
     "method", ["dp-sgd", "fo-dp-sgd", "post-fm", "uniform-memory", "exponential-memory", "sma-dp-sgd"]
 )
+@pytest.mark.everyday("-dp-sgd")
 def test_the_loop_equals_vestige_train(method):
     alone, data = make_toy()
     options = {"noise_multiplier": 1.0, "delta": 1e-5, "sample_rate": 0.2, "steps": 10, "lr": 0.1, "reproducible": 5}
@@ -107,6 +108,7 @@ def test_options_of_a_method_are_not_dropped():
 
 @pytest.mark.parametrize("physical", [1, 2, 5])
 @pytest.mark.parametrize("taken", ["one by one", "all at once"])
+@pytest.mark.everyday("-one by one-1", "-one by one-5")
 def test_physical_parts_change_nothing(physical, taken):
     _, whole, *rest = engine_of(reproducible=3)
     epoch(whole, *rest)
@@ -237,6 +239,7 @@ def test_a_step_is_written_to_the_ledger_before_its_noise_is_drawn(tmp_path, mon
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.everyday("-0")
 def test_leaving_the_loop_between_parts_forgets_the_unfinished_draw(workers):
     engine, model, optimizer, loader = engine_of(max_physical_batch_size=2, workers=workers)
     passes = engine._steps.passes

@@ -121,6 +121,7 @@ NAMES = [
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.everyday("-mlp-mean", "-one layer-sum", "replayed-packed-sum")
 def test_a_step_is_the_clipped_sum_of_single_examples(name, reduction):
     model, data = fresh(name)
     _, model, optimizer, loader = private(model, data, loss_reduction=reduction)
@@ -134,6 +135,15 @@ def test_a_step_is_the_clipped_sum_of_single_examples(name, reduction):
 
 @pytest.mark.parametrize("method", ["fo-dp-sgd", "dp-auto-clip", "sma-dp-sgd", "dp-sat"])
 @pytest.mark.parametrize("name", ["mlp", "tokens", "custom"])
+@pytest.mark.everyday(
+    "-mlp-fo-dp-sgd",
+    "-mlp-dp-auto-clip",
+    "-mlp-dp-sat",
+    "replayed-mlp-fo-dp-sgd",
+    "replayed-mlp-dp-auto-clip",
+    "replayed-mlp-sma-dp-sgd",
+    "replayed-mlp-dp-sat",
+)
 def test_epochs_equal_those_of_vestige_train(name, method):
     model, data = fresh(name)
     alone = copy.deepcopy(model)
@@ -389,6 +399,7 @@ WARNED = ("wrapped", "in place", "later", "inner")
     "how",
     ["wrapped", "in place", "later", "wrapped later", pytest.param("wrapped step", marks=pytest.mark.slow), "inner"],
 )
+@pytest.mark.everyday("-wrapped", "-inner")
 def test_compiled_models_train_uncompiled(how):
     base, data = fresh("mlp")
 

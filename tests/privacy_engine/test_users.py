@@ -61,6 +61,7 @@ def steps(model, optimizer, loader, most):
         ({"sample": "users", "sampling": "truncated", "max_batch": 5}, TruncatedGaussian(0.5, 1.0, 5, 17)),
     ],
 )
+@pytest.mark.everyday("options0-expected0", "options4-expected4")
 def test_what_is_drawn_and_charged(options, expected):
     engine, *loop = private(**options)
     users = np.array(options.get("users", OWNERS))

@@ -75,6 +75,14 @@ def test_users_are_not_for_sharded_models(two):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
+@pytest.mark.nightly(
+    "replicated-fo-dp-sgd",
+    "replicated-dp-adamw",
+    "replicated-dp-bandmf",
+    "sharded-dp-adamw",
+    "sharded-disk",
+    "sharded-dp-bandmf",
+)
 def test_two_processes_make_the_run_of_one(two, method, kind):
     same(two(process_gang.train, method, kind=kind), alone(method))
 

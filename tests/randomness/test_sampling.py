@@ -69,6 +69,7 @@ def test_gaps_between_members_are_geometric_and_other_gaps_are_seen():
 
 
 @pytest.mark.parametrize("rate", [RATES[0], *(pytest.param(rate, marks=pytest.mark.slow) for rate in RATES[1:])])
+@pytest.mark.slow
 def test_the_first_the_last_and_any_two_rows_join_as_the_rest_do(rate):
     rows, times = 30, 20_000
     key = Randomness.secret()

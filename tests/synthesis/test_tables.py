@@ -271,6 +271,7 @@ def test_variations_stay_within_the_columns():
 
 
 @pytest.mark.parametrize("method", ["marginals", "evolution"])
+@pytest.mark.everyday("marginals")
 def test_a_synthesis_verifies_has_a_card_and_a_page_and_is_of_use(method, file, tmp_path):
     out = tmp_path / "synth"
     made = vestige.synthesize(

@@ -49,6 +49,7 @@ def test_sizes(name):
 
 
 @pytest.mark.parametrize("name", TINY)
+@pytest.mark.everyday("mlp", "ts grey", "scattering linear", "scattering grey")
 def test_per_example_gradients_equal_one_at_a_time(name):
     build, shape, _ = TINY[name]
     # In double precision: where rounding carries a unit across the kink of a ReLU, float32 gradients differ by more.
@@ -69,6 +70,7 @@ def test_per_example_gradients_equal_one_at_a_time(name):
 
 
 @pytest.mark.parametrize("name", TINY)
+@pytest.mark.nightly("resnet18", "wide resnet")
 def test_examples_never_meet(name):
     build, shape, _ = TINY[name]
     model, inputs = built(build), examples(shape)

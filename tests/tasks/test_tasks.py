@@ -288,6 +288,7 @@ def test_a_users_own_task(tmp_path):
         ("svhn-mlp", "svhn_7k.npz", 5000, 199082),
     ],
 )
+@pytest.mark.nightly("cifar10-mlp-cifar10_7k.npz-5000-199082", "svhn-mlp-svhn_7k.npz-5000-199082")
 def test_shared_files(name, file, train, parameters):
     task = tasks.load(name, shared(file))
     assert len(task.train[0]) == len(task.train[1]) == train
@@ -324,6 +325,25 @@ def repeats(name):
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if repeats(name) else []) for name in tasks.names()]
+)
+@pytest.mark.everyday(
+    "digits-mlp",
+    "mnist-mlp",
+    "fmnist-mlp",
+    "cifar10-mlp",
+    "cifar100-mlp",
+    "svhn-mlp",
+    "mnist-cnn",
+    "fmnist-cnn",
+    "cifar10-cnn",
+    "cifar100-cnn",
+    "svhn-cnn",
+    "mnist-ts",
+    "fmnist-ts",
+    "cifar10-ts",
+    "cifar10-hf-least-squares",
+    "fmnist-features",
+    "imdb-words",
 )
 def test_every_task_trains_on_its_own_examples(name, tmp_path, monkeypatch):
     monkeypatch.setenv("VESTIGE_CACHE", str(tmp_path / "cache"))

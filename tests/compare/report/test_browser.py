@@ -34,6 +34,7 @@ def browser(tmp_path_factory):
         context.close()
 
 
+@pytest.mark.slow
 def test_in_a_browser(browser, content, tmp_path):
     path = tmp_path / "report.html"
     path.write_text(report.page(content), encoding="utf-8")

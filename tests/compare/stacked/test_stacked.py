@@ -151,6 +151,7 @@ def wide(seed):
 
 
 @pytest.mark.parametrize("name", STACKABLE)
+@pytest.mark.everyday("dp-adam", "dp-sgd", "dp-quantile", "dp-bandmf", "kalman-memory", "fo-dp-sgd", "sma-dp-sgd")
 def test_every_registered_method_stacks_and_equals_itself_alone(name):
     assert why_not(wide(0), functional.cross_entropy, build(name)) is None
     rate = 0.02 if build(name).rule.scale_free else 0.5

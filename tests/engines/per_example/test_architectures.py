@@ -138,6 +138,7 @@ def made(kind: str, family: str) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "family"), KINDS)
+@pytest.mark.everyday("mamba", "longformer", "deberta-v3-base", "beit-base")
 def test_norms_and_clipped_sum(kind, family):
     torch.manual_seed(0)
     model, batch, loss = made(kind, family)

@@ -26,6 +26,7 @@ def slow(name):
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.everyday("GPT-2 124M")
 def test_norms_and_clipped_sum_in_the_engine(name):
     exact(*positional(name, 4))
 
@@ -63,6 +64,7 @@ def off(pair):
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.everyday("GPT-2 124M", "Mixtral 140M", "T5-small")
 def test_a_step_of_a_loop(name):
     assert off(step_of_a_loop(built(name), name)) < 1e-5
 
