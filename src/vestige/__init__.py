@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vestige.questions import BudgetSpent
     from vestige.recipes.own_data import prepared, recipe
     from vestige.synthesis.api import synthesize
+    from vestige.training.bounds import private_bound
     from vestige.training.loop import Record, accuracy
     from vestige.training.run import Training, train
     from vestige.training.statistics import PrivateStatistics, Vocabulary, private_statistics
@@ -47,6 +48,7 @@ __all__ = [
     "model_card",
     "post_fm",
     "prepared",
+    "private_bound",
     "private_statistics",
     "recipe",
     "register_rule",
@@ -58,6 +60,7 @@ __all__ = [
 
 _MODULES = {
     "training.run": ("Training", "train"),
+    "training.bounds": ("private_bound",),
     "training.statistics": ("PrivateStatistics", "Vocabulary", "private_statistics"),
     "privacy_engine.engine": ("PrivacyEngine",),
     "engines.replacements": ("fix",),

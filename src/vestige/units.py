@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
 from vestige.checks import check_steps
@@ -31,6 +32,8 @@ class Users:
     """How many there are; None where only a price is asked for."""
     several_owners: bool = False
     """Whether a row may have several owners."""
+    choice_epsilon: float = 0.0
+    """Of the question by which `rows_per_user` or `cap` was chosen, without a delta: added to all that follows."""
 
     def __post_init__(self) -> None:
         if self.sample not in SAMPLES:
@@ -38,6 +41,8 @@ class Users:
         for name in ("rows_per_user", "cap", "users"):
             if getattr(self, name) is not None:
                 check_steps(getattr(self, name), name)
+        if not 0 <= self.choice_epsilon < inf:
+            raise ValueError(f"choice_epsilon={self.choice_epsilon} must be zero or more, and finite")
         if self.sample == "rows" and self.rows_per_user is None:
             raise ValueError(
                 "rows_per_user=None: where rows are sampled, the price for a user follows from the most rows that one "
@@ -88,4 +93,5 @@ class Users:
         return cls(**content)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        row = asdict(self)
+        return row if self.choice_epsilon else {key: each for key, each in row.items() if key != "choice_epsilon"}

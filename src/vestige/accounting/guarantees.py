@@ -183,9 +183,23 @@ def guarantee(
     result = Guarantee(spent, delta, accountant, proved, reasons, assumptions, asked=tuple(history.items()))
     if facts.users is not None:
         result = replace(result, adjacency=facts.users.adjacency)
+        if facts.users.choice_epsilon:
+            result = _with_choice(result, facts.users.choice_epsilon)
+            spent = result.epsilon
     if not reasons:
         return result
     return replace(result, epsilon=None, epsilon_if_noise_were_secret=None if broken else spent)
+
+
+def _with_choice(alone: Guarantee, chosen: float) -> Guarantee:
+    """With the question by which the bound on a user's rows was chosen. What was asked afterwards follows from its
+    answer, so the epsilons are added: given any answer the rest is (epsilon, delta)-private, and no answer is more than
+    e^chosen times as likely without the user."""
+    assert alone.epsilon is not None
+    assert alone.epsilon_rdp is not None
+    accountant = f"{alone.accountant}, and {chosen:g} for the choice of the bound"
+    both, by_renyi = alone.epsilon + chosen, alone.epsilon_rdp + chosen
+    return replace(alone, epsilon=both, epsilon_rdp=by_renyi, accountant=accountant, asked=None)
 
 
 def _assumptions(facts: Facts, recorded: Mapping[str, Stated], neglected: bool) -> tuple[Stated, ...]:

@@ -37,6 +37,7 @@ from vestige.methods.base import Method, written
 from vestige.methods.registry import as_given, make_method
 from vestige.processes.plan import processes
 from vestige.records import RunResult
+from vestige.training.bounds import given_bound
 from vestige.training.loop import Record
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
@@ -78,7 +79,7 @@ class FineTuning:
     """The column that names whose each text is."""
     sample: str = "rows"
     rows_per_user: int | str | None = None
-    cap: int | None = None
+    cap: int | str | None = None
     sampling: str = "poisson"
     max_batch: int | None = None
     noise: str = "lattice"
@@ -158,8 +159,8 @@ def start(
         max_batch=job.max_batch,
         users=None if job.user_column is None else tasks.users_of(job.data, job.user_column, len(texts)),
         sample=job.sample,  # type: ignore[arg-type]
-        rows_per_user=job.rows_per_user,  # type: ignore[arg-type]
-        cap=job.cap,
+        rows_per_user=given_bound(job.rows_per_user),  # type: ignore[arg-type]
+        cap=given_bound(job.cap),  # type: ignore[arg-type]
         secure_mode=secure_mode(job.noise),
         cuda_graphs=job.engine != "unrecorded",
         engine="bookkeeping" if job.engine == "unrecorded" else job.engine,

@@ -32,7 +32,7 @@ from vestige.layout import Layout
 from vestige.mechanism.loading import check_loader, rate_of
 from vestige.mechanism.losses.criteria import batch_mean
 from vestige.mechanism.users.loops import LoaderOfUsers, of_users
-from vestige.mechanism.users.ownership import Ownership
+from vestige.mechanism.users.ownership import ChosenBound, Ownership
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import METHODS, make_method
 from vestige.optim.rules import OPTIMIZERS, Rule
@@ -175,8 +175,8 @@ class PrivacyEngine(HoldsKey):
         max_batch: int | None = None,
         users: Any = None,
         sample: str = "rows",
-        rows_per_user: int | Literal["median"] | None = None,
-        cap: int | None = None,
+        rows_per_user: int | Literal["median"] | ChosenBound | None = None,
+        cap: int | ChosenBound | None = None,
         max_physical_batch_size: PhysicalBatch = None,
         steps_per_batch: int = 1,
         tokens_per_example: int | None = None,
@@ -413,8 +413,8 @@ class PrivacyEngine(HoldsKey):
         max_batch: int | None = None,
         users: Any = None,
         sample: str = "rows",
-        rows_per_user: int | Literal["median"] | None = None,
-        cap: int | None = None,
+        rows_per_user: int | Literal["median"] | ChosenBound | None = None,
+        cap: int | ChosenBound | None = None,
         **options: Any,
     ) -> tuple[M, Optimizer, DataLoader[Any]]:
         """As `make_private`, with the noise that spends `target_epsilon` in `epochs` passes over the loader, or in as
@@ -440,9 +440,10 @@ class PrivacyEngine(HoldsKey):
             each = SampledGaussian(drawn.rate, multiplier / sqrt(steps_per_batch))
             return {drawn.question(each): -(-draws // drawn.period)}  # type: ignore[operator]
 
-        noise_multiplier = accounting.calibrate(asked, target_epsilon, target_delta, self._accountant)
+        left = owned.left(target_epsilon)
+        noise_multiplier = accounting.calibrate(asked, left, target_delta, self._accountant)
         self._plan = asked(noise_multiplier)
-        self._ledger.budget = accounting.Budget(target_epsilon, target_delta, self._plan)
+        self._ledger.budget = accounting.Budget(left, target_delta, self._plan)
         return self.make_private(
             module=module, optimizer=optimizer, data_loader=data_loader, noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm, method=chosen, steps_per_batch=steps_per_batch, target_delta=target_delta,

@@ -306,6 +306,8 @@ def _checked(job: TableSynthesis) -> tuple[Column, ...]:
     for name in ("samples", "iterations"):
         if getattr(job, name) is not None:
             check_steps(getattr(job, name), name)
+    if job.rows_per_user is not None:
+        check_steps(job.rows_per_user, "rows_per_user")
     if (job.user_column is None) != (job.rows_per_user is None):
         missing = "user_column" if job.user_column is None else "rows_per_user"
         raise ValueError(f"{missing}=None: user_column and rows_per_user go together")

@@ -27,8 +27,8 @@ def existing(path: Path | None) -> Path:
     return path
 
 
-def users_of(data: str | Path | None, name: str, users: int) -> Sequence[Any]:
-    """Whose each training row is: a column of a table, or an array of a FILE.npz, with an id for each of its rows."""
+def users_of(data: str | Path | None, name: str, rows: int | None = None) -> Sequence[Any]:
+    """Whose each training row is: a column of a table, or an array of a FILE.npz, with an id for each of its `rows`."""
     path = existing(None if data is None else Path(data))
     if path.suffix != ".npz":
         return read_columns(path, {"user_column": name})["user_column"]
@@ -36,9 +36,9 @@ def users_of(data: str | Path | None, name: str, users: int) -> Sequence[Any]:
         if name not in arrays:
             raise ValueError(f"user_column={name!r} is no array of {where(path)}, which holds {', '.join(arrays)}")
         found = arrays[name]
-    if found.shape != (users,):
+    if found.ndim != 1 or rows not in (None, len(found)):
         raise ValueError(
-            f"user_column={name!r} has the shape {list(found.shape)}, where there are {users} training rows; give an "
+            f"user_column={name!r} has the shape {list(found.shape)}, where there are {rows} training rows; give an "
             "array with an id for each of them"
         )
     return found

@@ -29,6 +29,7 @@ from vestige.processes.plan import processes
 from vestige.records import RunResult
 from vestige.tasks.features import encoders, pretrained
 from vestige.tasks.models import lay_out
+from vestige.training.bounds import given_bound
 from vestige.training.loop import Record, evaluate
 from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS, begun
 from vestige.training.planning import paper_groups
@@ -77,7 +78,7 @@ class Job:
     """Whose each row is: a column of the table, or an array of the FILE.npz."""
     sample: str = "rows"
     rows_per_user: int | str | None = None
-    cap: int | None = None
+    cap: int | str | None = None
     sampling: str = "poisson"
     max_batch: int | None = None
     noise: str = "lattice"
@@ -220,8 +221,8 @@ def start(
         max_batch=job.max_batch,
         users=_users(job, task),
         sample=job.sample,  # type: ignore[arg-type]
-        rows_per_user=job.rows_per_user,  # type: ignore[arg-type]
-        cap=job.cap,
+        rows_per_user=given_bound(job.rows_per_user),  # type: ignore[arg-type]
+        cap=given_bound(job.cap),  # type: ignore[arg-type]
         secure_mode=secure_mode(job.noise),
         cuda_graphs=job.engine != "unrecorded",
         engine="bookkeeping" if job.engine == "unrecorded" else job.engine,

@@ -48,6 +48,19 @@ class Request:
     owners: Any = None
     """The owner of each row, where a step keeps so many rows of one at most."""
 
+    @property
+    def left(self) -> float | None:
+        """Of the budget, what is left for the run where a bound on users' rows was chosen by a question."""
+        chosen = 0.0 if self.users is None else self.users.choice_epsilon
+        if self.epsilon is None or not chosen:
+            return self.epsilon
+        if self.epsilon <= chosen:
+            raise ValueError(
+                f"epsilon={self.epsilon} is not more than the {chosen:g} that the choice of a bound on users' rows has "
+                "cost: give a larger one, or choose the bound by a smaller one"
+            )
+        return self.epsilon - chosen
+
     def paced(self, population: int) -> Request:
         """With the rate that `batch_size` is, and the steps that `epochs` are, of so many examples or users."""
         rate, steps = self.sample_rate, self.steps
@@ -192,7 +205,8 @@ def settled(method: Method, request: Request) -> Method:
                 "bands='auto' follows from the number of steps, and without steps= they would follow from the bands: "
                 "give steps, or bands"
             )
-        return request.epsilon
+        assert request.left is not None
+        return request.left
 
     return replace(method, noise=method.noise.settled(request.sample_rate, length, budget))
 
@@ -221,7 +235,7 @@ def plan(
     `first` are questions before the first step. Where noise and budget are both given and the steps are not, as many
     steps are planned as the budget affords.
     """
-    steps, delta, epsilon = request.steps, request.delta, request.epsilon
+    steps, delta, epsilon = request.steps, request.delta, request.left
     check_request(request)
     check_delta(delta, population)
     if method.probe.solves:
@@ -251,7 +265,7 @@ def plan(
         model, layout, method, population, rate, noise_multiplier, steps, request.lr
     )
     strategy = repr(method.noise) if method.noise.one_fixed_question else None
-    return Plan(rate, steps, delta, noise_multiplier, epsilon, lr, reason, strategy)
+    return Plan(rate, steps, delta, noise_multiplier, request.epsilon, lr, reason, strategy)
 
 
 def check_one_answer(method: Method, request: Request) -> None:

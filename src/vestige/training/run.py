@@ -45,7 +45,7 @@ from vestige.mechanism.losses.criteria import check_shifted, check_targets
 from vestige.mechanism.losses.loss_difference import losses_of, right_answers
 from vestige.mechanism.moments import FirstSums
 from vestige.mechanism.text_padding import TextPadding, ignored_for_certain
-from vestige.mechanism.users.ownership import facts_of_users, ownership, with_users
+from vestige.mechanism.users.ownership import ChosenBound, Most, facts_of_users, ownership, with_users
 from vestige.mechanism.users.views import KeptExamples, UserEngine, UserExamples
 from vestige.methods.base import Method, require_shardable
 from vestige.methods.registry import make_method
@@ -110,8 +110,8 @@ def train(
     max_batch: int | None = None,
     users: Any = None,
     sample: Literal["rows", "users"] = "rows",
-    rows_per_user: int | Literal["median"] | None = None,
-    cap: int | None = None,
+    rows_per_user: int | Literal["median"] | ChosenBound | None = None,
+    cap: int | ChosenBound | None = None,
     secure_mode: bool = True,
     max_physical_batch_size: PhysicalBatch = None,
     cuda_graphs: bool = True,
@@ -459,12 +459,12 @@ class AskedUsers:
 
     ids: Any
     sample: str
-    rows_per_user: int | str | None
-    cap: int | None
+    rows_per_user: Most
+    cap: int | ChosenBound | None
 
 
 def _owned(
-    data: Data, users: Any, sample: str, rows_per_user: int | str | None, cap: int | None
+    data: Data, users: Any, sample: str, rows_per_user: Most, cap: int | ChosenBound | None
 ) -> tuple[Data, AskedUsers | None]:
     """The data without a column that names users, and what was asked for about them."""
     if users is None:
@@ -789,7 +789,7 @@ class Training(HoldsKey):
             assumptions.record(self.ledger, each.name, each.status, each.detail)
         if self.plan.epsilon is not None:
             limit = FilteredBudget if self.method.gate.adaptive else accounting.Budget
-            budget = limit(self.plan.epsilon, self.plan.delta, self.planned)
+            budget = limit(self.plan.epsilon - self._chosen, self.plan.delta, self.planned)
             last = self._last_question
             self.ledger.budget = budget if last is None else Reserving(budget, last)
 
@@ -940,11 +940,16 @@ class Training(HoldsKey):
             return None
         if self.facts.schedule == "filtered":
             return self.facts.filter_epsilon
-        by_renyi = self._charged()
+        by_renyi = self._charged() + self._chosen
         # The loss distribution of the whole plan bounds every part of it, and is tighter than Renyi at the end.
         if self.plan.epsilon is not None:
             return min(by_renyi, self.plan.epsilon)
         return by_renyi
+
+    @property
+    def _chosen(self) -> float:
+        """What the choice of a bound on users' rows has cost before."""
+        return 0.0 if self.users is None else self.users.choice_epsilon
 
     @cached_property
     def _priced(self) -> bool:

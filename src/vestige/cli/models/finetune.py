@@ -173,7 +173,7 @@ def finetune(
             user_column=user_column,
             sample=sample,
             rows_per_user=most_rows(rows_per_user),
-            cap=cap,
+            cap=most_rows(cap, "cap"),
             sampling=sampling,
             max_batch=max_batch,
             noise=arithmetic(secure_mode),

@@ -100,11 +100,17 @@ SampleFlag = Annotated[
 RowsPerUserFlag = Annotated[
     str | None,
     typer.Option(
-        help="Of sampled rows, the most of one user: a number, or median [default: all that anybody has].",
+        help="Of sampled rows, the most of one user: a number, median, or a folder of `vestige bound` "
+        "[default: all that anybody has].",
         rich_help_panel="Users",
     ),
 ]
-CapFlag = Annotated[int | None, typer.Option(help="The most rows of one user in one step.", rich_help_panel="Users")]
+CapFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="The most rows of one user in one step: a number, or a folder of `vestige bound`.", rich_help_panel="Users"
+    ),
+]
 
 
 PANELS = {
@@ -127,14 +133,15 @@ def grouped(parameters: Sequence[Any]) -> None:
             each.rich_help_panel = places[each.name]
 
 
-def most_rows(text: str | None) -> Any:
-    """The most rows of one user that a flag asks for."""
-    if text is None or text == "median":
+def most_rows(text: str | None, name: str = "rows_per_user") -> Any:
+    """The most rows of one user that a flag asks for; a folder stays as it is named."""
+    if text is None or (text, name) == ("median", "rows_per_user") or (Path(text) / "bound.json").is_file():
         return text
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"rows_per_user={text!r} must be a whole number, or 'median'") from None
+        other = ", 'median'" if name == "rows_per_user" else ""
+        raise ValueError(f"{name}={text!r} must be a whole number{other}, or a folder of `vestige bound`") from None
 
 
 def arithmetic(secure_mode: bool) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Subset
 
-from vestige.mechanism.users.ownership import Ownership, RowsOfEach, facts_of_users, ownership
+from vestige.mechanism.users.ownership import ChosenBound, Most, Ownership, RowsOfEach, facts_of_users, ownership
 from vestige.randomness.keys import Randomness
 from vestige.randomness.sampling import Poisson, RowsOfUsers, Sampling
 from vestige.units import Users
@@ -36,6 +36,16 @@ class LoaderOfUsers:
             return self.owned.users
         return len(self.loader.dataset)  # type: ignore[arg-type]
 
+    def left(self, epsilon: float) -> float:
+        """Of a budget, what the choice of a bound on users' rows has left."""
+        chosen = 0.0 if self.users is None else self.users.choice_epsilon
+        if chosen and epsilon <= chosen:
+            raise ValueError(
+                f"target_epsilon={epsilon} is not more than the {chosen:g} that the choice of a bound on users' rows "
+                "has cost: give a larger one, or choose the bound by a smaller one"
+            )
+        return epsilon - chosen
+
     def rows_of_each(self, randomness: Randomness) -> RowsOfEach | None:
         """Which rows of a sampled user take part; None where rows are sampled."""
         if not self.samples_users:
@@ -61,8 +71,8 @@ def of_users(
     loader: DataLoader[Any],
     ids: Any,
     sample: str,
-    rows_per_user: int | str | None,
-    cap: int | None,
+    rows_per_user: Most,
+    cap: int | ChosenBound | None,
     delta: float | None,
 ) -> LoaderOfUsers:
     """The loader with at most `rows_per_user` rows of each user, or of which users are sampled.

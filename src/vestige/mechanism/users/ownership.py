@@ -197,6 +197,19 @@ def _several(ids: Sequence[Any], population: int) -> Ownership:
     return Ownership(population, len(found), np.array(rows, dtype=np.int64), numbers.astype(np.int64))
 
 
+@dataclass(frozen=True)
+class ChosenBound:
+    """The most rows of one user, or of one in a step, as a charged question has chosen it (`private_bound`)."""
+
+    rows: int
+    epsilon: float
+    """What the choice cost. What follows from it costs so much more."""
+
+
+Most = int | str | ChosenBound | None
+"""A bound on a user's rows: a number, "median", a chosen one, or the largest count."""
+
+
 def bound_of(asked: int | str | None, owned: Ownership) -> int:
     """The most rows of one user in a run: a number, "median" of the public counts, or the largest of them (None)."""
     if asked is None:
@@ -210,9 +223,12 @@ def bound_of(asked: int | str | None, owned: Ownership) -> int:
 
 
 def facts_of_users(
-    owned: Ownership, sample: str, rows_per_user: int | str | None, cap: int | None, delta: float | None
+    owned: Ownership, sample: str, rows_per_user: Most, cap: int | ChosenBound | None, delta: float | None
 ) -> Users:
     """What is public of these users, and how steps draw from them; ValueError where no theorem covers it."""
+    paid = sum(each.epsilon for each in {rows_per_user, cap} if isinstance(each, ChosenBound))
+    rows_per_user = rows_per_user.rows if isinstance(rows_per_user, ChosenBound) else rows_per_user
+    cap = cap.rows if isinstance(cap, ChosenBound) else cap
     bound: int | None = bound_of(rows_per_user, owned) if sample != "users" else None
     if sample == "users" and rows_per_user is not None:
         raise ValueError(
@@ -220,7 +236,9 @@ def facts_of_users(
             "rows there are; cap= is the most rows of one in a step"
         )
     several = owned.several
-    found = Users(sample=sample, rows_per_user=bound, cap=cap, users=owned.users, several_owners=several)
+    found = Users(
+        sample=sample, rows_per_user=bound, cap=cap, users=owned.users, several_owners=several, choice_epsilon=paid
+    )
     if delta is not None:
         check_delta(delta)
     if delta is not None and delta >= 1 / owned.users:
