@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from vestige.questions import BudgetSpent
     from vestige.recipes.own_data import prepared, recipe
     from vestige.synthesis.api import synthesize
-    from vestige.training.bounds import private_bound
     from vestige.training.loop import Record, accuracy
     from vestige.training.run import Training, train
-    from vestige.training.statistics import PrivateStatistics, Vocabulary, private_statistics
+    from vestige.training.statistics import PrivateStatistics, Vocabulary, private_bound, private_statistics
 
 __version__ = "0.3.0"
 
@@ -60,8 +59,7 @@ __all__ = [
 
 _MODULES = {
     "training.run": ("Training", "train"),
-    "training.bounds": ("private_bound",),
-    "training.statistics": ("PrivateStatistics", "Vocabulary", "private_statistics"),
+    "training.statistics": ("PrivateStatistics", "Vocabulary", "private_bound", "private_statistics"),
     "privacy_engine.engine": ("PrivacyEngine",),
     "engines.replacements": ("fix",),
     "engines.own_rules": ("register_rule",),

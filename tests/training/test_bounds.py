@@ -15,7 +15,7 @@ from commands import as_json
 from commands import vestige as command
 from vestige.accounting.ledger import LedgerError
 from vestige.mechanism.users.ownership import ChosenBound
-from vestige.training.bounds import read_bound, scores
+from vestige.training.statistics import bound_scores, read_bound
 from vestige.training.verify import verify
 
 COUNTS = [1, 4, 2, 3, 1, 4, 7, 2] * 40
@@ -40,11 +40,11 @@ def trained(**options):
     st.lists(st.integers(1, 12), min_size=1, max_size=30), st.integers(0, 29), st.integers(1, 12), st.floats(0.05, 0.95)
 )
 def test_one_user_moves_every_score_by_one_at_most(counts, place, other, share):
-    before = scores(np.array(counts), share, 9)
+    before = bound_scores(np.array(counts), share, 9)
     fewer = counts[: place % len(counts)] + counts[place % len(counts) + 1 :]
     changed = [other if at == place % len(counts) else each for at, each in enumerate(counts)]
     for neighbour in (fewer, changed, [*counts, other]):
-        assert np.abs(scores(np.array(neighbour, dtype=int), share, 9) - before).max() <= 1 + 1e-9
+        assert np.abs(bound_scores(np.array(neighbour, dtype=int), share, 9) - before).max() <= 1 + 1e-9
 
 
 def test_the_choice_follows_the_exponential_mechanism():
@@ -52,7 +52,7 @@ def test_the_choice_follows_the_exponential_mechanism():
     drawn = np.array(
         [vestige.private_bound(owners, epsilon=2.0, share=0.5, largest=4, delta=1e-3).rows for _ in range(1500)]
     )
-    weights = np.exp(scores(np.array([1, 2, 3]), 0.5, 4))  # epsilon / 2 is 1
+    weights = np.exp(bound_scores(np.array([1, 2, 3]), 0.5, 4))  # epsilon / 2 is 1
     expected = 1500 * weights / weights.sum()
     found = np.bincount(drawn, minlength=5)[1:]
     assert ((found - expected) ** 2 / expected).sum() < 21.1  # of 3 degrees of freedom: one in ten thousand

@@ -38,7 +38,7 @@ def bound(
     """
     from vestige import tasks
     from vestige.budget.account import Account
-    from vestige.training.bounds import private_bound
+    from vestige.training.statistics import private_bound
 
     ids = tasks.users_of(data, user_column)
     paid_by = None if budget is None else Account(budget, derived_from=data)

@@ -37,10 +37,10 @@ from vestige.methods.base import Method, written
 from vestige.methods.registry import as_given, make_method
 from vestige.processes.plan import processes
 from vestige.records import RunResult
-from vestige.training.bounds import given_bound
 from vestige.training.loop import Record
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
+from vestige.training.statistics import given_bound
 
 TASKS = ("classification", "causal-lm")
 USUAL_BATCH, USUAL_EPOCHS = 256, 3

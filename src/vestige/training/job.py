@@ -29,12 +29,12 @@ from vestige.processes.plan import processes
 from vestige.records import RunResult
 from vestige.tasks.features import encoders, pretrained
 from vestige.tasks.models import lay_out
-from vestige.training.bounds import given_bound
 from vestige.training.loop import Record, evaluate
 from vestige.training.persistence import CHANGED_DEFAULTS, NEWER_OPTIONS, begun
 from vestige.training.planning import paper_groups
 from vestige.training.run import Training, train
 from vestige.training.run_folder import RunFolder
+from vestige.training.statistics import given_bound
 
 OnRecord = Callable[[Training, Record, float | None], bool]
 """Called with every step's record, and the accuracy on public test data when it was measured; False stops the run."""
