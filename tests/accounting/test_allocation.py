@@ -35,6 +35,7 @@ def options_of_two(price, shift):
 
 
 @pytest.mark.parametrize("multiplier", [0.5, 1.0, 3.0])
+@pytest.mark.everyday("0.5")
 def test_two_steps_against_quadrature(multiplier):
     found = profile(AllocatedGaussian(2, multiplier))
     for loss in (0.0, 0.05, 0.3, 1.0, 2.0):
@@ -83,6 +84,7 @@ def simulated(steps, epochs, multiplier, count, losses, added):
 
 
 @pytest.mark.parametrize(("steps", "epochs", "multiplier", "near"), [(12, 2, 0.6, 5.0), (3, 6, 1.5, 1.5)])
+@pytest.mark.everyday("3-6-1.5-1.5")
 def test_a_simulated_adversary_gains_no_more_and_hardly_less(steps, epochs, multiplier, near):
     losses = [0.5 * near, near]
     priced = loss_distribution({AllocatedGaussian(steps, multiplier): epochs}, 2.0**-12, near)

@@ -66,6 +66,7 @@ def test_two_sampled_gaussians_cost_their_integral_from_above(rate, multiplier, 
 
 
 @pytest.mark.parametrize(("rate", "multiplier"), [(0.04, 1.2222), (0.5, 0.4), (1.0, 2.0), (1e-4, 0.7)])
+@pytest.mark.everyday("0.04-1.2222")
 def test_one_sampled_gaussian_equals_dp_accounting(rate, multiplier):
     step = 2.0**-9
     theirs = from_gaussian_mechanism(multiplier, sampling_prob=rate, value_discretization_interval=step)

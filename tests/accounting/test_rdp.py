@@ -78,6 +78,7 @@ def test_degenerate_questions():
 
 
 @pytest.mark.parametrize("multiplier", [1e-3, 0.019, 0.021])
+@pytest.mark.everyday("0.001", "0.019")
 def test_tiny_multipliers_are_bounded_by_chords(multiplier):
     rate, curve = 0.04, curves([0.04], [multiplier])[0]
     # At such noise the mixture's moment is that of its rarer half, to all digits: q^a exp(a (a-1) / 2 s^2).

@@ -174,6 +174,7 @@ def brute_with_statistic(trial: Trial, loss: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.02, 0.3])
+@pytest.mark.everyday("0.3")
 def test_statistic_too_equals_the_formula_from_above(loss):
     trial = replace(COARSE_TRIAL, releases="yz")
     grid = np.arange(3201) * 1e-4

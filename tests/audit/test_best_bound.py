@@ -23,6 +23,7 @@ def response(random, epsilon, runs):
 
 
 @pytest.mark.parametrize("kind", ["normal", "response"])
+@pytest.mark.everyday("response")
 def test_it_exceeds_epsilon_as_rarely_as_it_says(kind):
     """Of 1,000 audits at 80% confidence, about 200 at most; each bound at the whole error would exceed it more often."""
     random = np.random.default_rng(0)

@@ -38,6 +38,7 @@ def test_threshold_bounds_cover(mu, confidence):
 
 
 @pytest.mark.parametrize("mu", [0.3, 1.5])
+@pytest.mark.everyday("1.5")
 def test_a_true_promise_is_not_broken_and_a_false_one_is(mu):
     def curve(alarms):
         return ndtr(ndtri(alarms) + mu)
@@ -91,6 +92,7 @@ def test_detection_at_few_false_alarms_needs_scores():
 
 
 @pytest.mark.parametrize("mu", [0.0, 1.0, 2.5])
+@pytest.mark.everyday("1.0")
 def test_areas_cover(mu):
     inside, outside = normals(mu, 200)
     found = [audit.area_under_curve(a, b) for a, b in zip(inside, outside, strict=True)]
@@ -119,6 +121,7 @@ def test_clopper_pearson_is_scipys():
 
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 @pytest.mark.parametrize("epsilon", [0.5, 2.0])
+@pytest.mark.everyday("0.5-0.8")
 def test_one_run_covers_randomised_response(epsilon, confidence):
     """Its worst case: every canary's coin is released by randomised response."""
     random = np.random.default_rng(1)

@@ -78,6 +78,7 @@ def test_public_texts_judge_the_model_that_was_saved(made, tmp_path, aim):
 
 
 @pytest.mark.parametrize("aim", ["classification", "causal-lm"])
+@pytest.mark.everyday("causal-lm")
 def test_an_adapter_loads_as_hugging_face_loads_it_and_the_books_are_right(made, tmp_path, aim):
     run, extra = tmp_path / "run", LABELS if aim == "classification" else []
     result = as_json("finetune", "--model", made / "lm", "--data", made / "reviews.jsonl", *PLAN, *extra, "--lora", 4,
@@ -188,6 +189,7 @@ def test_epochs_decide_the_steps_and_a_seeded_run_has_no_epsilon(made, tmp_path)
 @pytest.mark.parametrize(
     ("aim", "more"), [("causal-lm", {"lora": 3}), ("causal-lm", {"tokens_per_example": 5}), ("classification", {})]
 )
+@pytest.mark.everyday("classification-more2")
 def test_a_step_without_noise_is_the_sum_of_clipped_gradients_one_example_at_a_time(made, tmp_path, aim, more):
     """By Hugging Face's own loss, of texts that nobody padded, in float64."""
     bound, lr, count = 0.3, 0.5, 12

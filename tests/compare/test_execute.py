@@ -119,6 +119,7 @@ def test_methods_that_share_a_search_get_the_noise_they_would_get_alone(name):
     ("steps", "asked", "evaluations"),
     [(6, 4, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((6, 6, 6), (5, 100, 5), (6, 0, 0)))],
 )
+@pytest.mark.everyday("6-4-3-False")
 def test_the_test_set_is_never_looked_at_more_often_than_was_asked(tmp_path, stack, steps, asked, evaluations):
     spec = replace(TINY, rates=("auto",), steps=steps, seeds=(0,), evaluations=asked)
     records = runner.compare(tmp_path / "c", spec, machine=Machine(stack=stack)).records().values()

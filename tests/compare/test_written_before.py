@@ -45,6 +45,7 @@ def test_it_is_reported(before):
 
 
 @pytest.mark.parametrize("stage", ["auto", "tuning"])
+@pytest.mark.everyday("tuning")
 def test_it_is_continued_by_making_the_missing_run_only(before, stage):
     lost = next(record for record in files(before).values() if record["run"]["stage"] == stage)
     path = before.runs / f"{lost['id']}.json"

@@ -353,6 +353,15 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", ["cnn", "wide cnn", "standardised"])
+@pytest.mark.everyday(
+    "cnn-False-cpu",
+    "cnn-False-cuda",
+    "cnn-True-cuda",
+    "wide cnn-False-cuda",
+    "wide cnn-True-cuda",
+    "standardised-False-cuda",
+    "standardised-True-cuda",
+)
 def test_channels_side_by_side(name, half, device):
     """However images and weights lie: against one example at a time, contiguous and in float64."""
     model, layout, batch, loss = sample(name, 16)

@@ -227,6 +227,7 @@ def accepts(sample: np.ndarray, std: float) -> bool:
 
 
 @pytest.mark.parametrize("share", SHARES)
+@pytest.mark.everyday("isotropic")
 def test_each_group_gets_the_noise_it_is_promised(share, tmp_path):
     model, data = make_toy(features=40)
     method = vestige.by_group(vestige.dp_sgd(max_grad_norm=0.5), Layers(), (1.0, 3.0), share)
@@ -290,6 +291,7 @@ def test_a_papers_sigma_is_each_groups_own():
 
 
 @pytest.mark.parametrize("share", SHARES)
+@pytest.mark.everyday("isotropic")
 def test_a_budget_means_the_same_for_any_grouping(share):
     wanted = 3.0
     method = vestige.by_group(vestige.dp_sgd(), Layers(), (1.0, 2.0), share)
@@ -321,6 +323,7 @@ def test_the_automatic_rate_uses_the_total_noise():
 
 
 @pytest.mark.parametrize("method", ["dp-sgd", "fo-dp-sgd", "post-fm", "sma-dp-sgd"])
+@pytest.mark.everyday("post-fm")
 def test_any_method_can_clip_by_group(method, tmp_path):
     told = command(
         "train", "--task", "digits-mlp", "--method", method, "--groups", "0.*;*", "--split", "1,2", "--share",

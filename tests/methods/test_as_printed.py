@@ -73,6 +73,7 @@ def law_of_sma(seed, **changes):
 
 
 @pytest.mark.parametrize("seed", EVERYDAY)
+@pytest.mark.everyday("0")
 def test_spectral_memory_is_algorithm_1(seed):
     law_of_sma(seed)
 

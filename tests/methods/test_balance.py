@@ -173,6 +173,7 @@ def test_every_optimizer_moves_as_on_v(rule):
         ("dp-adam-ac", {"clip": 0.5}),
     ],
 )
+@pytest.mark.everyday("dp-sgd-options0", "dp-sam-options4", "disk-options6")
 def test_groups_and_probes_are_those_of_v(name, options):
     same_as_on_v(made(name, **options), lr=0.05)
 

@@ -49,6 +49,7 @@ def digest(content):
 
 
 @pytest.mark.parametrize("accounting", ["trial-level", "every-trial"])
+@pytest.mark.everyday("every-trial")
 def test_an_infinite_threshold_is_dp_sgd_bit_for_bit(accounting):
     plain, _ = finished(vestige.dp_sgd(max_grad_norm=0.7, momentum=0.9))
     gated, _ = finished(

@@ -72,6 +72,7 @@ MEANT = {
 
 
 @pytest.mark.parametrize("method", MEANT)
+@pytest.mark.everyday("-dp-adam", "-dp-adambc")
 def test_a_method_with_a_rule_of_its_own_takes_the_optimizer_that_it_means(method):
     """Its moves are then those of vestige.train; any other optimizer would take its place without a word."""
     others = {torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam} - {MEANT[method]}

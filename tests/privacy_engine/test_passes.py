@@ -250,6 +250,7 @@ def test_bfloat16_autocast_is_close_to_float32():
     assert float((ends[0] - ends[1]).norm() / ends[1].norm()) < 0.03
 
 
+@pytest.mark.everyday("")
 def test_an_evaluating_encoder_takes_no_short_cut():
     """nn.TransformerEncoderLayer has a fast path past its layers when its weights need no gradients."""
     torch.manual_seed(2)

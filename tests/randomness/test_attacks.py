@@ -88,6 +88,7 @@ def test_an_attack_succeeds_on_noise_in_floating_point(name):
 
 
 @pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.everyday("addition")
 def test_and_does_no_better_on_the_lattice_than_the_guarantee_allows(name):
     attack, _ = ATTACKS[name]
     assert stats.binomtest(int(right(attack, on_lattice, 300)), 300, ALLOWED, "greater").pvalue > 1e-4

@@ -93,6 +93,7 @@ SOURCES = {"cpu": (cpu_noise, PAIRS), "kernel": (kernel_noise, 512), "rounded": 
 
 
 @sources
+@pytest.mark.everyday("kernel")
 def test_the_numbers_are_standard_normal_and_a_wrong_size_is_seen(source):
     sample = SOURCES[source][0](2**62 + 12345)
     assert accepts_std(sample, 1.0)

@@ -22,6 +22,7 @@ def exact_mass(bin):
 
 
 @pytest.mark.parametrize("bin", [0, 1, 2, 77, 511, 1024, 2047, 3000, 4095])
+@pytest.mark.everyday("0", "1")
 def test_the_masses_of_bins_are_those_of_the_error_function(bin):
     with mpmath.workprec(300):
         off = abs(mpmath.mpf(law.masses()[bin]) / 2**law.PRECISION - exact_mass(bin))

@@ -42,6 +42,7 @@ def test_a_plan_pays_for_what_its_recipe_asks_before_the_first_step():
 
 
 @pytest.mark.parametrize(("recipe", "file"), [("cifar10-wrn16-4-prior-short", "--prior FILE"), ("cifar10-wrn16-4", "")])
+@pytest.mark.everyday("cifar10-wrn16-4-")
 def test_the_command_names_the_file_that_the_recipe_needs(recipe, file):
     words = as_json(
         "plan", "--examples", 50_000, "--epsilon", 1, "--time", "1h", "--recipe", recipe, "--views-per-second", 1e5

@@ -121,6 +121,7 @@ def test_what_a_loop_met_reaches_card_verify_and_report(tmp_path, loss, collate,
     ],
     ids=lambda call: call[0],
 )
+@pytest.mark.everyday("account")
 def test_a_price_without_a_run_assumes_everything(call):
     assert as_json(*call)["assumptions"] == list(PRICE_ALONE)
     assert all(each["status"] == "assumed" for each in PRICE_ALONE)

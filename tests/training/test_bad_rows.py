@@ -64,6 +64,7 @@ def trained(data, model, **more):
         *(pytest.param(fault, 0, marks=() if fault == "too wide" else pytest.mark.slow) for fault in FAULTS),
     ],
 )
+@pytest.mark.everyday("negative label-7")
 def test_such_a_row_contributes_what_a_blank_one_does(fault, bad):
     """The same weights, up to rounding, as with a row whose gradient counts for nothing."""
     model, *data = toy()

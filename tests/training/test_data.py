@@ -70,6 +70,7 @@ BY_NAME = {
 
 @pytest.mark.filterwarnings("ignore:data is a DataLoader")
 @pytest.mark.parametrize("kind", BY_PLACE)
+@pytest.mark.everyday("tensors", "a TensorDataset")
 def test_the_same_examples_train_the_same_model_whatever_holds_them(kind):
     assert torch.equal(trained(BY_PLACE[kind]), trained((X, Y)))
 
@@ -139,6 +140,7 @@ def logits_loss(outputs, targets):
 
 
 @pytest.mark.parametrize("loss", [LOSS, nn.CrossEntropyLoss()])
+@pytest.mark.everyday("cross_entropy")
 def test_sentences_of_any_length_train_alike_however_they_are_padded(loss):
     as_they_are = trained(sentences(), Reader(), loss)
     for changes in ({"collate_fn": pad}, {"collate_fn": lambda rows: pad(rows, 16)}, {"max_physical_batch_size": 3}):

@@ -99,6 +99,7 @@ def test_killed_many_times_at_random(tmp_path, reproducible):
 
 
 @pytest.mark.parametrize("left", [["run.json"], ["run.json", "ledger.jsonl"]])
+@pytest.mark.everyday("left1")
 def test_killed_before_the_first_question_it_begins_anew(tmp_path, left):
     training = start(tmp_path / "run")
     training.ledger.close()

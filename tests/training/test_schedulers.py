@@ -61,6 +61,7 @@ def test_a_scheduler_gives_the_rates_it_gives_in_torch(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.everyday("lambda")
 def test_a_resumed_run_goes_on_where_its_scheduler_was(tmp_path, name):
     start = {"reproducible": 1, "lr_scheduler": SCHEDULES[name], **BASE}
     whole, data = make_toy()

@@ -176,6 +176,7 @@ PIPELINES = Path(__file__).parents[2] / "examples" / "private_pipelines.py"
 
 
 @pytest.mark.parametrize("name", ["scaler", "weights", pytest.param("vocabulary", marks=pytest.mark.slow)])
+@pytest.mark.everyday("weights")
 def test_a_pipeline_with_private_statistics_is_as_good_as_the_leaking_one(name):
     spec = importlib.util.spec_from_file_location("private_pipelines", PIPELINES)
     module = importlib.util.module_from_spec(spec)

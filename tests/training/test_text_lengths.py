@@ -92,6 +92,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.everyday("next word")
 def test_texts_of_many_lengths_are_trained_on_in_a_few_passes(case):
     build, loss, labels, passes = CASES[case]
     torch.manual_seed(0)

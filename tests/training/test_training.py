@@ -44,6 +44,7 @@ def test_dp_sgd_is_the_textbook_one_in_float64():
 
 
 @pytest.mark.parametrize("physical_batch", [1, 3, 1000])
+@pytest.mark.everyday("1000")
 def test_any_physical_batch_gives_the_same_run(physical_batch):
     whole, data = make_toy()
     split, _ = make_toy()

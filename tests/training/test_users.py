@@ -65,6 +65,7 @@ def blanked(data, user):
 
 @pytest.mark.parametrize("physical_batch", [None, 3])
 @pytest.mark.parametrize("engine", ["bookkeeping", "reference"])
+@pytest.mark.everyday("reference-None", "reference-3")
 def test_a_user_moves_a_sum_of_users_by_the_bound_at_most(physical_batch, engine):
     data = rows(scale=30.0)  # every gradient is clipped
     options = {"sample": "users", "sample_rate": 0.6, "max_physical_batch_size": physical_batch, "engine": engine}
@@ -197,6 +198,7 @@ def test_one_row_per_user_is_todays_run_bit_for_bit(sample, options):
         ({"sample": "users", "sampling": "truncated", "max_batch": 9}, TruncatedGaussian(0.3, 1.0, 9, len(COUNTS))),
     ],
 )
+@pytest.mark.everyday("options2-expected2", "options5-expected5")
 def test_what_is_charged(options, expected):
     run = training(reproducible=None, **options)
     weights(run)

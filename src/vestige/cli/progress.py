@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -17,6 +17,12 @@ from rich.table import Table
 
 from vestige.cli.errors import INTERRUPTED
 from vestige.cli.terminal import print_json, sigterm_as_ctrl_c, stderr, stdout
+
+if TYPE_CHECKING:  # a command that only prints its help need not import torch
+    from vestige.budget.account import Budget
+    from vestige.compare.folder import ComparisonFolder
+    from vestige.compare.runner import OnProgress, Status
+    from vestige.compare.specification import Specification
 
 WorkersFlag = Annotated[int | None, typer.Option(help="Processes (default: one per core, one in all on a GPU).")]
 EngineFlag = Annotated[str, typer.Option(help="local (processes) or ray (a Ray cluster).")]
@@ -53,7 +59,7 @@ class Execution:
             raise ValueError("this preset times its runs, one after another here: leave --workers and --engine out")
 
 
-def check_tasks(specification: Any, elsewhere: str | None = None) -> None:
+def check_tasks(specification: Specification, elsewhere: str | None = None) -> None:
     """Refuse a task that cannot be loaded here before a folder is created or failed runs are recorded."""
     from vestige import tasks
 
@@ -63,13 +69,13 @@ def check_tasks(specification: Any, elsewhere: str | None = None) -> None:
 
 def make_runs(
     path: Path,
-    specification: Any,
+    specification: Specification | None,
     execution: Execution,
     *,
     visible: bool,
     data: dict[str, str] | None = None,
-    budget: Any = None,
-) -> Any:
+    budget: Budget = None,
+) -> ComparisonFolder:
     """Make the runs of a comparison that have no record in its folder yet."""
     from vestige.compare import runner
     from vestige.compare.execute import Machine
@@ -83,7 +89,7 @@ def make_runs(
     try:
         with sigterm_as_ctrl_c() as raise_if_asked, run_progress(visible) as show:
 
-            def on_progress(status: Any) -> None:
+            def on_progress(status: Status) -> None:
                 raise_if_asked()
                 show(status)
 
@@ -103,7 +109,7 @@ def make_runs(
 
 
 @contextmanager
-def run_progress(visible: bool) -> Iterator[Any]:
+def run_progress(visible: bool) -> Iterator[OnProgress]:
     """A live line on standard error: runs done, time left, and the best row so far."""
     columns = (
         TextColumn("runs"),
@@ -115,7 +121,7 @@ def run_progress(visible: bool) -> Iterator[Any]:
     with Progress(*columns, console=stderr, disable=not (visible and stderr.is_terminal)) as shown:
         line = shown.add_task("runs", total=None, left="", best="")
 
-        def on_progress(status: Any) -> None:
+        def on_progress(status: Status) -> None:
             left = (
                 ""
                 if status.seconds_left is None
@@ -128,7 +134,7 @@ def run_progress(visible: bool) -> Iterator[Any]:
         yield on_progress
 
 
-def finish(folder: Any, as_json: bool) -> None:
+def finish(folder: ComparisonFolder, as_json: bool) -> None:
     """Print the results of a comparison; exit code 1 if no run completed."""
     from vestige.compare.summary import summarised
 

@@ -7,7 +7,7 @@ things with noise, and `vestige.train(..., statistics=...)` counts their price w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from pathlib import Path
@@ -29,11 +29,14 @@ from vestige.randomness.choosing import choose
 from vestige.randomness.keys import Randomness
 from vestige.randomness.release import BoundedSum
 from vestige.randomness.rounded_gaussian import STEPS
+from vestige.randomness.streams import Stream
 from vestige.tasks import of_file
 from vestige.training.verify import verify
 from vestige.units import Users
 
 Bounds = tuple[float, float]
+Column = Hashable
+"""A column's name, or its number in an array."""
 GRID = 1024
 """Points of the public grid that a quantile is chosen from."""
 PER_MULTIPLIER = 0.5
@@ -70,12 +73,12 @@ class Vocabulary:
 class PrivateStatistics:
     """Noised statistics of private rows: releases, free to use, and the questions that they cost."""
 
-    means: dict[Any, float] = field(default_factory=dict)
-    deviations: dict[Any, float] = field(default_factory=dict)
-    quantiles: dict[Any, tuple[float, ...]] = field(default_factory=dict)
-    counts: dict[Any, dict[Any, float]] = field(default_factory=dict)
+    means: dict[Column, float] = field(default_factory=dict)
+    deviations: dict[Column, float] = field(default_factory=dict)
+    quantiles: dict[Column, tuple[float, ...]] = field(default_factory=dict)
+    counts: dict[Column, dict[Column, float]] = field(default_factory=dict)
     """Of each class of a column, not below zero."""
-    words: dict[Any, tuple[str, ...]] = field(default_factory=dict)
+    words: dict[Column, tuple[str, ...]] = field(default_factory=dict)
     """The vocabulary of a column, most frequent first."""
     questions: tuple[Question, ...] = ()
     rows: int = 0
@@ -104,13 +107,13 @@ class PrivateStatistics:
         mean, deviation = (torch.tensor([each[place] for place in places]) for each in (self.means, self.deviations))
         return (x - mean) / deviation
 
-    def class_weights(self, column: Any) -> torch.Tensor:
+    def class_weights(self, column: Column) -> torch.Tensor:
         """Weights for a loss, in the order of the public classes: as scikit-learn's "balanced", of noised counts."""
         counts = torch.tensor(list(self.counts[column].values()))
         floor = max(1.0, 0.001 * self.rows)  # a class that noise has emptied must not weigh without bound
         return self.rows / (len(counts) * counts.clamp(min=floor))
 
-    def encoded(self, column: Any, texts: Sequence[str], length: int, split: Any = str.split) -> torch.Tensor:
+    def encoded(self, column: Column, texts: Sequence[str], length: int, split: Any = str.split) -> torch.Tensor:
         """Texts as numbers of words, cut and padded to a public length: 0 pads, 1 is any other word."""
         numbers = {word: 2 + place for place, word in enumerate(self.words[column])}
         found = torch.zeros(len(texts), length, dtype=torch.long)
@@ -129,10 +132,10 @@ class PrivateStatistics:
 def private_statistics(
     data: Any,
     *,
-    means: Bounds | Mapping[Any, Bounds] | None = None,
-    quantiles: Mapping[Any, tuple[float, float, Sequence[float]]] | None = None,
-    classes: Mapping[Any, Sequence[Any]] | None = None,
-    vocabulary: Mapping[Any, Vocabulary] | None = None,
+    means: Bounds | Mapping[Column, Bounds] | None = None,
+    quantiles: Mapping[Column, tuple[float, float, Sequence[float]]] | None = None,
+    classes: Mapping[Column, Sequence[Any]] | None = None,
+    vocabulary: Mapping[Column, Vocabulary] | None = None,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     delta: float = 1e-6,
@@ -208,7 +211,7 @@ def private_statistics(
             found.setdefault(name, {}).update(values)
     books.finish({})
     books.close()
-    by_column: dict[Any, tuple[float, ...]] = {}
+    by_column: dict[Column, tuple[float, ...]] = {}
     for (column, _), value in found.pop("quantiles", {}).items():
         by_column[column] = tuple(sorted((*by_column.get(column, ()), value)))
     facts: dict[str, Any] = {"rows": rows, "delta": delta, "selection_delta": reserved, "ledger": books}
@@ -265,15 +268,15 @@ class _Asked:
     name: str
     sensitivity: float
     question: Callable[[float], Question]
-    answer: Callable[[float, Any], dict[str, dict[Any, Any]]]
+    answer: Callable[[float, Any], dict[str, dict[Column, Any]]]
 
 
 def _asked(
-    columns: Mapping[Any, Any],
-    means: Bounds | Mapping[Any, Bounds] | None,
-    quantiles: Mapping[Any, tuple[float, float, Sequence[float]]],
-    classes: Mapping[Any, Sequence[Any]],
-    vocabulary: Mapping[Any, Vocabulary],
+    columns: Mapping[Column, Any],
+    means: Bounds | Mapping[Column, Bounds] | None,
+    quantiles: Mapping[Column, tuple[float, float, Sequence[float]]],
+    classes: Mapping[Column, Sequence[Any]],
+    vocabulary: Mapping[Column, Vocabulary],
 ) -> list[_Asked]:
     found = []
     if means is not None:
@@ -293,12 +296,12 @@ def _asked(
     return found
 
 
-def _moments(values: Mapping[Any, np.ndarray], bounds: Mapping[Any, Bounds]) -> _Asked:
+def _moments(values: Mapping[Column, np.ndarray], bounds: Mapping[Column, Bounds]) -> _Asked:
     """Sums of z and of z^2 - 1/2, each value being z in [-1, 1] of its bounds: of all columns as one vector. A row's
     part has the square norm z^2 + (z^2 - 1/2)^2 <= 5/4 in each column."""
     sensitivity = sqrt(1.25 * len(values))
 
-    def answer(multiplier: float, stream: Any) -> dict[str, dict[Any, Any]]:
+    def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, Any]]:
         sums = []
         for column, numbers in values.items():
             low, high = bounds[column]
@@ -319,7 +322,7 @@ def _moments(values: Mapping[Any, np.ndarray], bounds: Mapping[Any, Bounds]) -> 
     return _Asked("means", sensitivity, Gaussian, answer)
 
 
-def _quantile(column: Any, values: np.ndarray, rows: int, low: float, high: float, share: float) -> _Asked:
+def _quantile(column: Column, values: np.ndarray, rows: int, low: float, high: float, share: float) -> _Asked:
     check_number("quantiles", share)
     if not 0 < share < 1:
         raise ValueError(f"quantiles={share} of column {column!r} must lie between 0 and 1")
@@ -328,7 +331,7 @@ def _quantile(column: Any, values: np.ndarray, rows: int, low: float, high: floa
     def question(multiplier: float) -> Question:
         return ExponentialMechanism(PER_MULTIPLIER / multiplier)
 
-    def answer(multiplier: float, stream: Any) -> dict[str, dict[Any, Any]]:
+    def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, Any]]:
         # A row more or less moves the count of values below a candidate by 1 at most; the number of rows is public.
         scores = -np.abs(np.searchsorted(values, grid) - share * rows)
         chosen = choose(scores.tolist(), 1.0, PER_MULTIPLIER / multiplier, stream)
@@ -337,11 +340,11 @@ def _quantile(column: Any, values: np.ndarray, rows: int, low: float, high: floa
     return _Asked("quantile", 1.0, question, answer)
 
 
-def _histogram(column: Any, values: Sequence[Any], labels: Sequence[Any]) -> _Asked:
+def _histogram(column: Column, values: Sequence[Any], labels: Sequence[Any]) -> _Asked:
     if len(set(labels)) != len(labels) or len(labels) < 2:
         raise ValueError(f"classes of column {column!r} must be two or more different values that may occur")
 
-    def answer(multiplier: float, stream: Any) -> dict[str, dict[Any, Any]]:
+    def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, Any]]:
         found = Counter(value.item() if hasattr(value, "item") else value for value in values)
         total = torch.tensor([float(found[label]) for label in labels], dtype=torch.float64)
         lattice.add_noise(BoundedSum(total, 1.0), multiplier, stream)
@@ -350,13 +353,13 @@ def _histogram(column: Any, values: Sequence[Any], labels: Sequence[Any]) -> _As
     return _Asked("classes", 1.0, Gaussian, answer)
 
 
-def _words(column: Any, texts: Sequence[str], wanted: Vocabulary) -> _Asked:
+def _words(column: Column, texts: Sequence[str], wanted: Vocabulary) -> _Asked:
     """A row counts once for each of its first different words, `words_per_row` at most: the norm of its part is at most
     the root of that."""
     most = wanted.words_per_row
     sensitivity = sqrt(most)
 
-    def answer(multiplier: float, stream: Any) -> dict[str, dict[Any, Any]]:
+    def answer(multiplier: float, stream: Stream) -> dict[str, dict[Column, Any]]:
         candidates = None if wanted.candidates is None else dict.fromkeys(wanted.candidates)
         counts: Counter[str] = Counter()
         for text in texts:
@@ -382,7 +385,7 @@ def _words(column: Any, texts: Sequence[str], wanted: Vocabulary) -> _Asked:
 # --- the rows ---------------------------------------------------------------------------------------------------------
 
 
-def _columns(data: Any) -> tuple[dict[Any, Any], int]:
+def _columns(data: Any) -> tuple[dict[Column, Any], int]:
     """Columns by name or place, and how many rows there are."""
     if isinstance(data, Mapping) or hasattr(data, "columns"):
         columns = {name: data[name] for name in (data if isinstance(data, Mapping) else data.columns)}
@@ -399,14 +402,14 @@ def _columns(data: Any) -> tuple[dict[Any, Any], int]:
     return columns, counts.pop()
 
 
-def _column(columns: Mapping[Any, Any], column: Any) -> Any:
+def _column(columns: Mapping[Column, Any], column: Column) -> Any:
     if column not in columns:
         raise ValueError(f"column {column!r} is none of {', '.join(map(repr, columns))}")
     found = columns[column]
     return found.tolist() if isinstance(found, torch.Tensor) else found
 
 
-def _numbers(columns: Mapping[Any, Any], column: Any) -> np.ndarray:
+def _numbers(columns: Mapping[Column, Any], column: Column) -> np.ndarray:
     try:
         return np.asarray(_column(columns, column), dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -419,7 +422,7 @@ def _finite(numbers: np.ndarray) -> np.ndarray:
     return numbers[np.isfinite(numbers)]
 
 
-def _check_bounds(name: str, column: Any, bounds: Any) -> None:
+def _check_bounds(name: str, column: Column, bounds: Any) -> None:
     try:
         low, high = bounds
     except (TypeError, ValueError):

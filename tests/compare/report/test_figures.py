@@ -107,6 +107,7 @@ def test_many_methods_look_apart_everywhere_and_hollow_still_means_not_told_apar
 
 
 @pytest.mark.parametrize("kind", ["dots", "line"])
+@pytest.mark.everyday("line")
 def test_the_legend_of_a_png_lies_below_its_plot(kind, tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")

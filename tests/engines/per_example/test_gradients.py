@@ -35,6 +35,9 @@ def test_convolution_norms_by_either_way(size, by_pixels, options):
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2, "padding": 1}, {"groups": 4}])
 @pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.everyday(
+    "1-options0", "1-options1", "1-options2", "1-options3", "2-options0", "2-options1", "2-options2", "3-options1"
+)
 def test_the_norms_of_the_terms_of_a_convolution_add_up(rank, options):
     layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1](8, 12, 2, **options).double()
     image = torch.randn(3, 8, *[6] * rank).double()

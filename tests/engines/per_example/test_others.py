@@ -70,6 +70,7 @@ def test_a_step_of_a_loop(name):
 
 
 @pytest.mark.parametrize("name", ["GPT-2 124M", "Llama 0.9B LoRA", slow("T5-small"), "ViT-B/16"])
+@pytest.mark.everyday("GPT-2 124M")
 def test_rows_that_are_laid_apart(name, monkeypatch):
     apart, aligned = [], kernels.aligned
     monkeypatch.setattr(kernels, "ALIGNED", {"cpu"})

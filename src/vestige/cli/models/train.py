@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -41,6 +41,14 @@ from vestige.cli.models.flags import (
 from vestige.cli.models.method_flags import with_method_options
 from vestige.cli.models.said import add_privacy, continued, leave_if_interrupted, warn_of
 from vestige.cli.terminal import Json, Trust, graceful_stop, print_json, stderr, stdout, step_progress
+
+if TYPE_CHECKING:
+    from vestige.records import RunResult
+    from vestige.training.job import Job
+    from vestige.training.loop import Record
+    from vestige.training.run import Training
+    from vestige.training.transcript import Transcript
+    from vestige.units import Users
 
 
 @with_method_options
@@ -288,7 +296,7 @@ def train(
     ):
         show = bar(job.method, training.plan.steps)
 
-        def on_record(training: Any, record: Any, accuracy: float | None) -> bool:
+        def on_record(training: Training, record: Record, accuracy: float | None) -> bool:
             note = None if accuracy is None else f"accuracy {accuracy:.1%}"
             show(record.step + 1, note, record.epsilon, training.plan.epsilon)
             for log in logs:
@@ -362,7 +370,7 @@ def _table(
     return {**given, "labels": [word.strip() for word in labels.split(",")], "test": test}
 
 
-def _announce(job: Any, training: Any) -> None:
+def _announce(job: Job, training: Training) -> None:
     """Print on standard error what was chosen and what is not private."""
     plan = training.plan
     stderr.print(
@@ -398,7 +406,7 @@ def _announce(job: Any, training: Any) -> None:
         stderr.print("NOT PRIVATE: --nonprivate-logs logs numbers without noise; the guarantee is void", markup=False)
 
 
-def _show_split(transcript: Any) -> None:
+def _show_split(transcript: Transcript) -> None:
     """Print what releases were made of, where they hold a memory."""
     norms = transcript.mean_split()
     if norms:
@@ -406,7 +414,7 @@ def _show_split(transcript: Any) -> None:
         stderr.print(f"NOT PRIVATE: norms of a release's parts, mean over steps: {said}", markup=False)
 
 
-def _of_users(users: Any) -> str:
+def _of_users(users: Users) -> str:
     if users.sample == "users":
         rows = "all rows" if users.cap is None else f"up to {users.cap} rows"
         return f"{users.users} users, of whom a step draws some: the mean of {rows} of each is clipped once"
@@ -414,7 +422,7 @@ def _of_users(users: Any) -> str:
     return f"{users.users} users, each with at most {users.rows_per_user} rows{most}; rows beyond are left out by coins"
 
 
-def _summarise(result: Any) -> None:
+def _summarise(result: RunResult) -> None:
     stated, selection = result.statement, result.selection
     table = Table(show_header=False, box=None, pad_edge=False)
     if result.accuracy is not None:
