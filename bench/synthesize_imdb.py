@@ -1,8 +1,9 @@
 """Can reviews be passed on as made-up ones? IMDb: a classifier is trained on synthetic texts and tested on real ones.
 
 usage: python bench/synthesize_imdb.py --data FOLDER --out FOLDER [--epsilons 8 none 1 3] [--seeds 3] [--samples N]
-       [--lora R] [--epochs N] [--batch N] [--lr LR] [--guidance 0 2] [--prior-minutes M] [--minutes M] [--audit N]
-       [--device cpu|cuda] [--smoke]
+       [--lora R] [--epochs N] [--batch N] [--lr LR] [--guidance 0 2]
+       [--sampling-batch N] [--prior-minutes M] [--minutes M] [--audit N]
+       [--device cpu|cuda] [--smoke] [--judge]
 
 One half of the reviews is public, without labels: a byte-level tokenizer and a model of GPT-2's shape are trained on
 it. The other half, 24,791 labelled reviews, is private: `vestige synthesize` fine-tunes the model on it at each
@@ -11,6 +12,7 @@ of hashed words is trained on them and tested on 2,000 held-out real reviews. "n
 ordinary loop: the ceiling. Every run is verified. Of each generator texts are written with each --guidance (what is
 drawn away from the other label; post-processing), the first of which is what the run leaves.
 
+All texts are kept; --judge reads those of cells that were made where scikit-learn was missing, and makes no others.
 All cells, seed by seed and in the order of the epsilons, are written to FOLDER/results.json as they are made, and not
 made again: call it again to go on. --minutes starts nothing later than that. --audit plants canaries in one more run at
 the first epsilon, at the end. FOLDER of --data has imdb.jsonl.gz. Learning rates are fixed beforehand, not tuned on the
@@ -21,9 +23,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import shutil
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +129,26 @@ def plain(job: TextSynthesis, seed: int) -> tuple[Any, float]:
     return (checkpoint, prompts["of"]), time.perf_counter() - begin
 
 
-def accuracy(rows: list[tuple[str, str]], tested: list[tuple[str, int]]) -> float:
-    kept = without_repeats(rows)
-    texts, labels = [text for _, text in kept], [label for label, _ in kept]
-    return quality.text_accuracy(texts, labels, [text for text, _ in tested], [LABELS[label] for _, label in tested])
+def judge(found: dict[str, Any], folder: Path, tested: list[tuple[str, int]]) -> None:
+    """Put the accuracies of a cell's texts into it, as far as they are not there."""
+    if find_spec("sklearn") is None:
+        return
+    for file in sorted(_folder(found, folder).glob("texts-guidance-*.json.xz")):
+        guidance = file.name.removeprefix("texts-guidance-").removesuffix(".json.xz")
+        if guidance not in found["accuracy"]:
+            kept = without_repeats([(label, text) for label, text in json.loads(lzma.decompress(file.read_bytes()))])
+            texts, labels = [text for _, text in kept], [label for label, _ in kept]
+            public, wanted = [text for text, _ in tested], [LABELS[label] for _, label in tested]
+            found["accuracy"][guidance] = quality.text_accuracy(texts, labels, public, wanted)
+
+
+def _folder(found: dict[str, Any], folder: Path) -> Path:
+    return folder / f"epsilon-{found['epsilon']}-seed-{found['seed']}"
+
+
+def keep(rows: Any, out: Path, guidance: float) -> None:
+    packed = lzma.compress(json.dumps(rows).encode(), preset=3)
+    (out / f"texts-guidance-{guidance:g}.json.xz").write_bytes(packed)
 
 
 def rewritten(
@@ -143,12 +163,18 @@ def rewritten(
     return rows, time.perf_counter() - begin
 
 
+def told(now: bool, what: str, begin: float) -> bool:
+    if now:
+        print(f"  {time.perf_counter() - begin:.0f} s: {what}", flush=True)
+    return True
+
+
 def cell(
     job: TextSynthesis, epsilon: str, seed: int, known: Halves, folder: Path, guidances: list[float]
 ) -> dict[str, Any]:
     """One generator, and the accuracy of what it writes, by guidance."""
     found: dict[str, Any] = {"epsilon": epsilon, "seed": seed, "accuracy": {}}
-    out = folder / f"epsilon-{epsilon}-seed-{seed}"
+    out = _folder(found, folder)
     drawing = Drawing(job.max_length, batch=job.sampling_batch, seed=seed)
     if epsilon == "none":
         out.mkdir(parents=True, exist_ok=True)
@@ -156,20 +182,23 @@ def cell(
         todo = guidances
     else:
         run = TextRun(job, out, resume=(out / "run.json").exists())
-        made = run.complete()
+        begin = time.perf_counter()
+        made = run.complete(
+            lambda record: told(record.step % 20 == 0, f"step {record.step}", begin),
+            lambda count, of, pace: told(True, f"{count} of {of} texts", begin),
+        )
         assert made is not None
         found |= {"verified_epsilon": verify(out).guarantee.epsilon, "quality": dict(made.quality), "texts": made.count}
         found["training_seconds"] = made.quality["training_seconds"]
-        rows = list(zip(made.rows["label"], made.rows["text"], strict=True))
-        found["accuracy"][f"{guidances[0]:g}"] = accuracy(rows, known.tested)
+        keep(list(zip(made.rows["label"], made.rows["text"], strict=True)), out, guidances[0])
         checkpoint, prompts, todo = run.checkpoint, run.prompts, guidances[1:]
     for guidance in todo:
         chosen = replace(drawing, guidance=guidance)
         rows, seconds = rewritten(checkpoint.model, checkpoint.tokenizer, prompts, chosen, job.samples, out)
-        found["accuracy"][f"{guidance:g}"] = accuracy(rows, known.tested)
         found.setdefault("writing_seconds", {})[f"{guidance:g}"] = seconds
-        (out / f"texts-guidance-{guidance:g}.json").write_text(json.dumps(rows[:: max(1, len(rows) // 20)], indent=1))
+        keep(rows, out, guidance)
     steps = (job.epochs or 1) * max(1, round(len(known.private) / (job.batch or 1)))
+    judge(found, folder, known.tested)
     found["tokens_per_second_in_training"] = steps * (job.batch or 1) * job.max_length / found["training_seconds"]
     return found
 
@@ -186,6 +215,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--part", type=int, default=512)
+    parser.add_argument("--sampling-batch", type=int, default=2500)
     parser.add_argument("--guidance", type=float, nargs="+", default=[2.0, 0.0])
     parser.add_argument("--width", type=int, default=WHOLE.width)
     parser.add_argument("--layers", type=int, default=WHOLE.layers)
@@ -194,6 +224,7 @@ def main() -> None:
     parser.add_argument("--audit", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--judge", action="store_true")
     given = parser.parse_args()
     begin = time.perf_counter()
     sizes = replace(WHOLE, width=given.width, layers=given.layers, heads=given.width // 64, public_batch=256)
@@ -201,12 +232,18 @@ def main() -> None:
         sizes = SMOKE
         given.samples, given.epochs, given.batch, given.part, given.prior_minutes = 30, 2, 40, 20, 0.05
     known = halves(given.data / "imdb.jsonl.gz", sizes)
+    results = given.out / "results.json"
+    found = json.loads(results.read_text()) if results.exists() else []
+    if given.judge:
+        for row in found:
+            judge(row, given.out, known.tested)
+            results.write_text(json.dumps(found, indent=1))
+        print(table(found))
+        return
     given.out.mkdir(parents=True, exist_ok=True)
     private = given.out / "private.jsonl"
     private.write_text("".join(json.dumps({"text": t, "label": LABELS[k]}) + "\n" for t, k in known.private))
     prior(known, sizes, given.out / "prior", given.prior_minutes, given.device)
-    results = given.out / "results.json"
-    found = json.loads(results.read_text()) if results.exists() else []
 
     def job(epsilon: str, seed: int, **more: Any) -> TextSynthesis:
         settings: dict[str, Any] = {"samples": given.samples, "guidance": given.guidance[0], **more}
@@ -214,7 +251,7 @@ def main() -> None:
             model=str(given.out / "prior"), data=str(private), label_column="label", labels=LABELS,
             epsilon=8.0 if epsilon == "none" else float(epsilon), delta=sizes.delta, max_length=sizes.length,
             lora=given.lora or None, batch=given.batch, epochs=given.epochs, lr=given.lr, physical_batch=given.part,
-            sampling_batch=2500, seed=seed, device=given.device, **settings,
+            sampling_batch=given.sampling_batch, seed=seed, device=given.device, **settings,
         )  # fmt: skip
 
     cells = [(epsilon, seed) for seed in range(given.seeds) for epsilon in given.epsilons]

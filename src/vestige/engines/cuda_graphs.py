@@ -291,7 +291,7 @@ class Captured:
                     return known[chosen]
             elif self._costs.count and (self._costs.count >= MOST_GRAPHS or self._states[state] < 2):
                 return None
-            first = self._sizes and not self._costs.count
+            first = best in self._sizes and not self._costs.count
             self._capture(known, ahead(self._sizes) if first else [best], mean, clip, into, full)
             return known[min(size for size in known if size >= min(rows, best))]
         except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:
@@ -314,9 +314,10 @@ class Captured:
         give_back(device)
 
     def _size(self, rows: int, whole: bool) -> int:
-        """Of the graph that suits so many rows."""
+        """Of the graph that suits so many rows: of those that were announced, unless there are far fewer rows, such as
+        texts of one length among others."""
         sizes = self._sizes
-        if sizes and (rows <= sizes[0] or not whole):
+        if sizes and rows > sizes[-1] // 2 and (rows <= sizes[0] or not whole):
             return next((size for size in reversed(sizes) if size >= rows), sizes[0])
         return padded_size(rows)
 

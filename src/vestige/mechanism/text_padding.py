@@ -88,6 +88,8 @@ class PaddedAlone:
 
     def __call__(self, values: Sequence[object]) -> list[object]:
         tensors = {n: v for n, v in zip(self.names, values, strict=True) if isinstance(v, Tensor)}
+        if all(each.dim() != 1 or rounded_length(len(each)) == len(each) for each in tensors.values()):
+            return list(values)
         padded = self.padding.pad(tensors, self.padding.lengths(tensors, axis=0))
         return [padded.get(name, value) for name, value in zip(self.names, values, strict=True)]
 

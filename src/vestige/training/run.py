@@ -547,7 +547,7 @@ class Training(HoldsKey):
         self.layout = method.layout(model, constants)
         examples = Examples(data, next(model.parameters()).device, settings.loading, settings.target)
         self._examples, self._loss = examples, loss
-        self._pads = _pads_texts(model, loss, examples)
+        _pad_texts(model, loss, examples)
         key = shared.key if settings.seed is None else Randomness.reproducible(settings.seed)
         self.users, self._asked_examples, request = self._of_users(examples, request, key)
         request = request.paced(self._asked_examples.population)
@@ -694,8 +694,7 @@ class Training(HoldsKey):
         if isinstance(engine, Captured):
             most = getattr(self._sampling, "most", LARGEST_SUM)
             each = max(1, examples.population // self.group.size)
-            if not self._pads:  # texts of one length are a few of a sample
-                engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
+            engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
         asked: Source = self._asked_examples
         answering: Any = InBfloat16(engine) if settings.bfloat16 else engine
         if isinstance(asked, UserExamples):
@@ -1078,12 +1077,9 @@ class Training(HoldsKey):
         self.normalised = True
 
 
-def _pads_texts(model: nn.Module, loss: Loss, examples: Examples) -> bool:
-    """Whether texts are padded to a few lengths: where a made-up one shows that the loss takes no notice."""
-    if not examples.read_one_by_one or examples.form.names is None or not ignored_for_certain(model):
-        return False
-    padding, row = TextPadding.of(model), made_up(examples.blank(), 1, examples.device)
-    if not ignores_padding(model, loss, examples.form, row, padding):
-        return False
-    examples.pad_texts(padding)
-    return True
+def _pad_texts(model: nn.Module, loss: Loss, examples: Examples) -> None:
+    """Pad texts to a few lengths where a made-up one shows that the loss takes no notice."""
+    if examples.read_one_by_one and examples.form.names is not None and ignored_for_certain(model):
+        padding, row = TextPadding.of(model), made_up(examples.blank(), 1, examples.device)
+        if ignores_padding(model, loss, examples.form, row, padding):
+            examples.pad_texts(padding)
