@@ -24,7 +24,7 @@ from typing import Any
 
 import papers_gpu
 from vestige import accounting
-from vestige.audit.claimed import READINGS, STUDIES, readings
+from vestige.audit.published_epsilons import READINGS, STUDIES, readings
 from vestige.compare import presets
 from vestige.compare.presets import published
 from vestige.compare.statistics import holm, paired

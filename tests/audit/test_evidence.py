@@ -7,8 +7,8 @@ from torch import nn
 
 from vestige.audit.canaries import LARGE, make_canary, planted_gradient
 from vestige.audit.evidence import Evidence, noise_matrix
+from vestige.audit.made_up_task import stand_in
 from vestige.audit.stacked import AuditedStack
-from vestige.audit.stand_in import stand_in
 from vestige.compare.stacked import Stack, StackedRun
 from vestige.engines.reference import Reference
 from vestige.layout import Layout

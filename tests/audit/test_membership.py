@@ -10,8 +10,8 @@ from torch.nn import functional
 from vestige import tasks
 from vestige.audit import inference
 from vestige.audit.inference import infer_membership, nonprivate_fit, nonprivate_gradient_norms
+from vestige.audit.made_up_task import stand_in
 from vestige.audit.membership import by_shadow_models, lira, logit_confidence, losses, output_features, success
-from vestige.audit.stand_in import stand_in
 from vestige.methods.registry import make_method
 
 N, SHIFT, HARDNESS = 4000, 1.2, 3.0

@@ -10,9 +10,9 @@ import pytest
 import faults
 from vestige import accounting
 from vestige.audit import area_under_curve, epsilon_lower_bound
-from vestige.audit.alone import LoneRuns
 from vestige.audit.in_and_out import Subject, attack, audit
-from vestige.audit.stand_in import stand_in
+from vestige.audit.made_up_task import stand_in
+from vestige.audit.unstacked_runs import LoneRuns
 from vestige.methods.registry import METHODS, make_method
 from vestige.training.planning import Request, plan
 

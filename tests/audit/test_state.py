@@ -5,7 +5,7 @@ import pytest
 from vestige import accounting
 from vestige.audit import area_under_curve
 from vestige.audit.in_and_out import Subject, attack, audit
-from vestige.audit.stand_in import stand_in
+from vestige.audit.made_up_task import stand_in
 from vestige.compare.stacked.curator import StackedCurator
 from vestige.methods.registry import make_method
 from vestige.optim.learner import Learner

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from commands import as_json, vestige
-from vestige.audit import paper
+from vestige.audit import dpsgd_br_table3
 from vestige.audit.inference import NON_PRIVATE
 from vestige.compare.presets import published
 
@@ -30,17 +30,19 @@ def asked(monkeypatch):
         made.append((getattr(method, "name", method), given["epsilon"], given["steps"], given["task"]))
         return Found()
 
-    monkeypatch.setattr(paper, "infer_membership", infer)
+    monkeypatch.setattr(dpsgd_br_table3, "infer_membership", infer)
     return made
 
 
 def test_each_printed_area_stands_beside_its_own_method_and_epsilon(asked):
-    study, printed = paper.Study(), published()["dpsgd_br"]
+    study, printed = dpsgd_br_table3.Study(), published()["dpsgd_br"]
     lines = [study.infer(case, printed, "x", "cpu") for case in study.cases()]
     assert len(asked) == 3 * 4 + 1
     assert asked[0] == ("dp-sgd", 1, 200, "cifar10-cnn")
     assert asked[-1] == (NON_PRIVATE, None, 1600, "cifar10-cnn")
-    rows = {(row["attack"], row["method"], row["epsilon"]): row["printed"] for row in paper.beside(lines, printed)}
+    rows = {
+        (row["attack"], row["method"], row["epsilon"]): row["printed"] for row in dpsgd_br_table3.beside(lines, printed)
+    }
     assert len(rows) == 5 * 13
     assert rows["black-box shadow", "dpsgd-br", 4] == 0.506
     assert rows["white-box partial", "dpsgd", 2] == 0.508

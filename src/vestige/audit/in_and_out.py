@@ -25,11 +25,11 @@ from vestige.accounting.lower_bounds.rates import (
     rate_of_detection,
     roc,
 )
-from vestige.audit.alone import LoneRuns
 from vestige.audit.canaries import Canary, check_kind, make_canary
+from vestige.audit.made_up_task import NAME, stand_in
 from vestige.audit.result import InAndOut
 from vestige.audit.stacked import AuditedStack
-from vestige.audit.stand_in import NAME, stand_in
+from vestige.audit.unstacked_runs import LoneRuns
 from vestige.budget.account import Budget, Provenance, account_of, pay
 from vestige.compare.stacked import StackedRun, check_noise, footprint, why_not
 from vestige.layout import Layout

@@ -21,8 +21,8 @@ from vestige import tasks
 from vestige.accounting.lower_bounds.rates import Array, check_confidence
 from vestige.assumptions import PRICE_ALONE
 from vestige.audit import membership
+from vestige.audit.made_up_task import NAME, stand_in
 from vestige.audit.membership import Success
-from vestige.audit.stand_in import NAME, stand_in
 from vestige.budget.account import Budget, account_of
 from vestige.mechanism.clipping import Loss
 from vestige.methods.base import Method

@@ -7,7 +7,7 @@ from typing import Any
 
 from vestige.accounting.lower_bounds.rates import Interval
 from vestige.assumptions import PRICE_ALONE
-from vestige.audit.stand_in import NAME
+from vestige.audit.made_up_task import NAME
 
 ENOUGH = 400
 """Runs from which on the interval of a ROC's area is trusted."""

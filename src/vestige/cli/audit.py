@@ -303,7 +303,7 @@ def _print_membership(found: Any, as_json: bool) -> None:
 
 
 def _audit_selection(method: str, runs: int, trials: int, delta: float, confidence: float, as_json: bool) -> None:
-    from vestige.audit.selection import attack_selection
+    from vestige.audit.accept_bits import attack_selection
 
     found = attack_selection(method, runs=runs, trials=trials, delta=delta, confidence=confidence)
     if as_json:

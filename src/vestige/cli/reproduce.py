@@ -30,15 +30,15 @@ EXECUTION = ("engine", "ray_address", "workers", "stack", "seeds", "reproducible
 
 def presets(as_json: Json = False) -> None:
     """List the tables and figures of the papers that `vestige reproduce` makes again."""
-    from vestige.audit import paper
-    from vestige.audit.claimed import READINGS, READINGS_WHAT, STUDIES
+    from vestige.audit import dpsgd_br_table3 as table3
+    from vestige.audit.published_epsilons import READINGS, READINGS_WHAT, STUDIES
     from vestige.compare.presets import PRESETS
 
     rows: list[dict[str, Any]]
     rows = [{"name": p.name, "what": p.what, "paper": p.paper, "missing": p.missing()} for p in PRESETS.values()]
-    rows.append({"name": paper.NAME, "what": paper.WHAT, "paper": paper.PAPER, "missing": []})
+    rows.append({"name": table3.NAME, "what": table3.WHAT, "paper": table3.PAPER, "missing": []})
     rows += [{"name": s.name, "what": s.what, "paper": s.paper, "missing": []} for s in STUDIES.values()]
-    rows.append({"name": READINGS, "what": READINGS_WHAT, "paper": paper.PAPER, "missing": []})
+    rows.append({"name": READINGS, "what": READINGS_WHAT, "paper": table3.PAPER, "missing": []})
     if as_json:
         print_json({"presets": rows})
         return
@@ -81,8 +81,8 @@ def reproduce(
 
         vestige reproduce br-lower-bound
     """
-    from vestige.audit import paper
-    from vestige.audit.claimed import READINGS, STUDIES
+    from vestige.audit import dpsgd_br_table3 as table3
+    from vestige.audit.published_epsilons import READINGS, STUDIES
     from vestige.compare import presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.summary import summarised
@@ -97,7 +97,7 @@ def reproduce(
             _lower_bounds(STUDIES[name], as_json)
         return
     path = out or Path("runs") / (f"{name}-small" if small else name)
-    if name == paper.NAME:
+    if name == table3.NAME:
         why = f"{name} trains its shadow models one after another, in this process"
         refuse_if_given(context, EXECUTION, why)
         _membership(data, small, device, path, as_json)
@@ -179,33 +179,41 @@ def _lower_bounds(study: Any, as_json: bool) -> None:
 
 def _readings(as_json: bool) -> None:
     """Print what DPSGD-BR's accounting allows by decay and batch of the loss test, and what Figure 4 may count."""
-    from vestige.audit import claimed, paper
+    from vestige.audit import dpsgd_br_table3 as table3
+    from vestige.audit import published_epsilons as epsilons
     from vestige.compare.presets import published
 
-    rows = list(claimed.readings(published()))
+    rows = list(epsilons.readings(published()))
     if as_json:
-        print_json({"preset": claimed.READINGS, "paper": paper.PAPER, "rows": rows, "notes": claimed.READINGS_NOTES})
+        print_json(
+            {
+                "preset": epsilons.READINGS,
+                "paper": table3.PAPER,
+                "rows": rows,
+                "notes": epsilons.READINGS_NOTES,
+            }
+        )
         return
     table = Table("dataset", "batch of the loss test", "decay", "updates", "Figure 4, buffer 1", "its count may be of")
-    table.title, table.title_justify = f"{paper.PAPER}: {claimed.READINGS_WHAT}", "left"
+    table.title, table.title_justify = f"{table3.PAPER}: {epsilons.READINGS_WHAT}", "left"
     for row in rows:
         decay = f"{row['decay']:g}" + (", fast" if row["fast"] else "")
         printed = ["-" if row[key] is None else str(row[key]) for key in ("printed", "agrees")]
         table.add_row(row["dataset"], str(row["validation_batch"]), decay, str(row["updates"]), *printed)
     stdout.print(table)
-    for line in claimed.READINGS_NOTES:
+    for line in epsilons.READINGS_NOTES:
         stdout.print(f"assumed: {line}", markup=False)
 
 
 def _membership(data: str | None, small: bool, device: str | None, path: Path, as_json: bool) -> None:
     """Who was trained on: every line is written when it is done, and only the missing ones are made."""
     from vestige import tasks
-    from vestige.audit import paper
+    from vestige.audit import dpsgd_br_table3 as table3
     from vestige.compare.presets import published
     from vestige.devices import check_device, default_device
     from vestige.files import make_folder, read_json, write_json
 
-    study, printed = paper.small(data) if small else paper.Study(), published()["dpsgd_br"]
+    study, printed = table3.small(data) if small else table3.Study(), published()["dpsgd_br"]
     tasks.check(study.task, data)
     where = device or default_device()
     check_device(where)
@@ -230,14 +238,20 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
 
             lines.append(study.infer(case, printed, data, where, on_models))
             write_json(file, {"lines": lines})
-    rows = paper.beside(lines, printed)
+    rows = table3.beside(lines, printed)
     if as_json:
         print_json(
-            {"preset": paper.NAME, "small": small, "nonprivate": True, "beside": rows, "notes": list(paper.NOTES)}
+            {
+                "preset": table3.NAME,
+                "small": small,
+                "nonprivate": True,
+                "beside": rows,
+                "notes": list(table3.NOTES),
+            }
         )
         return
     table = Table("attack", "method", "epsilon", "printed", "ours", "95%")
-    table.title, table.title_justify = f"{paper.PAPER}: {paper.WHAT}; ours on {study.task}", "left"
+    table.title, table.title_justify = f"{table3.PAPER}: {table3.WHAT}; ours on {study.task}", "left"
     for row in rows:
         area = row["area"]
         ours, interval = f"{area['estimate']:.3f}", f"{area['low']:.3f} to {area['high']:.3f}"
@@ -247,7 +261,7 @@ def _membership(data: str | None, small: bool, device: str | None, path: Path, a
         budget = "without privacy" if each["budget"] is None else f"{each['name']}, epsilon {each['budget']}"
         right = [each[f"nonprivate_accuracy_of_{who}"] for who in ("members", "others")]
         stdout.print(f"{budget}: right about {right[0]:.1%} of members and {right[1]:.1%} of others", markup=False)
-    for line in paper.NOTES:
+    for line in table3.NOTES:
         stdout.print(f"assumed: {line}", markup=False)
     if small:
         stdout.print(f"small: ours are of {study.task}, not of whole CIFAR-10, with few shadow models", markup=False)

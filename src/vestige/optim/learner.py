@@ -18,7 +18,7 @@ from vestige.mechanism.clipping import Parameters, Value
 from vestige.optim import averaging
 from vestige.optim.averaging import Average
 from vestige.optim.memory import Memory, Prepares
-from vestige.optim.optimizers.moves import Moves
+from vestige.optim.optimizers.foreach_step import Moves
 from vestige.optim.rules import Rule
 from vestige.randomness.release import Release
 

@@ -20,7 +20,7 @@ from vestige.layout import Layout
 from vestige.mechanism.clipping import Parameters, Value, sensitivity_on
 from vestige.methods.base import Method
 from vestige.optim.learner import Learner, scales_of
-from vestige.optim.optimizers.moves import Moves, balanced
+from vestige.optim.optimizers.foreach_step import Moves, balanced
 from vestige.optim.probes import At, ask
 from vestige.privacy_engine.coverage import FirstMove, require_own
 from vestige.privacy_engine.passes import Passes, PrivateCall

@@ -28,7 +28,7 @@ from vestige.cli.models.flags import (
     engine_of,
     part_size,
 )
-from vestige.cli.models.said import NOT_PRIVATE
+from vestige.cli.models.messages import NOT_PRIVATE
 from vestige.cli.terminal import LARGEST_SEED, Json, graceful_stop, meant, print_json, stderr, stdout, step_progress
 
 OF_ROWS = ("columns", "bins", "iterations", "evaluate")

@@ -38,8 +38,8 @@ from vestige.cli.models.flags import (
     most_rows,
     part_size,
 )
+from vestige.cli.models.messages import add_privacy, continued, leave_if_interrupted, warn_of
 from vestige.cli.models.method_flags import with_method_options
-from vestige.cli.models.said import add_privacy, continued, leave_if_interrupted, warn_of
 from vestige.cli.terminal import Json, Trust, graceful_stop, print_json, stderr, stdout, step_progress
 
 if TYPE_CHECKING:

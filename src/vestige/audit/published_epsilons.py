@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import ndtr
 
 from vestige.accounting import rdp
-from vestige.accounting.lower_bounds.rejected import Claimed, certify
+from vestige.accounting.lower_bounds.selective_updates import Claimed, certify
 from vestige.accounting.selective import published_claim_epsilon
 
 DELTA, EPSILON = 1e-5, 1.0

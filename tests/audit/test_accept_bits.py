@@ -2,7 +2,7 @@
 
 import pytest
 
-from vestige.audit.selection import attack_selection
+from vestige.audit.accept_bits import attack_selection
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from vestige.accounting.ledger import Ledger
 from vestige.accounting.lower_bounds.bounds import epsilon_lower_bound
 from vestige.accounting.lower_bounds.rates import Interval, area_under_curve
 from vestige.assumptions import PRICE_ALONE
-from vestige.audit.alone import LoneRuns
 from vestige.audit.canaries import Canary
 from vestige.audit.result import ENOUGH
+from vestige.audit.unstacked_runs import LoneRuns
 from vestige.layout import Layout
 from vestige.methods.registry import make_method
 from vestige.questions import SampledGaussian

@@ -15,7 +15,7 @@ from vestige.engines.bookkeeping import BookKeeping
 from vestige.layout import Layout
 from vestige.mechanism.clipping import Flat
 from vestige.methods.registry import make_method
-from vestige.optim.optimizers.moves import Moves, balanced
+from vestige.optim.optimizers.foreach_step import Moves, balanced
 
 CONSTANTS = (1.0, 0.7071067811865476, 0.25, 1.0, 0.08838834764831845)
 

@@ -12,9 +12,9 @@ from scipy.stats import beta
 from typer.testing import CliRunner
 
 from vestige.accounting import rdp
-from vestige.accounting.lower_bounds import rejected
-from vestige.accounting.lower_bounds.rejected import Claimed, certify, laws
-from vestige.audit.claimed import STUDIES, claim, decayed_updates, readings, updates_for
+from vestige.accounting.lower_bounds import selective_updates
+from vestige.accounting.lower_bounds.selective_updates import Claimed, certify, laws
+from vestige.audit.published_epsilons import STUDIES, claim, decayed_updates, readings, updates_for
 from vestige.cli.main import app
 from vestige.compare.presets import published
 
@@ -57,7 +57,7 @@ def test_the_law_of_a_released_candidate_is_that_of_the_loop(buffer, present):
 def test_an_attack_on_whole_runs_reaches_what_is_proved_and_not_more():
     """Four updates of a leaky setting: the likelihood ratio test on 200,000 runs, at 95% confidence."""
     claimed, cut, updates, delta, half = replace(LEAKY, rate=0.1, validation_rate=0.2), -1.0, 4, 1e-2, 100_000
-    proved = rejected._proved(claimed, cut, updates, delta, rejected.COARSE)
+    proved = selective_updates._proved(claimed, cut, updates, delta, selective_updates.COARSE)
     _, present, absent = laws(claimed, cut)
     there = (present > 0) & (absent > 0)
     loss = np.where(there, np.log(np.where(there, present, 1) / np.where(there, absent, 1)), 0.0)
@@ -80,14 +80,14 @@ def test_without_rejection_the_bound_is_below_the_exact_price():
 
     claimed = replace(LEAKY, rate=0.05)
     exact = epsilon({SampledGaussian(0.05, 2.0): 200}, 1e-5)
-    assert 0.98 * exact < rejected._proved(claimed, None, 200, 1e-5, rejected.COARSE) <= exact
+    assert 0.98 * exact < selective_updates._proved(claimed, None, 200, 1e-5, selective_updates.COARSE) <= exact
 
 
 @pytest.mark.slow
 def test_br_at_its_own_settings_on_mnist_is_refuted():
     (settings,) = [each for name, each in STUDIES["br-lower-bound"].settings(published()) if name == "mnist"]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(rejected, "FINE", rejected.COARSE)
+        patched.setattr(selective_updates, "FINE", selective_updates.COARSE)
         found = certify(settings, updates_for(settings))
     claimed = claim(settings, found.updates)
     assert found.updates == 1246
