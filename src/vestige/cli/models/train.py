@@ -390,8 +390,8 @@ def _announce(job: Job, training: Training) -> None:
     warn_of(job)
     if training.guarantee().assumption("bad_rows").status == "checked":
         stderr.print(
-            "rows that cannot be read or computed, or whose label the loss cannot take, contribute nothing, and nobody "
-            "is told; vestige doctor shows them to their owner",
+            "rows that cannot be read or computed, or whose label the loss cannot take, contribute nothing, and no "
+            "message names them; vestige doctor shows them to their owner",
             markup=False,
         )
     if job.audit:
