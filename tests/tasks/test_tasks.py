@@ -456,3 +456,15 @@ def test_only_images_can_be_standardised():
     for name in ("imdb-lstm", "mine.py:task"):
         with pytest.raises(ValueError, match="standardise=True is for the image tasks"):
             tasks.load(name, standardise=True)
+
+
+def test_the_digits_are_scikit_learns_own():
+    from sklearn.datasets import load_digits
+
+    from vestige.tasks.images import bundled_digits
+
+    theirs, ours = load_digits(), bundled_digits()
+    test = np.arange(len(theirs.target)) % 5 == 0
+    assert (ours["x_train"] == theirs.images[~test]).all()
+    assert (ours["y_test"] == theirs.target[test]).all()
+    assert ours["x_test"].dtype == np.uint8

@@ -6,6 +6,7 @@ import gzip
 import zipfile
 import zlib
 from collections.abc import Callable
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -194,15 +195,20 @@ def no_files(folder: Path) -> None:
 
 
 def bundled_digits() -> Arrays:
-    """scikit-learn's digits; every fifth example is the test set, whatever the seed."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-
-    digits = load_digits()
-    test = np.arange(len(digits.target)) % 5 == 0
-    images = digits.images.astype(np.uint8)
+    """scikit-learn's digits; every fifth example is the test set, whatever the seed. Its file is read without importing
+    scikit-learn, which takes more than a second."""
+    found = find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ValueError(
+            "task='digits': scikit-learn, which holds the images, is not installed: pip install scikit-learn"
+        )
+    with gzip.open(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", "rt") as file:
+        rows = np.loadtxt(file, delimiter=",").astype(np.int64)
+    images, labels = rows[:, :-1].reshape(-1, 8, 8).astype(np.uint8), rows[:, -1]
+    test = np.arange(len(labels)) % 5 == 0
     return {
         "x_train": images[~test],
-        "y_train": digits.target[~test],
+        "y_train": labels[~test],
         "x_test": images[test],
-        "y_test": digits.target[test],
+        "y_test": labels[test],
     }
