@@ -9,8 +9,9 @@ step of every method of the papers' runtime tables, and makes the runs in the or
 DPSGD-BR as printed, then FO-DP-SGD's tables, then figures, then scans. Models are tiny and a step waits for launches,
 so runs are stacked (up to `--largest`), and `--workers` processes share the device. Each run is made once, whichever
 pieces want it. No stack is begun that would not end in time, and after `--minutes` everything ends; what is finished is
-on record, and the same command goes on. OUT/results.json has a row for each run, which is all that
-`bench/papers_docs.py` needs; it is written every ten seconds. `times` takes the step times alone.
+on record, and the same command goes on; `--have FILE` leaves out runs whose rows are in it. OUT/results.json has a row
+for each run, which is all that `bench/papers_docs.py` needs; it is written every ten seconds. `times` takes the step
+times alone.
 
 DATA is a folder with cifar10_7k.npz (or the whole cifar10.npz), cifar100 and svhn (likewise), mnist.npz,
 fashion_mnist.npz and imdb.jsonl.gz; or the .images.zip of bench/papers_data.py in their place. Pieces whose data are
@@ -27,7 +28,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -262,19 +263,23 @@ def due(piece: Piece, records: Mapping[str, Any]) -> list[Run]:
 
 
 def batches(waiting: Sequence[Run], machine: Machine, largest: int) -> Iterator[list[Run]]:
-    """Runs to be made together: stacks of one method that have enough in common, or one at a time."""
+    """Runs to be made together: stacks of those that have enough in common, the same methods side by side, or one at a
+    time. Spectra are found by the CPU, so that runs with and without them are in stacks of their own."""
     by_key: dict[Any, list[Run]] = {}
+    singles = []
     for run in waiting:
         key = stackable(run, machine)
         if key is None:
-            yield [run]
+            singles.append([run])
         else:
-            by_key.setdefault((key, run.method), []).append(run)
+            by_key.setdefault((key, run.method.startswith("sma")), []).append(run)
     for stack in by_key.values():
         count = -(-len(stack) // largest)
         size = -(-len(stack) // count)
+        alike = sorted(stack, key=lambda run: (run.method, run.label))
         for first in range(0, len(stack), size):
-            yield stack[first : first + size]
+            yield alike[first : first + size]
+    yield from singles
 
 
 @dataclass
@@ -342,13 +347,15 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.times:
         timed(arguments, data, min(until, time.time() + arguments.times))
     waiting: list[list[Run]] = []
-    seen: set[str] = set()
+    seen = {row["id"] for row in read_json(arguments.have)["rows"]} if arguments.have else set()
     machine = Machine(arguments.device, {task: str(data) for task in {r.task for p in pieces for r in p.wanted()}})
-    for piece in pieces:
-        new = [each for each in due(piece, pool.records()) if each.without_curve.id not in seen]
-        new = [each for each in new if readable(piece, each.task, data)]
-        seen |= {each.without_curve.id for each in new}
-        waiting += batches(new, machine, arguments.largest)
+    for _, group in groupby(pieces, key=lambda piece: piece.priority):
+        alike: list[Run] = []
+        for piece in group:
+            new = [each for each in due(piece, pool.records()) if each.without_curve.id not in seen]
+            alike += (each for each in new if readable(piece, each.task, data))
+            seen |= {each.without_curve.id for each in new}
+        waiting += batches(alike, machine, arguments.largest)
     progress = Progress(waiting, until)
     print(f"{sum(map(len, waiting))} runs in {len(waiting)} stacks, from {time.time() - begin:.0f} s on", flush=True)
     if arguments.workers > 1:
@@ -378,7 +385,7 @@ def by_workers(arguments: Any, progress: Progress, machine: Machine, pool: Compa
     At most half of the processes make single runs, which wait for launches while stacks fill the device.
     """
     context = multiprocessing.get_context("spawn")
-    threads = max(2, -(-(os.cpu_count() or 1) // arguments.workers))
+    threads = max(2, (os.cpu_count() or 1) // 2)  # only stacks of SMA-DP-SGD use them, and there are few at a time
     idle, busy, written = [], {}, time.time()  # type: list[Any], dict[Any, tuple[list[Run], float]], float
     processes = []
     for _ in range(arguments.workers):
@@ -565,9 +572,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="everything ends after so many")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=6, help="processes that share the device")
-    parser.add_argument("--largest", type=int, default=78, help="runs in a stack, at most")
+    parser.add_argument("--largest", type=int, default=200, help="runs in a stack, at most")
     parser.add_argument("--times", type=float, default=75.0, help="seconds for the times of a step, at most; 0: none")
     parser.add_argument("--rounds", type=int, default=8, help="epochs of each method that are timed")
+    parser.add_argument("--have", type=Path, help="rows that need not be made again (docs/results/papers.json)")
     parser.add_argument("--only", nargs="*", help="only pieces of these presets")
     arguments = parser.parse_args()
     if arguments.do == "plan":

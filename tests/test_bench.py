@@ -532,7 +532,15 @@ def papers_runs(papers, monkeypatch, tmp_path, workers):
     monkeypatch.setattr(papers, "PIECES", papers.PIECES[:1])
     monkeypatch.setattr(papers, "Machine", lambda device, data: Machine(device, {}))
     return Namespace(
-        data=tmp_path, out=tmp_path / "out", minutes=5.0, device="cpu", largest=2, only=None, times=0, workers=workers
+        data=tmp_path,
+        out=tmp_path / "out",
+        minutes=5.0,
+        device="cpu",
+        largest=2,
+        only=None,
+        times=0,
+        workers=workers,
+        have=None,
     )
 
 
@@ -551,6 +559,10 @@ def test_the_papers_runs_go_on_where_they_were(bench, tmp_path, capsys, monkeypa
     assert said[2].startswith("| 1 |")
     assert "| 3 | 13 | 3 | 0 |" in said[2]
     assert "0 runs in 0 stacks" in said[3]
+    kept = {"rows": [{"id": row["id"]} for row in rows[:2]]}
+    (tmp_path / "kept.json").write_text(json.dumps(kept))
+    papers.run(Namespace(**{**vars(given), "out": tmp_path / "other", "have": tmp_path / "kept.json"}))
+    assert "1 runs in 1 stacks" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--only nothing: choose from sma-table2"):
         papers.chosen(Namespace(only=["nothing"]))
 
@@ -623,12 +635,13 @@ def test_verdicts_follow_from_intervals(bench):
     assert docs.verdict([weak, weak]) == docs.NOT  # 0.04 twice is 0.08 after Holm
     row = {"task": "cifar10-mlp", "stage": "given", "budget": "the paper's sigma 1.1", "stacked": 2, "curve": []}
     rows = [
-        {**row, "label": name, "seed": seed, "accuracy": base + seed / 1000}
-        for name, base in (("a", 0.34), ("b", 0.3))
+        {**row, "label": name, "seed": seed, "accuracy": base + seed / 1000, "epsilon": epsilon}
+        for name, base, epsilon in (("a", 0.34, 67.2), ("b", 0.3, 21.1))
         for seed in range(13)
     ]
     found = docs.difference(rows, "a", "b")
     assert (round(found.mean, 6), found.seeds) == (4.0, 13)
+    assert str(found) == "+4.0 (+4.0 to +4.0) at a true epsilon of 67.2 against 21.1"
     assert docs.difference(rows, "a", "c") is None
     curves = [{**each, "curve": [[25, each["accuracy"], 1.0, 2.0], [50, 0.9, 3.0, 2.0]]} for each in rows]
     assert round(docs.at_epsilon(curves, "a", "b", 2.0, "cifar10-mlp").mean, 6) == 4.0

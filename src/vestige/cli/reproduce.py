@@ -32,6 +32,7 @@ def presets(as_json: Json = False) -> None:
     """List the tables and figures of the papers that `vestige reproduce` makes again."""
     from vestige.audit import dpsgd_br_table3 as table3
     from vestige.audit.published_epsilons import READINGS, READINGS_WHAT, STUDIES
+    from vestige.compare import landscape
     from vestige.compare.presets import PRESETS
 
     rows: list[dict[str, Any]]
@@ -39,6 +40,7 @@ def presets(as_json: Json = False) -> None:
     rows.append({"name": table3.NAME, "what": table3.WHAT, "paper": table3.PAPER, "missing": []})
     rows += [{"name": s.name, "what": s.what, "paper": s.paper, "missing": []} for s in STUDIES.values()]
     rows.append({"name": READINGS, "what": READINGS_WHAT, "paper": table3.PAPER, "missing": []})
+    rows.append({"name": landscape.NAME, "what": landscape.WHAT, "paper": landscape.PAPER, "missing": []})
     if as_json:
         print_json({"presets": rows})
         return
@@ -83,6 +85,7 @@ def reproduce(
     """
     from vestige.audit import dpsgd_br_table3 as table3
     from vestige.audit.published_epsilons import READINGS, STUDIES
+    from vestige.compare import landscape
     from vestige.compare import presets as known
     from vestige.compare.folder import ComparisonFolder
     from vestige.compare.summary import summarised
@@ -97,6 +100,11 @@ def reproduce(
             _lower_bounds(STUDIES[name], as_json)
         return
     path = out or Path("runs") / (f"{name}-small" if small else name)
+    if name == landscape.NAME:
+        why = f"{name} trains on the bundled digits, one run after another, in this process"
+        refuse_if_given(context, (*(each for each in EXECUTION if each != "seeds"), "data", "device"), why)
+        _landscape(small, seeds, path, as_json)
+        return
     if name == table3.NAME:
         why = f"{name} trains its shadow models one after another, in this process"
         refuse_if_given(context, EXECUTION, why)
@@ -203,6 +211,51 @@ def _readings(as_json: bool) -> None:
     stdout.print(table)
     for line in epsilons.READINGS_NOTES:
         stdout.print(f"assumed: {line}", markup=False)
+
+
+def _landscape(small: bool, seeds: int | None, path: Path, as_json: bool) -> None:
+    """Walk each method over the loss, seed by seed; every line is written when it is done."""
+    from vestige.checks import check_steps
+    from vestige.compare import landscape
+    from vestige.files import make_folder, read_json, write_json
+
+    count = seeds if seeds is not None else 2 if small else landscape.Study.seeds
+    check_steps(count, "seeds")
+    study = landscape.Study(steps=10 if small else landscape.Study.steps, seeds=count)
+    make_folder(path)
+    file = path / "paths.json"
+    rows = list(read_json(file)["rows"]) if file.exists() else []
+    done = {(row["label"], row["seed"]) for row in rows}
+    with step_progress(not as_json) as bar, graceful_stop() as stopping:
+        show = bar("runs", count * len(landscape.LABELS))
+        for seed in range(count):
+            wanted = [label for label in landscape.LABELS if (label, seed) not in done]
+            if seed == 0 and not (path / "paths.svg").exists():
+                wanted, rows = list(landscape.LABELS), [row for row in rows if row["seed"] != 0]
+            walked = {}
+            for label in wanted:
+                walked[label], row = landscape.walk(study, label, seed)
+                rows.append(row)
+                write_json(file, {"rows": rows})
+                show(len(rows), label, None, None)
+                if stopping():
+                    raise KeyboardInterrupt
+            if seed == 0 and walked:
+                (path / "paths.svg").write_text(landscape.svg(landscape.drawn(walked)))
+    found = landscape.compared(rows)
+    if as_json:
+        print_json({"preset": landscape.NAME, "rows": rows, "compared": found, "notes": list(landscape.NOTES)})
+        return
+    table = Table("method", "quantity", "less DP-SGD's", "95%", "p", "seeds")
+    table.title, table.title_justify = f"{landscape.PAPER}: {landscape.WHAT}", "left"
+    for each in found:
+        interval = "-" if each["low"] is None else f"{each['low']:+.3f} to {each['high']:+.3f}"
+        numbers = (f"{each['difference']:+.3f}", interval, _plain(each["p"]), str(each["seeds"]))
+        table.add_row(each["label"], each["quantity"], *numbers)
+    stdout.print(table)
+    for line in landscape.NOTES:
+        stdout.print(f"assumed: {line}", markup=False)
+    stdout.print(f"written to {path}: paths.json, and paths.svg of the first seed", markup=False)
 
 
 def _membership(data: str | None, small: bool, device: str | None, path: Path, as_json: bool) -> None:
