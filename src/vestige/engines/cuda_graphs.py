@@ -41,8 +41,8 @@ SECONDS = 2.0
 """How long sizes are captured ahead, after the first; a size that was not reached is padded to the next one."""
 MOST_SIZES, DEVIATIONS = 8, (2.5, 1.6, 1.0, 0.6, 0.2, -0.2, -0.6, -1.0, -1.6)
 """Sizes of batches that are parts of samples; and of whole samples, how far from the mean, in standard deviations."""
-MOST_GRAPHS = 64
-"""Graphs that are kept."""
+MOST_GRAPHS, FEW = 64, 8
+"""Graphs that are kept; and rows that a GPU takes in hardly more time than one."""
 
 
 def sizes_of(population: int, rate: float, part: int | None = None) -> list[int]:
@@ -241,12 +241,13 @@ class Captured:
         self._costs = CaptureCosts()
         self._states: Counter[Hashable] = Counter()
         """In which state the model was met, and how often: one that changes all the time is not captured."""
-        self._captures, self._ran, self._pool = True, False, None
+        self._captures, self._ran, self._padded, self._pool = True, False, False, None
         self._total: Tensor | None = None
 
-    def expect(self, sizes: Sequence[int]) -> None:
-        """Batches will be at most of these sizes, mostly: capture steps for them, largest first."""
-        self._sizes = tuple(sizes)
+    def expect(self, sizes: Sequence[int], padded: bool = False) -> None:
+        """Batches will be at most of these sizes, mostly: capture steps for them, largest first. Where texts are
+        `padded`, no batch is asked whether its masks are full."""
+        self._sizes, self._padded = tuple(sizes), padded
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
@@ -273,7 +274,7 @@ class Captured:
             return None  # a point elsewhere than the model's own parameters lies at a new address every time
         names = self.engine.form.names or ()
         masks = [part for name, part in zip(names, mean.batch, strict=False) if name.endswith("attention_mask")]
-        full = bool(masks) and all(map(is_full, masks))
+        full = bool(masks) and not self._padded and all(map(is_full, masks))
         try:
             self._run_first(mean, full)
             state = precision(), state_fingerprint(self.model, self.engine.loss)
@@ -292,6 +293,8 @@ class Captured:
             elif self._costs.count and (self._costs.count >= MOST_GRAPHS or self._states[state] < 2):
                 return None
             first = best in self._sizes and not self._costs.count
+            if not known and best not in self._sizes:
+                best = max(best, FEW)  # the first one serves larger batches too
             self._capture(known, ahead(self._sizes) if first else [best], mean, clip, into, full)
             return known[min(size for size in known if size >= min(rows, best))]
         except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:

@@ -92,6 +92,11 @@ class Examples:
         self._rows.padding = PaddedAlone(padding, (*self.form.names, *self.form.further, LABELS))
 
     @property
+    def pads(self) -> bool:
+        """Whether texts are padded."""
+        return self._rows is not None and self._rows.padding is not None
+
+    @property
     def read_one_by_one(self) -> bool:
         return self._rows is not None
 

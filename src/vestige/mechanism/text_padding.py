@@ -20,7 +20,7 @@ DECODED = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """What a decoder writes."""
 IGNORED = -100
 """A label that losses leave out."""
-LENGTHS = ((64, 16), (256, 32), (1024, 128))
+LENGTHS = ((32, 16), (64, 32), (512, 64), (1024, 128))
 """Up to this length, texts are padded to multiples of that; beyond, to multiples of 256."""
 
 

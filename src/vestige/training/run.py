@@ -694,7 +694,7 @@ class Training(HoldsKey):
         if isinstance(engine, Captured):
             most = getattr(self._sampling, "most", LARGEST_SUM)
             each = max(1, examples.population // self.group.size)
-            engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)))
+            engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)), examples.pads)
         asked: Source = self._asked_examples
         answering: Any = InBfloat16(engine) if settings.bfloat16 else engine
         if isinstance(asked, UserExamples):
