@@ -39,7 +39,6 @@ def parametrised():
 
 
 @pytest.mark.parametrize(("case", "path"), list(parametrised()))
-@pytest.mark.everyday("difference of embeddings-train", "batch norm-train")
 def test_one_example_moves_the_sum_by_the_bound_at_most(case: Case, path: str):
     found, refusal = measured(case, path), case.refusal(path)
     if refusal is None:
