@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 
 from vestige.checks import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER, check_number
 
+LARGEST_GROUP = 10_000
+"""Rows of one user in a step whose number is followed one by one."""
+
 
 class BudgetSpent(Exception):
     """The next question would exceed the budget, so it was neither charged nor answered."""
@@ -169,6 +172,11 @@ class GroupedGaussian(Question):
         for name, value in (("rows_per_user", self.group), ("cap", self.cap)):
             if not (value is None and name == "cap") and not (isinstance(value, int) and value >= 1):
                 raise ValueError(f"{name}={value} must be a whole number, at least 1")
+        if self.most > LARGEST_GROUP:
+            raise ValueError(
+                f"rows_per_user={self.group}: rows of one user are priced up to {LARGEST_GROUP} in a step; bound them, "
+                "or give cap, or sample='users'"
+            )
 
     @property
     def most(self) -> int:

@@ -39,6 +39,7 @@ def test_account_prices_other_samplings_by_group_privacy():
         (["--unit", "usr"], "--unit='usr'"),
         (["--unit", "user"], "--rows-per-user is missing"),
         (["--unit", "user", "--rows-per-user", "0"], "--rows-per-user=0"),
+        (["--unit", "user", "--rows-per-user", "1000000000"], "--rows-per-user=1000000000"),
         (["--unit", "user", "--sample", "row", "--rows-per-user", "2"], "--sample='row'"),
         (["--cap", "3"], "--cap=3 belongs to --unit user"),
         (["--rows-per-user", "3"], "--rows-per-user=3 belongs to --unit user"),

@@ -70,9 +70,28 @@ def test_ids_may_be_numbers_texts_or_tensors():
     assert list(owned.counts) == [3, 2, 2, 2]
 
 
+def test_a_column_of_several_kinds_does_not_divide_a_person():
+    for ids in ([3, 3.0, "3"], np.array([3, 3.0, np.float32(3)], dtype=object), [[3], [3.0], ["3", None]]):
+        assert ownership(ids, 3).users == 1
+
+
+def test_columns_of_pandas_with_an_index_of_their_own():
+    pandas = pytest.importorskip("pandas")
+    assert ownership(pandas.Series([7, 7, 8], index=[5, 6, 9]), 3).users == 2
+    assert ownership(pandas.Series([[7], [7, 8]], index=[5, 6]), 2).several
+    for missing in (pandas.NA, pandas.NaT, None, float("nan"), "", "  "):
+        for ids in ([missing, 1], pandas.Series([missing, 1], dtype=object)):
+            with pytest.raises(ValueError, match="row 0 has no user"):
+                ownership(ids, 2)
+        assert ownership([["a", missing], ["a"]], 2).users == 1
+    with pytest.raises(ValueError, match="row 0 has no user"):
+        ownership(np.array(["NaT", "2020-01-01"], dtype="datetime64[D]"), 2)
+
+
 def test_choosing_a_bound_from_public_counts():
     owned = ownership([0, 1, 1, 2, 2, 2, 2, 2], 8)
     assert (bound_of(None, owned), bound_of("median", owned), bound_of(4, owned)) == (5, 2, 4)
+    assert bound_of(10**9, owned) == 5
 
 
 @pytest.mark.parametrize("wrong", [[[0], []], [[0], 1], [[0], [None]]])

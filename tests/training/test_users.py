@@ -246,6 +246,17 @@ def test_epsilon_is_kept_and_verified(tmp_path):
             verify(out, rows_per_user=2)
 
 
+def test_a_run_goes_on_with_the_same_users_only(tmp_path):
+    options = {"sample": "users", "reproducible": None, "steps": 4, "out": tmp_path / "run"}
+    run = training(**options)
+    next(iter(run))
+    del run
+    with pytest.raises(ValueError, match="resume: owners is"):
+        training(**options, users=np.roll(OWNERS, 1), resume=True)
+    weights(training(**options, resume=True))
+    assert verify(tmp_path / "run").finished
+
+
 def test_a_column_names_users():
     inputs, targets = rows()
     named = [f"user {owner}" for owner in OWNERS]

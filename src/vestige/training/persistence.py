@@ -160,7 +160,7 @@ def check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to resume with other settings than at the start: what was priced must be what is asked."""
     for key, value in now.items():
         was = before.get(key, NEWER.get(key))
-        if key in ("coordinates", "noise_strategy") and was is None:
+        if key in ("coordinates", "noise_strategy", "owners") and was is None:
             continue  # not written down before 0.2 and 0.3
         if key == "adjacency" and was == EARLIER_ADJACENCY:
             continue  # the same prices, which hold for it too

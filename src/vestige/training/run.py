@@ -823,6 +823,7 @@ class Training(HoldsKey):
             "max_batch": getattr(self._sampling, "most", None),
             "normalise": repr(self.settings.normalise),
             "evaluate": self.settings.evaluate and self.settings.evaluate.identity,
+            **({} if self.users is None else {"owners": self._owned_hash}),
             **({} if self.method.balance is None else {"balance": self.layout.constants_of_all}),
             **({} if self.settings.statistics is None else {"statistics": self.settings.statistics.identity}),
             **({} if self.settings.audit is None else {"canaries": self.settings.audit}),

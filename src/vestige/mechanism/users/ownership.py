@@ -151,6 +151,8 @@ def ownership(ids: Ids, population: int) -> Ownership:
     """Who owns which of so many rows, from an id for each row, or a list of owners for each row."""
     if isinstance(ids, Tensor):
         ids = ids.cpu().numpy()
+    elif hasattr(ids, "to_numpy"):  # a column of pandas, whatever its index
+        ids = ids.to_numpy()
     if isinstance(ids, str | Mapping) or not hasattr(ids, "__len__"):
         raise ValueError(
             f"users={type(ids).__name__}: give one id for each row (an array, a list), a list of owners for each row, "
@@ -158,29 +160,45 @@ def ownership(ids: Ids, population: int) -> Ownership:
         )
     if len(ids) != population:
         raise ValueError(f"users: {len(ids)} ids for {population} rows; give one for each row")
-    if population and not isinstance(ids, np.ndarray) and isinstance(ids[0], list | tuple | set | frozenset):
+    if population and isinstance(ids[0], list | tuple | set | frozenset):
         return _several(ids, population)
     values = np.asarray(ids)
+    if values.dtype.kind in "US" and not isinstance(ids, np.ndarray) and len({type(each) for each in ids}) > 1:
+        values = np.asarray(ids, dtype=object)
     if values.ndim != 1:
         raise ValueError(f"users: an array of shape {list(values.shape)}; give one id for each row, or lists of owners")
     missing = _missing(values)
     if len(missing):
         raise ValueError(f"users: row {missing[0]} has no user, of {len(missing)} such rows; leave those rows out")
     if values.dtype == object:
-        values = values.astype(str)
+        values = np.array([_name(value) for value in values])
     found, numbers = np.unique(values, return_inverse=True)
     return Ownership(population, len(found), np.arange(population), numbers.astype(np.int64))
 
 
 def _missing(values: npt.NDArray[Any]) -> Rows:
-    """The rows whose id is None, not a number, or an empty text."""
+    """The rows whose id is None, not a number, no time, or a blank text."""
     if values.dtype.kind == "f":
         return np.flatnonzero(np.isnan(values))
+    if values.dtype.kind in "mM":
+        return np.flatnonzero(np.isnat(values))
     if values.dtype.kind in "US":
-        return np.flatnonzero(values == values.dtype.type())
+        return np.flatnonzero(np.char.strip(values) == values.dtype.type())
     if values.dtype == object:
-        return np.array([i for i, v in enumerate(values) if v is None or v == "" or v != v], dtype=np.int64)
+        return np.array([place for place, value in enumerate(values) if _absent(value)], dtype=np.int64)
     return np.zeros(0, dtype=np.int64)
+
+
+def _absent(value: Any) -> bool:
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):  # of pandas
+        return True
+    return not value.strip() if isinstance(value, str | bytes) else bool(value != value)
+
+
+def _name(value: Any) -> str:
+    """An id as a text: 3, 3.0 and "3" are one user, since a column of both kinds would divide a person into two."""
+    whole = isinstance(value, float | np.floating) and float(value).is_integer()
+    return str(int(value)) if whole else str(value)
 
 
 def _several(ids: Sequence[Any], population: int) -> Ownership:
@@ -188,7 +206,7 @@ def _several(ids: Sequence[Any], population: int) -> Ownership:
     for row, each in enumerate(ids):
         if isinstance(each, str) or not hasattr(each, "__iter__"):
             raise ValueError(f"users: row {row} has {each!r}, where others have a list of owners")
-        distinct = {str(owner) for owner in each if owner is not None}
+        distinct = {_name(owner) for owner in each if not _absent(owner)}
         if not distinct:
             raise ValueError(f"users: row {row} has no owner; leave it out")
         rows += [row] * len(distinct)
@@ -211,7 +229,8 @@ Most = int | str | ChosenBound | None
 
 
 def bound_of(asked: int | str | None, owned: Ownership) -> int:
-    """The most rows of one user in a run: a number, "median" of the public counts, or the largest of them (None)."""
+    """The most rows of one user in a run: a number, if anybody has as many, "median" of the public counts, or the
+    largest of them (None)."""
     if asked is None:
         return int(owned.counts.max(initial=1))
     if asked == "median":
@@ -219,7 +238,7 @@ def bound_of(asked: int | str | None, owned: Ownership) -> int:
     if isinstance(asked, str):
         raise ValueError(f"rows_per_user={asked!r} must be a whole number, or 'median'")
     check_steps(asked, "rows_per_user")
-    return asked
+    return min(asked, int(owned.counts.max(initial=1)))  # nobody has more rows than that, which is public
 
 
 def facts_of_users(
@@ -227,9 +246,12 @@ def facts_of_users(
 ) -> Users:
     """What is public of these users, and how steps draw from them; ValueError where no theorem covers it."""
     paid = sum(each.epsilon for each in {rows_per_user, cap} if isinstance(each, ChosenBound))
+    given = isinstance(rows_per_user, ChosenBound)  # it is not held against the counts
     rows_per_user = rows_per_user.rows if isinstance(rows_per_user, ChosenBound) else rows_per_user
     cap = cap.rows if isinstance(cap, ChosenBound) else cap
-    bound: int | None = bound_of(rows_per_user, owned) if sample != "users" else None
+    bound: int | None = None
+    if sample != "users":
+        bound = int(rows_per_user) if given and rows_per_user is not None else bound_of(rows_per_user, owned)
     if sample == "users" and rows_per_user is not None:
         raise ValueError(
             f"rows_per_user={rows_per_user}: not with sample='users', where a user is one clipped vector however many "
