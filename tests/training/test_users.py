@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import vestige
+from captured_on_cpu import captured_on_cpu
 from vestige.integrations.model_card import model_card
 from vestige.mechanism.clipping import Flat
 from vestige.methods.registry import make_method
@@ -168,6 +169,23 @@ def test_rows_of_a_user_are_drawn_uniformly():
         (drawn,) = run.curator._examples._rows(index, torch.tensor([6]))
         seen += np.isin(np.flatnonzero(OWNERS == 6), drawn.numpy())
     assert ((seen - 200) ** 2 / 200).sum() < 25
+
+
+def test_captured_steps_are_of_the_size_of_their_users():
+    """On a GPU each number of rows has graphs of its own: one for all users would be padded to a multiple."""
+    found = {}
+    for captures in (True, False):
+        with captured_on_cpu():
+            run = training(sample="users", cap=4, steps=4, sample_rate=0.6, cuda_graphs=captures)
+            found[captures] = weights(run)
+        if captures:
+            engine = run.curator._engine._engine
+            graphs = {key[0]: sorted(known) for key, known in engine._graphs.items()}
+    torch.testing.assert_close(found[True], found[False], rtol=1e-5, atol=1e-7)
+    users = {rows: sum(min(4, count) == rows for count in COUNTS) for rows in (1, 2, 3, 4)}
+    assert set(graphs) == {1, 2, 3, 4}
+    for rows, sizes in graphs.items():
+        assert max(sizes) <= users[rows]
 
 
 # --- one row per user ---------------------------------------------------------------------------------------------------

@@ -236,7 +236,8 @@ class Captured:
     def __init__(self, model: nn.Module, loss: Loss, layout: Layout, form: Form = BY_PLACE) -> None:
         self.engine = BookKeeping(model, loss, layout, form)
         self.model, self.layout = model, layout
-        self._sizes: tuple[int, ...] = ()
+        self._sizes: dict[int | None, tuple[int, ...]] = {}
+        """By the number of an example's views, or None: of any other number."""
         self._graphs: dict[Hashable, dict[int, CapturedStep]] = {}
         self._costs = CaptureCosts()
         self._states: Counter[Hashable] = Counter()
@@ -244,10 +245,13 @@ class Captured:
         self._captures, self._ran, self._padded, self._pool = True, False, False, None
         self._total: Tensor | None = None
 
-    def expect(self, sizes: Sequence[int], padded: bool = False) -> None:
-        """Batches will be at most of these sizes, mostly: capture steps for them, largest first. Where texts are
-        `padded`, no batch is asked whether its masks are full."""
-        self._sizes, self._padded = tuple(sizes), padded
+    def expect(self, sizes: Sequence[int], padded: bool = False, views: int | None = None) -> None:
+        """Batches, or those of examples with so many views, will be at most of these sizes, mostly: capture steps for
+        them, largest first. Where texts are `padded`, no batch is asked whether its masks are full."""
+        self._sizes[views], self._padded = tuple(sizes), padded
+
+    def _expected(self, views: int) -> tuple[int, ...]:
+        return self._sizes.get(views, self._sizes.get(None, ()))
 
     def __call__(
         self, batch: Batch, parameters: Parameters, clip: Clip, into: Tensor, transform: Transform | None = None
@@ -282,7 +286,7 @@ class Captured:
             shapes = tuple((part.shape[1:], part.dtype) for part in mean.batch)
             known = self._graphs.setdefault((mean.views, shapes, places, clip.recording, full, state), {})
             rows = len(mean.batch[0]) // mean.views
-            best = self._size(rows, whole)
+            best, expected = self._size(rows, mean.views, whole), self._expected(mean.views)
             fitting = [size for size in known if size >= rows]
             chosen = min(fitting) if fitting else max(known, default=None) if not whole else None
             if chosen is not None:
@@ -292,10 +296,10 @@ class Captured:
                     return known[chosen]
             elif self._costs.count and (self._costs.count >= MOST_GRAPHS or self._states[state] < 2):
                 return None
-            first = best in self._sizes and not self._costs.count
-            if not known and best not in self._sizes:
+            first = best in expected and not known and (mean.views in self._sizes or not self._costs.count)
+            if not known and best not in expected:
                 best = max(best, FEW)  # the first one serves larger batches too
-            self._capture(known, ahead(self._sizes) if first else [best], mean, clip, into, full)
+            self._capture(known, ahead(expected) if first else [best], mean, clip, into, full)
             return known[min(size for size in known if size >= min(rows, best))]
         except (NotApart, UnsupportedUse, NotCapturable, RuntimeError) as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
@@ -316,10 +320,10 @@ class Captured:
         restore_device_draws(draws[1], device)
         give_back(device)
 
-    def _size(self, rows: int, whole: bool) -> int:
+    def _size(self, rows: int, views: int, whole: bool) -> int:
         """Of the graph that suits so many rows: of those that were announced, unless there are far fewer rows, such as
         texts of one length among others."""
-        sizes = self._sizes
+        sizes = self._expected(views)
         if sizes and rows > sizes[-1] // 2 and (rows <= sizes[0] or not whole):
             return next((size for size in reversed(sizes) if size >= rows), sizes[0])
         return padded_size(rows)

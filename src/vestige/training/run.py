@@ -693,9 +693,15 @@ class Training(HoldsKey):
         prepare(next(model.parameters()).device)
         if isinstance(engine, Captured):
             most = getattr(self._sampling, "most", LARGEST_SUM)
-            each = max(1, examples.population // self.group.size)
-            engine.expect(sizes_of(each, rate, min(part or LARGEST_SUM, most, LARGEST_SUM)), examples.pads)
-        asked: Source = self._asked_examples
+            limit, asked = min(part or LARGEST_SUM, most, LARGEST_SUM), self._asked_examples
+            if isinstance(asked, UserExamples):  # a batch has users of one number of rows
+                for views, users in asked.numbers.items():
+                    sizes = sizes_of(max(2, users // self.group.size), rate, max(2, limit // views))
+                    engine.expect(sizes[:: 1 + len(asked.numbers) // 5], examples.pads, views)
+            else:
+                each = max(1, examples.population // self.group.size)
+                engine.expect(sizes_of(each, rate, limit), examples.pads)
+        asked = self._asked_examples
         answering: Any = InBfloat16(engine) if settings.bfloat16 else engine
         if isinstance(asked, UserExamples):
             answering = UserEngine(answering)

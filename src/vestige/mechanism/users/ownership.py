@@ -104,6 +104,12 @@ class RowsOfEach:
         """How many rows of a user take part, on average."""
         return float(self._most.mean())
 
+    @property
+    def numbers(self) -> dict[int, int]:
+        """How many users take part with so many rows."""
+        rows, users = np.unique(self._most, return_counts=True)
+        return dict(zip(rows.tolist(), users.tolist(), strict=True))
+
     def parts(self, users: Tensor, most: int) -> Sequence[Tensor]:
         """Users in parts of at most `most` rows; a user with more is a part alone."""
         if int(self._most[users.numpy()].sum()) <= most:

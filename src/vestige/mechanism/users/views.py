@@ -55,7 +55,7 @@ class UserExamples:
     def __init__(self, examples: Examples, owned: Ownership, cap: int | None, randomness: Randomness) -> None:
         self._examples, chosen = examples, RowsOfEach(owned, cap, randomness)
         self.device, self.form, self.population = examples.device, examples.form, owned.users
-        self._rows, self.parts = chosen.rows, chosen.parts
+        self._rows, self.parts, self.numbers = chosen.rows, chosen.parts, chosen.numbers
 
     def blank(self) -> Batch:
         return self._examples.blank()
