@@ -27,6 +27,18 @@ def everyday(path: str) -> set[str]:
     return {each.name for each in functions if "pytest.mark.slow" not in map(ast.unparse, each.decorator_list)}
 
 
+@cache
+def left_to_the_night(path: str, test: str, case: str) -> bool:
+    """Whether the marks `everyday` and `nightly` of a test make one of its cases slow."""
+    for each in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(each, ast.FunctionDef) and each.name == test:
+            for mark in each.decorator_list:
+                kind = ast.unparse(mark).removeprefix("pytest.mark.").partition("(")[0]
+                if isinstance(mark, ast.Call) and kind in ("everyday", "nightly"):
+                    return (case in [ast.literal_eval(given) for given in mark.args]) == (kind == "nightly")
+    return False
+
+
 def test_there_are_fifty_faults_of_different_names(seeded):
     names = [fault.name for fault in seeded.faults()]
     assert len(names) >= 50
@@ -45,7 +57,9 @@ def test_every_fault_names_everyday_tests_that_are_there(seeded):
         assert fault.tests, fault.name
         for test in fault.tests:
             path, _, name = test.partition("::")
-            assert name.partition("[")[0] in everyday(path), f"{fault.name}: there is no everyday test {test}"
+            function, _, case = name.rstrip("]").partition("[")
+            assert function in everyday(path), f"{fault.name}: there is no everyday test {test}"
+            assert not case or not left_to_the_night(path, function, case), f"{fault.name}: {test} is not everyday"
 
 
 def test_a_fault_that_has_no_place_or_several_is_refused(seeded):
