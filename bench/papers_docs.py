@@ -412,11 +412,17 @@ def _measured(times: Times, printed: Mapping[str, float], plain: str, ours: Mapp
     """Every method's step over DP-SGD's, beside the printed runtimes."""
     assert times is not None
     said = []
+    where = times["device"] + (f" with a load of {times['load']:.0f} on {times['cores']} cores" if busy(times) else "")
     for label, ratio in printed.items():
         mine = step_ratio(times, (ours or {}).get(label, label), plain)
         if mine is not None and label != plain:
             said.append(f"{label} {mine:.2f} (printed {ratio:.2f})")
-    return f"a step over DP-SGD's, {times['device']}: " + ", ".join(said)
+    return f"a step over DP-SGD's, {where}: " + ", ".join(said)
+
+
+def busy(times: Times) -> bool:
+    """Whether more was to be done meanwhile than the machine has cores: differences of a few percent then say nothing."""
+    return times is not None and times["load"] > times["cores"] + 0.5
 
 
 def _rounds(times: Times) -> str:
@@ -428,7 +434,7 @@ def _runtime(times: Times) -> Claim:
     printed = published()["fo_dp_sgd"]["table2_relative_runtime"]
     what = "Tables 1, 2: the memory takes 1.02 of DP-SGD's runtime"
     ratio = step_ratio(times, "fo beta 0.90", "fo beta 1.00")
-    if ratio is not None:
+    if ratio is not None and not busy(times):
         word = REPRODUCED if ratio < 1.05 else PARTLY if ratio < 1.25 else NOT
         return Claim(what, TIMES, _measured(times, printed, "fo beta 1.00"), _rounds(times), word)
     page = (DOCS / "results" / "step-costs.md").read_text()
@@ -445,6 +451,9 @@ def _spectral_runtime(times: Times) -> Claim:
         return Claim(what, "vestige reproduce sma-table4 --data DATA", "-", "-", NOT_AS_PRINTED)
     epoch = step_ratio(times, "sma 2-6 epoch", "dp-sgd")
     said = _measured(times, printed, "dp-sgd", {"sma": "sma 2-6"})
+    assert times is not None
+    mine = next(row for row in times["rows"] if row["label"] == "sma 2-6")
+    said += f"; in single epochs {mine['least']:.2f} to {mine['most']:.2f}"
     said += f"; our variant with one spectrum an epoch {epoch:.2f}" if epoch is not None else ""
     word = REPRODUCED if abs(ratio / 2.94 - 1) < 0.1 else PARTLY if ratio > 1.05 else NOT
     return Claim(what, TIMES, said, _rounds(times), word)

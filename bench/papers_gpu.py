@@ -524,11 +524,14 @@ def time_steps(device: str, data: str, out: Path, rounds: int) -> None:
                     "label": label,
                     "step_ms": 1e3 * statistics.median(mine) / EPOCH,
                     "ratio": statistics.median(a / b for a, b in zip(mine, plain, strict=True)),
+                    "least": min(a / b for a, b in zip(mine, plain, strict=True)),
+                    "most": max(a / b for a, b in zip(mine, plain, strict=True)),
                     "rounds": len(mine),
                 }
                 for label, mine in spent.items()
             ]
-            write_json(out / "times.json", {"device": _device(device), "cores": os.cpu_count(), "rows": rows})
+            where = {"device": _device(device), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+            write_json(out / "times.json", {**where, "rows": rows})
     print("  step times: " + ", ".join(f"{row['label']} {row['ratio']:.2f}" for row in rows), flush=True)
 
 

@@ -647,10 +647,10 @@ def test_verdicts_follow_from_intervals(bench):
     assert round(docs.at_epsilon(curves, "a", "b", 2.0, "cifar10-mlp").mean, 6) == 4.0
     by_steps = docs.at_epsilon(curves, "a", "b", 2.0, "cifar10-mlp", {"a": 60.0, "b": 30.0})
     assert round(by_steps.mean, 6) == round(90 - (30 + sum(range(13)) / 130), 6)
-    times = {
-        "device": "here",
-        "rows": [{"label": "dp-sgd", "ratio": 1.0, "rounds": 2}, {"label": "sma 2-6", "ratio": 2.9, "rounds": 2}],
-    }
+    facts = {"rounds": 2, "least": 1.0, "most": 3.0}
+    rows_ = [{"label": label, "ratio": ratio, **facts} for label, ratio in (("dp-sgd", 1.0), ("sma 2-6", 2.9))]
+    times = {"device": "here", "cores": 2, "load": 1.0, "rows": rows_}
+    assert "with a load of 9 on 2 cores" in docs._spectral_runtime({**times, "load": 9.0}).found
     assert docs._spectral_runtime(times).verdict == docs.REPRODUCED
     assert docs._spectral_runtime(None).verdict == docs.NOT_AS_PRINTED
     assert docs.carried("fo-table3", "fo beta 0.90", "fo beta 1.00").seeds == 5
