@@ -47,6 +47,12 @@ def test_one_user_moves_every_score_by_one_at_most(counts, place, other, share):
         assert np.abs(bound_scores(np.array(neighbour, dtype=int), share, 9) - before).max() <= 1 + 1e-9
 
 
+def test_where_all_have_as_many_rows_that_is_the_best_bound():
+    found = bound_scores(np.array([5] * 40), 0.5, 9)
+    assert found.argmax() == 4
+    assert (np.delete(found, 4) == -20).all()
+
+
 def test_the_choice_follows_the_exponential_mechanism():
     owners = [0, 1, 1, 2, 2, 2]
     drawn = np.array(

@@ -466,8 +466,8 @@ def private_bound(
     True
 
     Formal guarantees: `epsilon`-differential privacy (delta 0) for adding, removing or changing all rows of one user:
-    the exponential mechanism over 1 to `largest`, with the distance of the number of users who have at most so many
-    rows from `share` times all users, which one user moves by 1 at most.
+    the exponential mechanism over 1 to `largest`, by how far the rank `share` times all users lies from those of users
+    with so many rows, which one user moves by 1 at most.
     """
     check_number("epsilon", epsilon)
     check_epsilon(epsilon)
@@ -502,10 +502,12 @@ def private_bound(
 
 
 def bound_scores(counts: np.ndarray, share: float, largest: int) -> np.ndarray:
-    """SENSITIVE: of each bound, minus the distance of the number of users who have no more rows from their share. A
-    user more or less, or with other rows, moves it by 1 at most."""
-    no_more = np.searchsorted(np.sort(counts), np.arange(1, largest + 1), side="right")
-    return np.asarray(-np.abs(no_more - share * len(counts)))
+    """SENSITIVE: of each bound, minus how many users the wanted rank lies above those who have no more rows, or below
+    those who have fewer; zero where users with just so many rows have it. A user more or less, or with other rows,
+    moves it by 1 at most."""
+    ordered, bounds, wanted = np.sort(counts), np.arange(1, largest + 1), share * len(counts)
+    fewer, no_more = (np.searchsorted(ordered, bounds, side=side) for side in ("left", "right"))
+    return np.asarray(-np.maximum(0.0, np.maximum(wanted - no_more, fewer - wanted)))
 
 
 def _open_choice(
