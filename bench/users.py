@@ -492,10 +492,17 @@ def step_table(rows: list[Row]) -> str:
 
 PAGE = """# What a guarantee for a person costs
 
-Written by `python bench/users.py table --out OUT --page docs/results/users.md`, from the runs of `python bench/users.py
-svhn`, `imdb` and `step` (its first lines say what they do). Accuracy in percent on half of the test rows, with the
-deviation of its mean over seeds. The first line of a table protects one row only; the others protect all rows of one
-person. [What the mechanisms are](../users.md#which-mechanism).
+```
+python bench/users.py svhn --data DATA --out OUT
+python bench/users.py imdb --data DATA --out OUT
+python bench/users.py step --device cuda --out OUT
+python bench/users.py table --out OUT --page docs/results/users.md
+```
+
+Written by the last of these; the first lines of the script say what the others do. Accuracy in percent on half of the
+test rows, with the deviation of its mean over seeds. The first line of a table protects one row only; the others
+protect all rows of one person. Learning rates are tuned by the other half, among 1, 2, 4 and 8 times the automatic one.
+[What the mechanisms are](../users.md#which-mechanism).
 """
 
 
